@@ -1,0 +1,74 @@
+"""retrograd: PyTorch's backward, captured as it hangs from the loss, compiled, in eager's order.
+
+>>> import retrograd
+>>> with retrograd.compiled_autograd(backend="inductor"):
+...     loss.backward()
+
+Names are imported at first use: ``import retrograd`` is quick and does not import Inductor.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from retrograd.api import CompiledAutograd, compiled_autograd, explain, reset
+    from retrograd.config import Config
+    from retrograd.errors import (
+        BackendError,
+        CaptureError,
+        FallbackWarning,
+        LoweringError,
+        RetrogradError,
+        UnknownBackendError,
+        UnsupportedTorchError,
+        VerificationError,
+    )
+    from retrograd.events import counters
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "retrograd.api": ("CompiledAutograd", "compiled_autograd", "explain", "reset"),
+    "retrograd.config": ("Config",),
+    "retrograd.errors": (
+        "BackendError",
+        "CaptureError",
+        "FallbackWarning",
+        "LoweringError",
+        "RetrogradError",
+        "UnknownBackendError",
+        "UnsupportedTorchError",
+        "VerificationError",
+    ),
+    "retrograd.events": ("counters",),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "BackendError",
+    "CaptureError",
+    "CompiledAutograd",
+    "Config",
+    "FallbackWarning",
+    "LoweringError",
+    "RetrogradError",
+    "UnknownBackendError",
+    "UnsupportedTorchError",
+    "VerificationError",
+    "compiled_autograd",
+    "counters",
+    "explain",
+    "reset",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'retrograd' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

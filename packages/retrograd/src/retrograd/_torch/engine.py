@@ -1,0 +1,150 @@
+"""Running torch's engine: the request, the stock run, and the gateway through which every backward passes.
+
+In: the arguments of ``torch.autograd.graph._engine_run_backward``, the one Python gateway of
+``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad``. Out: the gradients.
+
+The gateway is replaced while at least one context of ours is active, and put back with the last.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.autograd.graph as autograd_graph
+
+from retrograd._torch.queries import Queries
+
+__all__ = ["EngineRequest", "Gateway", "in_backward", "run_stock", "why_not_collectable"]
+
+_stock_run_backward = autograd_graph._engine_run_backward
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One call of the engine. Field names are the keyword names of the C++ engine.
+
+    Attributes:
+        tensors: roots, tensors or ``GradientEdge``.
+        grad_tensors: one cotangent per root.
+        keep_graph, create_graph: as in ``torch.autograd.backward``.
+        inputs: what gradients are wanted of; empty for all leaves.
+        allow_unreachable: whether an input that the roots do not reach gives None.
+        accumulate_grad: write ``.grad`` (backward) instead of returning gradients (grad).
+    """
+
+    tensors: tuple[Any, ...]
+    grad_tensors: tuple[Any, ...]
+    keep_graph: bool
+    create_graph: bool
+    inputs: tuple[Any, ...] = ()
+    allow_unreachable: bool = False
+    accumulate_grad: bool = False
+
+    @classmethod
+    def of(cls, *args: Any, **kwargs: Any) -> EngineRequest:
+        """Read the arguments as the gateway receives them."""
+        request = cls(*args, **kwargs)
+        sequences = ("tensors", "grad_tensors", "inputs")
+        return replace(request, **{name: tuple(getattr(request, name) or ()) for name in sequences})
+
+
+def run_stock(request: EngineRequest) -> tuple[torch.Tensor | None, ...]:
+    """Run the backward on the engine as torch would."""
+    return _stock_run_backward(
+        request.tensors,
+        request.grad_tensors,
+        request.keep_graph,
+        request.create_graph,
+        request.inputs,
+        allow_unreachable=request.allow_unreachable,
+        accumulate_grad=request.accumulate_grad,
+    )
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
+    """Why the engine cannot hand this backward over: a code and a sentence; None when it can."""
+    for code, text, applies in _OBSTACLES:
+        if applies(request):
+            return code, text
+    return None
+
+
+def _is_subclass_root(request: EngineRequest) -> bool:
+    tensors = (t for t in (*request.tensors, *request.grad_tensors) if isinstance(t, torch.Tensor))
+    return any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+
+
+#: What the engine's protocol refuses or cannot express, in the order in which it is looked for.
+_OBSTACLES: tuple[tuple[str, str, Callable[[EngineRequest], bool]], ...] = (
+    ("reentrant", "a backward started inside a running backward", lambda _: in_backward()),
+    (
+        "anomaly-mode",
+        "anomaly mode checks every node's result as soon as it is there",
+        lambda _: torch.is_anomaly_enabled(),
+    ),
+    (
+        "dispatch-mode",
+        "a TorchDispatchMode is active and must see every operation of the backward",
+        lambda _: torch._C._len_torch_dispatch_stack() > 0,
+    ),
+    (
+        "functorch",
+        "a functorch transform (grad, vjp, vmap, …) is active",
+        lambda request: torch._C._functorch.maybe_current_level() is not None or _is_subclass_root(request),
+    ),
+    (
+        "inference-mode",
+        "inference mode is active",
+        lambda _: torch.is_inference_mode_enabled(),
+    ),
+    (
+        "tracing",
+        "torch.compile, torch.export or torch.jit is tracing",
+        lambda _: torch.compiler.is_compiling() or torch.jit.is_tracing(),
+    ),
+)
+
+
+class Gateway:
+    """Replaces torch's gateway by a handler while somebody wants it; counts who does.
+
+    Args:
+        handler: called with the gateway's arguments; returns the gradients.
+        queries: installed and removed with it.
+    """
+
+    _modules = (torch.autograd.graph, torch.autograd)
+
+    def __init__(self, handler: Callable[..., Any], queries: Queries) -> None:
+        self._handler, self._queries = handler, queries
+        self._users = 0
+        self._lock = threading.Lock()
+        self._prior: list[Any] = []
+
+    def open(self) -> None:
+        """One more user: install the handler if it is the first."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._prior = [module._engine_run_backward for module in self._modules]
+                for module in self._modules:
+                    module._engine_run_backward = self._handler
+                self._queries.install()
+
+    def close(self) -> None:
+        """One user less: put torch's gateway back after the last."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                for module, prior in zip(self._modules, self._prior, strict=True):
+                    module._engine_run_backward = prior
+                self._queries.remove()

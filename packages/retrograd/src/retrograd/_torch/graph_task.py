@@ -1,0 +1,68 @@
+"""Run a function inside a backward of torch's own engine.
+
+In: a function, and the request that it answers. Out: nothing; the function runs exactly once, on this
+thread. Inside, ``torch._C._current_graph_task_id()`` is set, ``queue_callback`` works and its callbacks
+run when the function has returned, a nested ``.backward()`` is reentrant as in eager, and grad mode,
+``keep_graph`` and the validity of reentrant checkpointing are those of the request.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from retrograd._torch.collect import window
+from retrograd._torch.engine import EngineRequest, run_stock
+
+__all__ = ["run_in_graph_task"]
+
+
+class _Body(threading.local):
+    """The functions to be run on this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Callable[[], None]] = []
+        self.root: torch.Tensor | None = None
+        self.leaf: torch.Tensor | None = None
+
+
+_body = _Body()
+
+
+class _RunBody(torch.autograd.Function):
+    """Its backward runs the innermost body; it produces no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        _body.stack[-1]()
+
+
+def run_in_graph_task(body: Callable[[], None], request: EngineRequest) -> None:
+    """Run `body` as the one node of a backward like `request`."""
+    if _body.root is None:
+        with torch.enable_grad(), torch.inference_mode(False):
+            _body.leaf = torch.zeros((), requires_grad=True, device="cpu")
+            _body.root = _RunBody.apply(_body.leaf)
+    assert _body.root is not None and _body.leaf is not None
+    only_leaf = (_body.leaf,) if request.inputs or not request.accumulate_grad else ()
+    task = replace(
+        request,
+        tensors=(_body.root,),
+        grad_tensors=(torch.zeros((), device="cpu"),),
+        inputs=only_leaf,
+        allow_unreachable=True,
+    )
+    _body.stack.append(body)
+    try:
+        with window.stock():
+            run_stock(task)
+    finally:
+        _body.stack.pop()

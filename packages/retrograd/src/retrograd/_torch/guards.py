@@ -1,0 +1,111 @@
+"""Does a lowered segment still fit its inputs?
+
+In: the values that it was lowered with and the sizes that were symbolic. Out: `InputGuard.check`. Tensor
+metadata is checked by torch's C++ ``TensorGuards``, relations between symbolic sizes by the shape environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C._dynamo.guards import TensorGuards
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+__all__ = ["InputGuard", "changed_sizes"]
+
+
+class InputGuard:
+    """Guards of one lowering.
+
+    Args:
+        args: the values it was lowered with.
+        symbolic: per argument, the dimensions that may differ.
+        fed: positions of the traced inputs, and `example_inputs` their fakes.
+        shape_env: has the relations that tracing relied on; None when every size is static.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[Any],
+        symbolic: Mapping[int, frozenset[int]],
+        fed: Sequence[int],
+        example_inputs: Sequence[Any],
+        shape_env: ShapeEnv | None,
+    ) -> None:
+        first = {id(value): i for i, value in reversed(list(enumerate(args))) if isinstance(value, torch.Tensor)}
+        self._tensors = sorted(first.values())
+        self._same = [(i, first[id(v)]) for i, v in enumerate(args) if first.get(id(v), i) != i]
+        self._constants = [
+            (i, value)
+            for i, value in enumerate(args)
+            if not isinstance(value, torch.Tensor) and not (type(value) is int and symbolic.get(i))
+        ]
+        unique = [args[i] for i in self._tensors]
+        sizes = [_open(args[i].shape, symbolic.get(i)) for i in self._tensors]
+        strides = [_open_strides(args[i], symbolic.get(i)) for i in self._tensors]
+        self._guards = TensorGuards(*unique, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        self._shape_env, self._fed = shape_env, tuple(fed)
+        self._relations = shape_env.produce_guards_expression(example_inputs) if shape_env else None
+        self.args_metadata = tuple(map(_sizes, args))
+
+    def check(self, args: Sequence[Any]) -> bool:
+        """Whether the lowering may be used for these values."""
+        return (
+            all(args[i] is args[j] for i, j in self._same)
+            and all(type(args[i]) is type(value) and args[i] == value for i, value in self._constants)
+            and all(isinstance(args[i], torch.Tensor) for i in self._tensors)
+            and self._guards.check(*[args[i] for i in self._tensors])
+            and self._relations_hold(args)
+        )
+
+    def why_not(self, args: Sequence[Any]) -> str:
+        """What failed, with the two values that differ."""
+        for i, value in self._constants:
+            if type(args[i]) is not type(value) or args[i] != value:
+                return f"argument {i} was {_describe(value)}, now {_describe(args[i])}"
+        for i in self._tensors:
+            if not isinstance(args[i], torch.Tensor):
+                return f"argument {i} was a tensor, now {_describe(args[i])}"
+        names = [f"argument {i}" for i in self._tensors]
+        verbose = self._guards.check_verbose(*[args[i] for i in self._tensors], tensor_check_names=names)
+        return verbose if isinstance(verbose, str) else f"relation between sizes: {self._relations or 'aliasing'}"
+
+    def _relations_hold(self, args: Sequence[Any]) -> bool:
+        if self._relations is None or self._shape_env is None:
+            return True
+        values = [args[i] for i in self._fed]
+        return bool(self._shape_env.evaluate_guards_expression(self._relations, values))
+
+    def __str__(self) -> str:
+        tensors = f"{len(self._tensors)} tensors: type, dtype, device, sizes, strides, requires_grad"
+        return tensors + (f"; {self._relations}" if self._relations else "")
+
+
+def changed_sizes(before: Sequence[Any], args: Sequence[Any]) -> dict[int, frozenset[int]]:
+    """Per argument, the dimensions whose size is not what it was (dimension 0 of an int is its value)."""
+    changed: dict[int, frozenset[int]] = {}
+    for i, (old, new) in enumerate(zip(before, map(_sizes, args), strict=True)):
+        if old is not None and new is not None and len(old) == len(new) and old != new:
+            changed[i] = frozenset(d for d, (a, b) in enumerate(zip(old, new, strict=True)) if a != b)
+    return changed
+
+
+def _sizes(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    return (value,) if type(value) is int else None
+
+
+def _open(sizes: Sequence[int], dims: frozenset[int] | None) -> list[int | None]:
+    return [None if dims and d in dims else size for d, size in enumerate(sizes)]
+
+
+def _open_strides(value: torch.Tensor, dims: frozenset[int] | None) -> list[int | None]:
+    """With a symbolic size the strides follow from the sizes; the shape environment guards them."""
+    return [None] * value.dim() if dims else list(value.stride())
+
+
+def _describe(value: Any) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)

@@ -1,0 +1,67 @@
+"""Read the autograd graph that hangs from a backward's roots.
+
+In: an `EngineRequest`. Out: a `LiveGraph`. Follows ``next_functions``; the rule for which nodes are
+wanted with ``inputs=`` is that of ``GraphTask::init_to_execute`` in ``torch/csrc/autograd/engine.cpp``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from retrograd._torch.engine import EngineRequest
+from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
+
+__all__ = ["read_live_graph"]
+
+
+def read_live_graph(request: EngineRequest) -> LiveGraph:
+    """The graph of `request`, in order of discovery from its roots."""
+    index: dict[Any, int] = {}
+    handles: list[Any] = []
+
+    def number(handle: Any) -> int:
+        if handle not in index:
+            index[handle] = len(handles)
+            handles.append(handle)
+        return index[handle]
+
+    roots = tuple(Edge(number(node), slot) for node, slot in map(_edge, request.tensors))
+    nodes: list[LiveNode] = []
+    while len(nodes) < len(handles):
+        handle = handles[len(nodes)]
+        edges = tuple(
+            None if node is None else Edge(number(node), slot) for node, slot in handle.next_functions
+        )
+        nodes.append(LiveNode(handle, handle.name(), handle._sequence_nr(), edges))
+    targets = [index[node] for node, _ in map(_edge, request.inputs) if node in index]
+    wanted = _wanted(nodes, targets) if request.inputs else None
+    return LiveGraph(tuple(nodes), roots, wanted)
+
+
+def _edge(root: Any) -> tuple[Any, int]:
+    if isinstance(root, GradientEdge):
+        return root.node, root.output_nr
+    if isinstance(root, torch.Tensor) and (root.grad_fn is not None or root.requires_grad):
+        edge = get_gradient_edge(root)
+        return edge.node, edge.output_nr
+    return None, 0
+
+
+def _wanted(nodes: list[LiveNode], targets: list[int]) -> frozenset[int]:
+    """Nodes from which a target can be reached, the targets included."""
+    producers: dict[int, list[int]] = {}
+    for i, node in enumerate(nodes):
+        for edge in node.edges:
+            if edge is not None:
+                producers.setdefault(edge.node, []).append(i)
+    wanted = set(targets)
+    pending = list(wanted)
+    while pending:
+        for producer in producers.get(pending.pop(), ()):
+            if producer not in wanted:
+                wanted.add(producer)
+                pending.append(producer)
+    return frozenset(wanted)

@@ -1,0 +1,84 @@
+"""What user code asks torch about the backward that is running, answered for a running plan.
+
+In: a `Running` backward of ours per thread. Out: ``torch._C._current_autograd_node`` and its like answer for
+the autograd node that eager would be executing, instead of for the one node that carries our plan. They are
+replaced while a context of ours is active; a stock backward nested in a plan gets torch's own answers.
+
+``_current_graph_task_id`` needs no help: the plan runs in a graph task of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Queries", "Running", "answering"]
+
+
+class Running(Protocol):
+    """A plan under way."""
+
+    def current_node(self) -> Any: ...
+    def will_execute(self, node: Any) -> bool: ...
+    def execution_order(self) -> list[Any]: ...
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.running: list[tuple[Running, int]] = []
+
+
+_stack = _Stack()
+
+
+@contextmanager
+def answering(running: Running) -> Iterator[None]:
+    """Answer for `running` on this thread, inside the graph task that is current now."""
+    _stack.running.append((running, torch._C._current_graph_task_id()))
+    try:
+        yield
+    finally:
+        _stack.running.pop()
+
+
+def _current() -> Running | None:
+    if not _stack.running:
+        return None
+    running, task = _stack.running[-1]
+    return running if task == torch._C._current_graph_task_id() else None
+
+
+class Queries:
+    """Replaces torch's queries and puts them back."""
+
+    _answers: dict[str, Callable[..., Any]] = {
+        "_current_autograd_node": lambda running: running.current_node(),
+        "_will_engine_execute_node": lambda running, node: running.will_execute(node),
+        "_current_graph_task_execution_order": lambda running: running.execution_order(),
+    }
+
+    def __init__(self) -> None:
+        self._prior: dict[str, Callable[..., Any]] = {}
+
+    def install(self) -> None:
+        """Replace them."""
+        for name, answer in self._answers.items():
+            prior = self._prior[name] = getattr(torch._C, name)
+            setattr(torch._C, name, _dispatcher(prior, answer))
+
+    def remove(self) -> None:
+        """Put torch's own back."""
+        for name, prior in self._prior.items():
+            setattr(torch._C, name, prior)
+
+
+def _dispatcher(stock: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+    def ask(*args: Any) -> Any:
+        running = _current()
+        return stock(*args) if running is None else answer(running, *args)
+
+    return ask

@@ -1,0 +1,86 @@
+"""What only torch's internals know of a tensor: who refers to it, and which layout its gradient owes.
+
+The layout contract is ``torch/csrc/autograd/utils/grad_layout_contract.h``; stealing is
+``is_tensor_stealable`` in ``variable.h``.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+__all__ = [
+    "clone_for_layout_contract",
+    "is_only_reference",
+    "layout_contract_enforced",
+    "may_materialize",
+    "obeys_layout_contract",
+    "zeros_for_slot",
+]
+
+#: references to a tensor that its owner's frame (1), this module's frame (1) and ``getrefcount`` (1) hold.
+_OWN_REFERENCES = 3
+
+
+def is_only_reference(tensor: torch.Tensor) -> bool:
+    """Whether the caller's local variable is the only reference to `tensor`, in Python and in C++."""
+    return sys.getrefcount(tensor) <= _OWN_REFERENCES and tensor._use_count() <= 1
+
+
+def layout_contract_enforced() -> bool:
+    """Whether gradients must have their parameter's layout (may be switched off from 2.13 on)."""
+    asked = getattr(torch._C, "_is_grad_layout_enforcement_enabled", None)
+    return True if asked is None else bool(asked())
+
+
+def is_non_overlapping_and_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements fill a block of memory, each once."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True
+
+
+def obeys_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> bool:
+    """Whether a dense `grad` has the strides that ``variable.grad`` owes."""
+    if grad.is_nested or variable.is_sparse:
+        return False
+    if not is_non_overlapping_and_dense(variable):
+        return grad.is_contiguous()
+    return all(
+        stride == owed if size != 1 else stride != 0
+        for size, stride, owed in zip(grad.shape, grad.stride(), variable.stride(), strict=True)
+    )
+
+
+def clone_for_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> torch.Tensor:
+    """A copy of `grad` with the strides that ``variable.grad`` owes; differentiable in grad mode."""
+    if variable.layout is torch.strided and is_non_overlapping_and_dense(variable):
+        empty = grad.new_empty_strided(
+            variable.shape, variable.stride(), dtype=grad.dtype, device=variable.device
+        )
+        return empty.copy_(grad)
+    return grad.clone(memory_format=torch.contiguous_format)
+
+
+def zeros_for_slot(node: Any, slot: int) -> torch.Tensor:
+    """Zeros in place of an undefined gradient for output number `slot` of an ``autograd.Function``."""
+    metadata = node._input_metadata[slot]
+    return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
+
+
+def may_materialize(ctx: Any) -> bool:
+    """Whether an ``autograd.Function`` wants zeros for undefined gradients.
+
+    torch lets nobody read the flag. It is true unless the forward changes it, so look whether the
+    forward's code mentions ``set_materialize_grads`` (which is called only to switch it off).
+    """
+    forward = ctx._forward_cls
+    codes = (getattr(getattr(forward, name), "__code__", None) for name in ("forward", "setup_context"))
+    return not any(code is not None and "set_materialize_grads" in code.co_names for code in codes)

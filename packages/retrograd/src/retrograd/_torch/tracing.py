@@ -1,0 +1,168 @@
+"""Trace a segment to ATen under fake tensors. No Dynamo, no AOTAutograd.
+
+In: a boxed function, the values that it is called with, and which sizes are to be symbolic. Out: a
+`Traced` graph that mutates nothing, its fake inputs and the shape environment with the guards that
+tracing left there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import LocalSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+__all__ = ["NotTraceableError", "Traced", "trace", "why_not_traceable"]
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+
+class NotTraceableError(Exception):
+    """The segment cannot be expressed as a functional ATen graph; the text says why."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced segment.
+
+    Attributes:
+        gm: the functional ATen graph; returns a tuple of the outputs that are not None.
+        example_inputs: fake tensors and symbolic integers, one per value of `fed`.
+        fed: positions of the arguments that the graph takes.
+        given: for each output of the segment, its position in the graph's result, or None.
+        shape_env: has the guards; None when every size is static.
+    """
+
+    gm: fx.GraphModule
+    example_inputs: tuple[Any, ...]
+    fed: tuple[int, ...]
+    given: tuple[int | None, ...]
+    shape_env: ShapeEnv | None
+
+
+def why_not_traceable(value: Any) -> str | None:
+    """Why a segment with this input has to be interpreted; None if it can be traced."""
+    if not isinstance(value, torch.Tensor):
+        return None if value is None or isinstance(value, (int, float)) else f"{type(value).__name__} argument"
+    if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return f"tensor subclass {type(value).__name__}"
+    if value.layout is not torch.strided:
+        return f"{value.layout} tensor"
+    if value.is_quantized or value.is_nested:
+        return "quantized tensor" if value.is_quantized else "nested tensor"
+    return None
+
+
+def trace(
+    fn: Boxed,
+    args: Sequence[Any],
+    symbolic: Mapping[int, frozenset[int]] | None,
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> Traced:
+    """Trace `fn`.
+
+    Args:
+        fn: runs the segment on a list of values.
+        args: the values; None for undefined gradients.
+        symbolic: for each argument, which dimensions are symbolic (dimension 0 of an int is its value);
+            None to make every size static.
+        decompositions: applied while tracing.
+
+    Raises:
+        NotTraceableError: an argument or an operation that a functional ATen graph cannot hold.
+        Exception: whatever an operation raises on fake tensors.
+    """
+    for value in args:
+        if reason := why_not_traceable(value):
+            raise NotTraceableError(reason)
+    shape_env = ShapeEnv() if symbolic is not None else None
+    fakes = _Fakes(shape_env, symbolic or {}).of(args)
+    fed = tuple(i for i, fake in enumerate(fakes) if isinstance(fake, (torch.Tensor, torch.SymInt)))
+    given: list[int | None] = []
+
+    def flat(*inputs: Any) -> tuple[Any, ...]:
+        values = dict(zip(fed, inputs, strict=True))
+        results = fn([values.get(i, args[i]) for i in range(len(args))])
+        present = [result for result in results if result is not None]
+        count = iter(range(len(present)))
+        given[:] = [None if result is None else next(count) for result in results]
+        return tuple(present)
+
+    example_inputs = tuple(fakes[i] for i in fed)
+    gm = _functional_graph(flat, example_inputs, decompositions)
+    return Traced(gm, example_inputs, fed, tuple(given), shape_env)
+
+
+def _functional_graph(
+    fn: Callable[..., Any], example_inputs: tuple[Any, ...], decompositions: Mapping[Any, Callable[..., Any]]
+) -> fx.GraphModule:
+    """Trace as it is; if the graph mutates, trace once more with functionalisation (which costs more)."""
+    gm = _make_fx(fn, example_inputs, decompositions)
+    if _mutations(gm):
+        gm = _make_fx(torch.func.functionalize(fn, remove="mutations"), example_inputs, decompositions)
+    if left := _mutations(gm):
+        raise NotTraceableError(f"{left[0].target} changes one of the segment's inputs in place")
+    return gm
+
+
+def _make_fx(
+    fn: Callable[..., Any], example_inputs: tuple[Any, ...], decompositions: Mapping[Any, Callable[..., Any]]
+) -> fx.GraphModule:
+    with torch.no_grad(), enable_python_dispatcher():
+        gm = make_fx(fn, decomposition_table=dict(decompositions), tracing_mode="real")(*example_inputs)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    return gm
+
+
+def _mutations(gm: fx.GraphModule) -> list[fx.Node]:
+    return [
+        node
+        for node in gm.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    ]
+
+
+class _Fakes:
+    """Fake tensors and symbolic integers for real values, in one fake mode."""
+
+    def __init__(self, shape_env: ShapeEnv | None, symbolic: Mapping[int, frozenset[int]]) -> None:
+        self._shape_env = shape_env
+        self._symbolic = symbolic
+        self._mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+        self._seen: dict[int, Any] = {}
+
+    def of(self, values: Sequence[Any]) -> list[Any]:
+        """One fake per value; the same tensor twice gives the same fake, None and static numbers themselves."""
+        return [self._fake(i, value) for i, value in enumerate(values)]
+
+    def _fake(self, index: int, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._seen:
+                self._seen[id(value)] = self._tensor(index, value.detach())
+            return self._seen[id(value)]
+        if type(value) is int and self._symbolic.get(index):
+            return self._integer(index, value)
+        return value
+
+    def _tensor(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        source = LocalSource(f"t{index}")
+        if self._shape_env is None:
+            return self._mode.from_tensor(value, static_shapes=True, source=source)
+        dims = self._symbolic.get(index, frozenset())
+        kinds = [DimDynamic.DUCK if dim in dims else DimDynamic.STATIC for dim in range(value.dim())]
+        context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=kinds)
+        return self._mode.from_tensor(value, symbolic_context=context, source=source)
+
+    def _integer(self, index: int, value: int) -> torch.SymInt | int:
+        assert self._shape_env is not None
+        source = LocalSource(f"t{index}")
+        symbol = self._shape_env.create_symbol(value, source, dynamic_dim=DimDynamic.DUCK)
+        return self._shape_env.create_symintnode(symbol, hint=value, source=source)

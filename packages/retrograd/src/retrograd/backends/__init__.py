@@ -1,0 +1,1 @@
+"""Backends: from the graph of a segment to something that runs it."""

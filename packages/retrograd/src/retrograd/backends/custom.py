@@ -1,0 +1,48 @@
+"""A user's callable as a backend: ``(gm, example_inputs) -> callable``, as ``torch.compile`` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from retrograd.backends.base import Boxed
+from retrograd.errors import BackendError
+
+__all__ = ["CustomBackend"]
+
+
+class CustomBackend:
+    """Wraps a user's compile function.
+
+    Args:
+        fn: takes a graph module and fake example inputs; returns a callable that takes the inputs one by
+            one, or, if it carries ``_boxed_call = True``, as one list.
+    """
+
+    traces = True
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self._fn = fn
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        return {}
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+        compiled = self._fn(gm, list(example_inputs))
+        if not callable(compiled):
+            raise BackendError(
+                f"backend {self.name!r} returned {type(compiled).__name__}, expected a callable that runs the graph"
+            )
+        if getattr(compiled, "_boxed_call", False):
+            return compiled  # type: ignore[no-any-return]
+
+        def run(args: list[Any]) -> Sequence[Any]:
+            values = tuple(args)
+            args.clear()
+            result = compiled(*values)
+            return result if isinstance(result, (tuple, list)) else (result,)
+
+        return run

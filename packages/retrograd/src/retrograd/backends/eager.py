@@ -1,0 +1,34 @@
+"""The backends that compile nothing: ``eager`` interprets what was captured, ``aten`` what was traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from retrograd._torch.boxed import boxed_module
+from retrograd.backends.base import Boxed
+
+__all__ = ["AtenBackend", "EagerBackend"]
+
+
+class EagerBackend:
+    """Runs the captured node calls themselves: gradients equal eager's bit for bit."""
+
+    name = "eager"
+    traces = False
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        return {}
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+        return boxed_module(gm)
+
+
+class AtenBackend(EagerBackend):
+    """Interprets the functionalised ATen graph: between ``eager`` and ``inductor``, to tell which stage
+    makes a difference."""
+
+    name = "aten"
+    traces = True

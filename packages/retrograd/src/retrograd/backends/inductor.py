@@ -1,0 +1,29 @@
+"""The ``inductor`` backend: torch's code generator, called directly on the segment's ATen graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from retrograd.backends.base import Boxed
+
+__all__ = ["InductorBackend"]
+
+
+class InductorBackend:
+    """Compiles through ``compile_fx_inner`` with Inductor's own decompositions; no Dynamo, no AOTAutograd."""
+
+    name = "inductor"
+    traces = True
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        from retrograd._torch import inductor
+
+        return inductor.decompositions()
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+        from retrograd._torch import inductor
+
+        return inductor.compile_graph(gm, example_inputs)

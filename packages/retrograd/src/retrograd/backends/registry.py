@@ -1,0 +1,35 @@
+"""Find a backend by name or wrap a callable.
+
+In: what the user gave as ``backend=``. Out: a `Backend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from retrograd.backends.base import Backend
+from retrograd.backends.custom import CustomBackend
+from retrograd.backends.eager import AtenBackend, EagerBackend
+from retrograd.backends.inductor import InductorBackend
+from retrograd.errors import UnknownBackendError
+
+__all__ = ["BACKENDS", "find_backend"]
+
+#: the registered backends by name.
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    backend.name: backend for backend in (AtenBackend, EagerBackend, InductorBackend)
+}
+
+
+def find_backend(backend: str | Callable[..., Any]) -> Backend:
+    """The backend named or wrapped.
+
+    Raises:
+        UnknownBackendError: a name that is not registered, or neither a name nor a callable.
+    """
+    if isinstance(backend, str) and backend in BACKENDS:
+        return BACKENDS[backend]()
+    if isinstance(backend, str) or not callable(backend):
+        raise UnknownBackendError(str(backend), tuple(sorted(BACKENDS)))
+    return CustomBackend(backend)

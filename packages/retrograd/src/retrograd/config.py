@@ -1,0 +1,55 @@
+"""What the user can choose about the live path, as one frozen value.
+
+In: the keyword arguments of ``retrograd.compiled_autograd``. Out: `Config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    CompileFn = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+__all__ = ["Config"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of one ``compiled_autograd`` context.
+
+    Attributes:
+        backend: a registered name (``"inductor"``, ``"aten"``, ``"eager"``) or a callable
+            ``(gm, example_inputs) -> callable`` that receives the functionalised ATen graph of a segment.
+        strict: raise `CaptureError` / `LoweringError` instead of running as eager does.
+        dynamic: ``None``: sizes are static until they change, then symbolic; ``True``: symbolic from
+            the start; ``False``: always static.
+        recompile_limit: lowerings of one segment after which it is interpreted node by node.
+        opaque: names of autograd nodes (``"MulBackward0"``) to be run as opaque calls.
+    """
+
+    backend: str | CompileFn = "inductor"
+    strict: bool = False
+    dynamic: bool | None = None
+    recompile_limit: int = 8
+    opaque: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.recompile_limit < 1:
+            raise ValueError(f"recompile_limit must be at least 1, got {self.recompile_limit}")
+        if self.dynamic not in (None, True, False):
+            raise ValueError(f"dynamic must be None, True or False, got {self.dynamic!r}")
+
+    @staticmethod
+    def names(opaque: Iterable[str]) -> frozenset[str]:
+        """Check and freeze a collection of autograd node names."""
+        if isinstance(opaque, str):
+            raise TypeError(f"opaque must be a collection of node names, got the string {opaque!r}")
+        names = frozenset(opaque)
+        for name in names:
+            if not isinstance(name, str):
+                raise TypeError(f"opaque must hold node names such as 'MulBackward0', got {name!r}")
+        return names

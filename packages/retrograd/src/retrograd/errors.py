@@ -1,0 +1,101 @@
+"""Every failure this package can report, one class each; each owns its message.
+
+In: what was found, where, and the way out. Out: exceptions and warnings whose text says all three.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "BackendError",
+    "CaptureError",
+    "FallbackWarning",
+    "LoweringError",
+    "Reason",
+    "RetrogradError",
+    "UnknownBackendError",
+    "UnsupportedTorchError",
+    "VerificationError",
+]
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why something was not captured or not compiled.
+
+    Attributes:
+        code: a stable kebab-case key; one warning is given per code and text.
+        text: what was found, in one sentence.
+        stage: the stage that found it, for example ``live.capture``.
+        node: the autograd node concerned, for example ``MulBackward0 (7 of 31)``; empty if none.
+        source: the user's source line where torch knows it; empty if not.
+        way_out: what the user can do about it.
+    """
+
+    code: str
+    text: str
+    stage: str
+    node: str = ""
+    source: str = ""
+    way_out: str = ""
+
+    def __str__(self) -> str:
+        where = f"  stage  {self.stage}" + (f"        node  {self.node}" if self.node else "")
+        lines = [self.text, where]
+        if self.source:
+            lines.append(f"  from   {self.source}")
+        if self.way_out:
+            lines.append(f"  try    {self.way_out}")
+        return "\n".join(lines)
+
+
+class RetrogradError(RuntimeError):
+    """Base of all errors raised by retrograd itself (never of errors raised by user code)."""
+
+
+class _ReasonedError(RetrogradError):
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class CaptureError(_ReasonedError):
+    """A backward could not be captured. Raised in strict mode only; otherwise that backward runs on
+    the stock engine."""
+
+
+class LoweringError(_ReasonedError):
+    """A segment could not be traced or compiled. Raised in strict mode only; otherwise the segment
+    is interpreted node by node."""
+
+
+class VerificationError(_ReasonedError):
+    """An artifact between two stages broke its law: a bug in retrograd or in a pass given to it."""
+
+
+class BackendError(RetrogradError):
+    """A backend was given something that is not one."""
+
+
+class UnknownBackendError(BackendError):
+    """A backend name that is not registered."""
+
+    def __init__(self, name: str, known: tuple[str, ...]) -> None:
+        super().__init__(
+            f"unknown backend {name!r}\n"
+            f"  expected one of {', '.join(known)}, or a callable (gm, example_inputs) -> callable"
+        )
+
+
+class UnsupportedTorchError(RetrogradError):
+    """The installed torch does not offer the private protocol that retrograd stands on."""
+
+    def __init__(self, version: str, missing: tuple[str, ...]) -> None:
+        found = f"torch {version} is not supported by retrograd"
+        detail = f"\n  missing  {', '.join(missing)}" if missing else ""
+        super().__init__(f"{found}{detail}\n  try      a torch release with 2.11 <= version < 2.14")
+
+
+class FallbackWarning(UserWarning):
+    """Something ran as eager runs it instead of compiled; given once per reason."""

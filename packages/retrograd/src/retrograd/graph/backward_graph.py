@@ -1,0 +1,119 @@
+"""`BackwardGraph`: what capture recorded of one backward, as an FX graph of typed calls.
+
+In: built by ``live.capture`` in the order in which the engine walked. Out: read by the scheduling
+pass, which returns another `BackwardGraph` in eager order, and by the segmentation.
+
+Placeholders stand for tensors lifted out of the autograd graph (``input_i``), sizes that have changed
+(``size_i``), lifted scalars (``scalar_i``), hook objects and Function contexts (``hook_i``) and packed
+saved tensors (``packed_i``). Every other node carries a `Call` under ``meta["call"]``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from retrograd.graph.hook_kind import CallKind, HookKind
+
+__all__ = ["BackwardGraph", "Call", "NodeCall", "Source", "SourceKind", "call_of", "source_of"]
+
+
+class SourceKind(enum.Enum):
+    """Which list of the engine's run-time arguments a placeholder reads."""
+
+    INPUT = "input"
+    SIZE = "size"
+    SCALAR = "scalar"
+    HOOK = "hook"
+    PACKED = "packed"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Position of a placeholder among the run-time arguments."""
+
+    kind: SourceKind
+    index: int
+
+
+@dataclass(frozen=True)
+class NodeCall:
+    """One node that the engine executed: its index in the engine's walk and the autograd node's name."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one FX node means.
+
+    Attributes:
+        kind: which kind of call.
+        node_call: index of the node call that it belongs to.
+        hook: which kind of hook, for hook calls.
+    """
+
+    kind: CallKind
+    node_call: int
+    hook: HookKind | None = None
+
+
+@dataclass(frozen=True)
+class BackwardGraph:
+    """One captured backward.
+
+    Attributes:
+        graph: the calls; the output node returns one value per requested gradient (empty for ``.backward()``).
+        node_calls: every node the engine executed, by index; those that only pass hooks are here too.
+        lifted: how many inputs, sizes and scalars the engine hands over at run time.
+        entries: per node call, the gradients that arrive at it before any hook.
+        needs_engine_frame: C++ hooks are called, which is possible only while the engine's call is alive.
+    """
+
+    graph: fx.Graph
+    node_calls: tuple[NodeCall, ...]
+    lifted: tuple[int, int, int]
+    entries: dict[int, tuple[fx.Node | None, ...]]
+    needs_engine_frame: bool
+
+    def calls(self) -> Iterator[tuple[fx.Node, Call]]:
+        """The FX nodes that are calls, with their meaning, in graph order."""
+        for node in self.graph.nodes:
+            if node.op == "call_function":
+                yield node, call_of(node)
+
+    def placeholders(self) -> Iterator[tuple[fx.Node, Source]]:
+        """The FX placeholders with their position among the run-time arguments."""
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                yield node, source_of(node)
+
+    def outputs(self) -> tuple[fx.Node | None, ...]:
+        """The values returned to the caller of ``autograd.grad``."""
+        return tuple(next(iter(reversed(self.graph.nodes))).args[0])  # type: ignore[arg-type]
+
+    def with_graph(self, graph: fx.Graph, entries: dict[int, tuple[fx.Node | None, ...]]) -> BackwardGraph:
+        """The same capture with its calls laid out anew."""
+        return replace(self, graph=graph, entries=entries)
+
+    def node_name(self, index: int) -> str:
+        """``MulBackward0 (7 of 31)`` for messages."""
+        return f"{self.node_calls[index].name} ({index} of {len(self.node_calls)})"
+
+
+def call_of(node: fx.Node) -> Call:
+    """The `Call` of a call node."""
+    call = node.meta["call"]
+    assert isinstance(call, Call)
+    return call
+
+
+def source_of(node: fx.Node) -> Source:
+    """The `Source` of a placeholder."""
+    source = node.meta["source"]
+    assert isinstance(source, Source)
+    return source

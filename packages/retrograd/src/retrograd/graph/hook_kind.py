@@ -1,0 +1,42 @@
+"""The kinds of user code that hang from an autograd graph, as one enumeration."""
+
+from __future__ import annotations
+
+import enum
+
+__all__ = ["CallKind", "HookKind"]
+
+
+class HookKind(enum.Enum):
+    """Where a hook hangs. The value is the name under which torch's documentation knows it."""
+
+    TENSOR_PRE = "tensor hook"
+    RETAIN_GRAD = "retain_grad or C++ tensor hook"
+    NODE_PRE = "node pre hook"
+    NODE_POST = "node post hook"
+    POST_ACCUMULATE = "post-accumulate-grad hook"
+    UNPACK = "saved-tensor unpack hook"
+
+
+class CallKind(enum.Enum):
+    """What one call of a `BackwardGraph` is. Only functional kinds may be part of a segment."""
+
+    NODE = "built-in autograd node"
+    VALIDATE = "check of a node's outputs against the metadata of their consumers"
+    COPY_SLICES = "part of an in-place operation on a view"
+    SUM = "sum of the gradients that meet in one buffer"
+    PROJECT = "one element of a call's result"
+    HOOK = "hook"
+    FUNCTION = "autograd.Function backward"
+    CPP_FUNCTION = "C++ autograd function"
+    ACCUMULATE = "accumulation into .grad"
+
+    @property
+    def is_functional(self) -> bool:
+        """Whether the call reads and writes nothing but its arguments and results."""
+        return self in _FUNCTIONAL
+
+
+_FUNCTIONAL = frozenset(
+    {CallKind.NODE, CallKind.VALIDATE, CallKind.COPY_SLICES, CallKind.SUM, CallKind.PROJECT}
+)

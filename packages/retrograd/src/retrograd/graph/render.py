@@ -1,0 +1,44 @@
+"""A `BackwardGraph` as text that a person reads.
+
+In: a `BackwardGraph`. Out: one line per call, grouped by node call, with short names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from retrograd.graph.backward_graph import BackwardGraph
+
+__all__ = ["readable"]
+
+
+def readable(backward: BackwardGraph) -> str:
+    """The calls in order, each group under the autograd node that it belongs to."""
+    lines: list[str] = [f"backward({', '.join(node.name for node, _ in backward.placeholders())}):"]
+    current = None
+    for node, call in backward.calls():
+        if call.node_call != current:
+            current = call.node_call
+            lines.append(f"  # {backward.node_name(current)}")
+        target = getattr(node.target, "__name__", str(node.target))
+        kind = f"  # {call.hook.value}" if call.hook else ""
+        lines.append(f"    {node.name} = {target}({', '.join(map(_argument, node.args))}){kind}")
+    outputs = ", ".join("None" if node is None else node.name for node in backward.outputs())
+    lines.append(f"  return ({outputs})")
+    return "\n".join(lines)
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        return _sequence(value)
+    return repr(value)
+
+
+def _sequence(values: Sequence[Any]) -> str:
+    inner = ", ".join(map(_argument, values))
+    return f"[{inner}]" if isinstance(values, list) else f"({inner}{',' if len(values) == 1 else ''})"

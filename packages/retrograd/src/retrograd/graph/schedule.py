@@ -1,0 +1,71 @@
+"""A backward cut into steps: what is compiled together, what runs as eager runs it, and when values die.
+
+In: made by ``live.cut`` from a `BackwardGraph` in eager's order. Out: read by ``live.plan``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+__all__ = ["Accumulation", "OpaqueCall", "Schedule", "Segment", "Step"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Functional calls between two opaque ones.
+
+    Attributes:
+        nodes: the calls, in order.
+        inputs: values from before that they read.
+        outputs: values of theirs that are read later.
+        worth_compiling: whether it holds a node call, not only checks, sums and projections.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    worth_compiling: bool
+
+
+@dataclass(frozen=True)
+class OpaqueCall:
+    """One call that runs as eager runs it, with the projections of its result.
+
+    Attributes:
+        node: the call. projections: its ``getitem`` nodes.
+        reason: why it is opaque.
+    """
+
+    node: fx.Node
+    projections: tuple[fx.Node, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """One accumulation into ``.grad``: `node`'s arguments are the variable and the gradient."""
+
+    node: fx.Node
+
+
+Step = Segment | OpaqueCall | Accumulation
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps in order; ``dying[i]`` are the values that no step after number i reads."""
+
+    steps: tuple[Step, ...]
+    dying: tuple[frozenset[fx.Node], ...]
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments, in order."""
+        return tuple(step for step in self.steps if isinstance(step, Segment))
+
+    @property
+    def opaque_calls(self) -> tuple[OpaqueCall, ...]:
+        """The opaque calls, in order."""
+        return tuple(step for step in self.steps if isinstance(step, OpaqueCall))

@@ -1,0 +1,1 @@
+"""The live path: capture, schedule, segments, lowering and running of one backward."""

@@ -1,0 +1,117 @@
+"""Running the backward of an ``autograd.Function`` as one opaque call.
+
+In: its context object, the gradients and the saved tensors that the engine lifted. Out: one gradient per
+input of the forward. The checks and their texts are those of ``PyNode::apply`` in
+``torch/csrc/autograd/python_function.cpp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from retrograd._torch.tensors import may_materialize, zeros_for_slot
+from retrograd.live.calls.saved import PackedTensor
+
+__all__ = ["FunctionContext", "call_backward"]
+
+Grad = torch.Tensor | None
+
+
+class FunctionContext:
+    """Stands for ``ctx`` during one backward.
+
+    Every attribute is read from and written to the Function's own context, so that state which a backward
+    leaves there is found by the next one. Only the saved tensors come from the plan: the engine has
+    already released the context's own.
+    """
+
+    __slots__ = ("_ctx", "_saved")
+
+    def __init__(self, ctx: Any, saved: Sequence[Any]) -> None:
+        object.__setattr__(self, "_ctx", ctx)
+        object.__setattr__(self, "_saved", saved)
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        """The saved tensors; packed ones are unpacked at each access."""
+        return tuple(v.unpack() if isinstance(v, PackedTensor) else v for v in self._saved)
+
+    @property
+    def saved_variables(self) -> tuple[Any, ...]:
+        """Deprecated name of `saved_tensors`."""
+        return self.saved_tensors
+
+    @property
+    def __class__(self) -> type:
+        return type(self._ctx)
+
+    def maybe_clear_saved_tensors(self) -> None:
+        """Drop this context's saved tensors, if torch would."""
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            object.__setattr__(self, "_saved", ())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._ctx, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._ctx, name)
+
+
+def call_backward(
+    ctx: Any,
+    grads: Sequence[Grad],
+    saved: Sequence[Any],
+    is_tensor: Sequence[bool],
+    materializes: bool | None = None,
+) -> list[Grad]:
+    """Run the Function's ``backward`` (or ``vjp``).
+
+    Args:
+        ctx: the Function's context, which is also its autograd node.
+        grads: gradients of the forward's outputs; undefined ones become zeros unless the forward called
+            ``ctx.set_materialize_grads(False)``.
+        saved: saved tensors.
+        is_tensor: for each argument of the forward, whether it was a tensor.
+        materializes: whether undefined gradients become zeros, where the engine told; None to ask `ctx`.
+
+    Returns:
+        One gradient per argument of the forward.
+
+    Raises:
+        RuntimeError: wrong number of gradients, or a gradient for an argument that was no tensor.
+        TypeError: a gradient that is neither a tensor nor None.
+        Exception: whatever the user's backward raises, unchanged.
+    """
+    if any(grad is None for grad in grads) and (may_materialize(ctx) if materializes is None else materializes):
+        grads = [zeros_for_slot(ctx, i) if grad is None else grad for i, grad in enumerate(grads)]
+    result = BackwardCFunction.apply(FunctionContext(ctx, saved), *grads)  # type: ignore[arg-type]
+    return _checked(ctx, result if type(result) is tuple else (result,), is_tensor)
+
+
+def _checked(ctx: Any, grads: tuple[Any, ...], is_tensor: Sequence[bool]) -> list[Grad]:
+    expected = len(is_tensor)
+    if len(grads) > expected and all(grad is None for grad in grads[expected:]):
+        grads = grads[:expected]
+    if len(grads) != expected:
+        raise RuntimeError(
+            f"function {ctx.name()} returned an incorrect number of gradients "
+            f"(expected {expected}, got {len(grads)})"
+        )
+    for i, (grad, tensor) in enumerate(zip(grads, is_tensor, strict=True)):
+        if grad is None:
+            continue
+        if not tensor:
+            raise RuntimeError(
+                f"function {ctx.name()} returned a gradient different from None at position {i + 1}, "
+                "but the corresponding forward input was not a Variable"
+            )
+        if not isinstance(grad, torch.Tensor):
+            raise TypeError(f"expected Variable or None (got {type(grad).__name__})")
+    return list(grads)

@@ -1,0 +1,76 @@
+"""Adding gradients: where several meet, and into ``.grad``. The one place that writes ``.grad``.
+
+In: gradients (None is undefined). Out: their sum, or the parameter's ``.grad``. The rules are those of
+``InputBuffer::add`` (``input_buffer.cpp``) and ``AccumulateGrad::accumulateGrad``
+(``accumulate_grad.h``) in ``torch/csrc/autograd``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from retrograd._torch.tensors import (
+    clone_for_layout_contract,
+    is_only_reference,
+    layout_contract_enforced,
+    obeys_layout_contract,
+)
+
+__all__ = ["accumulate_grad", "sum_gradients"]
+
+Grad = torch.Tensor | None
+
+
+def sum_gradients(*grads: Grad) -> Grad:
+    """The sum in the order given; undefined gradients count for nothing. Sparse ones are added to dense
+    ones, never the other way round."""
+    total: Grad = None
+    for grad in grads:
+        if total is None or grad is None:
+            total = grad if total is None else total
+        elif total.is_sparse and not grad.is_sparse:
+            total = grad + total
+        else:
+            total = total + grad
+    return total
+
+
+def accumulate_grad(variable: torch.Tensor, box: list[Grad], has_post_hooks: bool = False) -> None:
+    """Write a gradient into ``variable.grad`` with eager's rules: steal, copy, or add.
+
+    Args:
+        variable: a leaf.
+        box: the gradient, taken out of the list so that nobody but this function refers to it (a
+            gradient that somebody else refers to is copied, not stolen).
+        has_post_hooks: unused here: the plan holds no reference for post hooks.
+    """
+    grad = box.pop()
+    if grad is None or not variable.requires_grad:
+        return
+    existing = variable.grad
+    if existing is None:
+        # `is_only_reference` counts this frame's one reference to `grad`.
+        stealable = not torch.is_grad_enabled() and is_only_reference(grad)
+        variable.grad = _first(variable, grad, stealable)
+    elif existing.is_sparse and not grad.is_sparse:
+        variable.grad = grad + existing
+    elif torch.is_grad_enabled():
+        variable.grad = existing + grad
+    else:
+        existing += grad
+
+
+def _first(variable: torch.Tensor, grad: torch.Tensor, stealable: bool) -> torch.Tensor:
+    strided = grad.layout is torch.strided
+    if stealable and strided and variable.layout is not torch.sparse_csr:
+        if not layout_contract_enforced() or obeys_layout_contract(grad, variable):
+            return grad.detach()
+    elif stealable and grad.is_sparse and _values_are_exclusive(grad):
+        return torch.sparse_coo_tensor(grad._indices(), grad._values(), grad.shape, check_invariants=False)
+    if not strided or grad.is_nested:
+        return grad.clone()
+    return clone_for_layout_contract(grad, variable)
+
+
+def _values_are_exclusive(grad: torch.Tensor) -> bool:
+    return grad._indices().is_contiguous() and grad._values().is_contiguous()

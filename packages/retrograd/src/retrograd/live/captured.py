@@ -1,0 +1,96 @@
+"""A captured structure and its plans: one per setting and per order in which eager would run it.
+
+In: a `BackwardGraph` as captured; it is kept by the engine's structural cache. Out: the `Plan` for a request.
+The engine's cache does not hold sequence numbers, so a structure met again may run in another order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from retrograd._torch.engine import EngineRequest
+from retrograd._torch.live_graph import read_live_graph
+from retrograd.backends.registry import find_backend
+from retrograd.config import Config
+from retrograd.events import counters
+from retrograd.graph.backward_graph import BackwardGraph
+from retrograd.graph.hook_kind import CallKind
+from retrograd.graph.live_graph import LiveGraph
+from retrograd.live.eager_order import ROOT, eager_walk, engine_walk
+from retrograd.live.plan import Plan
+from retrograd.passes.lay_out_like_eager import lay_out_like_eager
+
+__all__ = ["CapturedBackward", "node_calls"]
+
+#: two gradients have one sum in floating point; three have more than one.
+_ASSOCIATIVE = 2
+
+
+class CapturedBackward:
+    """One structure.
+
+    Args:
+        backward: as captured.
+
+    Attributes:
+        n_outputs: how many gradients the engine expects back.
+        needs_engine_frame: whether it must run while the engine's call is alive.
+    """
+
+    def __init__(self, backward: BackwardGraph) -> None:
+        counters["captures"] += 1
+        self.backward = backward
+        self.needs_engine_frame = backward.needs_engine_frame
+        self.n_outputs = len(backward.outputs())
+        self._order_is_visible = _order_is_visible(backward)
+        self._plans: dict[tuple[Config, tuple[int, ...] | None], Plan] = {}
+
+    def plan(self, config: Config, request: EngineRequest) -> tuple[Plan, bool]:
+        """The plan for `request`, and whether it was made just now.
+
+        Raises:
+            LookupError: the live graph is not what the engine walked.
+        """
+        live = None
+        if self._order_is_visible or request.create_graph:
+            live = read_live_graph(request)
+        key = (config, None if live is None else live.ranks)
+        known = self._plans.get(key)
+        if known is not None:
+            return known, False
+        backward = self.backward
+        if live is not None:
+            backward = lay_out_like_eager(backward, _positions(backward, live))
+        plan = self._plans[key] = Plan(backward, config, find_backend(config.backend))
+        return plan, True
+
+    def __call__(self, call: Any) -> list[Any]:
+        """Run as captured: stock compiled autograd found our structure in the engine's cache."""
+        plan = Plan(self.backward, Config(backend="eager"), find_backend("eager"))
+        return plan.run(call, lambda _: None)
+
+
+def _order_is_visible(backward: BackwardGraph) -> bool:
+    """Whether anybody can tell in which order the nodes ran: user code, or the rounding of a long sum."""
+    return any(
+        not (call.kind.is_functional or call.kind is CallKind.ACCUMULATE)
+        or (call.kind is CallKind.SUM and len(node.args) > _ASSOCIATIVE)
+        for node, call in backward.calls()
+    )
+
+
+def node_calls(live: LiveGraph) -> list[Any]:
+    """The autograd nodes by node-call index; None for the graph root."""
+    return [None if i == ROOT else live.nodes[i].handle for i in engine_walk(live)]
+
+
+def _positions(backward: BackwardGraph, live: LiveGraph) -> list[int]:
+    """For each node call, its place in eager's order."""
+    walk = engine_walk(live)
+    for call, i in zip(backward.node_calls, walk, strict=False):
+        if i != ROOT and call.name and call.name != live.nodes[i].name:
+            raise LookupError(f"node call {call.index} is {call.name}, expected {live.nodes[i].name}")
+    if len(walk) < len(backward.node_calls):
+        raise LookupError(f"{len(backward.node_calls)} node calls, expected {len(walk)}")
+    place = {node: position for position, node in enumerate(eager_walk(live))}
+    return [place[node] for node in walk]

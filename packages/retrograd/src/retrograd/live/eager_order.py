@@ -1,0 +1,114 @@
+"""In which order do the engine's capture walk and eager's execution visit the nodes of a live graph?
+
+In: a `LiveGraph`. Out: two orders of its nodes' indices.
+
+`engine_walk` is the last-in-first-out walk of ``_compiled_autograd_impl``
+(``torch/csrc/dynamo/python_compiled_autograd.cpp``). `eager_walk` is the ready queue of
+``Engine::thread_main`` (``torch/csrc/autograd/engine.cpp``): a ``std::priority_queue`` by sequence number
+with AccumulateGrad on top. Nodes of equal priority (several AccumulateGrad) leave a binary heap in an
+order that depends on how it sifts, so the sift of libstdc++ is followed exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from retrograd.graph.live_graph import Edge, LiveGraph
+
+__all__ = ["ROOT", "eager_walk", "engine_walk"]
+
+#: stands for the GraphRoot node, which the capture walk always has and the live graph never.
+ROOT = -1
+
+
+def engine_walk(live: LiveGraph) -> list[int]:
+    """Node indices by node-call index of the capture; element 0 is `ROOT`."""
+    ready = _Readiness(live, live.roots)
+    stack, order = [ROOT], []
+    while stack:
+        node = stack.pop()
+        order.append(node)
+        ready.release(node, stack.append)
+    return order
+
+
+def eager_walk(live: LiveGraph) -> list[int]:
+    """Node indices in the order in which eager executes them; `ROOT` comes first."""
+    ready = _Readiness(live, live.roots)
+    order = [ROOT]
+    heap = _StdHeap([node.sequence for node in live.nodes])
+    ready.release(ROOT, heap.push)
+    while heap:
+        node = heap.pop()
+        order.append(node)
+        ready.release(node, heap.push)
+    return order
+
+
+class _Readiness:
+    """Counts the gradients that each node still waits for."""
+
+    def __init__(self, live: LiveGraph, roots: tuple[Edge, ...]) -> None:
+        self._live, self._roots = live, roots
+        self._waiting = [0] * len(live.nodes)
+        for edges in (roots, *(node.edges for node in live.nodes)):
+            for edge in edges:
+                if edge is not None:
+                    self._waiting[edge.node] += 1
+
+    def release(self, node: int, push: Callable[[int], None]) -> None:
+        """`node` has been executed: push what became ready and is wanted, in the order of its edges."""
+        wanted = self._live.wanted
+        for edge in self._roots if node == ROOT else self._live.nodes[node].edges:
+            if edge is None:
+                continue
+            self._waiting[edge.node] -= 1
+            if self._waiting[edge.node] == 0 and (wanted is None or edge.node in wanted):
+                push(edge.node)
+
+
+class _StdHeap:
+    """``std::priority_queue``, largest first, with the sifting of libstdc++'s ``bits/stl_heap.h``."""
+
+    def __init__(self, priority: list[int]) -> None:
+        self._priority = priority
+        self._heap: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    def push(self, item: int) -> None:
+        self._heap.append(item)
+        self._sift_up(len(self._heap) - 1, 0, item)
+
+    def pop(self) -> int:
+        top, last = self._heap[0], self._heap.pop()
+        if self._heap:
+            self._sift_down(last)
+        return top
+
+    def _sift_up(self, hole: int, top: int, item: int) -> None:
+        heap, priority = self._heap, self._priority
+        while hole > top:
+            parent = (hole - 1) // 2
+            if not priority[heap[parent]] < priority[item]:
+                break
+            heap[hole] = heap[parent]
+            hole = parent
+        heap[hole] = item
+
+    def _sift_down(self, item: int) -> None:
+        """Move the hole at the top to a leaf along the larger children, then sift `item` up into it."""
+        heap, priority = self._heap, self._priority
+        size, hole, child = len(heap), 0, 0
+        while child < (size - 1) // 2:
+            child = 2 * child + 2
+            if priority[heap[child]] < priority[heap[child - 1]]:
+                child -= 1
+            heap[hole] = heap[child]
+            hole = child
+        if size % 2 == 0 and child == (size - 2) // 2:
+            child = 2 * child + 1
+            heap[hole] = heap[child]
+            hole = child
+        self._sift_up(hole, 0, item)

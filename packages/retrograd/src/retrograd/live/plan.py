@@ -1,0 +1,142 @@
+"""Run a backward step by step.
+
+In: a `BackwardGraph` in eager's order, and at run time what the engine collected. Out: the gradients that
+``autograd.grad`` returns, and ``.grad`` written. Values are let go as soon as their last step has read them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from retrograd._torch.collect import Collected
+from retrograd.backends.base import Backend
+from retrograd.config import Config
+from retrograd.events import counters
+from retrograd.graph.backward_graph import BackwardGraph, SourceKind, call_of
+from retrograd.graph.report import BackwardReport
+from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment
+from retrograd.live.calls.gradients import accumulate_grad
+from retrograd.live.cut import cut
+from retrograd.live.lower import SegmentRunner
+
+__all__ = ["Plan"]
+
+Values = dict[fx.Node, Any]
+
+
+class Plan:
+    """The steps of one backward, with the code of its segments.
+
+    Args:
+        backward: in eager's order.
+        config, backend: how segments are lowered.
+    """
+
+    def __init__(self, backward: BackwardGraph, config: Config, backend: Backend) -> None:
+        counters["plans"] += 1
+        self._backward = backward
+        self.schedule: Schedule = cut(backward, _named_opaque(backward, config))
+        self.report = BackwardReport(backward, self.schedule, backend.name)
+        self._placeholders = tuple(backward.placeholders())
+        self._outputs = backward.outputs()
+        number = itertools.count()
+        tell = self.report.lowerings.append
+        self._runners = tuple(
+            SegmentRunner(step, next(number), config, backend, tell) if isinstance(step, Segment) else None
+            for step in self.schedule.steps
+        )
+
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether a step calls something that can look at the running backward."""
+        return bool(self.schedule.opaque_calls)
+
+    def run(self, call: Collected, entering: Callable[[int], None]) -> list[torch.Tensor | None]:
+        """Run all steps.
+
+        Args:
+            call: what the engine collected; its lists are emptied.
+            entering: told the node-call index before each opaque call.
+        """
+        self.report.runs += 1
+        counters["runs"] += 1
+        values = self._bind(call)
+        for step, dying, runner in zip(
+            self.schedule.steps, self.schedule.dying, self._runners, strict=True
+        ):
+            if isinstance(step, Segment):
+                assert runner is not None
+                args = [values.pop(node) if node in dying else values[node] for node in step.inputs]
+                values.update(zip(step.outputs, runner.run(args), strict=True))
+            elif isinstance(step, Accumulation):
+                _accumulate(step, dying, values)
+            else:
+                entering(call_of(step.node).node_call)
+                _call(step, dying, values)
+        return [None if node is None else values[node] for node in self._outputs]
+
+    def _bind(self, call: Collected) -> Values:
+        """Placeholders to values; what nobody reads is let go at once."""
+        lists: dict[SourceKind, list[Any]] = {
+            SourceKind.INPUT: call.inputs,
+            SourceKind.SIZE: call.sizes,
+            SourceKind.SCALAR: call.scalars,
+            SourceKind.HOOK: call.hooks,
+            SourceKind.PACKED: call.packed,
+        }
+        values = {
+            node: lists[source.kind][source.index] for node, source in self._placeholders if node.users
+        }
+        for items in lists.values():
+            items.clear()
+        return values
+
+
+def _accumulate(step: Accumulation, dying: frozenset[fx.Node], values: Values) -> None:
+    variable_node, grad_node, has_post_hooks = step.node.args
+    variable = values[variable_node]  # type: ignore[index]
+    # The list is the only reference to the gradient if this is its last use: then it may be stolen.
+    box = [values.pop(grad_node) if grad_node in dying else values[grad_node]]  # type: ignore[arg-type,index]
+    accumulate_grad(variable, box, bool(has_post_hooks))
+    for node in dying:
+        values.pop(node, None)
+
+
+def _call(step: OpaqueCall, dying: frozenset[fx.Node], values: Values) -> None:
+    counters["opaque_calls"] += 1
+    args = [_argument(argument, values) for argument in step.node.args]
+    for node in dying:
+        values.pop(node, None)
+    assert callable(step.node.target)
+    result = step.node.target(*args)
+    if step.node not in dying:
+        values[step.node] = result
+    for node in step.projections:
+        if node not in dying:
+            values[node] = operator.getitem(result, node.args[1])
+
+
+def _argument(argument: Any, values: Values) -> Any:
+    """An FX argument with values for its nodes, in plain lists and tuples."""
+    if isinstance(argument, fx.Node):
+        return values[argument]
+    if isinstance(argument, list):
+        return [_argument(item, values) for item in argument]
+    if isinstance(argument, tuple):
+        return tuple(_argument(item, values) for item in argument)
+    return argument
+
+
+def _named_opaque(backward: BackwardGraph, config: Config) -> dict[fx.Node, str]:
+    """Calls of the nodes that the user named in ``opaque=``."""
+    return {
+        node: "named in opaque="
+        for node, call in backward.calls()
+        if call.kind.is_functional and getattr(node.target, "__name__", "") in config.opaque
+    }

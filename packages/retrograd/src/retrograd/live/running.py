@@ -1,0 +1,55 @@
+"""A plan under way, as user code may ask about it.
+
+In: the request, and which node call the plan is entering. Out: answers for ``_torch.queries``. The live
+graph is read only if somebody asks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from retrograd._torch.engine import EngineRequest
+from retrograd._torch.live_graph import read_live_graph
+from retrograd.graph.live_graph import LiveGraph
+from retrograd.live.captured import node_calls
+from retrograd.live.eager_order import ROOT, eager_walk
+
+__all__ = ["RunningBackward"]
+
+
+class RunningBackward:
+    """Answers for one run of one plan.
+
+    Args:
+        request: what is being run.
+    """
+
+    def __init__(self, request: EngineRequest) -> None:
+        self._request = request
+        self._node_call = 0
+
+    def enter(self, node_call: int) -> None:
+        """The plan is about to run user code of this node call."""
+        self._node_call = node_call
+
+    @functools.cached_property
+    def _live(self) -> LiveGraph:
+        return read_live_graph(self._request)
+
+    @functools.cached_property
+    def _node_calls(self) -> list[Any]:
+        return node_calls(self._live)
+
+    def current_node(self) -> Any:
+        """The autograd node that eager would be executing."""
+        return self._node_calls[self._node_call]
+
+    def will_execute(self, node: Any) -> bool:
+        """Whether eager executes `node` in this backward."""
+        index = next((i for i, live in enumerate(self._live.nodes) if live.handle is node), None)
+        return index is not None and (self._live.wanted is None or index in self._live.wanted)
+
+    def execution_order(self) -> list[Any]:
+        """The nodes in the order in which eager executes them."""
+        return [self._live.nodes[i].handle for i in eager_walk(self._live) if i != ROOT]

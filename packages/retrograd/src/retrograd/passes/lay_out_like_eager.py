@@ -1,0 +1,114 @@
+"""Lay a captured backward out in the order in which eager would execute it.
+
+In: a `BackwardGraph` in the engine's order, and the position of every node call in eager's order.
+Out: the same calls, block by block in eager's order; gradients that meet in one buffer are summed in
+the order in which eager's producers deliver them, each as soon as it is there.
+
+Law: every call that has an effect is there exactly once, and every value is defined before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from retrograd.graph.backward_graph import BackwardGraph, Call, call_of
+from retrograd.graph.hook_kind import CallKind
+
+__all__ = ["lay_out_like_eager"]
+
+
+def lay_out_like_eager(backward: BackwardGraph, position: Sequence[int]) -> BackwardGraph:
+    """Reorder `backward`.
+
+    Args:
+        backward: as captured.
+        position: for each node-call index, its place in eager's order.
+
+    Returns:
+        The graph in eager's order.
+    """
+    return _Layout(backward, position).run()
+
+
+class _Layout:
+    def __init__(self, backward: BackwardGraph, position: Sequence[int]) -> None:
+        self._backward = backward
+        self._position = position
+        self._graph = fx.Graph()
+        self._new: dict[fx.Node, fx.Node | None] = {}
+        self._partial: dict[fx.Node, fx.Node | None] = {}
+        self._sums = [node for node, call in backward.calls() if call.kind is CallKind.SUM]
+
+    def run(self) -> BackwardGraph:
+        for node, _ in self._backward.placeholders():
+            self._copy(node)
+        waiting = self._contributions()
+        for block in self._blocks():
+            for node in block:
+                self._copy(node)
+            for total, grad in waiting.get(call_of(block[0]).node_call, ()):
+                self._contribute(total, grad, call_of(block[0]).node_call)
+        outputs = tuple(self._value(node) for node in self._backward.outputs())
+        self._graph.output(outputs)
+        entries = {
+            index: tuple(None if node is None else self._new.get(node) for node in nodes)
+            for index, nodes in self._backward.entries.items()
+        }
+        return self._backward.with_graph(self._graph, entries)
+
+    def _blocks(self) -> list[list[fx.Node]]:
+        """The calls other than sums, grouped by node call, in eager's order."""
+        blocks: dict[int, list[fx.Node]] = {}
+        for node, call in self._backward.calls():
+            if call.kind is not CallKind.SUM:
+                blocks.setdefault(call.node_call, []).append(node)
+        return [blocks[index] for index in sorted(blocks, key=self._position.__getitem__)]
+
+    def _contributions(self) -> dict[int, list[tuple[fx.Node, fx.Node]]]:
+        """By producing node call: the (sum, gradient) pairs that it delivers, in the order of its outputs.
+
+        A buffer that received a third gradient left its sum of two behind; only the last one counts.
+        """
+        final = [node for node in self._sums if not _is_prefix(node)]
+        waiting: dict[int, list[tuple[fx.Node, fx.Node]]] = {}
+        for total in final:
+            for grad in total.args:
+                assert isinstance(grad, fx.Node)
+                waiting.setdefault(_producer(grad), []).append((total, grad))
+        return waiting
+
+    def _contribute(self, total: fx.Node, grad: fx.Node, node_call: int) -> None:
+        value = self._new[grad]
+        if total in self._partial:
+            before = self._partial[total]
+            assert callable(total.target)
+            value = self._graph.call_function(total.target, (before, value))
+            value.meta["call"] = Call(CallKind.SUM, node_call)
+        self._partial[total] = self._new[total] = value
+
+    def _value(self, node: fx.Node | None) -> fx.Node | None:
+        return None if node is None else self._new[node]
+
+    def _copy(self, node: fx.Node) -> None:
+        self._new[node] = self._graph.node_copy(node, self._required)
+
+    def _required(self, node: fx.Node) -> fx.Node:
+        value = self._new.get(node)
+        if value is None:
+            raise KeyError(f"{node} is used before eager's order defines it")
+        return value
+
+
+def _is_prefix(total: fx.Node) -> bool:
+    """Whether `total` was extended by a further gradient and is not used otherwise.
+
+    The recorder extends a sum by naming all its parts again, so an extended sum has no user.
+    """
+    return not total.users
+
+
+def _producer(grad: fx.Node) -> int:
+    """Index of the node call that delivered `grad`; the roots' gradients come from node call 0."""
+    return 0 if grad.op == "placeholder" else call_of(grad).node_call
