@@ -127,7 +127,7 @@ def collect(
 
     Args:
         request: the backward.
-        factory: makes a capture object when the structure is new.
+        factory: makes a capture object when the structure is new; it is closed in any case.
         run_in_frame: runs the backward at once, for artifacts with ``needs_engine_frame``.
 
     Returns:
@@ -148,15 +148,23 @@ def collect(
         else:
             collected.append(call)
 
+    captures: list[Any] = []
+
+    def make() -> Any:
+        captures.append(factory())
+        return captures[-1]
+
     quiet = replace(request, allow_unreachable=True, create_graph=False)
     with window.capture(), torch.autograd.set_multithreading_enabled(False):
         _forget_foreign_captures()
         _collection.receive = receive
         try:
-            with _compiler(functools.partial(_on_own_thread, threading.get_ident(), factory)):
+            with _compiler(functools.partial(_on_own_thread, threading.get_ident(), make)):
                 run_stock(quiet)
         finally:
             _collection.receive = None
+            for capture in captures:
+                capture.close()
     return collected[0] if collected else None
 
 

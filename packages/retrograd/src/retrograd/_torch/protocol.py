@@ -10,12 +10,16 @@ Python side of each release in ``torch/_dynamo/compiled_autograd.py``.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch._dynamo import compiled_autograd as stock
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch._dynamo.source import LocalSource
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental._backward_state import BackwardState
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from retrograd._torch.collect import runtime_wrapper
 from retrograd.graph.hook_kind import HookKind
@@ -49,6 +53,10 @@ class Recorder(Protocol):
 class EngineProtocol:
     """One capture, as the engine sees it.
 
+    A call that fails must not raise at once: inside a node the engine has swapped the node's saved tensors
+    for our placeholders, and an exception would leave them there. So a failure is kept, the engine is given
+    something to walk on with, and the exception is raised where nothing is swapped: before the next node.
+
     Args:
         recorder: is told everything; the artifact it returns from ``finish`` goes into the engine's cache.
     """
@@ -58,19 +66,36 @@ class EngineProtocol:
         self._values: dict[int, Value] = {}
         self._kept: list[torch.Tensor] = []
         self._symbols: dict[Any, Value] = {}
+        self._failure: Exception | None = None
+        self._modes = contextlib.ExitStack()
 
     # values and placeholders
 
     def _stand_in(self, value: Value) -> torch.Tensor | None:
         if value is None:
             return None
-        tensor = torch.empty(0, device="cpu")
+        with unset_fake_temporarily():
+            tensor = torch.empty(0, device="cpu")
         self._values[id(tensor)] = value
         self._kept.append(tensor)
         return tensor
 
     def _stand_ins(self, values: Sequence[Value]) -> list[torch.Tensor | None]:
         return [self._stand_in(value) for value in values]
+
+    def _answer(self, wanted: Sequence[Any], record: Callable[[], Sequence[Value]]) -> list[Any]:
+        """Stand-ins for what `record` returns; if it fails, or something failed before, for nothing in
+        particular, wherever `wanted` is true."""
+        if self._failure is None:
+            try:
+                return self._stand_ins(record())
+            except Exception as error:
+                self._failure = error
+        return [self._stand_in(_NOTHING) if want else None for want in wanted]
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def _read(self, argument: Any) -> Any:
         if isinstance(argument, torch.Tensor):
@@ -83,8 +108,8 @@ class EngineProtocol:
                 return self._symbols[argument.node.expr]
             except KeyError:
                 raise LookupError(f"the engine computed with a lifted size: {argument}") from None
-        if isinstance(argument, (list, tuple)):
-            return type(argument)(map(self._read, argument)) if type(argument) in (list, tuple) else argument
+        if type(argument) in (list, tuple):
+            return type(argument)(map(self._read, argument))
         return argument
 
     def _read_list(self, arguments: Sequence[Any]) -> list[Value]:
@@ -96,14 +121,19 @@ class EngineProtocol:
         self, inputs: list[torch.Tensor], sizes: Sequence[int], scalars: list[Any], origins: Any, *_: Any
     ) -> tuple[str, list[Any], list[Any], list[Any]]:
         values = self._recorder.begin(len(inputs), len(sizes), len(scalars))
-        symbols = _Symbols() if sizes or scalars else None
-        fake_sizes = [symbols.integer(size) for size in sizes] if symbols else []
-        fake_scalars = [symbols.number(scalar) for scalar in scalars] if symbols else []
+        if not sizes and not scalars:
+            return "0", self._stand_ins(values[0]), [], []
+        symbols = _Symbols()
+        fake_sizes = [symbols.integer(size) for size in sizes]
+        fake_scalars = [symbols.number(scalar) for scalar in scalars]
         for fake, value in zip([*fake_sizes, *fake_scalars], [*values[1], *values[2]], strict=True):
             self._symbols[fake.node.expr] = value
+        # The engine makes zeros of a symbolic size for an undefined gradient of a custom Function.
+        self._modes.enter_context(symbols.fake_mode())
         return "0", self._stand_ins(values[0]), fake_sizes, fake_scalars
 
     def set_node_origin(self, name: str, index: int, function: Any) -> None:
+        self._raise_failure()
         self._recorder.enter_node(index, name, function is not None)
 
     def bind_function(
@@ -118,45 +148,64 @@ class EngineProtocol:
     def apply_functional(self, name: str, grads: list[Any], args: Any, metadata: Sequence[Any]) -> list[Any]:
         wanted = [entry is not None for entry in metadata]
         record = self._recorder.cpp_function if name in _cpp_functions else self._recorder.node
-        values = record(name, _bound(name), self._read_list(grads), self._read(tuple(args)), wanted)
-        return self._stand_ins(values)
+
+        def recorded() -> list[Value]:
+            return record(name, _bound(name), self._read_list(grads), self._read(tuple(args)), wanted)
+
+        return self._answer(wanted, recorded)
 
     def validate_outputs(self, _: Any, outputs: list[Any], args: Any, metadata: Any) -> list[Any]:
-        values = self._read_list(outputs)
-        if all(value is None for value in values):
+        if all(output is None for output in outputs):
             return outputs
-        fn = _bound("validate_outputs")
-        return self._stand_ins(self._recorder.validate(fn, values, self._read(tuple(args))))
+
+        def recorded() -> list[Value]:
+            fn = _bound("validate_outputs")
+            return self._recorder.validate(fn, self._read_list(outputs), self._read(tuple(args)))
+
+        return self._answer([output is not None for output in outputs], recorded)
 
     def call_copy_slices_prologue(self, inputs: Any, *geometry: Any) -> list[Any]:
-        base, view = self._read(tuple(geometry[:3])), self._read(tuple(geometry[3:]))
-        return self._stand_ins(self._recorder.copy_slices_prologue(self._read_list(inputs), base, view))
+        def recorded() -> list[Value]:
+            base, view = self._read(tuple(geometry[:3])), self._read(tuple(geometry[3:]))
+            return self._recorder.copy_slices_prologue(self._read_list(inputs), base, view)
+
+        return self._answer((True, True, True), recorded)
 
     def call_copy_slices_epilogue(self, needs: Any, result: Any, grads: Any, grad_slice: Any) -> list[Any]:
-        values = self._recorder.copy_slices_epilogue(
-            list(needs), self._read(result), self._read_list(grads), self._read(grad_slice)
-        )
-        return self._stand_ins(values)
+        def recorded() -> list[Value]:
+            return self._recorder.copy_slices_epilogue(
+                list(needs), self._read(result), self._read_list(grads), self._read(grad_slice)
+            )
+
+        return self._answer(needs, recorded)
 
     def proxy_call_backward(
         self, grads: Any, metadata: Any, saved: Any, context: int, ctx: Any, state: int | None, *_: Any
     ) -> tuple[Any, ...]:
         wanted = [entry is not None for entry in metadata]
-        # An undefined gradient arrives as None, or as zeros of the engine's own making if the Function wants them.
-        zeros = [isinstance(grad, torch.Tensor) and id(grad) not in self._values for grad in grads]
-        values = [None if made else self._read(grad) for made, grad in zip(zeros, grads, strict=True)]
-        materializes = any(zeros) if None in values else None
-        results = self._recorder.function(context, values, self._read_list(saved), wanted, materializes)
-        return tuple(self._stand_ins(results))
+
+        def recorded() -> list[Value]:
+            # An undefined gradient arrives as None, or as zeros of the engine's own making if the Function
+            # wants them.
+            zeros = [isinstance(grad, torch.Tensor) and id(grad) not in self._values for grad in grads]
+            values = [None if made else self._read(grad) for made, grad in zip(zeros, grads, strict=True)]
+            materializes = any(zeros) if None in values else None
+            return self._recorder.function(context, values, self._read_list(saved), wanted, materializes)
+
+        return tuple(self._answer(wanted, recorded))
 
     def accumulate(self, old: Any, new: Any) -> torch.Tensor | None:
-        return self._stand_in(self._recorder.add(self._read(old), self._read(new)))
+        return self._answer((True,), lambda: [self._recorder.add(self._read(old), self._read(new))])[0]
 
     def accumulate_grad(self, variable: Any, *rest: Any) -> torch.Tensor | None:
         # 2.11 and 2.12: (grad, has_post_hooks), returns nothing; 2.13: (old .grad, grad, has_post_hooks).
         *old, grad, has_post_hooks = rest
-        value = self._recorder.accumulate(self._read(variable), self._read(grad), bool(has_post_hooks))
-        return self._stand_in(value) if old else None
+
+        def recorded() -> list[Value]:
+            return [self._recorder.accumulate(self._read(variable), self._read(grad), bool(has_post_hooks))]
+
+        result = self._answer((True,), recorded)[0]
+        return result if old else None
 
     def tensor_pre_hook(self, grads: list[Any], hook: int, slot: int) -> list[Any]:
         return self._tensor_hook(HookKind.TENSOR_PRE, grads, hook, slot)
@@ -165,49 +214,81 @@ class EngineProtocol:
         return self._tensor_hook(HookKind.RETAIN_GRAD, grads, hook, slot)
 
     def _tensor_hook(self, kind: HookKind, grads: list[Any], hook: int, slot: int) -> list[Any]:
-        values = self._recorder.tensor_hook(kind, self._read_list(grads), hook, slot)
-        return [self._stand_in(value) if i == slot else grads[i] for i, value in enumerate(values)]
+        def recorded() -> list[Value]:
+            return [self._recorder.tensor_hook(kind, self._read_list(grads), hook, slot)[slot]]
+
+        changed = self._answer((True,), recorded)[0]
+        return [changed if i == slot else grad for i, grad in enumerate(grads)]
 
     def pre_hook(self, grads: Any, hook: int) -> list[Any]:
-        return self._stand_ins(self._recorder.node_pre_hook(self._read_list(grads), hook))
+        return self._answer(grads, lambda: self._recorder.node_pre_hook(self._read_list(grads), hook))
 
     def post_hook(self, outputs: Any, grads: Any, hook: int) -> list[Any]:
-        values = self._recorder.node_post_hook(self._read_list(outputs), self._read_list(grads), hook)
-        return self._stand_ins(values)
+        def recorded() -> list[Value]:
+            return self._recorder.node_post_hook(self._read_list(outputs), self._read_list(grads), hook)
+
+        return self._answer([True] * len(outputs), recorded)
 
     def post_acc_grad_hook(self, variable: Any, hook: int) -> list[Any]:
-        self._recorder.post_accumulate_hook(self._read(variable), hook)
+        def recorded() -> list[Value]:
+            self._recorder.post_accumulate_hook(self._read(variable), hook)
+            return []
+
+        self._answer((), recorded)
         return [variable]
 
     def unpack_hook(self, hook: int, packed: int) -> torch.Tensor | None:
-        return self._stand_in(self._recorder.unpack(hook, packed))
+        return self._answer((True,), lambda: [self._recorder.unpack(hook, packed)])[0]
 
     def bind_backward_state(self, index: int) -> Any:
-        raise NotImplementedError("BackwardState of a forward compiled with compiled autograd's hooks")
+        self._failure = NotImplementedError("BackwardState of a forward compiled under compiled autograd")
+        return BackwardState()
 
     def log_compile_reasons(self, reasons: list[str]) -> None:
         """Verbose logging of stock; ours says why in its own words."""
 
     def end_capture(self, outputs: Any) -> tuple[Callable[..., Any], Any]:
-        artifact = self._recorder.finish(self._read_list(outputs))
-        return runtime_wrapper, artifact
+        self._modes.close()
+        self._raise_failure()
+        return runtime_wrapper, self._recorder.finish(self._read_list(outputs))
 
     def close(self) -> None:
-        self._kept.clear()
-        self._values.clear()
+        """Leave the modes that the capture entered. Called by the engine, and again when the window closes."""
+        self._modes.close()
+
+
+#: what a stand-in means after something has failed.
+_NOTHING = object()
 
 
 class _Symbols:
-    """Symbolic numbers that the engine may pass on in place of lifted sizes and scalars."""
+    """Symbolic numbers that the engine passes on in place of lifted sizes and scalars.
+
+    They have hints: a few C++ checks compare sizes while the engine walks, and must get an answer. The
+    guards that such a check would leave are of no use here; segments are guarded when they are lowered.
+    """
 
     def __init__(self) -> None:
         self._env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+        self._count = 0
 
-    def integer(self, _: int) -> torch.SymInt:
-        return self._env.create_unbacked_symint()
+    def integer(self, value: int) -> torch.SymInt | int:
+        return self._env.create_unspecified_symint_and_symbol(value, self._source(), DimDynamic.DYNAMIC)
 
-    def number(self, value: float) -> torch.SymInt | torch.SymFloat:
-        return self.integer(value) if isinstance(value, int) else self._env.create_unbacked_symfloat()
+    def number(self, value: float) -> torch.SymInt | torch.SymFloat | int:
+        if isinstance(value, int):
+            return self.integer(value)
+        source = self._source()
+        symbol = self._env.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+        return self._env.create_symfloatnode(symbol, hint=value, source=source)
+
+    def fake_mode(self) -> FakeTensorMode:
+        """A mode in which a tensor of symbolic size can be made."""
+        return FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
+
+    def _source(self) -> LocalSource:
+        self._count += 1
+        return LocalSource(f"lifted_{self._count}")
 
 
 #: names under which C++ autograd functions were bound.
