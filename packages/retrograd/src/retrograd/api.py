@@ -12,6 +12,7 @@ from typing import Any
 
 from retrograd._torch.collect import clear_engine_cache
 from retrograd._torch.engine import Gateway
+from retrograd._torch.hook_changes import HookWatch
 from retrograd._torch.probe import check_supported
 from retrograd._torch.queries import Queries
 from retrograd.backends.registry import find_backend
@@ -23,7 +24,7 @@ from retrograd.live.session import Session, active, forget_warnings, run_backwar
 __all__ = ["CompiledAutograd", "compiled_autograd", "explain", "reset"]
 
 _process_report = Report()
-_gateway = Gateway(run_backward, Queries())
+_gateway = Gateway(run_backward, Queries(), HookWatch())
 
 
 class CompiledAutograd(ContextDecorator):

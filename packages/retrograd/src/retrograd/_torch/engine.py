@@ -11,12 +11,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.autograd.graph as autograd_graph
-
-from retrograd._torch.queries import Queries
 
 __all__ = ["EngineRequest", "Gateway", "in_backward", "run_stock", "why_not_collectable"]
 
@@ -78,9 +76,14 @@ def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
     return None
 
 
-def _is_subclass_root(request: EngineRequest) -> bool:
-    tensors = (t for t in (*request.tensors, *request.grad_tensors) if isinstance(t, torch.Tensor))
-    return any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+def _has_batched_root(request: EngineRequest) -> bool:
+    """Whether a root or cotangent is wrapped by a functorch level or by the older vmap of `is_grads_batched`."""
+    tensors = [t for t in (*request.tensors, *request.grad_tensors) if isinstance(t, torch.Tensor)]
+    return any(
+        torch._C._functorch.is_functorch_wrapped_tensor(t)
+        or "Batched" in str(torch._C._dispatch_keys(t))
+        for t in tensors
+    )
 
 
 #: What the engine's protocol refuses or cannot express, in the order in which it is looked for.
@@ -99,7 +102,12 @@ _OBSTACLES: tuple[tuple[str, str, Callable[[EngineRequest], bool]], ...] = (
     (
         "functorch",
         "a functorch transform (grad, vjp, vmap, …) is active",
-        lambda request: torch._C._functorch.maybe_current_level() is not None or _is_subclass_root(request),
+        lambda request: torch._C._functorch.maybe_current_level() is not None or _has_batched_root(request),
+    ),
+    (
+        "create-graph-without-retain-graph",
+        "create_graph=True with retain_graph=False",
+        lambda request: request.create_graph and not request.keep_graph,
     ),
     (
         "inference-mode",
@@ -114,18 +122,25 @@ _OBSTACLES: tuple[tuple[str, str, Callable[[EngineRequest], bool]], ...] = (
 )
 
 
+class Companion(Protocol):
+    """Something that is in place while the gateway is open."""
+
+    def install(self) -> None: ...
+    def remove(self) -> None: ...
+
+
 class Gateway:
     """Replaces torch's gateway by a handler while somebody wants it; counts who does.
 
     Args:
         handler: called with the gateway's arguments; returns the gradients.
-        queries: installed and removed with it.
+        companions: installed and removed with it.
     """
 
     _modules = (torch.autograd.graph, torch.autograd)
 
-    def __init__(self, handler: Callable[..., Any], queries: Queries) -> None:
-        self._handler, self._queries = handler, queries
+    def __init__(self, handler: Callable[..., Any], *companions: Companion) -> None:
+        self._handler, self._companions = handler, companions
         self._users = 0
         self._lock = threading.Lock()
         self._prior: list[Any] = []
@@ -138,7 +153,8 @@ class Gateway:
                 self._prior = [module._engine_run_backward for module in self._modules]
                 for module in self._modules:
                     module._engine_run_backward = self._handler
-                self._queries.install()
+                for companion in self._companions:
+                    companion.install()
 
     def close(self) -> None:
         """One user less: put torch's gateway back after the last."""
@@ -147,4 +163,5 @@ class Gateway:
             if self._users == 0:
                 for module, prior in zip(self._modules, self._prior, strict=True):
                     module._engine_run_backward = prior
-                self._queries.remove()
+                for companion in self._companions:
+                    companion.remove()

@@ -6,7 +6,7 @@ metadata is checked by torch's C++ ``TensorGuards``, relations between symbolic 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,19 +21,19 @@ class InputGuard:
 
     Args:
         args: the values it was lowered with.
-        symbolic: per argument, the dimensions that may differ.
-        fed: positions of the traced inputs, and `example_inputs` their fakes.
+        fed: positions of the traced inputs, and `example_inputs` their fakes; a dimension that is symbolic
+            in a fake may differ.
         shape_env: has the relations that tracing relied on; None when every size is static.
     """
 
     def __init__(
         self,
         args: Sequence[Any],
-        symbolic: Mapping[int, frozenset[int]],
         fed: Sequence[int],
         example_inputs: Sequence[Any],
         shape_env: ShapeEnv | None,
     ) -> None:
+        symbolic = {i: _symbolic_dims(fake) for i, fake in zip(fed, example_inputs, strict=True)}
         first = {id(value): i for i, value in reversed(list(enumerate(args))) if isinstance(value, torch.Tensor)}
         self._tensors = sorted(first.values())
         self._same = [(i, first[id(v)]) for i, v in enumerate(args) if first.get(id(v), i) != i]
@@ -90,6 +90,12 @@ def changed_sizes(before: Sequence[Any], args: Sequence[Any]) -> dict[int, froze
         if old is not None and new is not None and len(old) == len(new) and old != new:
             changed[i] = frozenset(d for d, (a, b) in enumerate(zip(old, new, strict=True)) if a != b)
     return changed
+
+
+def _symbolic_dims(fake: Any) -> frozenset[int]:
+    if isinstance(fake, torch.SymInt):
+        return frozenset({0})
+    return frozenset(dim for dim, size in enumerate(fake.shape) if isinstance(size, torch.SymInt))
 
 
 def _sizes(value: Any) -> tuple[int, ...] | None:

@@ -127,6 +127,11 @@ class BackwardRecorder:
         materializes: bool | None,
     ) -> list[Value]:
         self._execute(grads)
+        if any(_is_packed(value) for value in saved_values):
+            raise NotImplementedError(
+                "an autograd.Function whose saved tensors are behind unpack hooks: "
+                "the engine does not tell whether they require grad"
+            )
         ctx = self._placeholder(SourceKind.HOOK, context)
         args = (ctx, grads, saved_values, tuple(wanted), materializes)
         return self._elements(self._call(CallKind.FUNCTION, functions.call_backward, args), wanted)
@@ -193,3 +198,7 @@ class BackwardRecorder:
         ):
             value = self._before_hooks[value]
         return value
+
+
+def _is_packed(value: Value) -> bool:
+    return value is not None and value.target in (saved.unpack, saved.unpack_on_access)

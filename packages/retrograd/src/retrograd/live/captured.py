@@ -14,13 +14,14 @@ from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.events import counters
 from retrograd.graph.backward_graph import BackwardGraph
-from retrograd.graph.hook_kind import CallKind
+from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.graph.live_graph import LiveGraph
 from retrograd.live.eager_order import ROOT, eager_walk, engine_walk
 from retrograd.live.plan import Plan
+from retrograd.live.running import RunningBackward
 from retrograd.passes.lay_out_like_eager import lay_out_like_eager
 
-__all__ = ["CapturedBackward", "node_calls"]
+__all__ = ["CapturedBackward"]
 
 #: two gradients have one sum in floating point; three have more than one.
 _ASSOCIATIVE = 2
@@ -35,6 +36,8 @@ class CapturedBackward:
     Attributes:
         n_outputs: how many gradients the engine expects back.
         needs_engine_frame: whether it must run while the engine's call is alive.
+        has_unpack_hooks: whether a saved tensor is behind an unpack hook. The engine does not tell such a
+            tensor's own history, which a differentiable backward needs.
     """
 
     def __init__(self, backward: BackwardGraph) -> None:
@@ -42,6 +45,7 @@ class CapturedBackward:
         self.backward = backward
         self.needs_engine_frame = backward.needs_engine_frame
         self.n_outputs = len(backward.outputs())
+        self.has_unpack_hooks = any(call.hook is HookKind.UNPACK for _, call in backward.calls())
         self._order_is_visible = _order_is_visible(backward)
         self._plans: dict[tuple[Config, tuple[int, ...] | None], Plan] = {}
 
@@ -67,7 +71,7 @@ class CapturedBackward:
     def __call__(self, call: Any) -> list[Any]:
         """Run as captured: stock compiled autograd found our structure in the engine's cache."""
         plan = Plan(self.backward, Config(backend="eager"), find_backend("eager"))
-        return plan.run(call, lambda _: None)
+        return plan.run(call, RunningBackward(None))
 
 
 def _order_is_visible(backward: BackwardGraph) -> bool:
@@ -77,11 +81,6 @@ def _order_is_visible(backward: BackwardGraph) -> bool:
         or (call.kind is CallKind.SUM and len(node.args) > _ASSOCIATIVE)
         for node, call in backward.calls()
     )
-
-
-def node_calls(live: LiveGraph) -> list[Any]:
-    """The autograd nodes by node-call index; None for the graph root."""
-    return [None if i == ROOT else live.nodes[i].handle for i in engine_walk(live)]
 
 
 def _positions(backward: BackwardGraph, live: LiveGraph) -> list[int]:

@@ -6,6 +6,7 @@ that is not possible, by interpreting the captured calls, with a reason either w
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,9 @@ __all__ = ["SegmentRunner"]
 
 Symbolic = dict[int, frozenset[int]]
 
+#: tracing patches torch globally while it runs: one thread at a time.
+_one_at_a_time = threading.RLock()
+
 
 @dataclass(frozen=True)
 class _Lowered:
@@ -47,7 +51,6 @@ class SegmentRunner:
     Args:
         segment: the segment, and `number` its place among the segments of its schedule.
         config, backend: how to lower it.
-        sizes_change: whether the engine already saw sizes change for this structure.
         report: is told every lowering.
     """
 
@@ -95,7 +98,8 @@ class SegmentRunner:
             self._tell("interpreted", "", self._interpret_because)
             return None
         try:
-            lowered = self._compile(args)
+            with _one_at_a_time:
+                lowered = self._compile(args)
         except Exception as error:
             self._give_up(f"{type(error).__name__}: {error}".splitlines()[0], args, error)
             return None
@@ -112,7 +116,7 @@ class SegmentRunner:
         traced = trace(self._module, args, symbolic, self._backend.decompositions())
         # Inductor may rewrite the graph that it is given: guards and report keep their own.
         run = self._backend.compile(_copy(traced.gm), traced.example_inputs)
-        guard = InputGuard(args, self._symbolic, traced.fed, traced.example_inputs, traced.shape_env)
+        guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
         return _Lowered(guard, run, traced)
 
     def _note_changes(self, args: Sequence[Any]) -> str:

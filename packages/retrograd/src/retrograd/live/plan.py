@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from retrograd._torch.collect import Collected
+from retrograd._torch.hook_changes import HookChanges, watching
 from retrograd.backends.base import Backend
+from retrograd.backends.eager import EagerBackend
 from retrograd.config import Config
 from retrograd.events import counters
 from retrograd.graph.backward_graph import BackwardGraph, SourceKind, call_of
@@ -23,7 +24,9 @@ from retrograd.graph.report import BackwardReport
 from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment
 from retrograd.live.calls.gradients import accumulate_grad
 from retrograd.live.cut import cut
+from retrograd.live.late_hooks import rest_with_changes
 from retrograd.live.lower import SegmentRunner
+from retrograd.live.running import RunningBackward
 
 __all__ = ["Plan"]
 
@@ -57,18 +60,21 @@ class Plan:
         """Whether a step calls something that can look at the running backward."""
         return bool(self.schedule.opaque_calls)
 
-    def run(self, call: Collected, entering: Callable[[int], None]) -> list[torch.Tensor | None]:
+    def run(self, call: Collected, running: RunningBackward) -> list[torch.Tensor | None]:
         """Run all steps.
 
         Args:
             call: what the engine collected; its lists are emptied.
-            entering: told the node-call index before each opaque call.
+            running: told which node call user code runs for.
         """
         self.report.runs += 1
         counters["runs"] += 1
-        values = self._bind(call)
-        for step, dying, runner in zip(
-            self.schedule.steps, self.schedule.dying, self._runners, strict=True
+        with watching() as changes:
+            return self._steps(self._bind(call), running, changes)
+
+    def _steps(self, values: Values, running: RunningBackward, changes: HookChanges) -> list[Any]:
+        for number, (step, dying, runner) in enumerate(
+            zip(self.schedule.steps, self.schedule.dying, self._runners, strict=True)
         ):
             if isinstance(step, Segment):
                 assert runner is not None
@@ -77,9 +83,19 @@ class Plan:
             elif isinstance(step, Accumulation):
                 _accumulate(step, dying, values)
             else:
-                entering(call_of(step.node).node_call)
+                running.enter(call_of(step.node).node_call)
                 _call(step, dying, values)
+                if changes:
+                    return self._rest(number, values, running, changes)
         return [None if node is None else values[node] for node in self._outputs]
+
+    def _rest(self, number: int, values: Values, running: RunningBackward, changes: HookChanges) -> list[Any]:
+        """Hooks came or went: lay out what is left anew, and interpret it."""
+        done = self.schedule.steps[: number + 1]
+        backward, rest = rest_with_changes(self._backward, done, values, running, changes)
+        values.clear()
+        plan = Plan(backward, Config(backend="eager"), EagerBackend())
+        return plan._steps(rest, running, changes)
 
     def _bind(self, call: Collected) -> Values:
         """Placeholders to values; what nobody reads is let go at once."""

@@ -12,8 +12,7 @@ from typing import Any
 from retrograd._torch.engine import EngineRequest
 from retrograd._torch.live_graph import read_live_graph
 from retrograd.graph.live_graph import LiveGraph
-from retrograd.live.captured import node_calls
-from retrograd.live.eager_order import ROOT, eager_walk
+from retrograd.live.eager_order import ROOT, eager_walk, engine_walk
 
 __all__ = ["RunningBackward"]
 
@@ -22,28 +21,31 @@ class RunningBackward:
     """Answers for one run of one plan.
 
     Args:
-        request: what is being run.
+        request: what is being run; None if nobody knows, because stock compiled autograd runs the plan.
     """
 
-    def __init__(self, request: EngineRequest) -> None:
+    def __init__(self, request: EngineRequest | None) -> None:
         self._request = request
-        self._node_call = 0
+        self.node_call = 0
 
     def enter(self, node_call: int) -> None:
         """The plan is about to run user code of this node call."""
-        self._node_call = node_call
+        self.node_call = node_call
 
     @functools.cached_property
     def _live(self) -> LiveGraph:
+        if self._request is None:
+            return LiveGraph((), (), None)
         return read_live_graph(self._request)
 
     @functools.cached_property
-    def _node_calls(self) -> list[Any]:
-        return node_calls(self._live)
+    def node_calls(self) -> list[Any]:
+        """The autograd nodes by node-call index; None for the graph root."""
+        return [None if i == ROOT else self._live.nodes[i].handle for i in engine_walk(self._live)]
 
     def current_node(self) -> Any:
         """The autograd node that eager would be executing."""
-        return self._node_calls[self._node_call]
+        return self.node_calls[self.node_call]
 
     def will_execute(self, node: Any) -> bool:
         """Whether eager executes `node` in this backward."""

@@ -82,6 +82,9 @@ class Session:
                 raise
             return self._fall_back(request, "capture-failed", f"{type(error).__name__}: {error}", error)
         if collected is not None:
+            # With create_graph the graph is kept (see `why_not_collectable`): falling back is still possible.
+            if request.create_graph and collected.artifact.has_unpack_hooks:
+                return self._fall_back(request, "create-graph-through-unpack-hooks", _NO_HISTORY)
             start(collected)
         return self._checked(request, ran[0])
 
@@ -113,7 +116,7 @@ class Session:
 
         def body() -> None:
             with answering(running):
-                results.append(tuple(plan.run(call, running.enter)))
+                results.append(tuple(plan.run(call, running)))
 
         if plan.runs_user_code:
             run_in_graph_task(body, request)
@@ -161,6 +164,8 @@ def forget_warnings() -> None:
     """Give every fallback warning again."""
     _warned.clear()
 
+
+_NO_HISTORY = "the engine does not tell the history of saved tensors behind unpack hooks"
 
 _WAY_OUT = {
     "": "strict=True shows where; retrograd.explain() lists all reasons",

@@ -1,0 +1,178 @@
+"""Hooks that user code registers or removes while a backward is running.
+
+In: registrations and removals on this thread, seen because torch's Python entry points to them are wrapped
+while a context of ours is active. Out: `HookChanges`. Eager looks hooks up when it reaches a node; a plan
+knows the hooks that were there when it was collected, and must be told of what changed since.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.function import _HookMixin
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from retrograd.graph.hook_kind import HookKind
+
+__all__ = ["HookChanges", "HookWatch", "LateHook", "watching"]
+
+
+@dataclass(frozen=True)
+class LateHook:
+    """A hook registered while a plan runs: on gradient `slot` of autograd node `node`."""
+
+    kind: HookKind
+    node: Any
+    slot: int
+    hook: Callable[..., Any]
+
+
+@dataclass
+class HookChanges:
+    """What changed since the last look.
+
+    Attributes:
+        late: hooks that came. removed: hook objects that went.
+    """
+
+    late: list[LateHook] = field(default_factory=list)
+    removed: list[Any] = field(default_factory=list)
+    _unplaced: list[tuple[Any, Callable[..., Any]]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.late or self.removed or self._unplaced)
+
+    def take(self, nodes: Iterable[Any]) -> tuple[list[LateHook], list[Any]]:
+        """The changes, which are forgotten here; hooks put on one of `nodes` itself are found there."""
+        late = [*self.late, *self._placed(nodes)]
+        removed = list(self.removed)
+        self.late.clear()
+        self.removed.clear()
+        self._unplaced.clear()
+        return late, removed
+
+    def _placed(self, nodes: Iterable[Any]) -> Iterator[LateHook]:
+        """torch tells which dict a node hook went into, not which node: ask the nodes for their dicts."""
+        if not self._unplaced:
+            return
+        for node in nodes:
+            for kind, register in (
+                (HookKind.NODE_PRE, node.register_prehook),
+                (HookKind.NODE_POST, node.register_hook),
+            ):
+                found = _dict_behind(register)
+                for hooks, hook in self._unplaced:
+                    if hooks is found:
+                        yield LateHook(kind, node, 0, hook)
+
+
+class _Watched(threading.local):
+    changes: HookChanges | None = None
+
+
+class _FoundError(Exception):
+    def __init__(self, hooks: Any) -> None:
+        self.hooks = hooks
+
+
+_watched = _Watched()
+_ASKING = object()
+
+
+@contextmanager
+def watching() -> Iterator[HookChanges]:
+    """Collect the changes on this thread until the end of the block; the innermost block collects."""
+    prior, _watched.changes = _watched.changes, HookChanges()
+    try:
+        yield _watched.changes
+    finally:
+        _watched.changes = prior
+
+
+def _dict_behind(register: Callable[..., Any]) -> Any:
+    """The dict into which `register` would put a hook; nothing is put there."""
+    try:
+        register(_ASKING)
+    except _FoundError as found:
+        return found.hooks
+    raise AssertionError("torch registers node hooks in another way than it did")
+
+
+class HookWatch:
+    """Wraps torch's Python entry points for hooks, and puts the originals back."""
+
+    def install(self) -> None:
+        """Wrap them."""
+        self._tensor = torch.Tensor.register_hook
+        self._accumulate = torch.Tensor.register_post_accumulate_grad_hook
+        self._node = _HookMixin._register_hook
+        self._remove = RemovableHandle.remove
+        torch.Tensor.register_hook = self._register_tensor_hook()  # type: ignore[method-assign]
+        torch.Tensor.register_post_accumulate_grad_hook = (  # type: ignore[method-assign]
+            self._register_accumulate_hook()
+        )
+        _HookMixin._register_hook = staticmethod(self._register_node_hook())  # type: ignore[method-assign]
+        RemovableHandle.remove = self._remove_hook()  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Put the originals back."""
+        torch.Tensor.register_hook = self._tensor  # type: ignore[method-assign]
+        torch.Tensor.register_post_accumulate_grad_hook = self._accumulate  # type: ignore[method-assign]
+        _HookMixin._register_hook = staticmethod(self._node)  # type: ignore[method-assign]
+        RemovableHandle.remove = self._remove  # type: ignore[method-assign]
+
+    def _register_tensor_hook(self) -> Callable[..., Any]:
+        original = self._tensor
+
+        def register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+            handle = original(tensor, hook)
+            _note(HookKind.TENSOR_PRE, tensor, hook)
+            return handle
+
+        return register_hook
+
+    def _register_accumulate_hook(self) -> Callable[..., Any]:
+        original = self._accumulate
+
+        def register_post_accumulate_grad_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+            handle = original(tensor, hook)
+            _note(HookKind.POST_ACCUMULATE, tensor, hook)
+            return handle
+
+        return register_post_accumulate_grad_hook
+
+    def _register_node_hook(self) -> Callable[..., Any]:
+        original = self._node
+
+        def _register_hook(hooks: Any, hook: Any) -> Any:
+            if hook is _ASKING:
+                raise _FoundError(hooks)
+            hooks, handle = original(hooks, hook)
+            if _watched.changes is not None:
+                _watched.changes._unplaced.append((hooks, hook))
+            return hooks, handle
+
+        return _register_hook
+
+    def _remove_hook(self) -> Callable[..., Any]:
+        original = self._remove
+
+        def remove(handle: Any) -> None:
+            hooks = handle.hooks_dict_ref()
+            if _watched.changes is not None and hooks is not None and handle.id in hooks:
+                _watched.changes.removed.append(hooks[handle.id])
+            original(handle)
+
+        return remove
+
+
+def _note(kind: HookKind, tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
+    if _watched.changes is not None:
+        edge = get_gradient_edge(tensor)
+        _watched.changes.late.append(LateHook(kind, edge.node, edge.output_nr, hook))

@@ -1,0 +1,234 @@
+"""Take hooks into a backward that is half run, and others out of it.
+
+In: the calls of a `BackwardGraph` that are still to be run, the hooks that came (by node call), and the hook
+values that went. Out: a `BackwardGraph` of the remaining calls, in which what has been computed already is
+a placeholder.
+
+Law: a hook that came runs where eager would call it, after those of its kind that were there before.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from retrograd.graph.backward_graph import BackwardGraph, Call, Source, SourceKind, call_of
+from retrograd.graph.hook_kind import CallKind, HookKind
+
+__all__ = ["HookTargets", "Insertion", "insert_hooks"]
+
+_EXECUTES = frozenset(
+    {CallKind.NODE, CallKind.CPP_FUNCTION, CallKind.FUNCTION, CallKind.COPY_SLICES, CallKind.ACCUMULATE}
+)
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """A hook to be taken in: its kind, the gradient it is for, and its number among those that came."""
+
+    kind: HookKind
+    slot: int
+    number: int
+
+
+@dataclass(frozen=True)
+class HookTargets:
+    """The functions that call a hook of each kind."""
+
+    tensor: Callable[..., Any]
+    node_pre: Callable[..., Any]
+    node_post: Callable[..., Any]
+    post_accumulate: Callable[..., Any]
+
+
+def insert_hooks(
+    backward: BackwardGraph,
+    computed: Sequence[fx.Node],
+    done: Collection[fx.Node],
+    came: Mapping[int, Sequence[Insertion]],
+    went: Collection[fx.Node],
+    targets: HookTargets,
+) -> tuple[BackwardGraph, list[fx.Node]]:
+    """Lay out what remains of `backward`.
+
+    Args:
+        backward: in eager's order.
+        computed: the values at hand. done: the calls that have been run.
+        came: hooks by node call. went: hook calls that are not to be made.
+        targets: what calls a hook.
+
+    Returns:
+        The remaining backward, and the placeholders that stand for `computed`, followed by one per hook
+        that came, by its number.
+    """
+    return _Rest(backward, targets).run(computed, done, came, went)
+
+
+class _Rest:
+    def __init__(self, backward: BackwardGraph, targets: HookTargets) -> None:
+        self._backward, self._targets = backward, targets
+        self._graph = fx.Graph()
+        self._new: dict[fx.Node, Any] = {}
+        self._hooks: list[fx.Node] = []
+        self._grads: dict[int, tuple[Any, ...]] = {}
+
+    def run(
+        self,
+        computed: Sequence[fx.Node],
+        done: Collection[fx.Node],
+        came: Mapping[int, Sequence[Insertion]],
+        went: Collection[fx.Node],
+    ) -> tuple[BackwardGraph, list[fx.Node]]:
+        placeholders = [self._placeholder(node.name, i) for i, node in enumerate(computed)]
+        self._new.update(zip(computed, placeholders, strict=True))
+        count = sum(map(len, came.values()))
+        self._hooks = [self._placeholder(f"late_hook_{i}", len(computed) + i) for i in range(count)]
+        for index, nodes in self._blocks(done):
+            self._block(nodes, came.get(index, ()), went)
+        self._graph.output(tuple(self._value(node) for node in self._backward.outputs()))
+        return self._backward.with_graph(self._graph, {}), [*placeholders, *self._hooks]
+
+    def _placeholder(self, name: str, index: int) -> fx.Node:
+        node = self._graph.placeholder(name)
+        node.meta["source"] = Source(SourceKind.INPUT, index)
+        return node
+
+    def _blocks(self, done: Collection[fx.Node]) -> list[tuple[int, list[fx.Node]]]:
+        blocks: dict[int, list[fx.Node]] = {}
+        for node, call in self._backward.calls():
+            if node not in done:
+                blocks.setdefault(call.node_call, []).append(node)
+        return list(blocks.items())
+
+    def _block(self, nodes: list[fx.Node], came: Sequence[Insertion], went: Collection[fx.Node]) -> None:
+        """One node call: its hooks before, the node, its hooks after, then the sums that it feeds."""
+        waiting = list(came)
+        own = [node for node in nodes if call_of(node).kind is not CallKind.SUM]
+        for node in own:
+            stage = _stage(node)
+            if stage is not None:
+                waiting = self._insert_before(node, stage, waiting)
+            if node in went:
+                self._leave_out(node)
+            else:
+                self._copy(node)
+        self._insert_after(own, waiting)
+        for node in nodes:
+            if call_of(node).kind is CallKind.SUM:
+                self._copy(node)
+
+    def _insert_before(self, node: fx.Node, stage: int, waiting: list[Insertion]) -> list[Insertion]:
+        """Insert the hooks whose turn is before `node`; returns those still waiting."""
+        for hook in [hook for hook in waiting if _STAGES[hook.kind] < stage]:
+            waiting.remove(hook)
+            self._hook_gradients(node, hook)
+        return waiting
+
+    def _hook_gradients(self, node: fx.Node, hook: Insertion) -> None:
+        call = call_of(node)
+        old = _gradients(node)
+        grads = [self._value(grad) for grad in old]
+        if hook.kind is HookKind.TENSOR_PRE:
+            grad = grads[hook.slot]
+            changed = self._call(self._targets.tensor, (self._hooks[hook.number], grad), call, hook.kind)
+            self._rename(old[hook.slot], changed)
+        elif hook.kind is HookKind.NODE_PRE:
+            args = (self._hooks[hook.number], tuple(grads))
+            self._project(self._call(self._targets.node_pre, args, call, hook.kind), old, call)
+
+    def _insert_after(self, nodes: list[fx.Node], waiting: list[Insertion]) -> None:
+        executed = next((node for node in nodes if call_of(node).kind in _EXECUTES), None)
+        if executed is None:
+            return
+        call = call_of(executed)
+        for hook in waiting:
+            value = self._hooks[hook.number]
+            if hook.kind is HookKind.POST_ACCUMULATE and call.kind is CallKind.ACCUMULATE:
+                variable = self._value(executed.args[0])
+                self._call(self._targets.post_accumulate, (value, variable), call, hook.kind)
+            elif hook.kind is HookKind.NODE_POST:
+                old = _results(nodes)
+                outputs = tuple(self._value(node) for node in old)
+                grads = tuple(self._value(grad) for grad in _gradients(executed))
+                args = (value, outputs, grads)
+                self._project(self._call(self._targets.node_post, args, call, hook.kind), old, call)
+
+    def _project(self, result: fx.Node, old: Sequence[Any], call: Call) -> None:
+        for i, node in enumerate(old):
+            if node is not None:
+                element = self._graph.call_function(operator.getitem, (result, i))
+                element.meta["call"] = Call(CallKind.PROJECT, call.node_call)
+                self._rename(node, element)
+
+    def _call(
+        self, target: Callable[..., Any], args: tuple[Any, ...], call: Call, hook: HookKind
+    ) -> fx.Node:
+        node = self._graph.call_function(target, args)
+        node.meta["call"] = Call(CallKind.HOOK, call.node_call, hook)
+        return node
+
+    def _leave_out(self, node: fx.Node) -> None:
+        """A hook call that is not made: its results are what it would have been given."""
+        before = node.args[1]
+        if isinstance(before, tuple):
+            for user in node.users:
+                self._rename(user, self._value(before[user.args[1]]))  # type: ignore[index]
+        elif before is not None:
+            self._rename(node, self._value(before))
+
+    def _rename(self, old: Any, new: Any) -> None:
+        if isinstance(old, fx.Node):
+            self._new[old] = new
+
+    def _value(self, node: Any) -> Any:
+        return self._new.get(node, node) if isinstance(node, fx.Node) else node
+
+    def _copy(self, node: fx.Node) -> None:
+        if node not in self._new:
+            self._new[node] = self._graph.node_copy(node, lambda arg: self._new[arg])
+
+
+#: in which order the hooks around a node are called; the node itself stands at 2.
+_STAGES = {
+    HookKind.TENSOR_PRE: 0,
+    HookKind.RETAIN_GRAD: 0,
+    HookKind.NODE_PRE: 1,
+    HookKind.UNPACK: 2,
+    HookKind.POST_ACCUMULATE: 3,
+    HookKind.NODE_POST: 4,
+}
+
+
+def _stage(node: fx.Node) -> int | None:
+    """The place of a call that has gradients going in; None for all others."""
+    call = call_of(node)
+    if call.kind in _EXECUTES and node.target is not None and _gradients(node):
+        return 2
+    return 1 if call.hook is HookKind.NODE_PRE else None
+
+
+def _gradients(node: fx.Node) -> tuple[Any, ...]:
+    """The gradients that go into a call."""
+    call = call_of(node)
+    if call.kind is CallKind.ACCUMULATE:
+        return (node.args[1],)
+    if call.kind is CallKind.COPY_SLICES:
+        return (node.args[0],) if isinstance(node.args[0], fx.Node) else ()
+    return tuple(node.args[0] if call.kind in (CallKind.NODE, CallKind.CPP_FUNCTION) else node.args[1])  # type: ignore[arg-type]
+
+
+def _results(nodes: Sequence[fx.Node]) -> tuple[Any, ...]:
+    """The gradients that come out of a node call, after its checks and the post hooks that were there."""
+    last = [n for n in nodes if call_of(n).kind is CallKind.VALIDATE or call_of(n).hook is HookKind.NODE_POST]
+    if not last:
+        return ()
+    operands = last[-1].args[0] if call_of(last[-1]).kind is CallKind.VALIDATE else last[-1].args[1]
+    found: list[Any] = [None] * len(operands)  # type: ignore[arg-type]
+    for user in last[-1].users:
+        if call_of(user).kind is CallKind.PROJECT:
+            found[user.args[1]] = user  # type: ignore[index,call-overload]
+    return tuple(found)
