@@ -69,7 +69,8 @@ def compiled_autograd(
             bit); ``"aten"`` (interprets the traced ATen graph); or a callable
             ``(gm, example_inputs) -> callable`` that is given the ATen graph of each segment.
         strict: raise instead of running as eager does what cannot be captured or compiled.
-        dynamic: None: sizes are static until they change; True: symbolic from the start; False: always static.
+        dynamic: None: sizes are static until they change; True: symbolic from the start; False: always
+            static.
         recompile_limit: lowerings of one segment after which it is interpreted.
         opaque: names of autograd nodes (``"MulBackward0"``) to be run as opaque calls.
 
@@ -89,7 +90,11 @@ def compiled_autograd(
 
 
 def explain(
-    fn: Callable[..., Any] | None = None, /, *args: Any, backend: str | Callable[..., Any] = "eager", **kwargs: Any
+    fn: Callable[..., Any] | None = None,
+    /,
+    *args: Any,
+    backend: str | Callable[..., Any] = "eager",
+    **kwargs: Any,
 ) -> Report:
     """Say what was captured: node calls, segments, opaque calls, guards, recompiles, fallbacks.
 

@@ -16,4 +16,4 @@ def boxed_module(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     graph.set_codegen(_BoxedCodeGen())
-    return fx.GraphModule(gm, graph).forward  # type: ignore[no-any-return]
+    return fx.GraphModule(gm, graph).forward

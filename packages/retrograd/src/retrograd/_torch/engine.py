@@ -46,8 +46,12 @@ class EngineRequest:
     def of(cls, *args: Any, **kwargs: Any) -> EngineRequest:
         """Read the arguments as the gateway receives them."""
         request = cls(*args, **kwargs)
-        sequences = ("tensors", "grad_tensors", "inputs")
-        return replace(request, **{name: tuple(getattr(request, name) or ()) for name in sequences})
+        return replace(
+            request,
+            tensors=tuple(request.tensors),
+            grad_tensors=tuple(request.grad_tensors),
+            inputs=tuple(request.inputs or ()),
+        )
 
 
 def run_stock(request: EngineRequest) -> tuple[torch.Tensor | None, ...]:
@@ -77,11 +81,10 @@ def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
 
 
 def _has_batched_root(request: EngineRequest) -> bool:
-    """Whether a root or cotangent is wrapped by a functorch level or by the older vmap of `is_grads_batched`."""
+    """Whether a root or cotangent is wrapped by functorch or by the older vmap of `is_grads_batched`."""
     tensors = [t for t in (*request.tensors, *request.grad_tensors) if isinstance(t, torch.Tensor)]
     return any(
-        torch._C._functorch.is_functorch_wrapped_tensor(t)
-        or "Batched" in str(torch._C._dispatch_keys(t))
+        torch._C._functorch.is_functorch_wrapped_tensor(t) or "Batched" in str(torch._C._dispatch_keys(t))
         for t in tensors
     )
 
@@ -117,7 +120,7 @@ _OBSTACLES: tuple[tuple[str, str, Callable[[EngineRequest], bool]], ...] = (
     (
         "tracing",
         "torch.compile, torch.export or torch.jit is tracing",
-        lambda _: torch.compiler.is_compiling() or torch.jit.is_tracing(),
+        lambda _: torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None,
     ),
 )
 
@@ -137,7 +140,7 @@ class Gateway:
         companions: installed and removed with it.
     """
 
-    _modules = (torch.autograd.graph, torch.autograd)
+    _modules: tuple[Any, ...] = (torch.autograd.graph, torch.autograd)
 
     def __init__(self, handler: Callable[..., Any], *companions: Companion) -> None:
         self._handler, self._companions = handler, companions

@@ -51,7 +51,8 @@ def run_in_graph_task(body: Callable[[], None], request: EngineRequest) -> None:
         with torch.enable_grad(), torch.inference_mode(False):
             _body.leaf = torch.zeros((), requires_grad=True, device="cpu")
             _body.root = _RunBody.apply(_body.leaf)
-    assert _body.root is not None and _body.leaf is not None
+    assert _body.root is not None
+    assert _body.leaf is not None
     only_leaf = (_body.leaf,) if request.inputs or not request.accumulate_grad else ()
     task = replace(
         request,

@@ -1,7 +1,8 @@
 """Does a lowered segment still fit its inputs?
 
 In: the values that it was lowered with and the sizes that were symbolic. Out: `InputGuard.check`. Tensor
-metadata is checked by torch's C++ ``TensorGuards``, relations between symbolic sizes by the shape environment.
+metadata is checked by torch's C++ ``TensorGuards``, relations between symbolic sizes by the shape
+environment.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class InputGuard:
         shape_env: ShapeEnv | None,
     ) -> None:
         symbolic = {i: _symbolic_dims(fake) for i, fake in zip(fed, example_inputs, strict=True)}
-        first = {id(value): i for i, value in reversed(list(enumerate(args))) if isinstance(value, torch.Tensor)}
+        first = {
+            id(value): i for i, value in reversed(list(enumerate(args))) if isinstance(value, torch.Tensor)
+        }
         self._tensors = sorted(first.values())
         self._same = [(i, first[id(v)]) for i, v in enumerate(args) if first.get(id(v), i) != i]
         self._constants = [
@@ -45,7 +48,11 @@ class InputGuard:
         unique = [args[i] for i in self._tensors]
         sizes = [_open(args[i].shape, symbolic.get(i)) for i in self._tensors]
         strides = [_open_strides(args[i], symbolic.get(i)) for i in self._tensors]
-        self._guards = TensorGuards(*unique, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        self._guards = TensorGuards(
+            *unique,
+            dynamic_dims_sizes=sizes,  # type: ignore[arg-type]
+            dynamic_dims_strides=strides,  # type: ignore[arg-type]
+        )
         self._shape_env, self._fed = shape_env, tuple(fed)
         self._relations = shape_env.produce_guards_expression(example_inputs) if shape_env else None
         self.args_metadata = tuple(map(_sizes, args))
@@ -70,7 +77,11 @@ class InputGuard:
                 return f"argument {i} was a tensor, now {_describe(args[i])}"
         names = [f"argument {i}" for i in self._tensors]
         verbose = self._guards.check_verbose(*[args[i] for i in self._tensors], tensor_check_names=names)
-        return verbose if isinstance(verbose, str) else f"relation between sizes: {self._relations or 'aliasing'}"
+        return (
+            verbose
+            if isinstance(verbose, str)
+            else f"relation between sizes: {self._relations or 'aliasing'}"
+        )
 
     def _relations_hold(self, args: Sequence[Any]) -> bool:
         if self._relations is None or self._shape_env is None:
@@ -104,11 +115,11 @@ def _sizes(value: Any) -> tuple[int, ...] | None:
     return (value,) if type(value) is int else None
 
 
-def _open(sizes: Sequence[int], dims: frozenset[int] | None) -> list[int | None]:
+def _open(sizes: Sequence[int], dims: frozenset[int] | None) -> list[Any]:
     return [None if dims and d in dims else size for d, size in enumerate(sizes)]
 
 
-def _open_strides(value: torch.Tensor, dims: frozenset[int] | None) -> list[int | None]:
+def _open_strides(value: torch.Tensor, dims: frozenset[int] | None) -> list[Any]:
     """With a symbolic size the strides follow from the sizes; the shape environment guards them."""
     return [None] * value.dim() if dims else list(value.stride())
 

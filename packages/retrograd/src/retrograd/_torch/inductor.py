@@ -31,5 +31,5 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable
         joint_graph_passes(gm)
         compiled = compile_fx_inner(gm, list(example_inputs))
     if getattr(compiled, "_boxed_call", False):
-        return compiled  # type: ignore[return-value]
-    return lambda args: compiled(*args)  # type: ignore[operator,no-any-return]
+        return compiled
+    return lambda args: compiled(*args)

@@ -32,14 +32,29 @@ Value = Any  # a value of the recorder (an FX node); None is an undefined gradie
 class Recorder(Protocol):
     """What the protocol tells. Lists of values are gradients; None in them is an undefined gradient."""
 
-    def begin(self, inputs: int, sizes: int, scalars: int) -> tuple[list[Value], list[Value], list[Value]]: ...
+    def begin(
+        self, inputs: int, sizes: int, scalars: int
+    ) -> tuple[list[Value], list[Value], list[Value]]: ...
     def enter_node(self, index: int, name: str, is_function: bool) -> None: ...
-    def node(self, name: str, fn: Callable[..., Any], grads: list[Value], args: Any, wanted: list[bool]) -> list[Value]: ...
-    def cpp_function(self, name: str, fn: Callable[..., Any], grads: list[Value], args: Any, wanted: list[bool]) -> list[Value]: ...
+    def node(
+        self, name: str, fn: Callable[..., Any], grads: list[Value], args: Any, wanted: list[bool]
+    ) -> list[Value]: ...
+    def cpp_function(
+        self, name: str, fn: Callable[..., Any], grads: list[Value], args: Any, wanted: list[bool]
+    ) -> list[Value]: ...
     def validate(self, fn: Callable[..., Any], outputs: list[Value], args: Any) -> list[Value]: ...
     def copy_slices_prologue(self, grads: list[Value], base: Any, view: Any) -> list[Value]: ...
-    def copy_slices_epilogue(self, needs: list[bool], result: Value, grads: list[Value], slice_: Value) -> list[Value]: ...
-    def function(self, context: int, grads: list[Value], saved: list[Value], wanted: list[bool], materializes: bool | None) -> list[Value]: ...
+    def copy_slices_epilogue(
+        self, needs: list[bool], result: Value, grads: list[Value], slice_: Value
+    ) -> list[Value]: ...
+    def function(
+        self,
+        context: int,
+        grads: list[Value],
+        saved: list[Value],
+        wanted: list[bool],
+        materializes: bool | None,
+    ) -> list[Value]: ...
     def add(self, old: Value, new: Value) -> Value: ...
     def accumulate(self, variable: Value, grad: Value, has_post_hooks: bool) -> Value: ...
     def tensor_hook(self, kind: HookKind, grads: list[Value], hook: int, slot: int) -> list[Value]: ...
@@ -105,7 +120,7 @@ class EngineProtocol:
                 raise LookupError("the engine passed a tensor that it had not lifted") from None
         if isinstance(argument, (torch.SymInt, torch.SymFloat)):
             try:
-                return self._symbols[argument.node.expr]
+                return self._symbols[_symbol(argument)]
             except KeyError:
                 raise LookupError(f"the engine computed with a lifted size: {argument}") from None
         if type(argument) in (list, tuple):
@@ -127,7 +142,7 @@ class EngineProtocol:
         fake_sizes = [symbols.integer(size) for size in sizes]
         fake_scalars = [symbols.number(scalar) for scalar in scalars]
         for fake, value in zip([*fake_sizes, *fake_scalars], [*values[1], *values[2]], strict=True):
-            self._symbols[fake.node.expr] = value
+            self._symbols[_symbol(fake)] = value
         # The engine makes zeros of a symbolic size for an undefined gradient of a custom Function.
         self._modes.enter_context(symbols.fake_mode())
         return "0", self._stand_ins(values[0]), fake_sizes, fake_scalars
@@ -253,12 +268,17 @@ class EngineProtocol:
         return runtime_wrapper, self._recorder.finish(self._read_list(outputs))
 
     def close(self) -> None:
-        """Leave the modes that the capture entered. Called by the engine, and again when the window closes."""
+        """Leave the modes that the capture entered. The engine calls it, and the window when it closes."""
         self._modes.close()
 
 
 #: what a stand-in means after something has failed.
 _NOTHING = object()
+
+
+def _symbol(number: Any) -> Any:
+    """The symbol behind a symbolic number."""
+    return number.node.expr
 
 
 class _Symbols:
@@ -275,7 +295,7 @@ class _Symbols:
     def integer(self, value: int) -> torch.SymInt | int:
         return self._env.create_unspecified_symint_and_symbol(value, self._source(), DimDynamic.DYNAMIC)
 
-    def number(self, value: float) -> torch.SymInt | torch.SymFloat | int:
+    def number(self, value: float) -> torch.SymInt | torch.SymFloat | float:
         if isinstance(value, int):
             return self.integer(value)
         source = self._source()
@@ -299,5 +319,3 @@ def _bound(name: str) -> Callable[..., Any]:
     """The functional form of a node, as C++ gave it, without Dynamo's wrapping."""
     op = stock.ops.get(name)
     return getattr(op, "fn", op)
-
-

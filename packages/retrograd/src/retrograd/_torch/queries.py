@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -55,7 +55,7 @@ def _current() -> Running | None:
 class Queries:
     """Replaces torch's queries and puts them back."""
 
-    _answers: dict[str, Callable[..., Any]] = {
+    _answers: ClassVar[dict[str, Callable[..., Any]]] = {
         "_current_autograd_node": lambda running: running.current_node(),
         "_will_engine_execute_node": lambda running, node: running.will_execute(node),
         "_current_graph_task_execution_order": lambda running: running.execution_order(),

@@ -13,6 +13,7 @@ import torch
 
 __all__ = [
     "clone_for_layout_contract",
+    "graph_is_kept",
     "is_only_reference",
     "layout_contract_enforced",
     "may_materialize",
@@ -26,7 +27,7 @@ _OWN_REFERENCES = 3
 
 def is_only_reference(tensor: torch.Tensor) -> bool:
     """Whether the caller's local variable is the only reference to `tensor`, in Python and in C++."""
-    return sys.getrefcount(tensor) <= _OWN_REFERENCES and tensor._use_count() <= 1
+    return sys.getrefcount(tensor) <= _OWN_REFERENCES and tensor._use_count() <= 1  # type: ignore[attr-defined]
 
 
 def layout_contract_enforced() -> bool:
@@ -73,6 +74,11 @@ def zeros_for_slot(node: Any, slot: int) -> torch.Tensor:
     """Zeros in place of an undefined gradient for output number `slot` of an ``autograd.Function``."""
     metadata = node._input_metadata[slot]
     return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward that is running was asked to retain the graph."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def may_materialize(ctx: Any) -> bool:

@@ -50,7 +50,9 @@ class Traced:
 def why_not_traceable(value: Any) -> str | None:
     """Why a segment with this input has to be interpreted; None if it can be traced."""
     if not isinstance(value, torch.Tensor):
-        return None if value is None or isinstance(value, (int, float)) else f"{type(value).__name__} argument"
+        return (
+            None if value is None or isinstance(value, (int, float)) else f"{type(value).__name__} argument"
+        )
     if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return f"tensor subclass {type(value).__name__}"
     if value.layout is not torch.strided:
@@ -140,7 +142,7 @@ class _Fakes:
         self._seen: dict[int, Any] = {}
 
     def of(self, values: Sequence[Any]) -> list[Any]:
-        """One fake per value; the same tensor twice gives the same fake, None and static numbers themselves."""
+        """One fake per value; the same tensor twice gives the same fake; None and static numbers stay."""
         return [self._fake(i, value) for i, value in enumerate(values)]
 
     def _fake(self, index: int, value: Any) -> Any:

@@ -34,10 +34,11 @@ class CustomBackend:
         compiled = self._fn(gm, list(example_inputs))
         if not callable(compiled):
             raise BackendError(
-                f"backend {self.name!r} returned {type(compiled).__name__}, expected a callable that runs the graph"
+                f"backend {self.name!r} returned {type(compiled).__name__}, "
+                "expected a callable that runs the graph"
             )
         if getattr(compiled, "_boxed_call", False):
-            return compiled  # type: ignore[no-any-return]
+            return compiled
 
         def run(args: list[Any]) -> Sequence[Any]:
             values = tuple(args)

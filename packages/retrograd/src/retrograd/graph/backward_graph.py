@@ -67,9 +67,10 @@ class BackwardGraph:
     """One captured backward.
 
     Attributes:
-        graph: the calls; the output node returns one value per requested gradient (empty for ``.backward()``).
+        graph: the calls; the output node returns one value per requested gradient (none for
+            ``.backward()``).
         node_calls: every node the engine executed, by index; those that only pass hooks are here too.
-        lifted: how many inputs, sizes and scalars the engine hands over at run time.
+        lifted: how many inputs, sizes and scalars are handed over at run time.
         entries: per node call, the gradients that arrive at it before any hook.
         needs_engine_frame: C++ hooks are called, which is possible only while the engine's call is alive.
     """
@@ -94,7 +95,7 @@ class BackwardGraph:
 
     def outputs(self) -> tuple[fx.Node | None, ...]:
         """The values returned to the caller of ``autograd.grad``."""
-        return tuple(next(iter(reversed(self.graph.nodes))).args[0])  # type: ignore[arg-type]
+        return tuple(next(iter(reversed(self.graph.nodes))).args[0])
 
     def with_graph(self, graph: fx.Graph, entries: dict[int, tuple[fx.Node | None, ...]]) -> BackwardGraph:
         """The same capture with its calls laid out anew."""

@@ -55,7 +55,8 @@ class BackwardReport:
     def __str__(self) -> str:
         opaque = Counter(step.reason for step in self.schedule.opaque_calls)
         lines = [
-            f"backward of {len(self.graph.node_calls)} node calls, run {self.runs} times, backend {self.backend}",
+            f"backward of {len(self.graph.node_calls)} node calls, run {self.runs} times, "
+            f"backend {self.backend}",
             f"  segments       {len(self.schedule.segments)}",
             f"  opaque calls   {sum(opaque.values())}",
             *(f"    {count:4d} x {reason}" for reason, count in opaque.items()),
@@ -72,7 +73,7 @@ class BackwardReport:
         parts += [f"# segment {low.segment}, {low.how}\n{low.graph}" for low in self.lowerings if low.graph]
         text = "\n\n".join(parts)
         if print_output:
-            print(text)
+            print(text)  # noqa: T201 - printing is what it is for
         return text
 
 

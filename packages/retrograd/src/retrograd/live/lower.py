@@ -157,7 +157,7 @@ class SegmentRunner:
         if self._config.strict:
             raise LoweringError(reason) from error
         if error is not None and not isinstance(error, NotTraceableError):
-            live_log.warning("%s", reason, exc_info=error)
+            live_log.info("%s", reason, exc_info=error)
         self._interpret_because = text
         self._tell("interpreted", "", text)
 

@@ -106,9 +106,7 @@ class Plan:
             SourceKind.HOOK: call.hooks,
             SourceKind.PACKED: call.packed,
         }
-        values = {
-            node: lists[source.kind][source.index] for node, source in self._placeholders if node.users
-        }
+        values = {node: lists[source.kind][source.index] for node, source in self._placeholders if node.users}
         for items in lists.values():
             items.clear()
         return values

@@ -140,7 +140,9 @@ class Session:
     def _fall_back(
         self, request: EngineRequest, code: str, text: str, error: Exception | None = None
     ) -> Grads:
-        reason = Reason(code, text.split("\n", 1)[0], "live.capture", way_out=_WAY_OUT.get(code, _WAY_OUT[""]))
+        reason = Reason(
+            code, text.split("\n", 1)[0], "live.capture", way_out=_WAY_OUT.get(code, _WAY_OUT[""])
+        )
         if self.config.strict:
             raise CaptureError(reason) from error
         with window.stock():

@@ -164,9 +164,7 @@ class _Rest:
                 element.meta["call"] = Call(CallKind.PROJECT, call.node_call)
                 self._rename(node, element)
 
-    def _call(
-        self, target: Callable[..., Any], args: tuple[Any, ...], call: Call, hook: HookKind
-    ) -> fx.Node:
+    def _call(self, target: Callable[..., Any], args: tuple[Any, ...], call: Call, hook: HookKind) -> fx.Node:
         node = self._graph.call_function(target, args)
         node.meta["call"] = Call(CallKind.HOOK, call.node_call, hook)
         return node
@@ -230,5 +228,5 @@ def _results(nodes: Sequence[fx.Node]) -> tuple[Any, ...]:
     found: list[Any] = [None] * len(operands)  # type: ignore[arg-type]
     for user in last[-1].users:
         if call_of(user).kind is CallKind.PROJECT:
-            found[user.args[1]] = user  # type: ignore[index,call-overload]
+            found[user.args[1]] = user  # type: ignore[index]
     return tuple(found)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from retrograd._torch.tensors import may_materialize, zeros_for_slot
+from retrograd._torch.tensors import graph_is_kept, may_materialize, zeros_for_slot
 from retrograd.live.calls.saved import PackedTensor
 
 __all__ = ["FunctionContext", "call_backward"]
@@ -46,12 +46,12 @@ class FunctionContext:
         return self.saved_tensors
 
     @property
-    def __class__(self) -> type:
+    def __class__(self) -> type:  # type: ignore[override]
         return type(self._ctx)
 
     def maybe_clear_saved_tensors(self) -> None:
         """Drop this context's saved tensors, if torch would."""
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not graph_is_kept():
             object.__setattr__(self, "_saved", ())
 
     def __getattr__(self, name: str) -> Any:
@@ -89,7 +89,8 @@ def call_backward(
         TypeError: a gradient that is neither a tensor nor None.
         Exception: whatever the user's backward raises, unchanged.
     """
-    if any(grad is None for grad in grads) and (may_materialize(ctx) if materializes is None else materializes):
+    undefined = any(grad is None for grad in grads)
+    if undefined and (may_materialize(ctx) if materializes is None else materializes):
         grads = [zeros_for_slot(ctx, i) if grad is None else grad for i, grad in enumerate(grads)]
     result = BackwardCFunction.apply(FunctionContext(ctx, saved), *grads)  # type: ignore[arg-type]
     return _checked(ctx, result if type(result) is tuple else (result,), is_tensor)

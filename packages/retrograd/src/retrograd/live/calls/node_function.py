@@ -29,4 +29,3 @@ class NodeFunction:
 
     def __repr__(self) -> str:
         return f"autograd.{self.__name__}"
-

@@ -24,7 +24,8 @@ def unpack(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:
     tensor = hook(packed)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(
-            f"Output of saved tensor unpack_hook expected to be a Tensor but got result of type {type(tensor)}"
+            "Output of saved tensor unpack_hook expected to be a Tensor "
+            f"but got result of type {type(tensor)}"
         )
     return tensor
 
