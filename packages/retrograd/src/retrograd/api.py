@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ContextDecorator
-from contextvars import Token
 from typing import Any
 
 from retrograd._torch.collect import clear_engine_cache
@@ -30,23 +29,22 @@ _gateway = Gateway(run_backward, Queries(), HookWatch())
 class CompiledAutograd(ContextDecorator):
     """A context, also usable as a decorator, that compiles every backward of this thread inside it.
 
-    Made by `compiled_autograd`. May be entered again and nested; the innermost wins.
+    Made by `compiled_autograd`. May be entered again, nested (the innermost wins) and shared by threads.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.report = Report()
         self._session = Session(config, (self.report, _process_report))
-        self._tokens: list[Token[Session | None]] = []
 
     def __enter__(self) -> CompiledAutograd:
         check_supported()
         _gateway.open()
-        self._tokens.append(active.set(self._session))
+        active.set((*active.get(), self._session))
         return self
 
     def __exit__(self, *error: object) -> None:
-        active.reset(self._tokens.pop())
+        active.set(active.get()[:-1])
         _gateway.close()
 
     def explain(self) -> Report:

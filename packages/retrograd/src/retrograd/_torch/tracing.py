@@ -7,7 +7,9 @@ tracing left there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,10 +116,22 @@ def _functional_graph(
     return gm
 
 
+@contextmanager
+def _quiet_fakes() -> Iterator[None]:
+    """torch logs an operation that fails on fake tensors as an error; here it becomes a reason."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def _make_fx(
     fn: Callable[..., Any], example_inputs: tuple[Any, ...], decompositions: Mapping[Any, Callable[..., Any]]
 ) -> fx.GraphModule:
-    with torch.no_grad(), enable_python_dispatcher():
+    with torch.no_grad(), enable_python_dispatcher(), _quiet_fakes():
         gm = make_fx(fn, decomposition_table=dict(decompositions), tracing_mode="real")(*example_inputs)
     gm.graph.eliminate_dead_code()
     gm.recompile()

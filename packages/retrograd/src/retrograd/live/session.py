@@ -31,8 +31,8 @@ from retrograd.live.unreached import raise_as_eager
 
 __all__ = ["Session", "active", "run_backward"]
 
-#: the session of this thread's innermost context.
-active: ContextVar[Session | None] = ContextVar("retrograd_session", default=None)
+#: the sessions of this thread's contexts, innermost last.
+active: ContextVar[tuple[Session, ...]] = ContextVar("retrograd_sessions", default=())
 
 Grads = tuple[torch.Tensor | None, ...]
 
@@ -41,12 +41,12 @@ _warned: set[tuple[str, str]] = set()
 
 def run_backward(*args: Any, **kwargs: Any) -> Grads:
     """Stands in for ``torch.autograd.graph._engine_run_backward``."""
-    session = active.get()
+    sessions = active.get()
     request = EngineRequest.of(*args, **kwargs)
-    if session is None:
+    if not sessions:
         with window.stock():
             return run_stock(request)
-    return session.run(request)
+    return sessions[-1].run(request)
 
 
 class Session:

@@ -45,8 +45,8 @@ class FunctionContext:
         """Deprecated name of `saved_tensors`."""
         return self.saved_tensors
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         return type(self._ctx)
 
     def maybe_clear_saved_tensors(self) -> None:
@@ -85,8 +85,8 @@ def call_backward(
         One gradient per argument of the forward.
 
     Raises:
-        RuntimeError: wrong number of gradients, or a gradient for an argument that was no tensor.
-        TypeError: a gradient that is neither a tensor nor None.
+        RuntimeError: wrong number of gradients, a gradient for an argument that was no tensor, or one that
+            is neither a tensor nor None.
         Exception: whatever the user's backward raises, unchanged.
     """
     undefined = any(grad is None for grad in grads)
@@ -110,9 +110,9 @@ def _checked(ctx: Any, grads: tuple[Any, ...], is_tensor: Sequence[bool]) -> lis
             continue
         if not tensor:
             raise RuntimeError(
-                f"function {ctx.name()} returned a gradient different from None at position {i + 1}, "
+                f"function {ctx.name()} returned a gradient different than None at position {i + 1}, "
                 "but the corresponding forward input was not a Variable"
             )
         if not isinstance(grad, torch.Tensor):
-            raise TypeError(f"expected Variable or None (got {type(grad).__name__})")
+            raise RuntimeError(f"expected Variable or None (got {type(grad).__name__})")
     return list(grads)

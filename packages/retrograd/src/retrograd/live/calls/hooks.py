@@ -59,7 +59,7 @@ def call_post_accumulate_hook(hook: Callable[..., Any], variable: torch.Tensor) 
 
 def _checked_tuple(hook: Callable[..., Any], before: Grads, after: Any) -> Grads:
     if type(after) is not tuple:
-        raise TypeError(f"expected tuple, but hook '{_name(hook)}' returned '{_type(after)}'")
+        raise TypeError(f"expected tuple, but hook returned '{_type(after)}'")
     if len(after) != len(before):
         raise RuntimeError(
             f"hook '{_name(hook)}' has returned an incorrect number of values "
@@ -74,7 +74,7 @@ def _checked(hook: Callable[..., Any], before: Grad, after: Any) -> Grad:
     if before is None:
         raise RuntimeError("can't replace a None gradient with a non-None value")
     if not isinstance(after, torch.Tensor):
-        raise TypeError(f"expected Variable, but hook '{_name(hook)}' returned '{_type(after)}'")
+        raise TypeError(f"expected Variable, but hook returned '{_type(after)}'")
     if after is before:
         return after
     kinds = (before.dtype, before.device, before.layout), (after.dtype, after.device, after.layout)

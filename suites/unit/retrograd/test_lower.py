@@ -1,0 +1,166 @@
+"""Lowering: traced once, reused under guards, symbolic when sizes change, interpreted when it must."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from unit.retrograd.programs import leaf
+
+import retrograd
+
+
+def train(context: retrograd.CompiledAutograd, rows: int, dtype: torch.dtype = torch.float32) -> None:
+    """One checked step of a small network on `rows` rows."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).to(dtype)
+    x = torch.randn(rows, 6, dtype=dtype)
+    (net(x) ** 2).sum().backward()
+    expected = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    loss = (net(x) ** 2).sum()
+    with context:
+        loss.backward()
+    for p, grad in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, grad)
+
+
+def test_sizes_settle_after_two_compilations() -> None:
+    context = retrograd.compiled_autograd("aten", strict=True)
+    for rows in (4, 5, 6, 7, 12, 5):
+        train(context, rows)
+    assert (retrograd.counters["captures"], retrograd.counters["lowerings"]) == (2, 2)
+    symbolic = context.explain().backwards[1].lowerings[0]
+    assert "size()[0] ==" in symbolic.guards
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_zero_and_one_row_are_right_after_symbolic_sizes(rows: int) -> None:
+    context = retrograd.compiled_autograd("aten", strict=True)
+    for count in (4, 5, rows, 6, rows):
+        train(context, count)
+    assert context.explain().recompiles
+
+
+def test_without_dynamic_every_size_is_lowered_until_the_limit() -> None:
+    context = retrograd.compiled_autograd("aten", dynamic=False, recompile_limit=2)
+    for rows in (4, 5, 6, 7, 8):
+        train(context, rows)
+    last = context.explain().backwards[-1].lowerings[-1]
+    assert last.how == "interpreted"
+    assert last.because.startswith("recompile limit of 2 reached: argument")
+
+
+def test_another_dtype_is_not_run_by_code_for_the_first() -> None:
+    context = retrograd.compiled_autograd("aten", strict=True)
+    train(context, 4, torch.float32)
+    train(context, 4, torch.float64)
+    train(context, 4, torch.float32)
+    assert retrograd.counters["lowerings"] == 2
+
+
+def test_other_strides_fail_the_guard_and_say_so() -> None:
+    context = retrograd.compiled_autograd("aten", strict=True)
+    w = leaf()
+    for x in (torch.ones(3, 4).t(), torch.ones(4, 3)):
+        w.grad = None
+        root = (w * x).sum()
+        with context:
+            root.backward()
+        assert torch.equal(w.grad, torch.ones(4, 3))
+    (recompile,) = context.explain().recompiles
+    assert "stride mismatch" in recompile.because
+
+
+def test_undefined_gradients_are_part_of_the_guards() -> None:
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, give):
+            ctx.give = give
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return (grad if ctx.give else None), None
+
+    context = retrograd.compiled_autograd("aten", strict=True)
+    w = leaf()
+    for give in (True, False, True):
+        w.grad = None
+        root = Nothing.apply(w.sin() * 2, give).sum()
+        with context:
+            root.backward()
+        assert (w.grad is not None) == give
+
+
+def test_a_failing_backend_costs_only_the_compilation() -> None:
+    def broken(gm: torch.fx.GraphModule, inputs: object) -> object:
+        raise ValueError("no code today")
+
+    w = leaf()
+    with retrograd.compiled_autograd(broken) as context:
+        (w * w).sum().backward()
+    assert torch.equal(w.grad, w.detach() * 2)
+    assert context.explain().backwards[0].lowerings[0].because == "ValueError: no code today"
+
+
+def test_strict_reports_a_failing_backend() -> None:
+    def broken(gm: torch.fx.GraphModule, inputs: object) -> object:
+        raise ValueError("no code today")
+
+    w = leaf()
+    with pytest.raises(retrograd.LoweringError, match="no code today"):
+        with retrograd.compiled_autograd(broken, strict=True):
+            (w * w).sum().backward()
+    assert w.grad is None
+
+
+def test_a_callable_backend_gets_a_functional_aten_graph() -> None:
+    seen: list[torch.fx.GraphModule] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        seen.append(gm)
+        return gm.forward
+
+    w = leaf()
+    y = w.clone()
+    y[:, 0].mul_(3)
+    expected = torch.autograd.grad((y * y).sum(), w, retain_graph=True)[0]
+    with retrograd.compiled_autograd(backend, strict=True):
+        (grad,) = torch.autograd.grad((y * y).sum(), w)
+    torch.testing.assert_close(grad, expected)
+    targets = [node.target for node in seen[0].graph.nodes if node.op == "call_function"]
+    assert targets
+    assert all(isinstance(target, torch._ops.OpOverload) for target in targets)
+    assert not any(target._schema.is_mutable for target in targets)
+
+
+def test_a_boxed_backend_of_functorch_is_accepted() -> None:
+    from functorch.compile import nop
+
+    w = leaf()
+    with retrograd.compiled_autograd(nop, strict=True):
+        (w * w).sum().backward()
+    assert torch.equal(w.grad, w.detach() * 2)
+
+
+def test_a_backend_that_returns_no_callable_is_told_so() -> None:
+    w = leaf()
+    with pytest.raises(retrograd.LoweringError, match="returned NoneType, expected a callable"):
+        with retrograd.compiled_autograd(lambda gm, inputs: None, strict=True):
+            (w * w).sum().backward()
+
+
+def test_inductor_compiles_the_segments() -> None:
+    context = retrograd.compiled_autograd("inductor", strict=True)
+    train(context, 4)
+    assert [low.how for low in context.explain().backwards[0].lowerings] == ["inductor"]
+
+
+def test_a_subclass_is_interpreted_with_the_reason() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    w = TwoTensor(torch.ones(3), torch.ones(3)).requires_grad_()
+    with retrograd.compiled_autograd("aten") as context:
+        (w * w).sum().backward()
+    assert torch.equal(w.grad.a, torch.full((3,), 2.0))
+    assert context.explain().backwards[0].lowerings[0].because == "tensor subclass TwoTensor"

@@ -1,0 +1,305 @@
+"""One backward through the gateway: right results, clean fallbacks, nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+
+import pytest
+import torch
+from torch._C._dynamo import compiled_autograd as engine_protocol
+from unit.retrograd.programs import Square, everything, leaf, observed
+
+import retrograd
+from retrograd.live.capture import BackwardRecorder
+from retrograd.live.lower import SegmentRunner
+
+STOCK_GATEWAY = torch.autograd.graph._engine_run_backward
+
+
+def nothing_is_left() -> bool:
+    prior = engine_protocol.set_autograd_compiler(None, False)
+    return prior[0] is None and torch.autograd.graph._engine_run_backward is STOCK_GATEWAY
+
+
+def test_all_kinds_of_calls_are_as_in_eager_to_the_bit() -> None:
+    grad, events = observed(contextlib.nullcontext(), everything)
+    compiled_grad, compiled_events = observed(retrograd.compiled_autograd("eager"), everything)
+    assert torch.equal(grad, compiled_grad)
+    assert events == compiled_events
+
+
+def test_a_structure_met_again_is_not_captured_again() -> None:
+    w = leaf()
+    for _ in range(3):
+        w.grad = None
+        with retrograd.compiled_autograd("eager"):
+            (w * w).sum().backward()
+    assert (retrograd.counters["captures"], retrograd.counters["runs"]) == (1, 3)
+
+
+def test_equal_structure_in_another_order_gets_a_plan_of_its_own() -> None:
+    def events(flip: bool, context: contextlib.AbstractContextManager[object]) -> list[str]:
+        seen: list[str] = []
+        x = torch.ones(2, requires_grad=True)
+        if flip:
+            right = x.sin()
+            left = x.sin()
+        else:
+            left = x.sin()
+            right = x.sin()
+        left.register_hook(lambda grad: seen.append("left"))
+        right.register_hook(lambda grad: seen.append("right"))
+        root = (left + right).sum()
+        with context:
+            root.backward()
+        return seen
+
+    for flip in (False, True, False):
+        expected = events(flip, contextlib.nullcontext())
+        assert events(flip, retrograd.compiled_autograd("eager")) == expected
+    assert (retrograd.counters["captures"], retrograd.counters["plans"]) == (1, 2)
+
+
+def test_it_is_a_decorator_too() -> None:
+    @retrograd.compiled_autograd("eager")
+    def step(w: torch.Tensor) -> None:
+        (w * w).sum().backward()
+
+    w = leaf()
+    step(w)
+    step(w)
+    assert torch.equal(w.grad, w.detach() * 4)
+    assert retrograd.counters["runs"] == 2
+
+
+def test_the_inner_of_two_contexts_wins_and_the_outer_is_restored() -> None:
+    outer, inner = retrograd.compiled_autograd("eager"), retrograd.compiled_autograd("aten")
+    w = leaf()
+    with outer:
+        with inner:
+            (w * w).sum().backward()
+        (w * w).cos().sum().backward()
+    assert len(inner.explain().backwards) == len(outer.explain().backwards) == 1
+    assert inner.explain().backwards[0].backend == "aten"
+    assert nothing_is_left()
+
+
+def test_a_user_error_comes_out_unchanged_and_leaves_nothing_behind() -> None:
+    class Mine(Exception):
+        pass
+
+    def fail(grad: torch.Tensor) -> None:
+        raise Mine("from the hook")
+
+    w = leaf()
+    y = w.sin()
+    y.register_hook(fail)
+    root = y.exp().sum()
+    with pytest.raises(Mine, match="from the hook"), retrograd.compiled_autograd("eager"):
+        root.backward()
+    assert nothing_is_left()
+    assert w.grad is None
+    with retrograd.compiled_autograd("eager", strict=True):
+        (w * w).sum().backward()
+    assert torch.equal(w.grad, w.detach() * 2)
+
+
+def test_eager_errors_are_eager_errors_and_no_fallback() -> None:
+    w = leaf()
+    root = (w * w).sum()
+    with retrograd.compiled_autograd("eager"):
+        root.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            root.backward()
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            torch.ones(2).sum().backward()
+    assert retrograd.counters["fallbacks"] == 0
+    assert nothing_is_left()
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_an_unreached_input_raises_what_eager_raises(position: int) -> None:
+    w = leaf()
+    inputs = [w, w]
+    inputs.insert(position, torch.ones(2, requires_grad=True))
+
+    def message(context: contextlib.AbstractContextManager[object]) -> str:
+        with pytest.raises(RuntimeError) as error, context:
+            torch.autograd.grad((w * w).sum(), inputs)
+        return str(error.value)
+
+    assert message(retrograd.compiled_autograd("eager")) == message(contextlib.nullcontext())
+
+
+def test_a_fallback_is_right_warned_of_once_and_explained() -> None:
+    w = leaf()
+    with retrograd.compiled_autograd("eager") as context, torch.autograd.set_detect_anomaly(True):
+        with pytest.warns(retrograd.FallbackWarning, match="anomaly mode"):
+            (w * w).sum().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", retrograd.FallbackWarning)
+            (w * w).sum().backward()
+    assert torch.equal(w.grad, w.detach() * 4)
+    assert [(reason.code, count) for reason, count in context.explain().fallbacks.items()] == [
+        ("anomaly-mode", 2)
+    ]
+    assert "ran on the stock engine 2 times" in str(context.explain())
+
+
+def test_strict_raises_instead_of_falling_back() -> None:
+    w = leaf()
+    root = (w * w).sum()
+    with retrograd.compiled_autograd("eager", strict=True), torch.autograd.set_detect_anomaly(True):
+        with pytest.raises(retrograd.CaptureError, match="anomaly mode") as error:
+            root.backward()
+    assert error.value.reason.stage == "live.capture"
+    assert w.grad is None
+
+
+RECORDER_METHODS = (
+    "begin",
+    "enter_node",
+    "node",
+    "validate",
+    "function",
+    "accumulate",
+    "add",
+    "tensor_hook",
+    "node_pre_hook",
+    "node_post_hook",
+    "post_accumulate_hook",
+    "unpack",
+    "copy_slices_prologue",
+    "copy_slices_epilogue",
+    "finish",
+)
+
+
+class Planted(Exception):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
+@pytest.mark.parametrize("rows", [(5,), (5, 6)], ids=["static", "symbolic"])
+@pytest.mark.parametrize("nth", [1, 3])
+@pytest.mark.parametrize("method", RECORDER_METHODS)
+def test_a_fault_anywhere_in_capture_leaves_gradients_as_eager_has_them(
+    method: str, nth: int, rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = retrograd.compiled_autograd("eager")
+    for count in rows[:-1]:
+        observed(context, everything, count)
+    original, calls = getattr(BackwardRecorder, method), []
+
+    def faulty(self: BackwardRecorder, *args: object) -> object:
+        calls.append(method)
+        if len(calls) == nth:
+            raise Planted(method)
+        return original(self, *args)
+
+    monkeypatch.setattr(BackwardRecorder, method, faulty)
+    grad, events = observed(contextlib.nullcontext(), everything, rows[-1])
+    faulty_grad, faulty_events = observed(context, everything, rows[-1])
+    assert torch.equal(grad, faulty_grad)
+    assert events == faulty_events
+    assert context.explain().fallbacks.total() == (len(calls) >= nth)
+    monkeypatch.undo()
+    assert nothing_is_left()
+    assert torch.equal(observed(context, everything, rows[-1])[0], grad)
+
+
+@pytest.mark.parametrize("stage", ["_compile", "_lower"])
+def test_a_fault_in_lowering_only_costs_the_compilation(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(self: SegmentRunner, args: object) -> None:
+        raise Planted(stage)
+
+    w = leaf()
+    monkeypatch.setattr(SegmentRunner, stage, faulty)
+    with retrograd.compiled_autograd("aten") as context:
+        if stage == "_lower":
+            with pytest.raises(Planted):
+                (w * w).sum().backward()
+            assert w.grad is None
+            return
+        (w * w).sum().backward()
+    assert torch.equal(w.grad, w.detach() * 2)
+    (lowering,) = context.explain().backwards[0].lowerings
+    assert (lowering.how, lowering.because) == ("interpreted", "Planted: _compile")
+
+
+@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
+def test_a_backward_inside_a_hook_runs_as_eager_runs_it() -> None:
+    inner = torch.ones(3, requires_grad=True)
+
+    def nested(grad: torch.Tensor) -> None:
+        with torch.enable_grad():
+            (inner * inner).sum().backward()
+
+    w = leaf()
+    y = w.sin()
+    y.register_hook(nested)
+    with retrograd.compiled_autograd("eager") as context:
+        y.sum().backward()
+    assert torch.equal(inner.grad, torch.full((3,), 2.0))
+    assert torch.equal(w.grad, w.detach().cos())
+    assert {reason.code for reason in context.explain().fallbacks} == {"reentrant"}
+
+
+@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
+def test_threads_in_one_context_each_get_their_gradients() -> None:
+    context = retrograd.compiled_autograd("eager")
+    results: dict[int, bool] = {}
+
+    def train(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        w = torch.randn(4, 3, generator=generator, requires_grad=True)
+        right = True
+        for _ in range(20):
+            w.grad = None
+            root = Square.apply(w).sin().sum()
+            with context:
+                root.backward()
+            right &= torch.equal(w.grad, (w.detach() ** 2).cos() * 2 * w.detach())
+        results[seed] = right
+
+    threads = [threading.Thread(target=train, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert results == dict.fromkeys(range(4), True)
+    assert nothing_is_left()
+
+
+def test_other_threads_without_a_context_run_stock() -> None:
+    w = leaf()
+
+    def train() -> None:
+        (w * w).sum().backward()
+
+    with retrograd.compiled_autograd("eager"):
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join(timeout=60)
+    assert torch.equal(w.grad, w.detach() * 2)
+    assert retrograd.counters["captures"] == 0
+
+
+def test_stock_compiled_autograd_before_and_after_keeps_working() -> None:
+    from torch._dynamo import compiled_autograd as stock
+
+    def grad(context: contextlib.AbstractContextManager[object]) -> torch.Tensor:
+        w = leaf()
+        root = (w.sin() * w).sum()
+        with context:
+            root.backward()
+        assert w.grad is not None
+        return w.grad
+
+    expected = grad(contextlib.nullcontext())
+    for _ in range(2):
+        assert torch.equal(grad(stock._enable(lambda gm: gm)), expected)
+        assert torch.equal(grad(retrograd.compiled_autograd("eager", strict=True)), expected)
+    assert nothing_is_left()
