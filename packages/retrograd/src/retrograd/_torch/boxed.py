@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
-__all__ = ["boxed_module"]
+__all__ = ["boxed", "copied"]
 
 
-def boxed_module(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    """A callable that runs `gm` boxed. `gm` itself is left as it is."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A copy of `graph`."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
+def boxed(graph: fx.Graph, root: torch.nn.Module | None = None) -> Callable[[list[Any]], Sequence[Any]]:
+    """A callable that runs `graph`, which is its own from now on; `root` has its constants."""
     graph.set_codegen(_BoxedCodeGen())
-    return fx.GraphModule(gm, graph).forward
+    return fx.GraphModule(root or torch.nn.Module(), graph).forward

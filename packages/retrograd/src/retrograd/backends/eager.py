@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.boxed import boxed_module
+from retrograd._torch.boxed import boxed, copied
 from retrograd.backends.base import Boxed
 
 __all__ = ["AtenBackend", "EagerBackend"]
@@ -23,7 +23,7 @@ class EagerBackend:
         return {}
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
-        return boxed_module(gm)
+        return boxed(copied(gm.graph), gm)
 
 
 class AtenBackend(EagerBackend):

@@ -5,8 +5,10 @@ In: filled in by the stages while they work. Out: read by people, tests and the 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
+
+from torch import fx
 
 from retrograd.errors import Reason
 from retrograd.graph.backward_graph import BackwardGraph
@@ -14,6 +16,9 @@ from retrograd.graph.render import readable
 from retrograd.graph.schedule import Schedule
 
 __all__ = ["BackwardReport", "LoweringReport", "Report"]
+
+#: how many backwards a report remembers, so that a long process does not grow without end.
+KEPT = 1000
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class LoweringReport:
         how: name of the backend that compiled it, or ``interpreted``.
         guards: what must hold for its reuse.
         because: why it was needed: ``first use``, the guard that failed, or why it could not be compiled.
-        graph: the ATen graph as text; empty if the segment is interpreted.
+        graph: the ATen graph; None if the segment is interpreted.
         recompile: whether the segment had a lowering before.
     """
 
@@ -33,8 +38,14 @@ class LoweringReport:
     how: str
     guards: str
     because: str
-    graph: str = ""
+    graph: fx.Graph | None = None
     recompile: bool = False
+
+    def code(self) -> str:
+        """The ATen graph as text."""
+        if self.graph is None:
+            return ""
+        return fx.GraphModule({}, self.graph, f"Segment{self.segment}").print_readable(print_output=False)
 
 
 @dataclass
@@ -70,7 +81,7 @@ class BackwardReport:
     def print_readable(self, print_output: bool = True) -> str:
         """The captured backward in eager's order, one line per call; also the ATen graphs of its segments."""
         parts = [readable(self.graph)]
-        parts += [f"# segment {low.segment}, {low.how}\n{low.graph}" for low in self.lowerings if low.graph]
+        parts += [f"# segment {low.segment}, {low.how}\n{low.code()}" for low in self.lowerings if low.graph]
         text = "\n\n".join(parts)
         if print_output:
             print(text)  # noqa: T201 - printing is what it is for
@@ -82,11 +93,11 @@ class Report:
     """What was captured and what was not.
 
     Attributes:
-        backwards: one entry per captured structure and order.
+        backwards: one entry per captured structure and order; the last `KEPT` of them.
         fallbacks: how often each reason sent a backward to the stock engine.
     """
 
-    backwards: list[BackwardReport] = field(default_factory=list)
+    backwards: deque[BackwardReport] = field(default_factory=lambda: deque(maxlen=KEPT))
     fallbacks: Counter[Reason] = field(default_factory=Counter)
 
     @property

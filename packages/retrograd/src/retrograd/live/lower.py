@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.boxed import boxed_module
+from retrograd._torch.boxed import boxed, copied
 from retrograd._torch.guards import InputGuard, changed_sizes
-from retrograd._torch.tracing import NotTraceableError, Traced, trace, why_not_traceable
+from retrograd._torch.tracing import NotTraceableError, trace, why_not_traceable
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
 from retrograd.errors import LoweringError, Reason
@@ -36,13 +36,15 @@ _one_at_a_time = threading.RLock()
 class _Lowered:
     guard: InputGuard
     run: Boxed
-    traced: Traced
+    fed: tuple[int, ...]
+    given: tuple[int | None, ...]
+    graph: fx.Graph
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        inputs = [args[i] for i in self.traced.fed]
+        inputs = [args[i] for i in self.fed]
         args.clear()
         results = self.run(inputs)
-        return [None if place is None else results[place] for place in self.traced.given]
+        return [None if place is None else results[place] for place in self.given]
 
 
 class SegmentRunner:
@@ -64,7 +66,7 @@ class SegmentRunner:
     ) -> None:
         self._segment, self._number = segment, number
         self._config, self._backend, self._report = config, backend, report
-        self._module = boxed_module(_segment_module(segment))
+        self._run_as_captured = boxed(_segment_graph(segment))
         self._lowered: list[_Lowered] = []
         self._symbolic: Symbolic = {}
         self._interpret_because = self._why_interpreted()
@@ -85,7 +87,7 @@ class SegmentRunner:
         return self._interpret(args) if fresh is None else fresh(args)
 
     def _interpret(self, args: list[Any]) -> Sequence[Any]:
-        return self._module(args)
+        return self._run_as_captured(args)
 
     def _lower(self, args: Sequence[Any]) -> _Lowered | None:
         """A new lowering for these values; None if the segment is to be interpreted this time."""
@@ -107,17 +109,16 @@ class SegmentRunner:
         self._lowered.insert(0, lowered)
         counters["lowerings"] += 1
         counters["recompiles"] += recompile
-        graph = lowered.traced.gm.print_readable(print_output=False)
-        self._tell(self._backend.name, str(lowered.guard), because, graph, recompile)
+        self._tell(self._backend.name, str(lowered.guard), because, lowered.graph, recompile)
         return lowered
 
     def _compile(self, args: Sequence[Any]) -> _Lowered:
         symbolic = self._symbolic if self._symbolic else None
-        traced = trace(self._module, args, symbolic, self._backend.decompositions())
-        # Inductor may rewrite the graph that it is given: guards and report keep their own.
-        run = self._backend.compile(_copy(traced.gm), traced.example_inputs)
+        traced = trace(self._run_as_captured, args, symbolic, self._backend.decompositions())
+        graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
+        run = self._backend.compile(traced.gm, traced.example_inputs)
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
-        return _Lowered(guard, run, traced)
+        return _Lowered(guard, run, traced.fed, traced.given, graph)
 
     def _note_changes(self, args: Sequence[Any]) -> str:
         """Sizes that differ from the last lowering become symbolic; says what failed."""
@@ -161,7 +162,9 @@ class SegmentRunner:
         self._interpret_because = text
         self._tell("interpreted", "", text)
 
-    def _tell(self, how: str, guards: str, because: str, graph: str = "", recompile: bool = False) -> None:
+    def _tell(
+        self, how: str, guards: str, because: str, graph: fx.Graph | None = None, recompile: bool = False
+    ) -> None:
         live_log.debug("segment %d: %s, %s", self._number, how, because)
         self._report(LoweringReport(self._number, how, guards, because, graph, recompile))
 
@@ -170,17 +173,11 @@ def _names(segment: Segment) -> list[str]:
     return [getattr(node.target, "__name__", str(node.target)) for node in segment.nodes]
 
 
-def _segment_module(segment: Segment) -> fx.GraphModule:
-    """The segment as a graph module of its own: its inputs in, a tuple of its outputs out."""
+def _segment_graph(segment: Segment) -> fx.Graph:
+    """The segment as a graph of its own: its inputs in, a tuple of its outputs out."""
     graph = fx.Graph()
     values = {node: graph.placeholder(node.name) for node in segment.inputs}
     for node in segment.nodes:
         values[node] = graph.node_copy(node, values.__getitem__)
     graph.output(tuple(values[node] for node in segment.outputs))
-    return fx.GraphModule({}, graph)
-
-
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    return fx.GraphModule(gm, graph)
+    return graph
