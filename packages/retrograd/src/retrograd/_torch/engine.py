@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.autograd.graph as autograd_graph
 
-__all__ = ["EngineRequest", "Gateway", "in_backward", "run_stock", "why_not_collectable"]
+__all__ = ["Companion", "EngineRequest", "Gateway", "run_stock"]
 
 _stock_run_backward = autograd_graph._engine_run_backward
 
@@ -65,64 +65,6 @@ def run_stock(request: EngineRequest) -> tuple[torch.Tensor | None, ...]:
         allow_unreachable=request.allow_unreachable,
         accumulate_grad=request.accumulate_grad,
     )
-
-
-def in_backward() -> bool:
-    """Whether this thread is inside a backward."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
-    """Why the engine cannot hand this backward over: a code and a sentence; None when it can."""
-    for code, text, applies in _OBSTACLES:
-        if applies(request):
-            return code, text
-    return None
-
-
-def _has_batched_root(request: EngineRequest) -> bool:
-    """Whether a root or cotangent is wrapped by functorch or by the older vmap of `is_grads_batched`."""
-    tensors = [t for t in (*request.tensors, *request.grad_tensors) if isinstance(t, torch.Tensor)]
-    return any(
-        torch._C._functorch.is_functorch_wrapped_tensor(t) or "Batched" in str(torch._C._dispatch_keys(t))
-        for t in tensors
-    )
-
-
-#: What the engine's protocol refuses or cannot express, in the order in which it is looked for.
-_OBSTACLES: tuple[tuple[str, str, Callable[[EngineRequest], bool]], ...] = (
-    ("reentrant", "a backward started inside a running backward", lambda _: in_backward()),
-    (
-        "anomaly-mode",
-        "anomaly mode checks every node's result as soon as it is there",
-        lambda _: torch.is_anomaly_enabled(),
-    ),
-    (
-        "dispatch-mode",
-        "a TorchDispatchMode is active and must see every operation of the backward",
-        lambda _: torch._C._len_torch_dispatch_stack() > 0,
-    ),
-    (
-        "functorch",
-        "a functorch transform (grad, vjp, vmap, …) is active",
-        lambda request: torch._C._functorch.maybe_current_level() is not None or _has_batched_root(request),
-    ),
-    (
-        "create-graph-without-retain-graph",
-        "create_graph=True with retain_graph=False",
-        lambda request: request.create_graph and not request.keep_graph,
-    ),
-    (
-        "inference-mode",
-        "inference mode is active",
-        lambda _: torch.is_inference_mode_enabled(),
-    ),
-    (
-        "tracing",
-        "torch.compile, torch.export or torch.jit is tracing",
-        lambda _: torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None,
-    ),
-)
 
 
 class Companion(Protocol):

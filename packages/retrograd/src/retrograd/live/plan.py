@@ -15,14 +15,17 @@ from torch import fx
 
 from retrograd._torch.collect import Collected
 from retrograd._torch.hook_changes import HookChanges, watching
+from retrograd._torch.versions import Versions
 from retrograd.backends.base import Backend
 from retrograd.backends.eager import EagerBackend
 from retrograd.config import Config
 from retrograd.events import counters
-from retrograd.graph.backward_graph import BackwardGraph, SourceKind, call_of
+from retrograd.graph.backward_graph import BackwardGraph, SourceKind, call_of, source_of
+from retrograd.graph.hook_kind import CallKind
 from retrograd.graph.report import BackwardReport
 from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment
 from retrograd.live.calls.gradients import accumulate_grad
+from retrograd.live.calls.saved import ModifiedTensor
 from retrograd.live.cut import cut
 from retrograd.live.late_hooks import rest_with_changes
 from retrograd.live.lower import SegmentRunner
@@ -48,6 +51,7 @@ class Plan:
         self.report = BackwardReport(backward, self.schedule, backend.name)
         self._placeholders = tuple(backward.placeholders())
         self._outputs = backward.outputs()
+        self._saved = _saved_tensors(backward) if self.schedule.opaque_calls else frozenset()
         number = itertools.count()
         tell = self.report.lowerings.append
         self._runners = tuple(
@@ -69,22 +73,28 @@ class Plan:
         """
         self.report.runs += 1
         counters["runs"] += 1
+        values = self._bind(call)
+        versions = Versions({node: values[node] for node in self._saved})
         with watching() as changes:
-            return self._steps(self._bind(call), running, changes)
+            return self._steps(values, versions, running, changes)
 
-    def _steps(self, values: Values, running: RunningBackward, changes: HookChanges) -> list[Any]:
+    def _steps(
+        self, values: Values, versions: Versions[fx.Node], running: RunningBackward, changes: HookChanges
+    ) -> list[Any]:
         for number, (step, dying, runner) in enumerate(
             zip(self.schedule.steps, self.schedule.dying, self._runners, strict=True)
         ):
             if isinstance(step, Segment):
                 assert runner is not None
+                for error in versions.changed(step.inputs, values).values():
+                    raise RuntimeError(error)
                 args = [values.pop(node) if node in dying else values[node] for node in step.inputs]
                 values.update(zip(step.outputs, runner.run(args), strict=True))
             elif isinstance(step, Accumulation):
                 _accumulate(step, dying, values)
             else:
                 running.enter(call_of(step.node).node_call)
-                _call(step, dying, values)
+                _call(step, dying, values, versions)
                 if changes:
                     return self._rest(number, values, running, changes)
         return [None if node is None else values[node] for node in self._outputs]
@@ -95,7 +105,7 @@ class Plan:
         backward, rest = rest_with_changes(self._backward, done, values, running, changes)
         values.clear()
         plan = Plan(backward, Config(backend="eager"), EagerBackend())
-        return plan._steps(rest, running, changes)
+        return plan._steps(rest, Versions({}), running, changes)
 
     def _bind(self, call: Collected) -> Values:
         """Placeholders to values; what nobody reads is let go at once."""
@@ -122,9 +132,18 @@ def _accumulate(step: Accumulation, dying: frozenset[fx.Node], values: Values) -
         values.pop(node, None)
 
 
-def _call(step: OpaqueCall, dying: frozenset[fx.Node], values: Values) -> None:
+def _call(step: OpaqueCall, dying: frozenset[fx.Node], values: Values, versions: Versions[fx.Node]) -> None:
     counters["opaque_calls"] += 1
-    args = [_argument(argument, values) for argument in step.node.args]
+    read = values
+    if call_of(step.node).kind is CallKind.FUNCTION:
+        changed = versions.changed(step.node.all_input_nodes, values)
+        read = (
+            {**values, **{node: ModifiedTensor(error) for node, error in changed.items()}}
+            if changed
+            else values
+        )
+    args = [_argument(argument, read) for argument in step.node.args]
+    del read
     for node in dying:
         values.pop(node, None)
     assert callable(step.node.target)
@@ -145,6 +164,18 @@ def _argument(argument: Any, values: Values) -> Any:
     if isinstance(argument, tuple):
         return tuple(_argument(item, values) for item in argument)
     return argument
+
+
+def _saved_tensors(backward: BackwardGraph) -> frozenset[fx.Node]:
+    """Placeholders that nodes read as saved tensors (not as incoming gradients, nor to write `.grad`)."""
+    reads = {CallKind.NODE, CallKind.CPP_FUNCTION, CallKind.FUNCTION}
+    return frozenset(
+        value
+        for node, call in backward.calls()
+        if call.kind in reads
+        for value in node.all_input_nodes
+        if value.op == "placeholder" and source_of(value).kind is SourceKind.INPUT
+    )
 
 
 def _named_opaque(backward: BackwardGraph, config: Config) -> dict[fx.Node, str]:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from retrograd._torch.collect import Collected, EngineBusyError, collect, window
-from retrograd._torch.engine import EngineRequest, run_stock, why_not_collectable
+from retrograd._torch.engine import EngineRequest, run_stock
 from retrograd._torch.graph_task import run_in_graph_task
+from retrograd._torch.obstacles import why_not_collectable
 from retrograd._torch.protocol import EngineProtocol
 from retrograd._torch.queries import answering
 from retrograd.config import Config
@@ -172,6 +173,7 @@ _NO_HISTORY = "the engine does not tell the history of saved tensors behind unpa
 _WAY_OUT = {
     "": "strict=True shows where; retrograd.explain() lists all reasons",
     "reentrant": "nothing to do: the outer backward is compiled, the inner one runs as eager runs it",
+    "intermediate-input": "retain_graph=True has it compiled",
     "engine-busy": "run the backwards of several threads one after the other to have them compiled",
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["PackedTensor", "unpack", "unpack_on_access"]
+__all__ = ["ModifiedTensor", "PackedTensor", "unpack", "unpack_on_access"]
 
 
 def unpack(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:
@@ -40,6 +40,17 @@ class PackedTensor:
     def unpack(self) -> torch.Tensor:
         """Call the unpack hook; eager calls it again at each access, and so does this."""
         return unpack(self.hook, self.packed)
+
+
+@dataclass(frozen=True)
+class ModifiedTensor:
+    """A saved tensor of a custom Function that was changed in place after the backward began."""
+
+    error: str
+
+    def unpack(self) -> torch.Tensor:
+        """Raise what eager raises when the Function asks for it."""
+        raise RuntimeError(self.error)
 
 
 def unpack_on_access(hook: Callable[[Any], Any], packed: Any) -> PackedTensor:

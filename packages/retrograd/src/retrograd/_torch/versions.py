@@ -1,0 +1,49 @@
+"""Saved tensors that somebody changes in place while the backward runs.
+
+In: the tensors that the engine collected, whose versions it has checked. Out: which of them were changed
+since. Eager checks a saved tensor when its node reads it; a plan must do so after user code has run.
+The text of the error follows ``SavedVariable::unpack`` in ``torch/csrc/autograd/saved_variable.cpp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+
+__all__ = ["Versions", "modified_error"]
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Versions(Generic[Key]):
+    """The versions of tensors at one time.
+
+    Args:
+        tensors: by key; what is no tensor, or tracks no version, is left out.
+    """
+
+    def __init__(self, tensors: Mapping[Key, Any]) -> None:
+        self._versions = {
+            key: tensor._version
+            for key, tensor in tensors.items()
+            if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
+        }
+
+    def changed(self, keys: Iterable[Key], tensors: Mapping[Key, Any]) -> dict[Key, str]:
+        """Of `keys`, those whose tensor was changed in place since, with eager's error text."""
+        return {
+            key: modified_error(tensors[key], self._versions[key])
+            for key in keys
+            if key in self._versions and tensors[key]._version != self._versions[key]
+        }
+
+
+def modified_error(tensor: torch.Tensor, expected: int) -> str:
+    """What eager says when a saved tensor is not at the `expected` version."""
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
+        f"expected version {expected} instead."
+    )
