@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from unit.retrograd.programs import leaf
+from suites.unit.retrograd.programs import leaf
 
 import retrograd
 from retrograd._torch import probe

@@ -258,3 +258,60 @@ def test_activations_are_freed_as_the_backward_goes() -> None:
 
     eager, ours = both(run)
     assert eager == ours == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("mode", ["grad mode", "autocast"])
+def test_a_hook_that_leaves_a_mode_on_concerns_only_its_own_node(mode: str) -> None:
+    def run(context: contextlib.AbstractContextManager[Any]) -> Any:
+        def leave_on(grad: Tensor) -> None:
+            if mode == "grad mode":
+                torch.set_grad_enabled(True)
+            else:
+                torch.set_autocast_enabled("cpu", True)
+
+        seen: list[Any] = []
+        w = torch.arange(1.0, 5.0).reshape(2, 2).requires_grad_()
+        x = w @ w
+        x.register_hook(lambda grad: seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))))
+        y = x.sin()
+        z = y.exp()
+        z.register_hook(leave_on)
+        root = z.sum()
+        with context:
+            root.backward()
+        return seen, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), w.grad.tolist()
+
+    eager, ours = both(run)
+    assert eager == ours
+
+
+@pytest.mark.parametrize("reader", ["node", "function"])
+def test_a_saved_tensor_changed_under_way_is_eagers_error(reader: str) -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0] * 2
+
+    def run(context: contextlib.AbstractContextManager[Any]) -> None:
+        w = torch.ones(3, requires_grad=True)
+        saved = w * 1
+        y = (saved.sin() if reader == "node" else Square.apply(saved)) * 1
+
+        def change(grad: Tensor) -> None:
+            with torch.no_grad():
+                saved.add_(1)
+
+        y.register_hook(change)
+        with context:
+            y.sum().backward()
+
+    eager, ours = both(run)
+    assert eager[0] is ours[0] is RuntimeError
+    text = "one of the variables needed for gradient computation has been modified by an inplace operation"
+    assert text in eager[1]
+    assert text in ours[1]

@@ -6,8 +6,8 @@ import contextlib
 
 import torch
 from expecttest import assert_expected_inline
+from suites.unit.retrograd.programs import leaf
 from torch import Tensor
-from unit.retrograd.programs import leaf
 
 import retrograd
 from retrograd.graph.backward_graph import BackwardGraph
@@ -52,7 +52,9 @@ def branches() -> Tensor:
 
 def test_capture_records_the_engines_walk() -> None:
     engine_order, _ = captured(branches())
-    assert_expected_inline(names(readable(engine_order)), """\
+    assert_expected_inline(
+        names(readable(engine_order)),
+        """\
 backward(input_0, input_1, input_2, input_3, input_4, hook_0):
   # torch::autograd::GraphRoot (0 of 8)
   # SumBackward0 (1 of 8)
@@ -72,12 +74,15 @@ backward(input_0, input_1, input_2, input_3, input_4, hook_0):
     sum_gradients_1 = sum_gradients(getitem_8, getitem_14, getitem_16)
   # torch::autograd::AccumulateGrad (7 of 8)
     accumulate_grad = accumulate_grad(input_1, sum_gradients_1, False)
-  return ()""")
+  return ()""",
+    )
 
 
 def test_the_layout_is_eagers_and_so_is_the_association_of_sums() -> None:
     _, eager_order = captured(branches())
-    assert_expected_inline(names(readable(eager_order)), """\
+    assert_expected_inline(
+        names(readable(eager_order)),
+        """\
 backward(input_0, input_1, input_2, input_3, input_4, hook_0):
   # torch::autograd::GraphRoot (0 of 8)
   # SumBackward0 (1 of 8)
@@ -97,7 +102,8 @@ backward(input_0, input_1, input_2, input_3, input_4, hook_0):
     sum_gradients_1 = sum_gradients(sum_gradients, getitem_8)
   # torch::autograd::AccumulateGrad (7 of 8)
     accumulate_grad = accumulate_grad(input_1, sum_gradients_1, False)
-  return ()""")
+  return ()""",
+    )
 
 
 def test_a_backward_without_user_code_is_one_segment() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from unit.retrograd.programs import leaf
+from suites.unit.retrograd.programs import leaf
 
 import retrograd
 

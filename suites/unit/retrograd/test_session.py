@@ -8,8 +8,8 @@ import warnings
 
 import pytest
 import torch
+from suites.unit.retrograd.programs import Square, everything, leaf, observed
 from torch._C._dynamo import compiled_autograd as engine_protocol
-from unit.retrograd.programs import Square, everything, leaf, observed
 
 import retrograd
 from retrograd.live.capture import BackwardRecorder

@@ -1,6 +1,6 @@
 """Inductor, called below AOTAutograd: an ATen graph in, a boxed callable out.
 
-Imported only when the ``inductor`` backend is used: importing Inductor takes a second.
+Inductor itself is imported when it is used: that takes a second.
 """
 
 from __future__ import annotations
@@ -11,21 +11,23 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-from torch._inductor.virtualized import V
 
 __all__ = ["compile_graph", "decompositions"]
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """The decompositions that Inductor expects to have been applied."""
+    from torch._inductor.decomposition import select_decomp_table
+
     return select_decomp_table()
 
 
 def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
     """Compile `gm` (functional, decomposed, returning a tuple) for inputs like the fake `example_inputs`."""
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
     fake_mode = detect_fake_mode(example_inputs)
     with torch.no_grad(), tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode):
         joint_graph_passes(gm)

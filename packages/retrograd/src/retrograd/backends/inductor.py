@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from retrograd._torch.inductor import compile_graph, decompositions
 from retrograd.backends.base import Boxed
 
 __all__ = ["InductorBackend"]
@@ -19,11 +20,7 @@ class InductorBackend:
     traces = True
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        from retrograd._torch import inductor
-
-        return inductor.decompositions()
+        return decompositions()
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
-        from retrograd._torch import inductor
-
-        return inductor.compile_graph(gm, example_inputs)
+        return compile_graph(gm, example_inputs)

@@ -15,6 +15,7 @@ from torch import fx
 
 from retrograd._torch.collect import Collected
 from retrograd._torch.hook_changes import HookChanges, watching
+from retrograd._torch.thread_state import thread_state_kept
 from retrograd._torch.versions import Versions
 from retrograd.backends.base import Backend
 from retrograd.backends.eager import EagerBackend
@@ -147,7 +148,8 @@ def _call(step: OpaqueCall, dying: frozenset[fx.Node], values: Values, versions:
     for node in dying:
         values.pop(node, None)
     assert callable(step.node.target)
-    result = step.node.target(*args)
+    with thread_state_kept():
+        result = step.node.target(*args)
     if step.node not in dying:
         values[step.node] = result
     for node in step.projections:

@@ -1,0 +1,31 @@
+"""Modes of the thread that user code may leave changed.
+
+In: the modes before a call. Out: the same modes after it. Eager restores the thread's state before each node
+(``ThreadLocalStateGuard`` in ``Engine::thread_main``), so a hook that leaves grad mode or autocast switched
+concerns its own node only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["thread_state_kept"]
+
+_DEVICES = ("cpu", "cuda")
+
+
+@contextmanager
+def thread_state_kept() -> Iterator[None]:
+    """Put grad mode and autocast back to what they were at the beginning of the block."""
+    grad_mode = torch.is_grad_enabled()
+    autocast = [torch.is_autocast_enabled(device) for device in _DEVICES]
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(grad_mode)
+        for device, enabled in zip(_DEVICES, autocast, strict=True):
+            if torch.is_autocast_enabled(device) != enabled:
+                torch.set_autocast_enabled(device, enabled)
