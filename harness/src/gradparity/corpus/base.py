@@ -1,0 +1,49 @@
+"""What a corpus is: named chunks, each a list of programs.
+
+In: a chunk name, a device, a seed. Out: Programs, always the same ones in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from gradparity.case import Case
+from gradparity.observe import Body
+
+
+@dataclass(frozen=True)
+class Program:
+    """A case with the function that runs it and what is known about it.
+
+    `fp64`: whether a float64 reference run makes sense. `skip`: reasons, by subject name, to set the case
+    aside. `cold`: the subject must forget everything it compiled before.
+    """
+
+    case: Case
+    body: Body
+    doc: str = ""
+    tags: tuple[str, ...] = ()
+    issue: str | None = None
+    fp64: bool = True
+    skip: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def cold(self) -> bool:
+        """Whether the case asks the subject to start without caches."""
+        return "cold" in self.tags
+
+
+class Corpus(Protocol):
+    """A named source of programs. A chunk is what one worker runs at a stretch."""
+
+    name: str
+
+    def chunks(self) -> list[str]:
+        """Names of all chunks, in a fixed order."""
+
+    def programs(self, chunk: str, device: torch.device, seed: int) -> Iterable[Program]:
+        """The chunk's programs, in a fixed order."""

@@ -1,0 +1,71 @@
+"""The corpus "module_db": every torch.nn module that torch tests, with torch's own inputs.
+
+In: a module's name as a chunk. Out: one program per input and training mode; parameters and inputs are
+leaves.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from gradparity.case import Case
+from gradparity.corpus.base import Program
+from gradparity.corpus.fresh import differentiable, fresh
+from gradparity.corpus.op_info import backward_from, seed_everything
+from gradparity.errors import UnknownNameError
+from gradparity.observe import Body
+from gradparity.probe import Probe
+
+
+class ModuleCorpus:
+    """torch's module database as a corpus."""
+
+    name = "module_db"
+
+    @cached_property
+    def _infos(self) -> dict[str, Any]:
+        from torch.testing._internal.common_modules import module_db
+
+        return {info.name: info for info in module_db}
+
+    def chunks(self) -> list[str]:
+        """One chunk per module."""
+        return list(self._infos)
+
+    def programs(self, chunk: str, device: torch.device, seed: int) -> Iterable[Program]:
+        """One program per float32 input, in training mode and, where that differs, in evaluation mode."""
+        if chunk not in self._infos:
+            raise UnknownNameError("module", chunk, sorted(self._infos))
+        info, index = self._infos[chunk], 0
+        if torch.float32 not in info.dtypes:
+            return
+        for training in (True, False) if info.train_and_eval_differ else (True,):
+            seed_everything(seed)
+            inputs = info.module_inputs_func(
+                info, device=str(device), dtype=torch.float32, requires_grad=True, training=training
+            )
+            for item in inputs:
+                if item.forward_input is None:
+                    continue
+                doc = f"{chunk}: {item.desc or 'input'} {index}, {'training' if training else 'evaluation'}"
+                yield Program(
+                    Case(self.name, chunk, index, seed), _body(info.module_cls, item, training), doc
+                )
+                index += 1
+
+
+def _body(module_class: Any, item: Any, training: bool) -> Body:
+    def run(p: Probe) -> None:
+        built = copy.deepcopy(item.constructor_input)
+        module = p.module(module_class(*built.args, **built.kwargs)).train(training)
+        args, kwargs = fresh((tuple(item.forward_input.args), dict(item.forward_input.kwargs)), p)
+        for place, leaf in enumerate(differentiable((args, kwargs))):
+            p.leaf(f"input {place}", leaf)
+        backward_from(p.compile(module)(*args, **kwargs), p)
+
+    return run

@@ -1,0 +1,23 @@
+"""The corpus "op_db": every differentiable operator that torch tests, with torch's own samples.
+
+In: nothing. Out: an OpInfoCorpus over `torch.testing._internal`'s op_db.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from gradparity.corpus.op_info import OpInfoCorpus
+
+
+def _load() -> Iterable[Any]:
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    found: Iterable[Any] = op_db
+    return found
+
+
+def op_db() -> OpInfoCorpus:
+    """The corpus."""
+    return OpInfoCorpus("op_db", _load)

@@ -1,0 +1,96 @@
+"""Programs from torch's OpInfo databases: one operator per chunk, one program per sample.
+
+In: a list of OpInfos and a device. Out: programs that run the operator and its backward on copies of each
+sample.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from gradparity.case import Case
+from gradparity.corpus.base import Program
+from gradparity.corpus.fresh import cotangent, differentiable, fresh
+from gradparity.errors import UnknownNameError
+from gradparity.observe import Body
+from gradparity.probe import Probe
+
+
+class OpInfoCorpus:
+    """A database of OpInfos as a corpus.
+
+    Arguments: the corpus name, and a function that loads the database (called at first use: loading takes
+    seconds).
+    """
+
+    def __init__(self, name: str, load: Callable[[], Iterable[Any]]) -> None:
+        self.name = name
+        self._load = load
+
+    @cached_property
+    def _ops(self) -> dict[str, Any]:
+        return {_op_name(op): op for op in self._load() if _is_differentiable(op)}
+
+    def chunks(self) -> list[str]:
+        """One chunk per differentiable operator and variant."""
+        return list(self._ops)
+
+    def programs(self, chunk: str, device: torch.device, seed: int) -> Iterable[Program]:
+        """One program per float32 sample of this operator."""
+        if chunk not in self._ops:
+            raise UnknownNameError("operator", chunk, sorted(self._ops))
+        op = self._ops[chunk]
+        if torch.float32 not in op.supported_backward_dtypes(device.type):
+            return
+        seed_everything(seed)
+        for index, sample in enumerate(op.sample_inputs(str(device), torch.float32, requires_grad=True)):
+            yield Program(Case(self.name, chunk, index, seed), _body(op, sample), f"{chunk}: sample {index}")
+
+
+def seed_everything(seed: int) -> None:
+    """The same samples in every process: they are drawn from three generators."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def backward_from(outputs: Any, p: Probe) -> None:
+    """Observes all tensor outputs and runs backward from the differentiable ones with fixed cotangents."""
+    tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    for place, tensor in enumerate(tensors):
+        p.value(f"output {place}", tensor)
+    roots = [tensor for tensor in tensors if tensor.requires_grad]
+    if roots:
+        cotangents = [cotangent(root, p) for root in roots]
+        with p.backward():
+            torch.autograd.backward(roots, cotangents)
+
+
+def _op_name(op: Any) -> str:
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
+
+
+def _is_differentiable(op: Any) -> bool:
+    return bool(op.supports_autograd)
+
+
+def _body(op: Any, sample: Any) -> Body:
+    def run(p: Probe) -> None:
+        inputs, args, kwargs = fresh((sample.input, sample.args, dict(sample.kwargs)), p)
+        for place, leaf in enumerate(differentiable((inputs, args, kwargs))):
+            p.leaf(f"input {place}", leaf)
+
+        def forward(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return op(inputs, *args, **kwargs)
+
+        outputs = p.compile(forward)(inputs, *args, **kwargs)
+        backward_from(sample.output_process_fn_grad(outputs), p)
+
+    return run

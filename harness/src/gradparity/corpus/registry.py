@@ -1,0 +1,48 @@
+"""Names of corpora, and how a case's program is found again.
+
+In: a corpus name or a case address. Out: a Corpus or a Program. Raises UnknownNameError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+import gradparity.corpus.scenarios as _scenarios  # noqa: F401 - importing the package registers its scenarios
+from gradparity.case import Case
+from gradparity.corpus.autograd_function_db import autograd_function_db
+from gradparity.corpus.base import Corpus, Program
+from gradparity.corpus.models import ModelCorpus
+from gradparity.corpus.module_db import ModuleCorpus
+from gradparity.corpus.op_db import op_db
+from gradparity.corpus.scenario import ScenarioCorpus
+from gradparity.errors import UnknownNameError
+
+NAMED: dict[str, Callable[[], Corpus]] = {
+    "scenarios": ScenarioCorpus,
+    "op_db": op_db,
+    "module_db": ModuleCorpus,
+    "autograd_function_db": autograd_function_db,
+    "models": ModelCorpus,
+}
+
+
+@cache
+def corpus(name: str) -> Corpus:
+    """The corpus of this name; one object per process, because loading a database takes seconds."""
+    if name not in NAMED:
+        raise UnknownNameError("corpus", name, list(NAMED))
+    return NAMED[name]()
+
+
+def program(case: Case, device: torch.device) -> Program:
+    """The program of this case."""
+    found = 0
+    for item in corpus(case.corpus).programs(case.name, device, case.seed):
+        if item.case == case or (case.index is None and item.case.index is None):
+            return item
+        found += 1
+    known = [f"{case.corpus}::{case.name}::0 … {found - 1}"] if found else []
+    raise UnknownNameError("case", case.address, known)

@@ -1,0 +1,86 @@
+"""Hand-written programs: the decorator that registers one, and the corpus of all of them.
+
+In: plain functions `def name(p: Probe) -> None` with a one-sentence docstring. Out: the corpus "scenarios".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from gradparity.case import Case
+from gradparity.corpus.base import Program
+from gradparity.errors import CaseError, UnknownNameError
+from gradparity.observe import Body
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A registered program and what its author said about it."""
+
+    name: str
+    body: Body
+    doc: str
+    tags: tuple[str, ...]
+    issue: str | None
+    subjects_skip: Mapping[str, str] = field(default_factory=dict)
+    fp64: bool = True
+
+
+_REGISTERED: dict[str, Scenario] = {}
+
+
+def scenario(
+    *,
+    tags: tuple[str, ...] = (),
+    issue: str | None = None,
+    subjects_skip: Mapping[str, str] | None = None,
+    fp64: bool = True,
+) -> Callable[[Body], Body]:
+    """Registers the decorated function as the case "scenarios::<its name>".
+
+    Arguments: tags (the tag "cold" asks subjects to start without caches); the issue it shows, as
+    "pytorch#138553"; reasons not to run it, by subject name; whether a float64 reference run makes sense.
+    Raises CaseError if the name is taken or the docstring is missing.
+    """
+
+    def register(body: Body) -> Body:
+        name = body.__name__
+        doc = " ".join((body.__doc__ or "").split())
+        if not doc:
+            raise CaseError(
+                f"scenario {name} has no docstring\n  try    one sentence: what eager does that is at stake"
+            )
+        if name in _REGISTERED:
+            raise CaseError(
+                f"two scenarios are called {name!r}: {_REGISTERED[name].body.__module__}, {body.__module__}"
+            )
+        _REGISTERED[name] = Scenario(name, body, doc, tuple(tags), issue, dict(subjects_skip or {}), fp64)
+        return body
+
+    return register
+
+
+def registered() -> dict[str, Scenario]:
+    """All scenarios imported so far, by name."""
+    return dict(_REGISTERED)
+
+
+class ScenarioCorpus:
+    """The corpus "scenarios": every registered function, one case and one chunk each."""
+
+    name = "scenarios"
+
+    def chunks(self) -> list[str]:
+        """Names of all scenarios, in order of registration."""
+        return list(_REGISTERED)
+
+    def programs(self, chunk: str, device: torch.device, seed: int) -> Iterable[Program]:
+        """The one program of this scenario."""
+        if chunk not in _REGISTERED:
+            raise UnknownNameError("scenario", chunk, sorted(_REGISTERED))
+        item = _REGISTERED[chunk]
+        case = Case(self.name, item.name, None, seed)
+        yield Program(case, item.body, item.doc, item.tags, item.issue, item.fp64, item.subjects_skip)

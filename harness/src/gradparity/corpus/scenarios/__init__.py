@@ -1,0 +1,126 @@
+"""Hand-written scenarios: small plain PyTorch programs, each about one thing that eager does in its backward.
+
+In: nothing; importing this package registers every scenario. Out: `TOPICS`, its modules.
+
+Which scenarios show the known differences between eager and stock PyTorch 2.13. AOT: with a forward under
+`torch.compile`; CA: with stock compiled autograd around the backward.
+
+    output not used in the loss (AOT)   output_outside_the_loss, output_outside_the_loss_and_adamw,
+                                        hook_on_an_unused_output, expert_left_out_and_momentum,
+                                        unused_input_of_a_compiled_function,
+                                        multi_grad_hook_on_parameters_outside_the_loss
+    returned intermediates (AOT)        retain_grad_on_a_compiled_output,
+                                        gradient_of_a_returned_intermediate, grad_cam,
+                                        hook_on_a_returned_intermediate
+    Function options (AOT)              compiled_mark_non_differentiable,
+                                        compiled_without_materialized_grads, compiled_function_*,
+                                        func_grad_over_a_function
+    Function on the live path (CA)      function_returns_too_few_gradients, function_keeps_tensors_on_ctx
+    undefined gradients (CA)            [compiled_]same_tensor_twice_with_one_none, undefined_meets_defined,
+                                        none_gradient_to_a_hooked_leaf, compiled_none_to_a_hooked_leaf,
+                                        normalize_with_p_zero
+    when leaves are accumulated (AOT)   accumulate_hooks_*, accumulate_node_hooks_*, gradients_visible_*,
+                                        optimizer_in_backward_* (…_after_a_compiled_forward)
+    hook order over branches (CA)       two_branches_every_hook_kind, and
+                                        two_branches_{tensor,node,accumulate}_hooks
+    unpack hooks (AOT, CA)              unpack_hooks_between_*, unpack_only_where_the_backward_goes,
+                                        function_reads_saved_tensors_*,
+                                        saved_tensor_hooks_around_a_compiled_forward
+    module hooks added later (AOT)      module_hooks_added_after_the_first_call
+    queue_callback (AOT, CA)            queued_callback_runs_at_the_end and others in callbacks,
+                                        callback_after_a_compiled_forward
+    double backward (AOT)               double_backward_of_a_compiled_function, compiled_gradient_penalty,
+                                        forces_model, hessian_vector_product_of_a_compiled_function
+    graphs used again (AOT)             two_outputs_two_backwards, unbound_outputs_one_by_one,
+                                        retained_after_ordinary_steps
+    changed in place (AOT, CA)          input_buffer_reused_before_backward, in_place_after_interpolate,
+                                        constant_changed_between_forward_and_backward,
+                                        input_changed_after_it_was_copied
+    views and aliases (AOT)             detached_output_beside_a_view, detached_and_viewed_outputs,
+                                        aliased_inputs_and_a_view_output
+    dropout, recompute budget (AOT)     dropout_under_a_memory_budget
+    autocast (AOT)                      autocast_off_for_an_inner_part, autocast_around_backward
+    interpolation (CA)                  interpolate_{bilinear,nearest,bicubic,area}
+    sparse, grad_dtype, jagged (CA)     sparse_embedding, grad_of_another_dtype_by_choice,
+                                        jagged_nested_tensor
+    plain gradient of a subclass (AOT)  plain_gradient_for_a_subclass_output
+    wrong hook results (CA)             hook_returns_another_shape, hook_returns_another_dtype
+    engine state in hooks (CA)          graph_task_is_set_in_hooks, current_node_in_hooks,
+                                        grad_mode_inside_hooks
+    anomaly mode (AOT, CA)              anomaly_mode_finds_nan, anomaly_in_a_compiled_function
+    threads (CA)                        two_threads_training, four_threads_in_one_context
+    freed as the backward goes (CA)     saved_activations_are_freed_on_the_way,
+                                        packed_tensors_are_freed_on_the_way
+    checkpoints of both kinds (CA)      checkpoints_of_both_kinds
+
+Not here, because they need several processes: data parallelism with the C++ reducer, FSDP2.
+"""
+
+from gradparity.corpus.scenarios import (
+    accumulate_hooks,
+    accumulation,
+    aliasing,
+    between_steps,
+    branching,
+    callbacks,
+    checkpointing,
+    compiled_functions,
+    compiled_hooks,
+    compiled_outputs,
+    compiled_reuse,
+    custom_functions,
+    function_edges,
+    graph_lifetime,
+    higher_order,
+    hook_results,
+    islands,
+    memory,
+    modes,
+    module_hooks,
+    multi_grad_hooks,
+    node_hook_results,
+    node_hooks,
+    roots_inputs,
+    saved_in_functions,
+    saved_tensor_hooks,
+    shapes,
+    side_effects,
+    subclasses,
+    tensor_hooks,
+    views_inplace,
+)
+
+TOPICS = (
+    branching,
+    tensor_hooks,
+    hook_results,
+    node_hooks,
+    node_hook_results,
+    accumulate_hooks,
+    module_hooks,
+    multi_grad_hooks,
+    saved_tensor_hooks,
+    saved_in_functions,
+    custom_functions,
+    function_edges,
+    views_inplace,
+    accumulation,
+    aliasing,
+    side_effects,
+    roots_inputs,
+    graph_lifetime,
+    islands,
+    checkpointing,
+    higher_order,
+    callbacks,
+    modes,
+    between_steps,
+    shapes,
+    subclasses,
+    memory,
+    compiled_outputs,
+    compiled_hooks,
+    compiled_functions,
+    compiled_reuse,
+)
+"""Every topic, one module each."""

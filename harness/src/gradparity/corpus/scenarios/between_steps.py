@@ -1,0 +1,204 @@
+"""Programs whose graph keeps its shape from step to step, while something else changes.
+
+In: a probe. Out: gradients of every step, in which nothing of the step before may linger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import saved_tensors_hooks
+
+from gradparity.corpus.scenario import scenario
+from gradparity.probe import Probe
+
+
+@scenario(tags=("steps", "layout"))
+def strides_change_between_steps(p: Probe) -> None:
+    """The same sizes in three layouts: the gradient's layout follows the leaf's in each step."""
+    makers: list[Callable[[], Tensor]] = [
+        lambda: p.randn(4, 4),
+        lambda: p.randn(4, 4).t(),
+        lambda: p.randn(4, 8)[:, ::2],
+    ]
+    for i, make in enumerate(makers):
+        x = p.leaf(f"x{i}", make().requires_grad_())
+        w = p.leaf(f"w{i}", p.randn(4, 4).t().requires_grad_())
+        with p.backward():
+            (x.sin() @ w).exp().sum().backward()
+
+
+@scenario(tags=("steps", "dtype"), fp64=False)
+def dtypes_change_between_steps(p: Probe) -> None:
+    """The same graph in float32, float64, bfloat16 and float32 again."""
+    for i, dtype in enumerate((torch.float32, torch.float64, torch.bfloat16, torch.float32)):
+        x = p.leaf(f"x{i}", p.randn(4).to(dtype).requires_grad_())
+        y = x.sin()
+        y.register_hook(p.hook(f"y{i}"))
+        with p.backward():
+            (y * x).sum().backward()
+
+
+@scenario(tags=("steps",))
+def numbers_change_between_steps(p: Probe) -> None:
+    """The same graph with another Python number in every step."""
+    x = p.leaf("x", p.rand(4, requires_grad=True))
+    for factor in (2.0, 0.5, 0.0, 1.0, 2.25):
+        with p.backward():
+            ((x * factor).pow(factor) + x.clamp(max=factor / 4)).sum().backward()
+        p.value(f"grad{factor}", x.grad)
+
+
+@scenario(tags=("steps",))
+def dimensions_change_between_steps(p: Probe) -> None:
+    """The same graph on a cube, summed, sorted and transposed along another dimension in every step."""
+    x = p.leaf("x", p.randn(3, 3, 3, requires_grad=True))
+    for dim in (0, 1, 2, 0):
+        with p.backward():
+            ordered = x.softmax(dim).transpose(dim, 1).cumsum(dim)
+            (ordered.sort(dim).values * p.randn(3, 3, 3)).sum(dim).exp().sum().backward()
+        p.value(f"grad{dim}", x.grad)
+
+
+@scenario(tags=("steps", "aliasing"))
+def operands_become_the_same_tensor(p: Probe) -> None:
+    """Two operands that are different tensors, then one and the same, then overlapping views."""
+    base = p.leaf("base", p.randn(6, requires_grad=True))
+    other = p.leaf("other", p.randn(4, requires_grad=True))
+    for left, right in ((base[:4], other), (other, other), (base[:4], base[2:]), (base[2:], other)):
+        with p.backward():
+            (left * right).sin().sum().backward()
+
+
+@scenario(tags=("steps", "hooks"))
+def another_hook_every_step(p: Probe) -> None:
+    """A new function as hook on the same place of the same graph in every step."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+    for i in range(4):
+        y = x.sin()
+        y.register_hook(p.hook(f"step{i}", lambda g, i=i: g * (i + 1)))
+        with p.backward():
+            y.exp().sum().backward()
+
+
+@scenario(tags=("steps", "hooks"))
+def number_of_hooks_changes(p: Probe) -> None:
+    """No hook, two hooks, one hook, three hooks on the same tensor of the same graph."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+    for step, count in enumerate((0, 2, 1, 3)):
+        y = x.sin()
+        for i in range(count):
+            y.register_hook(p.hook(f"step{step}.hook{i}", lambda g: g * 2))
+        with p.backward():
+            y.exp().sum().backward()
+
+
+class Scale(torch.autograd.Function):
+    """Multiply by a number and a power that are no tensors."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, factor: float, options: dict[str, int]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.factor, ctx.power = factor, options["power"]
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        return grad * ctx.factor * x**ctx.power, None, None
+
+
+@scenario(tags=("steps", "function"))
+def function_arguments_change_between_steps(p: Probe) -> None:
+    """A Function with other non-tensor arguments in every step."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+    for factor, power in ((1.0, 1), (2.0, 1), (2.0, 3), (0.5, 0)):
+        with p.backward():
+            Scale.apply(x.sin(), factor, {"power": power}).sum().backward()
+
+
+@scenario(tags=("steps", "saved"))
+def unpacked_shape_changes_with_the_step(p: Probe) -> None:
+    """The sizes that unpack hooks hand out change together with the batch."""
+    weight = p.leaf("weight", p.randn(3, 2, requires_grad=True))
+    for batch in (2, 5, 3):
+        with saved_tensors_hooks(lambda t: t.clone(), lambda t: t * 1.5):
+            out = (p.randn(batch, 3) @ weight).tanh()
+        with p.backward():
+            out.sum().backward()
+        p.value(f"grad{batch}", weight.grad)
+
+
+@scenario(tags=("steps", "accumulation"))
+def existing_grads_change_between_steps(p: Probe) -> None:
+    """`.grad` is absent, present, of another layout, and absent again."""
+    x = p.leaf("x", p.randn(3, 4, requires_grad=True))
+    for i, given in enumerate((None, p.randn(3, 4), p.randn(4, 3).t(), None)):
+        x.grad = given
+        with p.backward():
+            (x.sin() * p.randn(3, 4)).sum().backward()
+        p.value(f"grad{i}", x.grad)
+        p.event("same_object", given is not None and x.grad is given)
+
+
+@scenario(tags=("steps", "roots"))
+def other_leaves_are_asked_for(p: Probe) -> None:
+    """One graph, retained, differentiated by other inputs in every call."""
+    leaves = [p.leaf(f"x{i}", p.randn(3, requires_grad=True)) for i in range(3)]
+    loss = (leaves[0].sin() * leaves[1] * leaves[2].exp()).sum()
+    with p.backward():
+        for wanted in ((0,), (1, 2), (2, 0), (0, 1, 2)):
+            grads = torch.autograd.grad(loss, [leaves[i] for i in wanted], retain_graph=True)
+            p.value("".join(map(str, wanted)), grads)
+        loss.backward(inputs=[leaves[1]])
+
+
+@scenario(tags=("steps", "training"))
+def training_with_clipping_and_momentum(p: Probe) -> None:
+    """Five steps of an ordinary loop: clipping, momentum, a schedule, two accumulations a step."""
+    model = p.module(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for _ in range(5):
+        optimizer.zero_grad()
+        for _ in range(2):
+            loss = nn.functional.cross_entropy(model(p.randn(6, 4)), p.randint(3, 6)) / 2
+            with p.backward():
+                loss.backward()
+            p.value("loss", loss.detach())
+        p.value("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False))
+        optimizer.step()
+        schedule.step()
+    p.value("weights", tuple(param.detach() for param in model.parameters()))
+
+
+@scenario(tags=("steps", "shared"))
+def recurrent_cell_of_several_lengths(p: Probe) -> None:
+    """A cell that is applied as often as the sequence is long, for sequences of three lengths."""
+    cell = p.module(nn.GRUCell(2, 3))
+    for length in (3, 5, 2):
+        state = torch.zeros(1, 3, dtype=p.dtype, device=p.device)
+        for _ in range(length):
+            state = cell(p.randn(1, 2), state)
+        state.register_hook(p.hook(f"state{length}"))
+        with p.backward():
+            state.pow(2).sum().backward()
+        p.value(f"grad{length}", cell.weight_hh.grad)
+
+
+@scenario(tags=("steps", "order"))
+def deep_chain(p: Probe) -> None:
+    """Two hundred operations in a row, twice, with a hook in the middle."""
+    x = p.leaf("x", p.randn(4, requires_grad=True))
+    for _ in range(2):
+        h = x
+        for i in range(100):
+            h = h.sin() + x
+            if i == 50:
+                h.register_hook(p.hook("middle"))
+        with p.backward():
+            h.sum().backward()

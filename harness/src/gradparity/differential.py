@@ -1,0 +1,115 @@
+"""differential: one case under one subject, from program to row.
+
+In: a Program, a Subject, device. Out: a Row. Eager runs twice first; the float64 reference only when bits
+differ.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from gradparity.corpus.base import Program
+from gradparity.errors import GradparityError
+from gradparity.observe import observe
+from gradparity.oracles.evidence import Evidence, Reference
+from gradparity.oracles.judge import Judgement, judge
+from gradparity.oracles.values import SYMPTOMS
+from gradparity.outcome import Outcome
+from gradparity.subjects.base import Subject
+from gradparity.subjects.eager import Eager
+from gradparity.verdict import Row, Verdict, row_of
+
+EAGER = Eager("eager")
+
+CONFIRMATIONS = 200
+CONFIRMATION_SECONDS = 2.0
+"""How often, and for how long at most, eager runs again after a divergence in values: some LAPACK routines
+change their last bits in one run of fifty.
+"""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything known after a case ran: the row, and the evidence unless eager was nondeterministic or
+    the case broken.
+    """
+
+    row: Row
+    evidence: Evidence | None
+
+
+def compare(program: Program, subject: Subject, device: torch.device) -> Comparison:
+    """Runs and judges one case. Errors of the harness itself become a CRASH row with symptom
+    "broken-case".
+    """
+    case = program.case
+    why = program.skip.get(subject.name)
+    if why is not None:
+        row = row_of(case, subject.name, Verdict.UNSUPPORTED, "set-aside", why)
+        return Comparison(replace(row, set_aside=True), None)
+    try:
+        return _compare(program, subject, device)
+    except GradparityError as error:
+        return Comparison(row_of(case, subject.name, Verdict.CRASH, "broken-case", str(error)), None)
+
+
+def _compare(program: Program, subject: Subject, device: torch.device) -> Comparison:
+    case, dtype = program.case, torch.float32
+    first = observe(case, program.body, EAGER, dtype, device)
+    again = observe(case, program.body, EAGER, dtype, device)
+    repeat = judge(Evidence(first, again, bitwise=True))
+    if repeat.verdict is not Verdict.AGREE:
+        return _nondeterministic(program, subject, first, again, repeat)
+    subject.reset(program.cold)
+    outcome = observe(case, program.body, subject, dtype, device)
+    evidence = Evidence(
+        eager=first,
+        subject=outcome,
+        bitwise=subject.bitwise,
+        may_refuse=subject.may_refuse,
+        reference=lambda: _reference(program, device),
+    )
+    row = _row(program, subject, outcome, evidence)
+    if row.verdict is Verdict.DIVERGE and row.symptom.removesuffix("-bits") in SYMPTOMS.values():
+        until = time.monotonic() + CONFIRMATION_SECONDS
+        for _ in range(CONFIRMATIONS):
+            again = observe(case, program.body, EAGER, dtype, device)
+            repeat = judge(Evidence(first, again, bitwise=True))
+            if repeat.verdict is not Verdict.AGREE:
+                return _nondeterministic(program, subject, first, again, repeat)
+            if time.monotonic() > until:
+                break
+    return Comparison(row, evidence)
+
+
+def _nondeterministic(
+    program: Program, subject: Subject, first: Outcome, again: Outcome, repeat: Judgement
+) -> Comparison:
+    reason = f"eager differs from itself: {repeat.reason}"
+    row = row_of(program.case, subject.name, Verdict.NONDETERMINISTIC, repeat.symptom, reason)
+    return Comparison(replace(row, set_aside=True), Evidence(first, again, bitwise=True))
+
+
+def _row(program: Program, subject: Subject, outcome: Outcome, evidence: Evidence) -> Row:
+    found = judge(evidence)
+    bare = row_of(program.case, subject.name, found.verdict, found.symptom, found.reason)
+    return replace(
+        bare,
+        notes=outcome.notes + found.notes,
+        fell_back=any(note.startswith("fallback:") for note in outcome.notes),
+        set_aside=found.verdict.is_set_aside,
+        compiles=outcome.compiles,
+        seconds=round(outcome.seconds, 6),
+    )
+
+
+def _reference(program: Program, device: torch.device) -> Reference:
+    if not program.fp64:
+        return Reference(None, "the case declares none")
+    try:
+        return Reference(observe(program.case, program.body, EAGER, torch.float64, device))
+    except GradparityError as error:
+        return Reference(None, str(error))

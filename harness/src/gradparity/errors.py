@@ -1,0 +1,39 @@
+"""Every failure that gradparity itself reports, one class each.
+
+In: what was found and what would help. Out: an exception whose text says what, where, and the way out.
+"""
+
+
+class GradparityError(Exception):
+    """Base of all errors raised by the harness itself, never by a program under test."""
+
+
+class CaseError(GradparityError):
+    """A program misuses the Probe: the case is broken, whatever the subject does."""
+
+
+class UnknownNameError(GradparityError):
+    """A subject, corpus or case name that does not exist.
+
+    Arguments: what kind of thing was looked up, the name, and the names there are.
+    """
+
+    def __init__(self, what: str, name: str, known: list[str]) -> None:
+        self.what, self.name, self.known = what, name, known
+        shown = ", ".join(known[:20]) + (f", … ({len(known)} in all)" if len(known) > 20 else "")
+        super().__init__(f"unknown {what} {name!r}\n  known  {shown or 'none'}")
+
+
+class UnavailableError(GradparityError):
+    """A subject or corpus needs a package that is not installed."""
+
+    def __init__(self, what: str, why: str, way_out: str) -> None:
+        super().__init__(f"{what} is not available: {why}\n  try    {way_out}")
+
+
+class ExpectedFileError(GradparityError):
+    """The file of expected divergences cannot be read or lacks a field."""
+
+
+class CaseTimeout(BaseException):
+    """Raised by the alarm inside a program that ran past its time limit."""

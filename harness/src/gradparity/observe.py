@@ -1,0 +1,87 @@
+"""observe: runs one program once and gives everything that could be seen.
+
+In: a case, its program, a subject, dtype, device. Out: an Outcome; exceptions of the program are part of it,
+errors of the harness itself (GradparityError) are not and pass through.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from gradparity.case import Case
+from gradparity.errors import CaseTimeout, GradparityError
+from gradparity.outcome import Outcome, Raised, WarningRecord
+from gradparity.probe import Instrument, Probe
+
+Body = Callable[[Probe], None]
+
+
+class Observed(Instrument, Protocol):
+    """A subject, as far as running it goes."""
+
+    def around(self) -> AbstractContextManager[Any]:
+        """A context around the whole program."""
+
+    def begin(self) -> None:
+        """Called before a run: remembers counters."""
+
+    def compiles(self) -> int:
+        """Compiles since `begin`."""
+
+    def notes(self) -> tuple[str, ...]:
+        """What the subject says about the run since `begin`."""
+
+    def observed(self, outcome: Outcome) -> Outcome:
+        """A last look at the outcome; real subjects return it as it is."""
+
+
+def observe(case: Case, body: Body, subject: Observed, dtype: torch.dtype, device: torch.device) -> Outcome:
+    """Runs the program under the subject with the case's seed and records the outcome."""
+    probe = Probe(case, subject, dtype, device)
+    raised: Raised | None = None
+    subject.begin()
+    torch.manual_seed(case.seed)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        started = time.perf_counter()
+        try:
+            with subject.around():
+                body(probe)
+        except (GradparityError, CaseTimeout, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            raised = Raised.of(error)
+            error.__traceback__ = None
+        seconds = time.perf_counter() - started
+        grads = probe.grads()
+    theirs, ours = _split(caught)
+    outcome = Outcome(
+        grads=grads,
+        values=tuple(probe.values),
+        events=tuple(probe.events),
+        raised=raised,
+        warnings=theirs,
+        notes=subject.notes() + ours,
+        compiles=subject.compiles(),
+        seconds=seconds,
+    )
+    return subject.observed(outcome)
+
+
+def _split(caught: list[warnings.WarningMessage]) -> tuple[tuple[WarningRecord, ...], tuple[str, ...]]:
+    theirs: list[WarningRecord] = []
+    ours: list[str] = []
+    for item in caught:
+        if item.category.__module__.split(".")[0] == "retrograd":
+            ours.append(
+                f"{item.category.__name__}: {str(item.message).splitlines()[0] if str(item.message) else ''}"
+            )
+        else:
+            theirs.append(WarningRecord(item.category.__name__, str(item.message)))
+    return tuple(theirs), tuple(ours)

@@ -1,0 +1,73 @@
+"""Metadata: what is there and of what kind: None or tensor, class, dtype, shape, layout, strides,
+requires_grad.
+
+In: Evidence. Out: a Finding for the first leaf whose metadata differs. Strides count where a dimension is
+longer than 1, in gradients and values; in hook payloads a difference of strides is only noted.
+"""
+
+from __future__ import annotations
+
+from gradparity.oracles.evidence import Evidence, Pair
+from gradparity.outcome import Payload, TensorRecord
+from gradparity.verdict import Finding, Verdict
+
+
+def grad_metadata(evidence: Evidence) -> Finding | None:
+    """Compares every leaf's metadata."""
+    if evidence.eager.raised is None and evidence.subject.raised is None:
+        ours, theirs = [v.name for v in evidence.eager.values], [v.name for v in evidence.subject.values]
+        if ours != theirs:
+            return Finding(Verdict.DIVERGE, "values-observed", f"eager shows {ours}, subject {theirs}")
+    for pair in evidence.pairs:
+        found = _compare(pair, evidence)
+        if found is not None:
+            return found
+    return None
+
+
+def _compare(pair: Pair, evidence: Evidence) -> Finding | None:
+    eager, subject = pair.eager, pair.subject
+    if isinstance(eager, TensorRecord) and isinstance(subject, TensorRecord):
+        return _tensors(pair, eager, subject, evidence)
+    if _kind(eager) != _kind(subject):
+        symptom = f"{pair.role}-none" if None in (eager, subject) else f"{pair.role}-kind"
+        return Finding(
+            Verdict.DIVERGE, symptom, f"{pair.label}: eager {_said(eager)}, subject {_said(subject)}"
+        )
+    return None
+
+
+def _tensors(pair: Pair, eager: TensorRecord, subject: TensorRecord, evidence: Evidence) -> Finding | None:
+    for what in ("cls", "dtype", "shape", "layout", "requires_grad"):
+        one, two = getattr(eager, what), getattr(subject, what)
+        if one != two:
+            symptom = f"{pair.role}-{'class' if what == 'cls' else what}"
+            return Finding(
+                Verdict.DIVERGE, symptom, f"{pair.label}: {what} is {one} in eager, {two} in subject"
+            )
+    if long_strides(eager) != long_strides(subject):
+        reason = f"{pair.label}: strides are {eager.strides} in eager, {subject.strides} in subject"
+        if pair.role != "event":
+            return Finding(Verdict.DIVERGE, f"{pair.role}-strides", f"{reason}, shape {eager.shape}")
+        if evidence.bitwise:
+            evidence.notes.append(reason)
+    return None
+
+
+def long_strides(record: TensorRecord) -> tuple[int, ...] | None:
+    """Strides of the dimensions longer than 1; None where strides mean nothing."""
+    if record.strides is None or 0 in record.shape:
+        return None
+    return tuple(stride for stride, size in zip(record.strides, record.shape, strict=True) if size > 1)
+
+
+def _kind(payload: Payload) -> str:
+    if isinstance(payload, TensorRecord):
+        return "tensor"
+    if isinstance(payload, tuple):
+        return f"tuple of {len(payload)}"
+    return type(payload).__name__
+
+
+def _said(payload: Payload) -> str:
+    return payload.describe() if isinstance(payload, TensorRecord) else repr(payload)[:60]

@@ -1,0 +1,157 @@
+"""Probe: the one object through which a program makes inputs and is observed.
+
+In: a case, an `Instrument` (what a subject does around compile and backward), dtype, device. Out: recorded
+leaves, values and hook events, which `observe` turns into an Outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from gradparity.case import Case
+from gradparity.errors import CaseError
+from gradparity.outcome import KEEP_ELEMENTS, GradRecord, HookEvent, ValueRecord, freeze
+
+T = TypeVar("T")
+M = TypeVar("M", bound=torch.nn.Module)
+
+WIDER = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+}
+"""What each dtype becomes in the float64 reference run."""
+
+
+class Instrument(Protocol):
+    """The part of a subject that a program meets."""
+
+    def compile(self, target: T) -> T:
+        """Compiles a function or module, or returns it as it is."""
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """The context in which backward runs."""
+
+    def wrap_hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Protects a recording hook from being traced, where the subject would do that."""
+
+
+class Probe:
+    """Makes inputs, wraps what the subject compiles, and records what the program shows.
+
+    Arguments: the case (its seed decides all values), the instrument, the dtype of this run and the device.
+    """
+
+    def __init__(self, case: Case, instrument: Instrument, dtype: torch.dtype, device: torch.device) -> None:
+        self.case = case
+        self.dtype = dtype
+        self.device = device
+        self.events: list[HookEvent] = []
+        self.values: list[ValueRecord] = []
+        self._instrument = instrument
+        self._leaves: dict[str, torch.Tensor] = {}
+        self._generator: torch.Generator | None = None
+
+    def randn(self, *shape: int, requires_grad: bool = False) -> torch.Tensor:
+        """Normal values of this shape: drawn in float32 on the CPU, then converted."""
+        return self._made(torch.randn(shape, generator=self._numbers()), requires_grad)
+
+    def rand(self, *shape: int, requires_grad: bool = False) -> torch.Tensor:
+        """Uniform values in [0, 1) of this shape."""
+        return self._made(torch.rand(shape, generator=self._numbers()), requires_grad)
+
+    def randint(self, high: int, *shape: int) -> torch.Tensor:
+        """Integers (int64) in [0, high)."""
+        return torch.randint(high, shape, generator=self._numbers()).to(self.device)
+
+    def tensor(self, data: Any, requires_grad: bool = False) -> torch.Tensor:
+        """Given values; floating point ones are rounded to float32 and converted to the run's dtype."""
+        made = torch.as_tensor(data)
+        if made.is_floating_point():
+            return self._made(made.to(torch.float32), requires_grad)
+        return made.to(self.device)
+
+    def leaf(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Registers a tensor whose `.grad` is observed at the end. Raises CaseError if the name is taken."""
+        if name in self._leaves:
+            raise CaseError(f"{self.case.address}: two leaves are called {name!r}")
+        self._leaves[name] = tensor
+        return tensor
+
+    def module(self, module: M, name: str = "m") -> M:
+        """Converts a module to the run's dtype and device and registers its parameters as leaves
+        "name.weight", …
+        """
+        module.to(device=self.device, dtype=self.dtype)
+        for key, parameter in module.named_parameters():
+            self.leaf(f"{name}.{key}", parameter)
+        return module
+
+    def compile(self, target: T) -> T:
+        """The function or module as the subject compiles it; itself, for eager and compiled-autograd
+        subjects.
+        """
+        return self._instrument.compile(target)
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """The context for the part of the program that runs backward."""
+        return self._instrument.backward()
+
+    def hook(
+        self, site: str, fn: Callable[..., Any] | None = None, kind: str = "tensor"
+    ) -> Callable[..., Any]:
+        """A hook that records a call and then returns `fn(*args)`, or None without `fn`.
+
+        Arguments: the site's name in the event list; what the hook does besides; the kind of hook. For
+        "post_accumulate" the payload is the parameter's `.grad`; for "module*" the module argument is left
+        out.
+        """
+
+        def recording(*args: Any) -> Any:
+            self.event(site, *_payload(kind, args), kind=kind)
+            return fn(*args) if fn is not None else None
+
+        return self._instrument.wrap_hook(recording)
+
+    def event(self, site: str, *payload: Any, kind: str = "event") -> None:
+        """Records an event by hand: tensors, None, numbers, strings, tuples of these."""
+        frozen = tuple(freeze(item, KEEP_ELEMENTS) for item in payload)
+        self.events.append(HookEvent(site, kind, frozen))
+
+    def value(self, name: str, value: Any) -> None:
+        """Observes an extra value: a tensor, None, a number, or a tuple of these."""
+        self.values.append(ValueRecord(name, freeze(value)))
+
+    def cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor made outside in float32, widened when this is the float64 reference run."""
+        wide = WIDER.get(tensor.dtype)
+        return tensor.to(wide) if wide is not None and self.is_reference else tensor
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this run is the float64 reference."""
+        return self.dtype is torch.float64
+
+    def grads(self) -> tuple[GradRecord, ...]:
+        """The `.grad` of all leaves, as they are now."""
+        return tuple(GradRecord(name, freeze(leaf.grad)) for name, leaf in self._leaves.items())
+
+    def _numbers(self) -> torch.Generator:
+        if self._generator is None:
+            self._generator = torch.Generator().manual_seed(self.case.seed + 1)
+        return self._generator
+
+    def _made(self, made: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+        return made.to(device=self.device, dtype=self.dtype).requires_grad_(requires_grad)
+
+
+def _payload(kind: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if "accumulate" in kind or "post_acc" in kind:
+        return tuple(arg.grad if isinstance(arg, torch.Tensor) else arg for arg in args)
+    return tuple(arg for arg in args if not isinstance(arg, torch.nn.Module))

@@ -1,0 +1,95 @@
+"""report: rows as a table, as lines, as JSONL.
+
+In: a list of rows. Out: rich renderables and text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from gradparity.verdict import Row, Verdict
+
+STYLES = {
+    Verdict.AGREE: "green",
+    Verdict.DIVERGE: "red",
+    Verdict.HOOK_ORDER: "magenta",
+    Verdict.CRASH: "bold red",
+    Verdict.TIMEOUT: "yellow",
+    Verdict.UNSUPPORTED: "cyan",
+    Verdict.NONDETERMINISTIC: "dim",
+    Verdict.REF_UNSTABLE: "dim",
+}
+SET_ASIDE = "set aside"
+FELL_BACK = "fell back"
+
+
+def column(row: Row) -> str:
+    """The column of the table in which a row is counted: its verdict, or "set aside" for cases skipped
+    with a reason.
+    """
+    return SET_ASIDE if row.symptom == SET_ASIDE.replace(" ", "-") else row.verdict.value
+
+
+def table(rows: Iterable[Row]) -> Table:
+    """Subject × corpus, with counts per verdict, of cases that fell back and of known divergences."""
+    cells: dict[tuple[str, str], Counter[str]] = {}
+    for row in rows:
+        counts = cells.setdefault((row.subject, row.corpus), Counter())
+        counts.update([column(row), "cases"] + [FELL_BACK] * row.fell_back + ["expected"] * row.expected)
+    used = {name for counts in cells.values() for name in counts}
+    shown = [
+        verdict.value
+        for verdict in Verdict
+        if verdict.value in used or verdict in (Verdict.AGREE, Verdict.DIVERGE)
+    ]
+    shown += [name for name in (SET_ASIDE, FELL_BACK, "expected") if name in used]
+    made = Table(title="gradparity: subject × corpus", title_justify="left")
+    made.add_column("subject", no_wrap=True)
+    made.add_column("corpus", no_wrap=True)
+    made.add_column("cases", justify="right")
+    for name in shown:
+        style = STYLES[Verdict(name)] if name in list(Verdict) else "yellow"
+        made.add_column(name, justify="right", header_style=style)
+    for (subject, corpus), counts in sorted(cells.items()):
+        made.add_row(subject, corpus, str(counts["cases"]), *(str(counts[name] or "·") for name in shown))
+    return made
+
+
+def lines(rows: Iterable[Row]) -> list[Text]:
+    """One line per divergence, and per case whose reference was unstable, in order of verdict, subject and
+    case.
+    """
+    order = list(Verdict)
+    told = [row for row in rows if row.verdict.is_divergence and column(row) != SET_ASIDE]
+    told.sort(key=lambda row: (row.expected, order.index(row.verdict), row.subject, row.case))
+    return [line(row) for row in told]
+
+
+def line(row: Row) -> Text:
+    """One divergence in one line."""
+    mark = " (expected)" if row.expected else ""
+    text = Text(f"{row.verdict.value:<12}", style=STYLES[row.verdict])
+    reason = " ".join(row.reason.split())
+    return text.append(f" {row.subject}  {row.case}{mark}  {row.symptom}: {reason}"[:400], style="default")
+
+
+def fallback_lines(rows: Iterable[Row]) -> list[str]:
+    """The reasons for fallbacks, with how many cases each had, most frequent first."""
+    counts = Counter(
+        (row.subject, note) for row in rows for note in row.notes if note.startswith("fallback:")
+    )
+    return [f"{count:>6} × {subject}  {note}" for (subject, note), count in counts.most_common()]
+
+
+def write_jsonl(rows: Iterable[Row], path: Path) -> None:
+    """One JSON object per row."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as out:
+        for row in rows:
+            out.write(json.dumps(row.to_json(), sort_keys=True) + "\n")

@@ -1,0 +1,64 @@
+"""Subject: one way of running a program's backward.
+
+In: a function to compile, or a backward to wrap. Out: contexts and wrappers; counters and notes about what it
+did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+from gradparity.outcome import Outcome
+
+T = TypeVar("T")
+
+
+class Subject:
+    """Runs everything as eager does; the base of all others.
+
+    `bitwise`: promises gradients equal to eager's to the bit. `accountable`: its unexpected divergences fail
+    a run. `may_refuse`: an error that says "not supported" counts as UNSUPPORTED rather than DIVERGE.
+    """
+
+    bitwise: bool = False
+    accountable: bool = False
+    may_refuse: bool = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def compile(self, target: T) -> T:
+        """Compiles a function or module, or returns it as it is."""
+        return target
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """The context in which a program runs its backward."""
+        return nullcontext()
+
+    def around(self) -> AbstractContextManager[Any]:
+        """A context around the whole program."""
+        return nullcontext()
+
+    def wrap_hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Protects a recording hook from tracing, where the subject traces hooks."""
+        return hook
+
+    def begin(self) -> None:
+        """Remembers counters before a run."""
+
+    def compiles(self) -> int:
+        """Compiles since `begin`."""
+        return 0
+
+    def notes(self) -> tuple[str, ...]:
+        """What there is to say about the run since `begin`; a note "fallback: reason" marks a fallback."""
+        return ()
+
+    def observed(self, outcome: Outcome) -> Outcome:
+        """A last look at the outcome; only planted faults change it."""
+        return outcome
+
+    def reset(self, cold: bool) -> None:
+        """Forgets what must not leak from one case into the next; everything, if the case is cold."""

@@ -1,0 +1,69 @@
+"""Names of subjects.
+
+In: "eager", "stock-ca:inductor", "retrograd-live:eager", "compile:<backend>", "planted:<fault>",
+"import:<module>:<class>". Out: a Subject. Raises UnknownNameError for anything else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from gradparity.errors import UnknownNameError
+from gradparity.subjects.base import Subject
+from gradparity.subjects.eager import Eager
+from gradparity.subjects.planted import FAULTS, planted
+from gradparity.subjects.retrograd_live import BACKENDS, RetrogradLive
+from gradparity.subjects.stock import StockCompile, StockCompiledAutograd
+
+NAMED: dict[str, Callable[[str], Subject]] = {
+    "eager": Eager,
+    "stock-compile:aot_eager": lambda name: StockCompile(name, "aot_eager"),
+    "stock-compile:inductor": lambda name: StockCompile(name, "inductor"),
+    "stock-ca:eager": lambda name: StockCompiledAutograd(name, "eager"),
+    "stock-ca:inductor": lambda name: StockCompiledAutograd(name, "inductor"),
+    **{
+        f"retrograd-live:{backend}": lambda name: RetrogradLive(name, name.split(":")[1])
+        for backend in BACKENDS
+    },
+}
+
+FORMS = {
+    "compile:<backend>": "torch.compile with any registered backend",
+    "planted:<fault>": f"eager with a planted fault, to test the tester: {', '.join(FAULTS)}",
+    "import:<module>:<class>": "a Subject of your own",
+}
+
+
+def resolve(name: str) -> Subject:
+    """The subject of this name."""
+    if name in NAMED:
+        return NAMED[name](name)
+    form, _, rest = name.partition(":")
+    if form == "compile":
+        return _compile(name, rest)
+    if form == "planted" and rest in FAULTS:
+        return planted(name, rest)
+    if form == "import":
+        return _imported(name, rest)
+    raise UnknownNameError("subject", name, [*NAMED, *FORMS])
+
+
+def _compile(name: str, backend: str) -> Subject:
+    import torch._dynamo
+
+    known: list[str] = torch._dynamo.list_backends(exclude_tags=None)
+    if backend not in known:
+        raise UnknownNameError("torch.compile backend", backend, known)
+    return StockCompile(name, backend)
+
+
+def _imported(name: str, path: str) -> Subject:
+    module, _, attribute = path.rpartition(":")
+    try:
+        made = getattr(importlib.import_module(module), attribute)(name)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise UnknownNameError("subject", f"{name} ({error})", list(FORMS)) from error
+    if not isinstance(made, Subject):
+        raise UnknownNameError("subject", f"{name} (not a gradparity Subject)", list(FORMS))
+    return made

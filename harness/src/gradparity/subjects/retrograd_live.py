@@ -1,0 +1,84 @@
+"""The only door to retrograd: its live path as subjects.
+
+In: a backend of retrograd. Out: subjects "retrograd-live:eager", "retrograd-live:aten",
+"retrograd-live:inductor".
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from gradparity.errors import UnavailableError
+from gradparity.subjects.base import Subject
+
+BACKENDS = ("eager", "aten", "inductor")
+
+
+class RetrogradLive(Subject):
+    """Backward inside retrograd.compiled_autograd; eager forward.
+
+    Raises UnavailableError when retrograd is not installed.
+    """
+
+    accountable = True
+
+    def __init__(self, name: str, backend: str) -> None:
+        super().__init__(name)
+        self.backend = backend
+        self.bitwise = backend == "eager"
+        self._retrograd = _load(name)
+        self._before: Counter[str] = Counter()
+        self._reasons: Counter[object] = Counter()
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """Every backward inside is compiled by retrograd."""
+        context: AbstractContextManager[Any] = self._retrograd.compiled_autograd(backend=self.backend)
+        return context
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Eager's random numbers in Inductor's code too; nothing to set for the other backends."""
+        if self.backend != "inductor":
+            yield
+            return
+        import torch._inductor.config as inductor_config
+
+        with inductor_config.patch(fallback_random=True):
+            yield
+
+    def begin(self) -> None:
+        """Remembers retrograd's counters and its reasons for fallbacks so far."""
+        self._before = Counter(self._retrograd.counters)
+        self._reasons = Counter(self._retrograd.explain().fallbacks)
+
+    def compiles(self) -> int:
+        """Segments lowered since `begin`."""
+        return self._since("lowerings")
+
+    def notes(self) -> tuple[str, ...]:
+        """One note per reason for a fallback since `begin`; one if no plan of retrograd's ran at all."""
+        idle = () if self._since("runs") else ("no backward of this case was compiled",)
+        if not self._since("fallbacks"):
+            return idle
+        reasons = Counter(self._retrograd.explain().fallbacks) - self._reasons
+        notes = [f"fallback: {str(reason).splitlines()[0]}" for reason in reasons or ["no reason given"]]
+        return (*notes, *idle)
+
+    def reset(self, cold: bool) -> None:
+        """Caches stay warm between cases, as they do for users, unless a case asks."""
+        if cold:
+            self._retrograd.reset()
+
+    def _since(self, key: str) -> int:
+        return int(self._retrograd.counters[key] - self._before[key])
+
+
+def _load(name: str) -> Any:
+    try:
+        import retrograd
+    except ImportError as error:
+        raise UnavailableError(f"subject {name}", str(error), "pip install retrograd") from error
+    return retrograd

@@ -1,0 +1,85 @@
+"""Stock PyTorch's compilers: torch.compile of the forward, and compiled autograd around the backward.
+
+In: a backend's name. Out: subjects "stock-compile:<backend>", "stock-ca:<backend>" and "compile:<backend>".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from gradparity.subjects.base import Subject
+
+T = TypeVar("T")
+
+
+class DynamoSubject(Subject):
+    """What all subjects that go through Dynamo share: reset, counters, hooks kept out of tracing."""
+
+    may_refuse = True
+
+    def __init__(self, name: str, backend: str) -> None:
+        super().__init__(name)
+        self.backend = backend
+        self._before = 0
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Eager's random numbers in compiled code too."""
+        import torch._inductor.config as inductor_config
+
+        with inductor_config.patch(fallback_random=True):
+            yield
+
+    def wrap_hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Recording is not part of the program: Dynamo must not trace it."""
+        import torch._dynamo
+
+        wrapped: Callable[..., Any] = torch._dynamo.disable(hook)
+        return wrapped
+
+    def begin(self) -> None:
+        """Remembers Dynamo's count of graphs."""
+        self._before = self._count()
+
+    def compiles(self) -> int:
+        """Graphs compiled since `begin`."""
+        return self._count() - self._before
+
+    def reset(self, cold: bool) -> None:
+        """Always forgets: Dynamo's recompile limits would leak from case to case."""
+        torch._dynamo.reset()
+
+    def _count(self) -> int:
+        from torch._dynamo.utils import counters
+
+        return int(counters["stats"]["unique_graphs"] + counters["compiled_autograd"]["captures"])
+
+
+class StockCompile(DynamoSubject):
+    """torch.compile of the program's functions and modules; plain backward."""
+
+    def __init__(self, name: str, backend: str) -> None:
+        super().__init__(name, backend)
+        self.accountable = backend.startswith("retrograd")
+
+    def compile(self, target: T) -> T:
+        """The function or module under torch.compile."""
+        compiler: Any = torch.compile
+        compiled: T = compiler(target, backend=self.backend)
+        return compiled
+
+
+class StockCompiledAutograd(DynamoSubject):
+    """Eager forward; stock compiled autograd around the backward."""
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """Compiled autograd with torch.compile as its compiler."""
+        import torch._dynamo.compiled_autograd as compiled_autograd
+
+        compiler = torch.compile(backend=self.backend)
+        context: AbstractContextManager[Any] = compiled_autograd._enable(compiler)
+        return context

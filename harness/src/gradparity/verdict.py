@@ -1,0 +1,92 @@
+"""Verdict: what the oracles say about one case under one subject, and the row that carries it out of the
+worker.
+
+In: findings. Out: `Row`, a frozen value of plain data that can be written as JSON.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from enum import StrEnum
+from typing import Any
+
+from gradparity.case import Case
+
+
+class Verdict(StrEnum):
+    """The closed list of answers."""
+
+    AGREE = "AGREE"
+    DIVERGE = "DIVERGE"
+    HOOK_ORDER = "HOOK_ORDER"
+    CRASH = "CRASH"
+    TIMEOUT = "TIMEOUT"
+    UNSUPPORTED = "UNSUPPORTED"
+    NONDETERMINISTIC = "NONDETERMINISTIC"
+    REF_UNSTABLE = "REF_UNSTABLE"
+
+    @property
+    def is_divergence(self) -> bool:
+        """Whether the subject did something that eager does not."""
+        return self in (
+            Verdict.DIVERGE,
+            Verdict.HOOK_ORDER,
+            Verdict.CRASH,
+            Verdict.TIMEOUT,
+            Verdict.UNSUPPORTED,
+        )
+
+    @property
+    def is_set_aside(self) -> bool:
+        """Whether the case says nothing about the subject."""
+        return self in (Verdict.NONDETERMINISTIC, Verdict.REF_UNSTABLE)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one oracle found: the verdict it asks for, a symptom (a stable short word) and the reason in
+    words.
+    """
+
+    verdict: Verdict
+    symptom: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One judged case under one subject."""
+
+    case: str
+    seed: int
+    corpus: str
+    subject: str
+    verdict: Verdict
+    symptom: str = ""
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+    fell_back: bool = False
+    set_aside: bool = False
+    expected: bool = False
+    compiles: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; `from_json` is the inverse."""
+        return asdict(self) | {"verdict": self.verdict.value, "notes": list(self.notes)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Row:
+        """Builds a row from plain data, ignoring unknown keys."""
+        names = {item.name for item in fields(cls)}
+        known = {key: value for key, value in data.items() if key in names}
+        return cls(**known | {"verdict": Verdict(data["verdict"]), "notes": tuple(data["notes"])})
+
+    def as_expected(self) -> Row:
+        """The same row, marked as a known divergence."""
+        return replace(self, expected=True)
+
+
+def row_of(case: Case, subject: str, verdict: Verdict, symptom: str = "", reason: str = "") -> Row:
+    """A bare row for this case."""
+    return Row(case.address, case.seed, case.corpus, subject, verdict, symptom, reason)

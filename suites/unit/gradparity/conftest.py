@@ -1,0 +1,66 @@
+"""Small programs and helpers shared by the tests of gradparity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from gradparity.case import Case
+from gradparity.corpus.base import Program
+from gradparity.observe import Body, observe
+from gradparity.oracles.evidence import Evidence, Reference
+from gradparity.outcome import Outcome
+from gradparity.probe import Probe
+from gradparity.subjects.eager import Eager
+
+CASE = Case("test", "program", None, 3)
+CPU = torch.device("cpu")
+
+
+def hooked(p: Probe) -> None:
+    """Two leaves, a hook on each of two intermediates, one value."""
+    x = p.leaf("x", p.randn(3, 4, requires_grad=True))
+    w = p.leaf("w", p.randn(4, 2, requires_grad=True))
+    y = x @ w
+    z = y.tanh()
+    y.register_hook(p.hook("y"))
+    z.register_hook(p.hook("z"))
+    p.value("z", z)
+    with p.backward():
+        z.sum().backward()
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Runs bodies in eager and builds evidence from outcomes."""
+
+    case: Case = CASE
+
+    def outcome(self, body: Body, dtype: torch.dtype = torch.float32) -> Outcome:
+        return observe(self.case, body, Eager("eager"), dtype, CPU)
+
+    def program(self, body: Body, **known: object) -> Program:
+        return Program(self.case, body, **known)  # type: ignore[arg-type]
+
+    def evidence(
+        self, eager: Outcome, subject: Outcome, bitwise: bool = True, body: Body | None = None
+    ) -> Evidence:
+        def reference() -> Reference:
+            return (
+                Reference(self.outcome(body, torch.float64)) if body else Reference(None, "none in this test")
+            )
+
+        return Evidence(eager, subject, bitwise, reference=reference)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+@pytest.fixture
+def hooked_body() -> Callable[[Probe], None]:
+    return hooked

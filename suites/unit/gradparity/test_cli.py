@@ -1,0 +1,108 @@
+"""The command line: exit codes as pytest's, the table, `show` and `list`."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from gradparity import campaign
+from gradparity.cli import app
+from gradparity.corpus.registry import corpus
+
+NAME = "autograd_function_db"
+ENTRY = """
+[[expected]]
+subject = "{subject}"
+case = "*"
+verdict = "DIVERGE"
+reason = "planted"
+link = "https://example.org"
+date = "2026-01-31"
+"""
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(app, args, env={"COLUMNS": "200"})
+
+
+def run(*args: str) -> Result:
+    return invoke("run", "--corpus", NAME, "-n", "0", "--device", "cpu", "--limit-per-corpus", "2", *args)
+
+
+def test_0_when_all_agree_and_jsonl(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    result = run("--subject", "eager", "--json", str(out))
+    assert result.exit_code == 0
+    assert "2 cases run, 0 set aside, 0 divergences" in result.stdout
+    assert [json.loads(line)["verdict"] for line in out.read_text().splitlines()] == ["AGREE", "AGREE"]
+
+
+def test_1_for_an_unexpected_divergence_with_one_line_each() -> None:
+    result = run("--subject", "planted:scale-grad")
+    assert result.exit_code == 1
+    lines = [line for line in result.stdout.splitlines() if line.startswith("DIVERGE")]
+    assert len(lines) == 2
+    assert f"planted:scale-grad  {NAME}::" in lines[0]
+    assert "grad-values-bits" in lines[0]
+
+
+def test_0_when_the_divergence_is_expected_and_1_when_the_entry_is_stale(tmp_path: Path) -> None:
+    path = tmp_path / "expected.toml"
+    path.write_text(ENTRY.format(subject="planted:*"))
+    result = run("--subject", "planted:scale-grad", "--expected", str(path))
+    assert (result.exit_code, "(expected)" in result.stdout) == (0, True)
+    path.write_text(ENTRY.format(subject="*"))
+    result = run("--subject", "eager", "--expected", str(path))
+    assert (result.exit_code, "stale entry" in result.stdout) == (1, True)
+
+
+def test_divergences_of_a_subject_that_is_not_accountable_are_results() -> None:
+    result = run("--subject", "import:gradparity.subjects.planted:Wrong")
+    assert (result.exit_code, "2 divergences, of which 0 unexpected" in result.stdout) == (0, True)
+
+
+def test_2_when_interrupted(monkeypatch) -> None:
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(campaign, "_take", interrupted)
+    assert run("--subject", "eager").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--subject", "nobody"),
+        ("--subject", "eager", "--corpus", "nothing"),
+        ("--subject", "eager", "--no-such-option"),
+        ("--subject", "eager", "--timeout", "soon"),
+        ("--subject", "eager", "--expected", "/no/such/file.toml"),
+        (),
+    ],
+)
+def test_4_for_usage_errors(args: tuple[str, ...]) -> None:
+    assert run(*args).exit_code == 4
+    assert invoke("no-such-command").exit_code == 4
+
+
+def test_5_when_nothing_ran() -> None:
+    assert run("--subject", "eager", "--match", "no such case").exit_code == 5
+
+
+def test_show_prints_the_errors() -> None:
+    case = f"{NAME}::{corpus(NAME).chunks()[0]}::0"
+    result = invoke("show", case, "--subject", "planted:scale-grad", "--device", "cpu")
+    assert result.exit_code == 0
+    assert ">>" in result.stdout
+    assert "DIVERGE" in result.stdout
+    assert invoke("show", "nonsense", "--subject", "eager").exit_code == 4
+    assert invoke("show", f"{case}99", "--subject", "eager").exit_code == 4
+
+
+def test_list() -> None:
+    names = invoke("list", "--corpus", NAME).stdout.split()
+    assert names == [f"{NAME}::{chunk}" for chunk in corpus(NAME).chunks()]
+    samples = invoke("list", "--corpus", NAME, "--samples", "--match", f"{NAME}::{corpus(NAME).chunks()[0]}")
+    assert samples.stdout.split()[0].endswith("::0")
+    assert "stock-ca:inductor" in invoke("list", "--subjects").stdout

@@ -1,0 +1,120 @@
+"""Corpora: the same programs every time, inputs that no run can spoil, every case found again by its
+address.
+"""
+
+import pytest
+import torch
+from torch.testing._internal.autograd_function_db import autograd_function_db as database
+
+from gradparity.case import Case
+from gradparity.corpus.fresh import cotangent, differentiable, fresh
+from gradparity.corpus.registry import NAMED, corpus, program
+from gradparity.corpus.scenario import registered, scenario
+from gradparity.differential import compare
+from gradparity.errors import CaseError, UnknownNameError
+from gradparity.probe import Probe
+from gradparity.subjects.registry import resolve
+from gradparity.verdict import Verdict
+
+CPU = torch.device("cpu")
+
+
+def probe(dtype: torch.dtype = torch.float32) -> Probe:
+    return Probe(Case("test", "p"), resolve("eager"), dtype, CPU)
+
+
+def test_names() -> None:
+    assert list(NAMED) == ["scenarios", "op_db", "module_db", "autograd_function_db", "models"]
+    with pytest.raises(UnknownNameError, match=r"(?s)unknown corpus 'x'.*op_db"):
+        corpus("x")
+
+
+def test_every_function_of_torchs_database_is_a_chunk_that_agrees_with_itself() -> None:
+    found = corpus("autograd_function_db")
+    assert len(found.chunks()) == len({op.name for op in database})
+    for chunk in found.chunks():
+        for item in found.programs(chunk, CPU, 0):
+            assert compare(item, resolve("eager"), CPU).row.verdict is Verdict.AGREE
+
+
+def test_op_db_has_the_differentiable_operators() -> None:
+    chunks = corpus("op_db").chunks()
+    assert 500 < len(chunks) == len(set(chunks))
+    assert "add" in chunks
+    assert "ones_like" not in chunks
+
+
+@pytest.mark.parametrize(
+    "address", ["op_db::mul::2", "op_db::nn.functional.dropout::1", "module_db::nn.Linear::0"]
+)
+def test_a_case_is_found_again_with_the_same_inputs(address: str) -> None:
+    case = Case.parse(address)
+    one, two = (compare(program(case, CPU), resolve("eager"), CPU).evidence for _ in range(2))
+    assert one.eager.grads
+    for left, right in zip(one.eager.grads, two.eager.grads, strict=True):
+        assert torch.equal(left.value.parts[0], right.value.parts[0])
+
+
+def test_an_index_too_high_is_reported() -> None:
+    with pytest.raises(UnknownNameError, match="unknown case"):
+        program(Case("op_db", "mul", 100_000), CPU)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_models_have_gradients_for_all_parameters(name: str) -> None:
+    pytest.importorskip("transformers", reason="the extra 'models' is not installed")
+    found = compare(program(Case("models", name), CPU), resolve("planted:scale-grad"), CPU)
+    assert found.row.symptom == "grad-values-bits"
+    assert len(found.evidence.eager.grads) > 20
+    assert all(grad.value is not None for grad in found.evidence.eager.grads)
+
+
+def test_fresh_copies_keep_strides_and_sharing() -> None:
+    base = torch.randn(4, 6)
+    turned, cut = base.t().requires_grad_(), base[:, ::2]
+    one, two, again, number, dtype = fresh((turned, cut, turned, 3, torch.float32), probe())
+    assert one is again
+    assert (one.stride(), two.stride(), number, dtype) == (turned.stride(), cut.stride(), 3, torch.float32)
+    assert one.requires_grad
+    assert one.is_leaf
+    with torch.no_grad():
+        one.zero_()
+    assert base.abs().sum() > 0
+
+
+def test_fresh_copies_are_wide_in_the_reference_run() -> None:
+    made = fresh(
+        [torch.ones(2), torch.ones(2, dtype=torch.complex64), torch.ones(2).int(), torch.float32],
+        probe(torch.float64),
+    )
+    assert [made[0].dtype, made[1].dtype, made[2].dtype, made[3]] == [
+        torch.float64,
+        torch.complex128,
+        torch.int32,
+        torch.float64,
+    ]
+
+
+def test_cotangents_fit_their_outputs() -> None:
+    for output in (torch.ones(2, 3), torch.ones(2, dtype=torch.complex64), torch.eye(2).to_sparse()):
+        made = cotangent(output, probe())
+        assert (made.shape, made.dtype, made.layout) == (output.shape, output.dtype, output.layout)
+
+
+def test_differentiable_tensors_once_each() -> None:
+    x = torch.ones(1, requires_grad=True)
+    assert differentiable({"a": [x, x], "b": (torch.ones(1), x)}) == [x]
+
+
+def test_a_scenario_needs_a_sentence_and_an_own_name() -> None:
+    with pytest.raises(CaseError, match="no docstring"):
+        scenario()(lambda p: None)
+    taken = next(iter(registered()), None)
+
+    def again(p: Probe) -> None:
+        """Says something."""
+
+    if taken is not None:
+        again.__name__ = taken
+        with pytest.raises(CaseError, match="two scenarios"):
+            scenario()(again)

@@ -1,0 +1,123 @@
+"""One case under one subject: planted faults must be found, and what eager itself does not repeat is set
+aside.
+"""
+
+import pytest
+import torch
+
+from gradparity.differential import compare
+from gradparity.errors import CaseError
+from gradparity.subjects.base import Subject
+from gradparity.subjects.eager import Eager
+from gradparity.subjects.registry import resolve
+from gradparity.verdict import Verdict
+
+CPU = torch.device("cpu")
+
+FOUND = {
+    "scale-grad": (Verdict.DIVERGE, "grad-values-bits"),
+    "last-bit": (Verdict.DIVERGE, "grad-values-bits"),
+    "none-grad": (Verdict.DIVERGE, "grad-none"),
+    "strides": (Verdict.DIVERGE, "grad-strides"),
+    "swap-hooks": (Verdict.HOOK_ORDER, "hook-order"),
+    "drop-event": (Verdict.HOOK_ORDER, "hook-count"),
+    "raise": (Verdict.DIVERGE, "raises LookupError"),
+}
+
+
+@pytest.mark.parametrize("fault", FOUND)
+def test_planted_faults_are_found(bench, hooked_body, fault: str) -> None:
+    row = compare(bench.program(hooked_body), resolve(f"planted:{fault}"), CPU).row
+    assert (row.verdict, row.symptom) == FOUND[fault]
+
+
+@pytest.mark.parametrize(("fault", "verdict"), [("scale-grad", Verdict.DIVERGE), ("last-bit", Verdict.AGREE)])
+def test_a_subject_without_the_promise_of_bits_is_judged_against_float64(
+    bench, hooked_body, fault, verdict
+) -> None:
+    subject = resolve(f"planted:{fault}")
+    subject.bitwise = False
+    assert compare(bench.program(hooked_body), subject, CPU).row.verdict is verdict
+
+
+def test_another_exception_type_is_found(bench) -> None:
+    def body(p) -> None:
+        x = p.leaf("x", p.randn(2, requires_grad=True))
+        with p.backward():
+            raise ValueError("eager's own")
+        x.sum().backward()
+
+    assert compare(bench.program(body), Eager("eager"), CPU).row.verdict is Verdict.AGREE
+    row = compare(bench.program(body), resolve("planted:raise"), CPU).row
+    assert row.symptom == "raises LookupError for ValueError"
+
+
+def test_a_program_that_eager_does_not_repeat_is_set_aside(bench) -> None:
+    runs = []
+
+    def body(p) -> None:
+        runs.append(None)
+        p.value("how often", len(runs))
+
+    row = compare(bench.program(body), Eager("eager"), CPU).row
+    assert (row.verdict, row.set_aside) == (Verdict.NONDETERMINISTIC, True)
+
+
+def test_a_divergence_is_confirmed_by_running_eager_again(bench) -> None:
+    runs = []
+
+    def body(p) -> None:
+        runs.append(None)
+        p.value("changes in the third run", len(runs) >= 3)
+
+    row = compare(bench.program(body), Eager("eager"), CPU).row
+    assert row.verdict is Verdict.NONDETERMINISTIC
+
+
+def test_random_numbers_are_the_same_in_every_run(bench) -> None:
+    def body(p) -> None:
+        x = p.leaf("x", p.randn(64, requires_grad=True))
+        with p.backward():
+            torch.dropout(x, 0.5, True).sum().backward()
+
+    assert compare(bench.program(body), Eager("eager"), CPU).row.verdict is Verdict.AGREE
+
+
+def test_a_skipped_case_is_set_aside_with_its_reason(bench, hooked_body) -> None:
+    row = compare(bench.program(hooked_body, skip={"eager": "because"}), Eager("eager"), CPU).row
+    assert (row.symptom, row.reason, row.set_aside) == ("set-aside", "because", True)
+
+
+def test_a_broken_case_is_no_agreement(bench) -> None:
+    def body(p) -> None:
+        raise CaseError("wrong use")
+
+    row = compare(bench.program(body), Eager("eager"), CPU).row
+    assert (row.verdict, row.symptom) == (Verdict.CRASH, "broken-case")
+
+
+def test_notes_of_the_subject_mark_fallbacks(bench, hooked_body) -> None:
+    class Falling(Subject):
+        def notes(self) -> tuple[str, ...]:
+            return ("fallback: why not",)
+
+    row = compare(bench.program(hooked_body), Falling("falling"), CPU).row
+    assert (row.verdict, row.fell_back, row.notes) == (Verdict.AGREE, True, ("fallback: why not",))
+
+
+def test_a_case_without_a_float64_run_is_judged_by_the_plain_tolerance(bench) -> None:
+    def body(p) -> None:
+        x = p.leaf("x", torch.full((3,), 0.1, requires_grad=True))
+        if p.is_reference:
+            raise RuntimeError("float32 only")
+        with p.backward():
+            x.exp().sum().backward()
+
+    for fault, verdict in (("last-bit", Verdict.AGREE), ("scale-grad", Verdict.DIVERGE)):
+        subject = resolve(f"planted:{fault}")
+        subject.bitwise = False
+        row = compare(bench.program(body), subject, CPU).row
+        assert row.verdict is verdict
+        assert ("no float64 reference: float64 raises RuntimeError" in row.reason) is (
+            verdict is Verdict.DIVERGE
+        )

@@ -1,0 +1,125 @@
+"""The scenarios themselves: each runs in eager, twice, with the same outcome, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from gradparity.case import Case
+from gradparity.corpus import scenarios
+from gradparity.corpus.scenario import registered
+from gradparity.observe import observe
+from gradparity.outcome import Outcome, fingerprint, tensors_of
+from gradparity.subjects.eager import Eager
+
+SCENARIOS = registered()
+
+# What every library adds to a node or a tensor stays with it; these are the switches that could leak.
+SWITCHES = (
+    torch.is_grad_enabled,
+    torch.is_anomaly_enabled,
+    torch.is_inference_mode_enabled,
+    lambda: torch.is_autocast_enabled("cpu"),
+    torch._C._current_graph_task_id,
+    torch._C._len_torch_dispatch_stack,
+    torch._C._len_torch_function_stack,
+    torch._C._autograd._saved_tensors_hooks_is_enabled,
+    lambda: len(torch.nn.modules.module._global_backward_hooks),
+    lambda: len(torch.nn.modules.module._global_backward_pre_hooks),
+)
+
+
+@pytest.fixture(autouse=True)
+def single_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(name: str, dtype: torch.dtype = torch.float32) -> Outcome:
+    case = Case("scenarios", name)
+    return observe(case, SCENARIOS[name].body, Eager("eager"), dtype, torch.device("cpu"))
+
+
+def seen(outcome: Outcome) -> list[object]:
+    """All that must repeat, in a form that compares; not warnings, some of which torch gives only once."""
+    records = [*outcome.grads, *outcome.values]
+    return [
+        [(event.site, event.kind, event.fingerprint) for event in outcome.events],
+        [(record.name, fingerprint(record.value)) for record in records],
+        [[tensor.strides for tensor in tensors_of(record.value)] for record in records],
+        None if outcome.raised is None else (outcome.raised.type, outcome.raised.message),
+    ]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_runs_twice_alike_in_eager(name):
+    assert seen(run(name)) == seen(run(name))
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_observes_something(name):
+    outcome = run(name)
+    assert outcome.grads or outcome.values or outcome.events or outcome.raised
+
+
+@pytest.mark.parametrize("name", [name for name, item in SCENARIOS.items() if "errors" in item.tags])
+def test_error_scenarios_raise(name):
+    assert run(name).raised is not None
+
+
+@pytest.mark.parametrize("name", [name for name, item in SCENARIOS.items() if "errors" not in item.tags])
+def test_other_scenarios_do_not_raise(name):
+    assert run(name).raised is None
+
+
+@pytest.mark.parametrize("name", [name for name, item in SCENARIOS.items() if item.fp64])
+def test_reference_run_takes_the_same_way(name):
+    single, double = run(name), run(name, torch.float64)
+    assert [event.site for event in single.events] == [event.site for event in double.events]
+    assert (single.raised and single.raised.type) == (double.raised and double.raised.type)
+
+
+def test_nothing_leaks():
+    before = [switch() for switch in SWITCHES]
+    for name in SCENARIOS:
+        run(name)
+        assert [switch() for switch in SWITCHES] == before, name
+
+
+def test_there_are_enough():
+    assert len(SCENARIOS) >= 60
+
+
+def test_every_public_function_of_a_topic_is_registered_under_its_name():
+    for topic in scenarios.TOPICS:
+        functions = inspect.getmembers(topic, inspect.isfunction)
+        own = {name for name, fn in functions if fn.__module__ == topic.__name__ and not name.startswith("_")}
+        assert own
+        assert own <= SCENARIOS.keys(), topic.__name__
+
+
+def test_docstrings_are_one_sentence():
+    for name, item in SCENARIOS.items():
+        assert item.doc.endswith("."), name
+        assert "\n" not in inspect.getdoc(item.body), name
+
+
+def test_issues_are_references():
+    for name, item in SCENARIOS.items():
+        assert item.issue is None or item.issue.removeprefix("pytorch#").isdecimal(), name
+
+
+def test_bodies_are_short():
+    for name, item in SCENARIOS.items():
+        assert len(inspect.getsource(item.body).splitlines()) <= 32, name
+
+
+def test_table_names_existing_scenarios():
+    words = {word.strip(",") for word in scenarios.__doc__.split("Not here")[0].split()}
+    named = {word for word in words if word.count("_") >= 2 and word.isidentifier()}
+    assert len(named) > 40
+    assert named <= SCENARIOS.keys()

@@ -1,0 +1,127 @@
+"""Subjects: names, what they wrap, what they say about themselves."""
+
+import sys
+from collections import Counter
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from gradparity.errors import UnavailableError, UnknownNameError
+from gradparity.subjects.base import Subject
+from gradparity.subjects.registry import NAMED, resolve
+
+
+class Fake(ModuleType):
+    """As much of retrograd as the adapter uses."""
+
+    def __init__(self) -> None:
+        super().__init__("retrograd")
+        self.counters: Counter[str] = Counter()
+        self.reasons: list[str] = []
+        self.was_reset = 0
+        self.backends: list[str] = []
+
+    def compiled_autograd(self, backend: str):
+        self.backends.append(backend)
+        return nullcontext()
+
+    def explain(self) -> SimpleNamespace:
+        return SimpleNamespace(fallbacks=self.reasons)
+
+    def reset(self) -> None:
+        self.was_reset += 1
+
+
+@pytest.fixture
+def fake(monkeypatch) -> Fake:
+    module = Fake()
+    monkeypatch.setitem(sys.modules, "retrograd", module)
+    return module
+
+
+def test_which_subjects_promise_bits_and_which_answer_for_divergences(fake) -> None:
+    made = {name: resolve(name) for name in NAMED}
+    assert {name for name, subject in made.items() if subject.bitwise} == {"eager", "retrograd-live:eager"}
+    assert {name for name, subject in made.items() if subject.accountable} == {
+        "retrograd-live:eager",
+        "retrograd-live:aten",
+        "retrograd-live:inductor",
+    }
+    assert all(subject.name == name for name, subject in made.items())
+
+
+def test_any_backend_by_name() -> None:
+    assert resolve("compile:eager").backend == "eager"
+    with pytest.raises(UnknownNameError, match=r"(?s)torch.compile backend 'nobody'.*inductor"):
+        resolve("compile:nobody")
+
+
+@pytest.mark.parametrize(
+    "name", ["nobody", "planted:nothing", "import:nowhere:X", "import:sys:path", "import:x"]
+)
+def test_unknown_names(name: str) -> None:
+    with pytest.raises(UnknownNameError):
+        resolve(name)
+
+
+def test_a_subject_of_ones_own_by_import_path() -> None:
+    assert isinstance(resolve("import:gradparity.subjects.base:Subject"), Subject)
+
+
+def test_retrograd_missing(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "retrograd", None)
+    with pytest.raises(UnavailableError, match="pip install retrograd"):
+        resolve("retrograd-live:eager")
+
+
+def test_the_adapter_reports_new_fallbacks_only(fake) -> None:
+    fake.reasons = ["old reason"]
+    fake.counters.update(fallbacks=1, runs=1)
+    subject = resolve("retrograd-live:aten")
+    subject.begin()
+    with subject.backward():
+        fake.counters.update(runs=1, lowerings=2)
+    assert fake.backends == ["aten"]
+    assert subject.notes() == ()
+    assert subject.compiles() == 2
+    subject.begin()
+    fake.reasons += ["new reason\nin detail"]
+    assert subject.notes() == ("no backward of this case was compiled",)
+    fake.counters.update(fallbacks=1)
+    assert subject.notes() == ("fallback: new reason", "no backward of this case was compiled")
+
+
+def test_only_a_cold_case_resets_retrograd(fake) -> None:
+    subject = resolve("retrograd-live:eager")
+    subject.reset(cold=False)
+    assert fake.was_reset == 0
+    subject.reset(cold=True)
+    assert fake.was_reset == 1
+
+
+def test_stock_compiled_autograd_compiles_the_backward_and_hooks_still_run_eagerly() -> None:
+    subject = resolve("stock-ca:eager")
+    subject.reset(cold=False)
+    subject.begin()
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(subject.wrap_hook(lambda grad: seen.append(grad.tolist())))
+    with subject.around(), subject.backward():
+        y.sum().backward()
+    assert seen == [[1.0, 1.0]]
+    assert x.grad.tolist() == [2.0, 2.0]
+    assert subject.compiles() > 0
+
+
+def test_stock_compile_compiles_the_forward() -> None:
+    subject = resolve("compile:aot_eager")
+    subject.reset(cold=False)
+    subject.begin()
+    x = torch.ones(2, requires_grad=True)
+    with subject.around():
+        subject.compile(lambda t: t.sin() * 2)(x).sum().backward()
+    assert subject.compiles() > 0
+    assert torch.allclose(x.grad, 2 * x.detach().cos())
