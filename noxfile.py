@@ -1,0 +1,147 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["nox>=2025.2.9"]
+# ///
+"""What can be done here. `nox` alone runs the main job; `nox -s NAME -- ARGS` passes ARGS on to a session."""
+
+# One environment serves every session that needs torch. nox gives each session an environment of its own, and
+# torch takes gigabytes; so the session `env` owns the shared one, and the others say `requires=["env"]`, have
+# none themselves (`venv_backend="none"`), and run the programs that `env` installed. nox runs `env` first,
+# and once, whichever sessions were named. Sessions that need no torch keep a small environment of their own.
+
+import os
+
+import nox
+
+nox.options.default_venv_backend = "virtualenv"
+nox.options.sessions = ["parity"]
+nox.options.error_on_missing_interpreters = True
+
+PINS = ("-c", "requirements/pins.txt")
+DISTRIBUTIONS = ("-e", "./packages/retrograd", "-e", "./harness")
+SOURCES = os.pathsep.join(("packages/retrograd/src", "harness/src"))
+TORCH_VERSIONS = ("2.11.0", "2.12.0", "2.13.0")
+JOBS = str(min(os.cpu_count() or 1, 8))
+FIXED = ("--device", "auto", "-n", JOBS, "--expected", "suites/parity/expected.toml")
+
+# The main job, as (subjects, corpora, at most so many cases a corpus). The exact lowering takes everything.
+# What compiles takes seconds a case, so of the large corpora it sees a sample, spread evenly; stock compiled
+# autograd would take minutes for each of the models.
+Leg = tuple[tuple[str, ...], tuple[str, ...], int | None]
+EXACT = ("retrograd-live:eager",)
+INDUCTOR = ("retrograd-live:inductor",)
+STOCK = ("stock-ca:eager",)
+PROGRAMS = ("scenarios", "autograd_function_db")
+MODELS = ("models",)
+SAMPLES = ("op_db", "module_db")
+WHOLE_RUN: tuple[Leg, ...] = (
+    (EXACT, PROGRAMS + MODELS + SAMPLES, None),
+    (INDUCTOR, PROGRAMS + MODELS, None),
+    (STOCK, PROGRAMS, None),
+    (INDUCTOR + STOCK, SAMPLES, 40),
+)
+SHORT_RUN: tuple[Leg, ...] = (
+    (EXACT, PROGRAMS + MODELS, None),
+    (EXACT, SAMPLES, 600),
+    (INDUCTOR, PROGRAMS + MODELS, 12),
+)
+
+
+def install(session: nox.Session, *torch: str) -> None:
+    """Install torch by exact pin, then both distributions with all that the sessions use."""
+    session.install(*PINS, *torch, "-r", "requirements/build.txt")
+    session.install(*PINS, "--no-build-isolation", *DISTRIBUTIONS, "-r", "requirements/dev.txt")
+
+
+def settings(session: nox.Session) -> dict[str, str]:
+    """Environment variables for programs that run torch: one thread a process, one Inductor cache for all."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(session.cache_dir.absolute() / "inductor"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def run(session: nox.Session, program: str, *arguments: str, silent: bool = False) -> None:
+    """Run a program of the shared environment; what it starts finds that environment first on PATH too."""
+    programs = session.cache_dir.absolute().parent / "env" / "bin"
+    path = os.pathsep.join((str(programs), os.environ.get("PATH", "")))
+    variables = {**settings(session), "PATH": path}
+    session.run(str(programs / program), *arguments, env=variables, external=True, silent=silent)
+
+
+def words(leg: Leg) -> list[str]:
+    """The arguments of `gradparity run` for one leg of the main job."""
+    subjects, corpora, limit = leg
+    named = [word for subject in subjects for word in ("--subject", subject)]
+    named += [word for corpus in corpora for word in ("--corpus", corpus)]
+    return named if limit is None else [*named, "--limit-per-corpus", str(limit)]
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def parity(session: nox.Session) -> None:
+    """The main job: run real programs eager and compiled, compare gradients and hook order, say a verdict.
+
+    Uses a GPU where there is one. `-- --short` is CI's short run; other arguments are a run of your own, for
+    instance `-- --subject stock-ca:inductor --corpus scenarios`.
+    """
+    own = [argument for argument in session.posargs if argument != "--short"]
+    legs = SHORT_RUN if "--short" in session.posargs else WHOLE_RUN
+    failed = 0
+    for arguments in [own] if own else map(words, legs):
+        try:
+            run(session, "gradparity", "run", *FIXED, *arguments)
+        except nox.command.CommandFailed:
+            failed += 1  # the other legs have something to say too
+    if failed:
+        session.error(f"{failed} of the runs above found an unexpected divergence, or could not run")
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def tests(session: nox.Session) -> None:
+    """All tests, in parallel (`-- suites/unit -k hooks` narrows)."""
+    run(session, "python", "-m", "pytest", "-n", JOBS, "--dist", "loadgroup", *session.posargs)
+
+
+@nox.session(reuse_venv=True)
+def lint(session: nox.Session) -> None:
+    """Lint and formatting (`-- --fix` repairs what can be repaired)."""
+    session.install(*PINS, "ruff")
+    fix = "--fix" in session.posargs
+    session.run("ruff", "check", *(["--fix"] if fix else []))
+    session.run("ruff", "format", *([] if fix else ["--check"]))
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def types(session: nox.Session) -> None:
+    """Types of both packages, mypy strict."""
+    run(session, "mypy", *session.posargs)
+
+
+@nox.session(reuse_venv=True)
+def imports(session: nox.Session) -> None:
+    """Import contracts: the layers of both packages, and who may know whom."""
+    session.install(*PINS, "import-linter")
+    session.run("lint-imports", *session.posargs, env={"PYTHONPATH": SOURCES})
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def bench(session: nox.Session) -> None:
+    """Benchmarks of this checkout, with asv (`-- --quick` is a smoke run that saves nothing)."""
+    run(session, "asv", "machine", "--yes", silent=True)
+    commit = [] if "--quick" in session.posargs else ["--set-commit-hash", "HEAD"]
+    run(session, "asv", "run", "--python=same", "--show-stderr", *commit, *session.posargs)
+
+
+@nox.session
+@nox.parametrize("torch", TORCH_VERSIONS, ids=TORCH_VERSIONS)
+def tests_torch(session: nox.Session, torch: str) -> None:
+    """The tests under another supported torch, in an environment of its own (several GB)."""
+    install(session, f"torch=={torch}")
+    session.run("pytest", "-n", JOBS, "--dist", "loadgroup", *session.posargs, env=settings(session))
+
+
+@nox.session(reuse_venv=True)
+def env(session: nox.Session) -> None:
+    """Only build or refresh the environment that the sessions with torch share."""
+    install(session, "-r", "requirements/torch.txt")

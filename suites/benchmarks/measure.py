@@ -1,0 +1,150 @@
+"""The measurements themselves; each runs in this process, which is meant to be a fresh one (see `fresh`).
+
+In: a subject, a workload's name and a device. Out: plain numbers, in seconds or bytes. As a program it prints
+them as one line of JSON: `python -m benchmarks.measure first_backward '{"subject": "eager"}'`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+# Imported for their effect: what every subject imports is loaded before any clock starts.
+import torch._dynamo
+import torch._functorch.aot_autograd
+import torch.fx.experimental.symbolic_shapes
+
+from .models import Workload, workload
+from .subjects import SUBJECTS, Context
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has done what it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed_backward(program: Workload, context: Context, device: str) -> float:
+    """Seconds of one backward, without its forward, with entering and leaving the context."""
+    program.clear()
+    loss = program.loss()
+    synchronize(device)
+    start = time.perf_counter()
+    with context():
+        loss.backward()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def first_backward(subject: str, model: str = "small", device: str = "cpu") -> float:
+    """Seconds of the first backward of this process: capture, tracing and compile, with cold caches.
+
+    One eager backward goes first, so that no subject pays for starting torch's autograd threads and kernels.
+    """
+    program = workload(model, device)
+    timed_backward(program, SUBJECTS["eager"](), device)
+    return timed_backward(program, SUBJECTS[subject](), device)
+
+
+def steady_backward(
+    subject: str, model: str = "small", device: str = "cpu", rounds: int = 200
+) -> dict[str, float]:
+    """Median seconds of a backward after warm-up, of the subject and of eager, taking turns in every round.
+
+    One subject a process: torch's cache of captured graphs is one for the whole process and would hand one
+    compiler's code to another.
+    """
+    program = workload(model, device)
+    contexts = {name: SUBJECTS[name]() for name in ("eager", subject)}
+    for context in contexts.values():
+        for _ in range(3):
+            timed_backward(program, context, device)
+    seconds: dict[str, list[float]] = {name: [] for name in contexts}
+    for _ in range(rounds):
+        for name, context in contexts.items():
+            seconds[name].append(timed_backward(program, context, device))
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def allocator_peak(program: Workload, context: Context) -> int:
+    """Most bytes of torch's CPU allocator in use at any moment of the backward.
+
+    Exact, from the profiler's events. What was allocated before the forward is not counted.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        loss = program.loss()
+        with torch.profiler.record_function("measured backward"), context():
+            loss.backward()
+    with TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    start = next(event["ts"] for event in events if event.get("name") == "measured backward")
+    allocations = [event for event in events if event.get("name") == "[memory]" and event["ts"] >= start]
+    return max(event["args"]["Total Allocated"] for event in allocations)
+
+
+def resident_bytes(field: str) -> int:
+    """A field of this process's status in Linux, in bytes: VmRSS is resident now, VmHWM its peak."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
+def resident_peak(program: Workload, context: Context) -> int:
+    """Most bytes resident at any moment of the backward, less those before the forward (Linux)."""
+    before = resident_bytes("VmRSS")
+    loss = program.loss()
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
+    with context():
+        loss.backward()
+    return resident_bytes("VmHWM") - before
+
+
+def cuda_peak(program: Workload, context: Context) -> int:
+    """Most bytes of device memory allocated at any moment of the backward, less those before the forward."""
+    before = torch.cuda.memory_allocated()
+    loss = program.loss()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    with context():
+        loss.backward()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def peak_memory(subject: str, model: str = "wide", device: str = "cpu") -> dict[str, int]:
+    """Peak bytes of a steady backward, by each way of counting: what was saved, gradients, temporaries.
+
+    Parameters are not counted, being the same for all. The subject is warm: the memory that compiling took is
+    not the backward's.
+    """
+    program = workload(model, device)
+    context = SUBJECTS[subject]()
+    for _ in range(2):
+        timed_backward(program, context, device)
+    peaks = {}
+    for name, count in COUNTERS[device].items():
+        program.clear()
+        peaks[name] = count(program, context)
+    return peaks
+
+
+COUNTERS = {"cpu": {"allocator": allocator_peak, "resident": resident_peak}, "cuda": {"cuda": cuda_peak}}
+MEASUREMENTS: dict[str, Callable[..., Any]] = {
+    measurement.__name__: measurement for measurement in (first_backward, steady_backward, peak_memory)
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(MEASUREMENTS[sys.argv[1]](**json.loads(sys.argv[2]))))

@@ -1,0 +1,95 @@
+"""The benchmarks: asv finds them, and their measurements measure."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from benchmarks import fresh, measure, subjects
+from benchmarks.models import Workload
+
+MODULES = ("compile_time", "run_time", "memory")
+MEBIBYTE = 1 << 20
+
+
+@pytest.fixture(params=MODULES)
+def module(request: pytest.FixtureRequest) -> ModuleType:
+    return importlib.import_module(f"benchmarks.{request.param}")
+
+
+def benchmarks(module: ModuleType) -> list[object]:
+    """The functions that asv takes for benchmarks."""
+    classes = [
+        value
+        for _, value in inspect.getmembers(module, inspect.isclass)
+        if value.__module__ == module.__name__
+    ]
+    return [
+        value
+        for owner in classes
+        for name, value in vars(owner).items()
+        if name.startswith(("track_", "time_"))
+    ]
+
+
+def test_asv_finds_the_benchmarks_where_its_settings_say(root: Path) -> None:
+    settings = json.loads((root / "asv.conf.json").read_text())
+    assert (root / settings["benchmark_dir"]).resolve() == fresh.PACKAGE
+    assert (root / settings["repo_subdir"] / "pyproject.toml").is_file()
+
+
+def test_every_benchmark_says_its_unit_and_what_it_is(module: ModuleType) -> None:
+    found = benchmarks(module)
+    assert found
+    assert [
+        benchmark for benchmark in found if not getattr(benchmark, "unit", "") or not benchmark.__doc__
+    ] == []
+
+
+def test_every_subject_of_a_benchmark_is_defined(module: ModuleType) -> None:
+    assert set(module.SUBJECTS) <= set(subjects.SUBJECTS)
+
+
+class Detour(torch.autograd.Function):
+    """Doubles; its backward takes 32 MiB for a moment."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2 + torch.ones(8 * MEBIBYTE)[0]
+
+
+class DetourModel(torch.nn.Module):
+    """One parameter of 4 MiB through the detour."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(MEBIBYTE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Detour.apply(self.weight)
+
+
+def test_the_peak_of_a_backward_contains_what_it_took_for_a_moment() -> None:
+    program = Workload(DetourModel(), torch.zeros(()))
+    peak = measure.allocator_peak(program, subjects.SUBJECTS["eager"]())
+    assert 32 * MEBIBYTE < peak < 64 * MEBIBYTE
+
+
+def test_a_measurement_runs_in_a_fresh_process() -> None:
+    seconds = fresh.measure("first_backward", subject="eager")
+    assert 0 < seconds < 10
+
+
+def test_a_measurement_that_fails_says_why() -> None:
+    with pytest.raises(fresh.MeasurementError, match="KeyError: 'nobody'"):
+        fresh.measure("first_backward", subject="nobody")
