@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from suites.unit.retrograd.programs import leaf
 from torch import Tensor
 
 import retrograd
+from retrograd._torch.engine import EngineRequest
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.render import readable
+from retrograd.graph.verify import verify_layout
 from retrograd.live.captured import CapturedBackward
 from retrograd.live.cut import cut
 
@@ -22,14 +25,14 @@ def names(text: str) -> str:
     return "\n".join(line for line in lines if "getitem(" not in line and "validate_outputs(" not in line)
 
 
-def captured(root: Tensor, monkeypatch: object = None) -> tuple[BackwardGraph, BackwardGraph]:
+def captured(root: Tensor) -> tuple[BackwardGraph, BackwardGraph]:
     """The graph in the engine's order, and in eager's."""
     kept: list[BackwardGraph] = []
     original = CapturedBackward.__init__
 
-    def keep(self: CapturedBackward, backward: BackwardGraph) -> None:
+    def keep(self: CapturedBackward, backward: BackwardGraph, request: EngineRequest) -> None:
         kept.append(backward)
-        original(self, backward)
+        original(self, backward, request)
 
     CapturedBackward.__init__ = keep  # type: ignore[method-assign]
     try:
@@ -146,7 +149,7 @@ def test_values_die_with_their_last_reader() -> None:
         read_later |= used
 
 
-def test_the_report_shows_all_graphs(capsys: object) -> None:
+def test_the_report_shows_all_graphs() -> None:
     w = leaf()
     report = retrograd.explain(lambda: w.sin().sum().backward(), backend="aten")
     text = report.print_readable(print_output=False)
@@ -188,3 +191,41 @@ def test_late_hooks_run_where_eager_runs_them() -> None:
     ]
     assert events(contextlib.nullcontext()) == expected
     assert events(retrograd.compiled_autograd("aten", strict=True)) == expected
+
+
+def test_the_users_line_is_shown_where_torch_knows_it() -> None:
+    w = leaf()
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        root = w.sin().sum()
+    _, backward = captured(root)
+    assert "test_graphs.py" in backward.node_calls[1].source
+    assert "root = w.sin().sum()" in readable(backward)
+
+
+def without(backward: BackwardGraph, name: str) -> BackwardGraph:
+    """A copy of `backward` that does not make the calls called `name`."""
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(backward.graph, {}))
+    for node in reversed(graph.nodes):
+        if getattr(node.target, "__name__", "") == name and not node.users:
+            graph.erase_node(node)
+    return backward.with_graph(graph)
+
+
+def test_a_layout_that_loses_a_call_is_refused() -> None:
+    engine_order, eager_order = captured(branches())
+    verify_layout(engine_order, eager_order)
+    with pytest.raises(retrograd.VerificationError, match="accumulate_grad is made too rarely"):
+        verify_layout(engine_order, without(eager_order, "accumulate_grad"))
+    with pytest.raises(retrograd.VerificationError, match="accumulate_grad is made too often"):
+        verify_layout(without(engine_order, "accumulate_grad"), eager_order)
+
+
+def test_a_layout_that_reads_too_early_is_refused() -> None:
+    engine_order, eager_order = captured(branches())
+    accumulate = next(
+        n for n in eager_order.graph.nodes if getattr(n.target, "__name__", "") == "accumulate_grad"
+    )
+    next(node for node, _ in eager_order.calls()).prepend(accumulate)
+    with pytest.raises(retrograd.VerificationError, match="before it is there"):
+        verify_layout(engine_order, eager_order)

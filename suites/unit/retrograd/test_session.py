@@ -303,3 +303,51 @@ def test_stock_compiled_autograd_before_and_after_keeps_working() -> None:
         assert torch.equal(grad(stock._enable(lambda gm: gm)), expected)
         assert torch.equal(grad(retrograd.compiled_autograd("eager", strict=True)), expected)
     assert nothing_is_left()
+
+
+@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
+@pytest.mark.parametrize("retain_grad", [False, True], ids=["", "in the engine's frame"])
+def test_a_second_derivative_through_unpack_hooks_is_eagers(retain_grad: bool) -> None:
+    def second(context: contextlib.AbstractContextManager[object]) -> torch.Tensor:
+        w = leaf()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t * 1):
+            y = w.sin()
+            if retain_grad:
+                y.retain_grad()
+            z = (y * y).sum()
+        with context:
+            (grad,) = torch.autograd.grad(z, w, create_graph=True)
+            (twice,) = torch.autograd.grad(grad.sum(), w)
+        return twice
+
+    assert torch.equal(second(retrograd.compiled_autograd("eager")), second(contextlib.nullcontext()))
+
+
+def test_a_strict_error_inside_a_hook_is_the_hooks_error() -> None:
+    inner = torch.ones(3, requires_grad=True)
+
+    def nested(grad: torch.Tensor) -> None:
+        with torch.enable_grad():
+            (inner * inner).sum().backward()
+
+    w = leaf()
+    y = w.sin()
+    y.retain_grad()
+    y.register_hook(nested)
+    with pytest.raises(retrograd.CaptureError, match="inside a running backward"):
+        with retrograd.compiled_autograd("eager", strict=True):
+            y.sum().backward()
+    assert w.grad is None
+    assert nothing_is_left()
+
+
+def test_a_refusal_names_the_node_and_the_way_out() -> None:
+    w = leaf()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        y = Square.apply(w)
+    with pytest.raises(retrograd.CaptureError) as error, retrograd.compiled_autograd("eager", strict=True):
+        y.sum().backward()
+    assert str(error.value).splitlines()[1:] == [
+        "  stage  live.capture        node  SquareBackward (node call 2)",
+        "  try    save its tensors outside of saved_tensors_hooks",
+    ]

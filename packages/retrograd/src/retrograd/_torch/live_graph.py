@@ -6,6 +6,8 @@ wanted with ``inputs=`` is that of ``GraphTask::init_to_execute`` in ``torch/csr
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from retrograd._torch.engine import EngineRequest
 from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
 
-__all__ = ["read_live_graph"]
+__all__ = ["forward_line", "read_live_graph"]
 
 
 def read_live_graph(request: EngineRequest) -> LiveGraph:
@@ -39,6 +41,14 @@ def read_live_graph(request: EngineRequest) -> LiveGraph:
     targets = [index[node] for node, _ in map(_edge, request.inputs) if node in index]
     wanted = _wanted(nodes, targets) if request.inputs else None
     return LiveGraph(tuple(nodes), roots, wanted)
+
+
+def forward_line(node: Any) -> str:
+    """The user's line that made `node`: ``model.py:88  y = x.sin()``; empty unless the forward ran in
+    anomaly mode, which is when torch records it."""
+    frames = node.metadata.get("traceback_")
+    found = re.search(r'File "([^"]+)", line (\d+).*\n\s*(.*)', frames[-1]) if frames else None
+    return f"{os.path.basename(found[1])}:{found[2]}  {found[3].strip()}" if found else ""
 
 
 def _edge(root: Any) -> tuple[Any, int]:

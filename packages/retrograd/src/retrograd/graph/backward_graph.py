@@ -41,10 +41,18 @@ class Source:
 
 @dataclass(frozen=True)
 class NodeCall:
-    """One node that the engine executed: its index in the engine's walk and the autograd node's name."""
+    """One node that the engine executed.
+
+    Attributes:
+        index: its place in the engine's walk.
+        name: the autograd node's name.
+        source: the user's line that made the node in the forward, where torch knows it (anomaly mode
+            records it).
+    """
 
     index: int
     name: str
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,15 +78,11 @@ class BackwardGraph:
         graph: the calls; the output node returns one value per requested gradient (none for
             ``.backward()``).
         node_calls: every node the engine executed, by index; those that only pass hooks are here too.
-        lifted: how many inputs, sizes and scalars are handed over at run time.
-        entries: per node call, the gradients that arrive at it before any hook.
         needs_engine_frame: C++ hooks are called, which is possible only while the engine's call is alive.
     """
 
     graph: fx.Graph
     node_calls: tuple[NodeCall, ...]
-    lifted: tuple[int, int, int]
-    entries: dict[int, tuple[fx.Node | None, ...]]
     needs_engine_frame: bool
 
     def calls(self) -> Iterator[tuple[fx.Node, Call]]:
@@ -97,9 +101,9 @@ class BackwardGraph:
         """The values returned to the caller of ``autograd.grad``."""
         return tuple(next(iter(reversed(self.graph.nodes))).args[0])
 
-    def with_graph(self, graph: fx.Graph, entries: dict[int, tuple[fx.Node | None, ...]]) -> BackwardGraph:
+    def with_graph(self, graph: fx.Graph) -> BackwardGraph:
         """The same capture with its calls laid out anew."""
-        return replace(self, graph=graph, entries=entries)
+        return replace(self, graph=graph)
 
     def node_name(self, index: int) -> str:
         """``MulBackward0 (7 of 31)`` for messages."""

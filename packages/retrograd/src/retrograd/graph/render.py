@@ -22,7 +22,8 @@ def readable(backward: BackwardGraph) -> str:
     for node, call in backward.calls():
         if call.node_call != current:
             current = call.node_call
-            lines.append(f"  # {backward.node_name(current)}")
+            source = backward.node_calls[current].source
+            lines.append(f"  # {backward.node_name(current)}" + (f"  {source}" if source else ""))
         target = getattr(node.target, "__name__", str(node.target))
         kind = f"  # {call.hook.value}" if call.hook else ""
         lines.append(f"    {node.name} = {target}({', '.join(map(_argument, node.args))}){kind}")

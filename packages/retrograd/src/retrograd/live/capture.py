@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from retrograd.errors import CaptureError, Reason
 from retrograd.graph.backward_graph import BackwardGraph, Call, NodeCall, Source, SourceKind
 from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.live.calls import copy_slices, functions, gradients, hooks, saved
@@ -37,7 +38,6 @@ class BackwardRecorder:
         self._in_function = False
         self._placeholders: dict[Source, fx.Node] = {}
         self._last_placeholder: fx.Node | None = None
-        self._entries: dict[int, tuple[Value, ...]] = {}
         self._before_hooks: dict[fx.Node, Value] = {}
         self._executed: set[int] = set()
         self._needs_engine_frame = False
@@ -45,8 +45,8 @@ class BackwardRecorder:
     # placeholders
 
     def begin(self, inputs: int, sizes: int, scalars: int) -> tuple[list[Value], list[Value], list[Value]]:
-        self._lifted = (inputs, sizes, scalars)
-        kinds = zip((SourceKind.INPUT, SourceKind.SIZE, SourceKind.SCALAR), self._lifted, strict=True)
+        counts = (inputs, sizes, scalars)
+        kinds = zip((SourceKind.INPUT, SourceKind.SIZE, SourceKind.SCALAR), counts, strict=True)
         values = [[self._placeholder(kind, i) for i in range(count)] for kind, count in kinds]
         return values[0], values[1], values[2]
 
@@ -82,24 +82,20 @@ class BackwardRecorder:
             for i, want in enumerate(wanted)
         ]
 
-    def _enter(self, grads: Sequence[Value]) -> None:
-        self._entries.setdefault(self._node_calls[-1].index, tuple(grads))
-
-    def _execute(self, grads: Sequence[Value]) -> None:
-        self._enter(grads)
+    def _execute(self) -> None:
         self._executed.add(self._node_calls[-1].index)
 
     def node(
         self, name: str, fn: Callable[..., Any], grads: list[Value], args: Any, wanted: list[bool]
     ) -> list[Value]:
-        self._execute(grads)
+        self._execute()
         result = self._call(CallKind.NODE, NodeFunction(name, fn), (grads, *args))
         return self._elements(result, wanted)
 
     def cpp_function(
         self, name: str, fn: Callable[..., Any], grads: list[Value], args: Any, wanted: list[bool]
     ) -> list[Value]:
-        self._execute(grads)
+        self._execute()
         result = self._call(CallKind.CPP_FUNCTION, NodeFunction(name, fn), (grads, *args))
         return self._elements(result, wanted)
 
@@ -108,7 +104,7 @@ class BackwardRecorder:
         return self._elements(result, [value is not None for value in outputs])
 
     def copy_slices_prologue(self, grads: list[Value], base: Any, view: Any) -> list[Value]:
-        self._execute(grads)
+        self._execute()
         result = self._call(CallKind.COPY_SLICES, copy_slices.prologue, (grads[0], base, view))
         return self._elements(result, [True, True, True])
 
@@ -126,15 +122,23 @@ class BackwardRecorder:
         wanted: list[bool],
         materializes: bool | None,
     ) -> list[Value]:
-        self._execute(grads)
+        self._execute()
         if any(_is_packed(value) for value in saved_values):
-            raise NotImplementedError(
-                "an autograd.Function whose saved tensors are behind unpack hooks: "
-                "the engine does not tell whether they require grad"
-            )
+            raise CaptureError(self._packed_reason())
         ctx = self._placeholder(SourceKind.HOOK, context)
         args = (ctx, grads, saved_values, tuple(wanted), materializes)
         return self._elements(self._call(CallKind.FUNCTION, functions.call_backward, args), wanted)
+
+    def _packed_reason(self) -> Reason:
+        call = self._node_calls[-1]
+        return Reason(
+            "function-behind-unpack-hooks",
+            "an autograd.Function whose saved tensors are behind unpack hooks: "
+            "the engine does not tell whether they require grad",
+            "live.capture",
+            node=f"{call.name} (node call {call.index})",
+            way_out="save its tensors outside of saved_tensors_hooks",
+        )
 
     def add(self, old: Value, new: Value) -> Value:
         if isinstance(old, fx.Node) and old.target is gradients.sum_gradients:
@@ -142,14 +146,13 @@ class BackwardRecorder:
         return self._call(CallKind.SUM, gradients.sum_gradients, (old, new))
 
     def accumulate(self, variable: Value, grad: Value, has_post_hooks: bool) -> Value:
-        self._execute([grad])
+        self._execute()
         self._call(CallKind.ACCUMULATE, gradients.accumulate_grad, (variable, grad, has_post_hooks))
         return variable
 
     # hooks
 
     def tensor_hook(self, kind: HookKind, grads: list[Value], hook: int, slot: int) -> list[Value]:
-        self._enter(grads)
         if kind is HookKind.RETAIN_GRAD:
             self._needs_engine_frame = True
             node = self._call(CallKind.HOOK, hooks.call_cpp_tensor_hook, (hook, grads[slot]), kind)
@@ -160,7 +163,6 @@ class BackwardRecorder:
         return [node if i == slot else grad for i, grad in enumerate(grads)]
 
     def node_pre_hook(self, grads: list[Value], hook: int) -> list[Value]:
-        self._enter(grads)
         args = (self._placeholder(SourceKind.HOOK, hook), tuple(grads))
         node = self._call(CallKind.HOOK, hooks.call_node_pre_hook, args, HookKind.NODE_PRE)
         return self._elements(node, [True] * len(grads))
@@ -183,10 +185,8 @@ class BackwardRecorder:
 
     def finish(self, outputs: list[Value]) -> Any:
         self._graph.output(tuple(self._captured(value) for value in outputs))
-        graph = BackwardGraph(
-            self._graph, tuple(self._node_calls), self._lifted, self._entries, self._needs_engine_frame
-        )
-        return self._finished(graph)
+        node_calls = tuple(self._node_calls)
+        return self._finished(BackwardGraph(self._graph, node_calls, self._needs_engine_frame))
 
     def _captured(self, value: Value) -> Value:
         """What ``autograd.grad`` returns for an input of a node that is also executed: the gradient

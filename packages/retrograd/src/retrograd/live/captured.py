@@ -6,13 +6,15 @@ The engine's cache does not hold sequence numbers, so a structure met again may 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from retrograd._torch.engine import EngineRequest
-from retrograd._torch.live_graph import read_live_graph
+from retrograd._torch.live_graph import forward_line, read_live_graph
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
-from retrograd.events import counters
+from retrograd.errors import VerificationError
+from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.graph.live_graph import LiveGraph
@@ -32,6 +34,7 @@ class CapturedBackward:
 
     Args:
         backward: as captured.
+        request: the backward that it was captured from.
 
     Attributes:
         n_outputs: how many gradients the engine expects back.
@@ -40,9 +43,9 @@ class CapturedBackward:
             tensor's own history, which a differentiable backward needs.
     """
 
-    def __init__(self, backward: BackwardGraph) -> None:
+    def __init__(self, backward: BackwardGraph, request: EngineRequest) -> None:
         counters["captures"] += 1
-        self.backward = backward
+        self.backward = _with_sources(backward, read_live_graph(request))
         self.needs_engine_frame = backward.needs_engine_frame
         self.n_outputs = len(backward.outputs())
         self.has_unpack_hooks = any(call.hook is HookKind.UNPACK for _, call in backward.calls())
@@ -64,9 +67,18 @@ class CapturedBackward:
             return known, False
         backward = self.backward
         if live is not None:
-            backward = lay_out_like_eager(backward, _positions(backward, live))
+            backward = self._laid_out(live)
         plan = self._plans[key] = Plan(backward, config, find_backend(config.backend))
         return plan, True
+
+    def _laid_out(self, live: LiveGraph) -> BackwardGraph:
+        try:
+            return lay_out_like_eager(self.backward, _positions(self.backward, live))
+        except (LookupError, VerificationError):
+            if not self._plans:
+                raise  # still capturing: the stock engine can run this backward
+            live_log.exception("eager's order is not known: running in the engine's")
+            return self.backward
 
     def __call__(self, call: Any) -> list[Any]:
         """Run as captured: stock compiled autograd found our structure in the engine's cache."""
@@ -81,6 +93,14 @@ def _order_is_visible(backward: BackwardGraph) -> bool:
         or (call.kind is CallKind.SUM and len(node.args) > _ASSOCIATIVE)
         for node, call in backward.calls()
     )
+
+
+def _with_sources(backward: BackwardGraph, live: LiveGraph) -> BackwardGraph:
+    """Name the user's lines where torch knows them."""
+    handles = [None if i == ROOT else live.nodes[i].handle for i in engine_walk(live)]
+    lines = ["" if handle is None else forward_line(handle) for handle in handles]
+    named = [replace(call, source=line) for call, line in zip(backward.node_calls, lines, strict=False)]
+    return replace(backward, node_calls=tuple(named))
 
 
 def _positions(backward: BackwardGraph, live: LiveGraph) -> list[int]:

@@ -7,7 +7,6 @@ Out: what torch's engine would return.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -65,35 +64,30 @@ class Session:
     def run(self, request: EngineRequest) -> Grads:
         """Run one backward."""
         if obstacle := why_not_collectable(request):
-            return self._fall_back(request, obstacle[0], obstacle[1])
+            return self._fall_back(request, _reason(*obstacle))
         ran: list[Grads] = []
         started = False
 
         def start(call: Collected) -> None:
             nonlocal started
             started = True
-            ran.append(self._run_plan(call, request))
+            ran.append(self._run_collected(call, request))
 
         try:
             collected = collect(request, lambda: self._protocol(request), start)
-        except EngineBusyError as busy:
-            return self._fall_back(request, "engine-busy", str(busy), busy)
         except Exception as error:
             if started:
                 raise
-            return self._fall_back(request, "capture-failed", f"{type(error).__name__}: {error}", error)
+            return self._fall_back(request, _reason_of(error), error)
         if collected is not None:
-            # With create_graph the graph is kept (see `why_not_collectable`): falling back is still possible.
-            if request.create_graph and collected.artifact.has_unpack_hooks:
-                return self._fall_back(request, "create-graph-through-unpack-hooks", _NO_HISTORY)
             start(collected)
-        return self._checked(request, ran[0])
+        return ran[0]
 
     # capture
 
     def _protocol(self, request: EngineRequest) -> EngineProtocol:
         def finished(backward: BackwardGraph) -> CapturedBackward:
-            captured = CapturedBackward(backward)
+            captured = CapturedBackward(backward, request)
             # Laid out now, while a failure can still go to the stock engine.
             self._plan(captured, request)
             return captured
@@ -109,6 +103,12 @@ class Session:
         return plan
 
     # run
+
+    def _run_collected(self, call: Collected, request: EngineRequest) -> Grads:
+        # With create_graph the graph is kept (see `why_not_collectable`): falling back is still possible.
+        if request.create_graph and call.artifact.has_unpack_hooks:
+            return self._fall_back(request, _reason("create-graph-through-unpack-hooks", _NO_HISTORY))
+        return self._checked(request, self._run_plan(call, request))
 
     def _run_plan(self, call: Collected, request: EngineRequest) -> Grads:
         plan = self._plan(call.artifact, request)
@@ -138,12 +138,7 @@ class Session:
 
     # fall back
 
-    def _fall_back(
-        self, request: EngineRequest, code: str, text: str, error: Exception | None = None
-    ) -> Grads:
-        reason = Reason(
-            code, text.split("\n", 1)[0], "live.capture", way_out=_WAY_OUT.get(code, _WAY_OUT[""])
-        )
+    def _fall_back(self, request: EngineRequest, reason: Reason, error: Exception | None = None) -> Grads:
         if self.config.strict:
             raise CaptureError(reason) from error
         with window.stock():
@@ -163,6 +158,21 @@ class Session:
             warnings.warn(f"a backward ran on the stock engine: {reason}", FallbackWarning, stacklevel=6)
 
 
+def _reason(code: str, text: str) -> Reason:
+    return Reason(
+        code, text.split("\n", 1)[0].strip(), "live.capture", way_out=_WAY_OUT.get(code, _WAY_OUT[""])
+    )
+
+
+def _reason_of(error: Exception) -> Reason:
+    """Why a capture that raised is not used."""
+    if isinstance(error, CaptureError):
+        return error.reason
+    if isinstance(error, EngineBusyError):
+        return _reason("engine-busy", str(error))
+    return _reason("capture-failed", f"{type(error).__name__}: {error}")
+
+
 def forget_warnings() -> None:
     """Give every fallback warning again."""
     _warned.clear()
@@ -176,5 +186,3 @@ _WAY_OUT = {
     "intermediate-input": "retain_graph=True has it compiled",
     "engine-busy": "run the backwards of several threads one after the other to have them compiled",
 }
-
-Handler = Callable[..., Grads]

@@ -90,7 +90,7 @@ class _Rest:
         for index, nodes in self._blocks(done):
             self._block(nodes, came.get(index, ()), went)
         self._graph.output(tuple(self._value(node) for node in self._backward.outputs()))
-        return self._backward.with_graph(self._graph, {}), [*placeholders, *self._hooks]
+        return self._backward.with_graph(self._graph), [*placeholders, *self._hooks]
 
     def _placeholder(self, name: str, index: int) -> fx.Node:
         node = self._graph.placeholder(name)

@@ -15,6 +15,7 @@ from torch import fx
 
 from retrograd.graph.backward_graph import BackwardGraph, Call, call_of
 from retrograd.graph.hook_kind import CallKind
+from retrograd.graph.verify import verify_layout
 
 __all__ = ["lay_out_like_eager"]
 
@@ -28,8 +29,13 @@ def lay_out_like_eager(backward: BackwardGraph, position: Sequence[int]) -> Back
 
     Returns:
         The graph in eager's order.
+
+    Raises:
+        VerificationError: the law does not hold.
     """
-    return _Layout(backward, position).run()
+    laid_out = _Layout(backward, position).run()
+    verify_layout(backward, laid_out)
+    return laid_out
 
 
 class _Layout:
@@ -52,11 +58,7 @@ class _Layout:
                 self._contribute(total, grad, call_of(block[0]).node_call)
         outputs = tuple(self._value(node) for node in self._backward.outputs())
         self._graph.output(outputs)
-        entries = {
-            index: tuple(None if node is None else self._new.get(node) for node in nodes)
-            for index, nodes in self._backward.entries.items()
-        }
-        return self._backward.with_graph(self._graph, entries)
+        return self._backward.with_graph(self._graph)
 
     def _blocks(self) -> list[list[fx.Node]]:
         """The calls other than sums, grouped by node call, in eager's order."""
