@@ -351,3 +351,41 @@ def test_a_refusal_names_the_node_and_the_way_out() -> None:
         "  stage  live.capture        node  SquareBackward (node call 2)",
         "  try    save its tensors outside of saved_tensors_hooks",
     ]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aten"])
+def test_a_compiled_forward_is_one_opaque_call(backend: str) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
+    compiled = torch.compile(net, backend="aot_eager")
+    context = retrograd.compiled_autograd(backend, strict=True)
+    for rows in (3, 4, 5):
+        x = torch.randn(rows, 4)
+        net.zero_grad()
+        net(x).pow(2).sum().backward()
+        expected = [p.grad for p in net.parameters()]
+        net.zero_grad()
+        loss = compiled(x).pow(2).sum()
+        with context:
+            loss.backward()
+        for p, grad in zip(net.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, grad)
+    reasons = {step.reason for b in context.explain().backwards for step in b.schedule.opaque_calls}
+    assert reasons == {"autograd.Function backward"}
+
+
+def test_many_steps_leave_no_tensors_behind() -> None:
+    import gc
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(isinstance(item, torch.Tensor) for item in gc.get_objects())
+
+    def step() -> None:
+        observed(retrograd.compiled_autograd("aten"), everything)
+
+    for _ in range(3):
+        step()
+    before = tensors()
+    for _ in range(20):
+        step()
+    assert tensors() <= before

@@ -16,7 +16,24 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from retrograd._torch.engine import EngineRequest
 from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
 
-__all__ = ["forward_line", "read_live_graph"]
+__all__ = ["forward_line", "read_live_graph", "read_ranks"]
+
+
+def read_ranks(request: EngineRequest) -> tuple[int, ...]:
+    """The nodes of `request`, numbered in order of discovery, sorted by sequence number.
+
+    Two backwards of equal structure run in the same eager order if these are equal. Read on every backward
+    whose order is visible, so it reads nothing else.
+    """
+    seen: dict[Any, None] = dict.fromkeys(_edge(root)[0] for root in request.tensors)
+    handles = list(seen)
+    for handle in handles:  # grows while it is read
+        for node, _ in handle.next_functions:
+            if node is not None and node not in seen:
+                seen[node] = None
+                handles.append(node)
+    numbers = [handle._sequence_nr() for handle in handles]
+    return tuple(sorted(range(len(numbers)), key=numbers.__getitem__))
 
 
 def read_live_graph(request: EngineRequest) -> LiveGraph:

@@ -50,9 +50,3 @@ class LiveGraph:
     nodes: tuple[LiveNode, ...]
     roots: tuple[Edge, ...]
     wanted: frozenset[int] | None
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The nodes' indices sorted by sequence number: two backwards of equal structure run in the
-        same eager order if and only if these are equal (ties break by index, as discovery does)."""
-        return tuple(sorted(range(len(self.nodes)), key=lambda i: self.nodes[i].sequence))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from retrograd._torch.engine import EngineRequest
-from retrograd._torch.live_graph import forward_line, read_live_graph
+from retrograd._torch.live_graph import forward_line, read_live_graph, read_ranks
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import VerificationError
@@ -58,16 +58,12 @@ class CapturedBackward:
         Raises:
             LookupError: the live graph is not what the engine walked.
         """
-        live = None
-        if self._order_is_visible or request.create_graph:
-            live = read_live_graph(request)
-        key = (config, None if live is None else live.ranks)
+        ordered = self._order_is_visible or request.create_graph
+        key = (config, read_ranks(request) if ordered else None)
         known = self._plans.get(key)
         if known is not None:
             return known, False
-        backward = self.backward
-        if live is not None:
-            backward = self._laid_out(live)
+        backward = self._laid_out(read_live_graph(request)) if ordered else self.backward
         plan = self._plans[key] = Plan(backward, config, find_backend(config.backend))
         return plan, True
 
