@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from suites.unit.retrograd.programs import leaf
@@ -164,3 +166,16 @@ def test_a_subclass_is_interpreted_with_the_reason() -> None:
         (w * w).sum().backward()
     assert torch.equal(w.grad.a, torch.full((3,), 2.0))
     assert context.explain().backwards[0].lowerings[0].because == "tensor subclass TwoTensor"
+
+
+def test_a_formula_may_ask_whether_its_saved_tensors_require_grad() -> None:
+    def grads(context: contextlib.AbstractContextManager[object]) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        a, b = torch.randn(3, 3, requires_grad=True), torch.randn(3, requires_grad=True)
+        root = torch.linalg.solve(a, b).sum()
+        with context:
+            root.backward()
+        return [a.grad, b.grad]
+
+    ours = grads(retrograd.compiled_autograd("aten", strict=True))
+    torch.testing.assert_close(ours, grads(contextlib.nullcontext()))

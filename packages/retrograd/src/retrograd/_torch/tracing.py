@@ -162,7 +162,9 @@ class _Fakes:
     def _fake(self, index: int, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if id(value) not in self._seen:
-                self._seen[id(value)] = self._tensor(index, value.detach())
+                fake = self._tensor(index, value.detach())
+                # Some formulas ask their saved tensors (linalg.solve: which gradients are wanted).
+                self._seen[id(value)] = fake.requires_grad_(value.requires_grad)
             return self._seen[id(value)]
         if type(value) is int and self._symbolic.get(index):
             return self._integer(index, value)
