@@ -31,19 +31,19 @@ Leg = tuple[tuple[str, ...], tuple[str, ...], int | None]
 EXACT = ("retrograd-live:eager",)
 INDUCTOR = ("retrograd-live:inductor",)
 STOCK = ("stock-ca:eager",)
+STOCK_FORWARD = ("stock-compile:aot_eager",)
 PROGRAMS = ("scenarios", "autograd_function_db")
 MODELS = ("models",)
 SAMPLES = ("op_db", "module_db")
 WHOLE_RUN: tuple[Leg, ...] = (
     (EXACT, PROGRAMS + MODELS + SAMPLES, None),
     (INDUCTOR, PROGRAMS + MODELS, None),
-    (STOCK, PROGRAMS, None),
+    (STOCK + STOCK_FORWARD, PROGRAMS, None),
     (INDUCTOR + STOCK, SAMPLES, 40),
 )
 SHORT_RUN: tuple[Leg, ...] = (
-    (EXACT, PROGRAMS + MODELS, None),
-    (EXACT, SAMPLES, 600),
-    (INDUCTOR, PROGRAMS + MODELS, 12),
+    (EXACT, PROGRAMS + MODELS + SAMPLES, None),
+    (INDUCTOR, PROGRAMS + MODELS, 100),
 )
 
 
