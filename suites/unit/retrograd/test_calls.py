@@ -285,8 +285,9 @@ def test_a_hook_that_leaves_a_mode_on_concerns_only_its_own_node(mode: str) -> N
     assert eager == ours
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["", "after a late hook"])
 @pytest.mark.parametrize("reader", ["node", "function"])
-def test_a_saved_tensor_changed_under_way_is_eagers_error(reader: str) -> None:
+def test_a_saved_tensor_changed_under_way_is_eagers_error(reader: str, late: bool) -> None:
     class Square(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -305,6 +306,8 @@ def test_a_saved_tensor_changed_under_way_is_eagers_error(reader: str) -> None:
         def change(grad: Tensor) -> None:
             with torch.no_grad():
                 saved.add_(1)
+            if late:
+                w.register_hook(lambda grad: None)
 
         y.register_hook(change)
         with context:

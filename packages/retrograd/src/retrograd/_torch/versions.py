@@ -31,6 +31,12 @@ class Versions(Generic[Key]):
             if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
         }
 
+    def renamed(self, names: Iterable[tuple[Key, Key]]) -> Versions[Key]:
+        """The same versions under other keys, given as (old, new); keys without a new one are dropped."""
+        renamed: Versions[Key] = Versions({})
+        renamed._versions = {new: self._versions[old] for old, new in names if old in self._versions}
+        return renamed
+
     def changed(self, keys: Iterable[Key], tensors: Mapping[Key, Any]) -> dict[Key, str]:
         """Of `keys`, those whose tensor was changed in place since, with eager's error text."""
         return {

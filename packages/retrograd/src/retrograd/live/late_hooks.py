@@ -39,6 +39,9 @@ def rest_with_changes(
 ) -> tuple[BackwardGraph, dict[fx.Node, Any]]:
     """Lay out the rest.
 
+    Returns:
+        The remaining backward and the values of its placeholders: first those of `values`, in order.
+
     Args:
         backward: the whole backward in eager's order. done: its steps up to the call that made the changes.
         values: the values that later steps read.

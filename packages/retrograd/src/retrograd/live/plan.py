@@ -97,16 +97,24 @@ class Plan:
                 running.enter(call_of(step.node).node_call)
                 _call(step, dying, values, versions)
                 if changes:
-                    return self._rest(number, values, running, changes)
+                    return self._rest(number, values, versions, running, changes)
         return [None if node is None else values[node] for node in self._outputs]
 
-    def _rest(self, number: int, values: Values, running: RunningBackward, changes: HookChanges) -> list[Any]:
+    def _rest(
+        self,
+        number: int,
+        values: Values,
+        versions: Versions[fx.Node],
+        running: RunningBackward,
+        changes: HookChanges,
+    ) -> list[Any]:
         """Hooks came or went: lay out what is left anew, and interpret it."""
         done = self.schedule.steps[: number + 1]
         backward, rest = rest_with_changes(self._backward, done, values, running, changes)
+        versions = versions.renamed(zip(values, rest, strict=False))
         values.clear()
         plan = Plan(backward, Config(backend="eager"), EagerBackend())
-        return plan._steps(rest, Versions({}), running, changes)
+        return plan._steps(rest, versions, running, changes)
 
     def _bind(self, call: Collected) -> Values:
         """Placeholders to values; what nobody reads is let go at once."""
