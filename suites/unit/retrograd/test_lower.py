@@ -179,3 +179,21 @@ def test_a_formula_may_ask_whether_its_saved_tensors_require_grad() -> None:
 
     ours = grads(retrograd.compiled_autograd("aten", strict=True))
     torch.testing.assert_close(ours, grads(contextlib.nullcontext()))
+
+
+def test_code_traced_under_autocast_is_not_run_without_it() -> None:
+    def grad(context: contextlib.AbstractContextManager[object], autocast: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        w = torch.randn(4, 4, requires_grad=True)
+        root = (torch.randn(4, 4) @ w).sin().sum()
+        with context, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            root.backward()
+        assert w.grad is not None
+        return w.grad
+
+    context = retrograd.compiled_autograd("aten", strict=True)
+    for autocast in (True, False, True):
+        assert torch.equal(grad(context, autocast), grad(contextlib.nullcontext(), autocast))
+    assert not torch.equal(grad(context, True), grad(context, False))
+    (recompile,) = context.explain().recompiles
+    assert recompile.because.startswith("modes were ((True")

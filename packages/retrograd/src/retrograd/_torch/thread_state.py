@@ -1,8 +1,8 @@
-"""Modes of the thread that user code may leave changed.
+"""Modes of the thread, which user code may leave changed and on which compiled code depends.
 
-In: the modes before a call. Out: the same modes after it. Eager restores the thread's state before each node
-(``ThreadLocalStateGuard`` in ``Engine::thread_main``), so a hook that leaves grad mode or autocast switched
-concerns its own node only.
+In: the modes before a call. Out: the same modes after it, or the modes as a value to compare. Eager restores
+the thread's state before each node (``ThreadLocalStateGuard`` in ``Engine::thread_main``), so a hook that
+leaves grad mode or autocast switched concerns its own node only.
 """
 
 from __future__ import annotations
@@ -12,9 +12,17 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["thread_state_kept"]
+__all__ = ["modes_of_lowering", "thread_state_kept"]
 
 _DEVICES = ("cpu", "cuda")
+
+
+def modes_of_lowering() -> tuple[object, ...]:
+    """The modes that tracing or Inductor's code depends on, for a guard."""
+    return (
+        *((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES),
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import fx
 
 from retrograd._torch.boxed import boxed, copied
 from retrograd._torch.guards import InputGuard, changed_sizes
+from retrograd._torch.thread_state import modes_of_lowering
 from retrograd._torch.tracing import NotTraceableError, trace, why_not_traceable
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
@@ -35,6 +36,7 @@ _one_at_a_time = threading.RLock()
 @dataclass(frozen=True)
 class _Lowered:
     guard: InputGuard
+    modes: tuple[object, ...]
     run: Boxed
     fed: tuple[int, ...]
     given: tuple[int | None, ...]
@@ -80,8 +82,9 @@ class SegmentRunner:
         """The segment's outputs; `args` is emptied."""
         if self._interpret_because is not None or torch.is_grad_enabled():
             return self._interpret(args)
+        modes = modes_of_lowering()
         for lowered in self._lowered:
-            if lowered.guard.check(args):
+            if lowered.modes == modes and lowered.guard.check(args):
                 return lowered(args)
         fresh = self._lower(args)
         return self._interpret(args) if fresh is None else fresh(args)
@@ -118,13 +121,15 @@ class SegmentRunner:
         graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
         run = self._backend.compile(traced.gm, traced.example_inputs)
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
-        return _Lowered(guard, run, traced.fed, traced.given, graph)
+        return _Lowered(guard, modes_of_lowering(), run, traced.fed, traced.given, graph)
 
     def _note_changes(self, args: Sequence[Any]) -> str:
         """Sizes that differ from the last lowering become symbolic; says what failed."""
         if not self._lowered:
             self._symbolic = self._initially_symbolic(args)
             return "first use"
+        if self._lowered[0].modes != modes_of_lowering():
+            return f"modes were {self._lowered[0].modes}, now {modes_of_lowering()}"
         last = self._lowered[0].guard
         if self._config.dynamic is not False:
             for index, dims in changed_sizes(last.args_metadata, args).items():
