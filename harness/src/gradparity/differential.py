@@ -30,6 +30,9 @@ CONFIRMATION_SECONDS = 2.0
 change their last bits in one run of fifty.
 """
 
+NO_DETERMINISTIC = "does not have a deterministic implementation"
+"""What torch warns of when it is asked to be deterministic and cannot."""
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -82,13 +85,37 @@ def _compare(program: Program, subject: Subject, device: torch.device) -> Compar
                 return _nondeterministic(program, subject, first, again, repeat)
             if time.monotonic() > until:
                 break
+        if found := _declared_nondeterministic(program, evidence, device):
+            return _nondeterministic(program, subject, first, outcome, found)
     return Comparison(row, evidence)
+
+
+def _declared_nondeterministic(
+    program: Program, evidence: Evidence, device: torch.device
+) -> Judgement | None:
+    """A finding if bits differ within the tolerance, and torch says that an operation has no deterministic
+    implementation: atomic additions on a GPU may repeat themselves hundreds of times.
+    """
+    loose = replace(evidence, bitwise=False, notes=[])
+    if not evidence.bitwise or judge(loose).verdict is not Verdict.AGREE:
+        return None
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        asked = observe(program.case, program.body, EAGER, torch.float32, device)
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    declared = [warning.text for warning in asked.warnings if NO_DETERMINISTIC in warning.text]
+    return Judgement(Verdict.NONDETERMINISTIC, "declared", declared[0].split(",")[0]) if declared else None
 
 
 def _nondeterministic(
     program: Program, subject: Subject, first: Outcome, again: Outcome, repeat: Judgement
 ) -> Comparison:
-    reason = f"eager differs from itself: {repeat.reason}"
+    reason = f"eager may differ from itself: {repeat.reason}"
     row = row_of(program.case, subject.name, Verdict.NONDETERMINISTIC, repeat.symptom, reason)
     return Comparison(replace(row, set_aside=True), Evidence(first, again, bitwise=True))
 

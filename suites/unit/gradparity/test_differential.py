@@ -121,3 +121,20 @@ def test_a_case_without_a_float64_run_is_judged_by_the_plain_tolerance(bench) ->
         assert ("no float64 reference: float64 raises RuntimeError" in row.reason) is (
             verdict is Verdict.DIVERGE
         )
+
+
+@pytest.mark.parametrize(
+    ("fault", "verdict"), [("last-bit", Verdict.NONDETERMINISTIC), ("scale-grad", Verdict.DIVERGE)]
+)
+def test_a_last_bit_of_an_operation_that_torch_declares_nondeterministic_is_set_aside(
+    bench, fault, verdict
+) -> None:
+    def body(p) -> None:
+        x = p.leaf("x", p.randn(4, requires_grad=True))
+        y = (x * 2).put(torch.tensor([0, 1]), p.randn(2))
+        with p.backward():
+            y.sin().sum().backward()
+
+    row = compare(bench.program(body), resolve(f"planted:{fault}"), CPU).row
+    assert row.verdict is verdict
+    assert not torch.are_deterministic_algorithms_enabled()
