@@ -1,7 +1,10 @@
 """The only door to private torch. Everything that may change between releases is reached through here.
 
-Modules: `probe` (is this torch supported), `engine` (run the engine), `collect` (open the capture window),
-`protocol` (the object that the engine talks to), `live_graph` (read the autograd graph), `queries`
-(what user code asks about the running backward), `hooks` (hooks that come and go while a plan runs),
-`tensors` (reference counts, gradients), `tracing`, `guards`, `inductor`.
+- is this torch one we know: `probe`
+- running the engine: `engine` (request, gateway), `obstacles` (what cannot be collected), `collect` (the capture
+  window), `protocol` (the object that the engine talks to), `graph_task` (run inside a backward of torch's own)
+- reading it: `live_graph` (the autograd graph), `queries` (what user code asks about the running backward)
+- user code's effects: `hooks`, `hook_changes` (hooks that come and go), `versions` (saved tensors changed in
+  place), `thread_state` (modes left switched), `tensors` (references, layouts)
+- lowering: `tracing`, `guards`, `boxed`, `inductor`
 """
