@@ -35,7 +35,7 @@ class Recorder(Protocol):
     def begin(
         self, inputs: int, sizes: int, scalars: int
     ) -> tuple[list[Value], list[Value], list[Value]]: ...
-    def enter_node(self, index: int, name: str, is_function: bool) -> None: ...
+    def enter_node(self, index: int, name: str) -> None: ...
     def node(
         self, name: str, fn: Callable[..., Any], grads: list[Value], args: Any, wanted: list[bool]
     ) -> list[Value]: ...
@@ -149,7 +149,7 @@ class EngineProtocol:
 
     def set_node_origin(self, name: str, index: int, function: Any) -> None:
         self._raise_failure()
-        self._recorder.enter_node(index, name, function is not None)
+        self._recorder.enter_node(index, name)
 
     def bind_function(
         self, name: str, fn: Callable[..., Any], is_custom_function: bool, is_traceable: bool

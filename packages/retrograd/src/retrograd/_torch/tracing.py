@@ -74,18 +74,16 @@ def trace(
 
     Args:
         fn: runs the segment on a list of values.
-        args: the values; None for undefined gradients.
+        args: the values, each one that `why_not_traceable` has nothing against; None for undefined
+            gradients.
         symbolic: for each argument, which dimensions are symbolic (dimension 0 of an int is its value);
             None to make every size static.
         decompositions: applied while tracing.
 
     Raises:
-        NotTraceableError: an argument or an operation that a functional ATen graph cannot hold.
+        NotTraceableError: an operation that a functional ATen graph cannot hold.
         Exception: whatever an operation raises on fake tensors.
     """
-    for value in args:
-        if reason := why_not_traceable(value):
-            raise NotTraceableError(reason)
     shape_env = ShapeEnv() if symbolic is not None else None
     fakes = _Fakes(shape_env, symbolic or {}).of(args)
     fed = tuple(i for i, fake in enumerate(fakes) if isinstance(fake, (torch.Tensor, torch.SymInt)))

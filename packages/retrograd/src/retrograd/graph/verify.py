@@ -48,6 +48,7 @@ def _fail(backward: BackwardGraph, node_call: int, text: str) -> None:
             text,
             "live.schedule",
             node=backward.node_name(node_call),
+            source=backward.node_calls[node_call].source,
             way_out="this is a bug in retrograd: please report it with the program",
         )
     )

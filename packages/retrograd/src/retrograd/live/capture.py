@@ -35,7 +35,6 @@ class BackwardRecorder:
         self._finished = finished
         self._graph = fx.Graph()
         self._node_calls: list[NodeCall] = []
-        self._in_function = False
         self._placeholders: dict[Source, fx.Node] = {}
         self._last_placeholder: fx.Node | None = None
         self._before_hooks: dict[fx.Node, Value] = {}
@@ -63,11 +62,10 @@ class BackwardRecorder:
 
     # calls
 
-    def enter_node(self, index: int, name: str, is_function: bool) -> None:
+    def enter_node(self, index: int, name: str) -> None:
         while len(self._node_calls) < index:
             self._node_calls.append(NodeCall(len(self._node_calls), ""))
         self._node_calls.append(NodeCall(index, name))
-        self._in_function = is_function
 
     def _call(
         self, kind: CallKind, target: Callable[..., Any], args: tuple[Any, ...], hook: HookKind | None = None
@@ -177,9 +175,8 @@ class BackwardRecorder:
         self._call(CallKind.HOOK, hooks.call_post_accumulate_hook, args, HookKind.POST_ACCUMULATE)
 
     def unpack(self, hook: int, packed: int) -> Value:
-        target = saved.unpack_on_access if self._in_function else saved.unpack
         args = (self._placeholder(SourceKind.HOOK, hook), self._placeholder(SourceKind.PACKED, packed))
-        return self._call(CallKind.HOOK, target, args, HookKind.UNPACK)
+        return self._call(CallKind.HOOK, saved.unpack, args, HookKind.UNPACK)
 
     # the end
 
@@ -201,4 +198,4 @@ class BackwardRecorder:
 
 
 def _is_packed(value: Value) -> bool:
-    return value is not None and value.target in (saved.unpack, saved.unpack_on_access)
+    return value is not None and value.target is saved.unpack

@@ -6,6 +6,7 @@ The engine's cache does not hold sequence numbers, so a structure met again may 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +46,7 @@ class CapturedBackward:
 
     def __init__(self, backward: BackwardGraph, request: EngineRequest) -> None:
         counters["captures"] += 1
-        self.backward = _with_sources(backward, read_live_graph(request))
+        self.backward = _with_sources(backward, RunningBackward(request).node_calls)
         self.needs_engine_frame = backward.needs_engine_frame
         self.n_outputs = len(backward.outputs())
         self.has_unpack_hooks = any(call.hook is HookKind.UNPACK for _, call in backward.calls())
@@ -91,10 +92,9 @@ def _order_is_visible(backward: BackwardGraph) -> bool:
     )
 
 
-def _with_sources(backward: BackwardGraph, live: LiveGraph) -> BackwardGraph:
-    """Name the user's lines where torch knows them."""
-    handles = [None if i == ROOT else live.nodes[i].handle for i in engine_walk(live)]
-    lines = ["" if handle is None else forward_line(handle) for handle in handles]
+def _with_sources(backward: BackwardGraph, nodes: Sequence[Any]) -> BackwardGraph:
+    """Name the user's lines where torch knows them; `nodes` are the autograd nodes by node-call index."""
+    lines = ["" if node is None else forward_line(node) for node in nodes]
     named = [replace(call, source=line) for call, line in zip(backward.node_calls, lines, strict=False)]
     return replace(backward, node_calls=tuple(named))
 

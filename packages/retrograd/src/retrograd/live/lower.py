@@ -94,8 +94,8 @@ class SegmentRunner:
 
     def _lower(self, args: Sequence[Any]) -> _Lowered | None:
         """A new lowering for these values; None if the segment is to be interpreted this time."""
-        if any(why_not_traceable(value) for value in args):
-            self._give_up(next(filter(None, map(why_not_traceable, args))), args)
+        if reason := next(filter(None, map(why_not_traceable, args)), None):
+            self._give_up(reason)
             return None
         because = self._note_changes(args)
         if len(self._lowered) >= self._config.recompile_limit:
@@ -106,7 +106,7 @@ class SegmentRunner:
             with _one_at_a_time:
                 lowered = self._compile(args)
         except Exception as error:
-            self._give_up(f"{type(error).__name__}: {error}".splitlines()[0], args, error)
+            self._give_up(f"{type(error).__name__}: {error}".splitlines()[0], error)
             return None
         recompile = bool(self._lowered)
         self._lowered.insert(0, lowered)
@@ -116,8 +116,7 @@ class SegmentRunner:
         return lowered
 
     def _compile(self, args: Sequence[Any]) -> _Lowered:
-        symbolic = self._symbolic if self._symbolic else None
-        traced = trace(self._run_as_captured, args, symbolic, self._backend.decompositions())
+        traced = trace(self._run_as_captured, args, self._symbolic or None, self._backend.decompositions())
         graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
         run = self._backend.compile(traced.gm, traced.example_inputs)
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
@@ -151,7 +150,7 @@ class SegmentRunner:
                 symbolic[i] = frozenset({0})
         return {i: dims for i, dims in symbolic.items() if dims}
 
-    def _give_up(self, text: str, args: Sequence[Any], error: Exception | None = None) -> None:
+    def _give_up(self, text: str, error: Exception | None = None) -> None:
         """This segment cannot be compiled: interpret it from now on, or raise in strict mode."""
         reason = Reason(
             code="segment-not-compiled",

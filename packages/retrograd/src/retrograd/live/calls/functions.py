@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from retrograd._torch.tensors import graph_is_kept, may_materialize, zeros_for_slot
-from retrograd.live.calls.saved import ModifiedTensor, PackedTensor
+from retrograd.live.calls.saved import ModifiedTensor
 
 __all__ = ["FunctionContext", "call_backward"]
 
@@ -37,8 +37,8 @@ class FunctionContext:
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        """The saved tensors; packed ones are unpacked at each access."""
-        return tuple(v.unpack() if isinstance(v, (PackedTensor, ModifiedTensor)) else v for v in self._saved)
+        """The saved tensors; one that was changed in place since raises what eager raises."""
+        return tuple(v.unpack() if isinstance(v, ModifiedTensor) else v for v in self._saved)
 
     @property
     def saved_variables(self) -> tuple[Any, ...]:

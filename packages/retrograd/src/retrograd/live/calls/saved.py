@@ -1,7 +1,8 @@
-"""Saved tensors under pack/unpack hooks.
+"""Saved tensors that are not simply at hand: behind pack/unpack hooks, or changed since.
 
-In: the unpack hook and what the pack hook returned. Out: the tensor. Built-in nodes unpack what they
-saved when they start; an ``autograd.Function`` unpacks each time its ``ctx.saved_tensors`` is read.
+In: the unpack hook and what the pack hook returned, or what is wrong. Out: the tensor, or eager's error.
+Built-in nodes unpack what they saved when they start; an ``autograd.Function`` whose saved tensors are
+behind hooks is not captured.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["ModifiedTensor", "PackedTensor", "unpack", "unpack_on_access"]
+__all__ = ["ModifiedTensor", "unpack"]
 
 
 def unpack(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:
@@ -31,18 +32,6 @@ def unpack(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class PackedTensor:
-    """A saved tensor of a custom Function that has not been unpacked yet."""
-
-    hook: Callable[[Any], Any]
-    packed: Any
-
-    def unpack(self) -> torch.Tensor:
-        """Call the unpack hook; eager calls it again at each access, and so does this."""
-        return unpack(self.hook, self.packed)
-
-
-@dataclass(frozen=True)
 class ModifiedTensor:
     """A saved tensor of a custom Function that was changed in place after the backward began."""
 
@@ -51,8 +40,3 @@ class ModifiedTensor:
     def unpack(self) -> torch.Tensor:
         """Raise what eager raises when the Function asks for it."""
         raise RuntimeError(self.error)
-
-
-def unpack_on_access(hook: Callable[[Any], Any], packed: Any) -> PackedTensor:
-    """Leave the saved tensor packed until the Function asks for it."""
-    return PackedTensor(hook, packed)
