@@ -7,10 +7,10 @@ import sys
 
 import pytest
 import torch
-from suites.unit.retrograd.programs import leaf
 
 import retrograd
 from retrograd._torch import probe
+from unit.retrograd.programs import leaf
 
 
 def test_importing_is_lazy() -> None:

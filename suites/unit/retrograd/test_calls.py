@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import retrograd
+from unit.retrograd.programs import Square
 
 CONTEXTS = {
     "eager": contextlib.nullcontext,
@@ -288,16 +289,6 @@ def test_a_hook_that_leaves_a_mode_on_concerns_only_its_own_node(mode: str) -> N
 @pytest.mark.parametrize("late", [False, True], ids=["", "after a late hook"])
 @pytest.mark.parametrize("reader", ["node", "function"])
 def test_a_saved_tensor_changed_under_way_is_eagers_error(reader: str, late: bool) -> None:
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * ctx.saved_tensors[0] * 2
-
     def run(context: contextlib.AbstractContextManager[Any]) -> None:
         w = torch.ones(3, requires_grad=True)
         saved = w * 1

@@ -7,7 +7,6 @@ import contextlib
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from suites.unit.retrograd.programs import leaf
 from torch import Tensor
 
 import retrograd
@@ -17,6 +16,7 @@ from retrograd.graph.render import readable
 from retrograd.graph.verify import verify_layout
 from retrograd.live.captured import CapturedBackward
 from retrograd.live.cut import cut
+from unit.retrograd.programs import leaf
 
 
 def names(text: str) -> str:

@@ -6,9 +6,9 @@ import contextlib
 
 import pytest
 import torch
-from suites.unit.retrograd.programs import leaf
 
 import retrograd
+from unit.retrograd.programs import leaf
 
 
 def train(context: retrograd.CompiledAutograd, rows: int, dtype: torch.dtype = torch.float32) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
-from suites.unit.retrograd.programs import Square, everything, leaf, observed
 from torch._C._dynamo import compiled_autograd as engine_protocol
 
 import retrograd
 from retrograd.live.capture import BackwardRecorder
 from retrograd.live.lower import SegmentRunner
+from unit.retrograd.programs import Square, everything, leaf, observed
 
 STOCK_GATEWAY = torch.autograd.graph._engine_run_backward
 
@@ -229,17 +230,22 @@ def test_a_fault_in_lowering_only_costs_the_compilation(stage: str, monkeypatch:
     assert (lowering.how, lowering.because) == ("interpreted", "Planted: _compile")
 
 
-@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
-def test_a_backward_inside_a_hook_runs_as_eager_runs_it() -> None:
-    inner = torch.ones(3, requires_grad=True)
+def backward_of_its_square(inner: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """A hook that runs a backward of its own, over `inner`."""
 
     def nested(grad: torch.Tensor) -> None:
         with torch.enable_grad():
             (inner * inner).sum().backward()
 
+    return nested
+
+
+@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
+def test_a_backward_inside_a_hook_runs_as_eager_runs_it() -> None:
+    inner = torch.ones(3, requires_grad=True)
     w = leaf()
     y = w.sin()
-    y.register_hook(nested)
+    y.register_hook(backward_of_its_square(inner))
     with retrograd.compiled_autograd("eager") as context:
         y.sum().backward()
     assert torch.equal(inner.grad, torch.full((3,), 2.0))
@@ -325,15 +331,10 @@ def test_a_second_derivative_through_unpack_hooks_is_eagers(retain_grad: bool) -
 
 def test_a_strict_error_inside_a_hook_is_the_hooks_error() -> None:
     inner = torch.ones(3, requires_grad=True)
-
-    def nested(grad: torch.Tensor) -> None:
-        with torch.enable_grad():
-            (inner * inner).sum().backward()
-
     w = leaf()
     y = w.sin()
     y.retain_grad()
-    y.register_hook(nested)
+    y.register_hook(backward_of_its_square(inner))
     with pytest.raises(retrograd.CaptureError, match="inside a running backward"):
         with retrograd.compiled_autograd("eager", strict=True):
             y.sum().backward()

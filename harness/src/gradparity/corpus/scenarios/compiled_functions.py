@@ -13,30 +13,16 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from gradparity.corpus.scenario import scenario
+from gradparity.corpus.scenarios.custom_functions import WithMask
+from gradparity.corpus.scenarios.function_edges import Counts
 from gradparity.probe import Probe
-
-
-class Positive(torch.autograd.Function):
-    """A positive part and its mask; the mask is a float output without gradient."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor) -> tuple[Tensor, Tensor]:
-        mask = (x > 0).to(x.dtype)
-        ctx.mark_non_differentiable(mask)
-        ctx.save_for_backward(mask)
-        return x * mask, mask
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_of_mask: Tensor) -> Tensor:
-        (mask,) = ctx.saved_tensors
-        return grad * mask + grad_of_mask * 10
 
 
 @scenario(tags=("compiled", "function"), issue="pytorch#118396")
 def compiled_mark_non_differentiable(p: Probe) -> None:
     """An output marked as not differentiable stays so when it leaves a compiled function."""
     x = p.leaf("x", p.tensor([0.5, -1.0, 2.0], requires_grad=True))
-    positive, mask = p.compile(lambda a: Positive.apply(a))(x)
+    positive, mask = p.compile(lambda a: WithMask.apply(a))(x)
     p.event("requires_grad", positive.requires_grad, mask.requires_grad)
     with p.backward():
         (positive * 2 + mask).sum().backward()
@@ -64,20 +50,6 @@ def compiled_without_materialized_grads(p: Probe) -> None:
     first, _ = p.compile(lambda a: MaybeSecond.apply(a))(x)
     with p.backward():
         first.sum().backward()
-
-
-class Counts(torch.autograd.Function):
-    """Multiply the gradient by the number of times that backward was called."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
-        ctx.calls = 0
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        ctx.calls += 1
-        return grad * ctx.calls
 
 
 @scenario(tags=("compiled", "function"))
