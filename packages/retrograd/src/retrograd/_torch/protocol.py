@@ -11,6 +11,7 @@ Python side of each release in ``torch/_dynamo/compiled_autograd.py``.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -21,7 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental._backward_state import BackwardState
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from retrograd._torch.aot_functions import is_aot_function, read_aot_backward
 from retrograd._torch.collect import runtime_wrapper
+from retrograd._torch.tensors import zeros_of_slot
+from retrograd.graph.aot_backward import AotBackward, NotInlinedError
 from retrograd.graph.hook_kind import HookKind
 
 __all__ = ["EngineProtocol", "Recorder", "Value"]
@@ -54,6 +58,18 @@ class Recorder(Protocol):
         saved: list[Value],
         wanted: list[bool],
         materializes: bool | None,
+        note: str,
+    ) -> list[Value]: ...
+    def aot_backward(
+        self,
+        aot: AotBackward,
+        context: int,
+        grads: list[Value],
+        sizes: list[Value],
+        saved: list[Value],
+        opaque: list[int],
+        wanted: list[bool],
+        zeros: Callable[[int], Callable[[], Any]] | None,
     ) -> list[Value]: ...
     def add(self, old: Value, new: Value) -> Value: ...
     def accumulate(self, variable: Value, grad: Value, has_post_hooks: bool) -> Value: ...
@@ -195,7 +211,14 @@ class EngineProtocol:
         return self._answer(needs, recorded)
 
     def proxy_call_backward(
-        self, grads: Any, metadata: Any, saved: Any, context: int, ctx: Any, state: int | None, *_: Any
+        self,
+        grads: Any,
+        metadata: Any,
+        saved: Any,
+        context: int,
+        ctx: Any,
+        state: int | None,
+        objects: Sequence[int] = (),
     ) -> tuple[Any, ...]:
         wanted = [entry is not None for entry in metadata]
 
@@ -205,9 +228,33 @@ class EngineProtocol:
             zeros = [isinstance(grad, torch.Tensor) and id(grad) not in self._values for grad in grads]
             values = [None if made else self._read(grad) for made, grad in zip(zeros, grads, strict=True)]
             materializes = any(zeros) if None in values else None
-            return self._recorder.function(context, values, self._read_list(saved), wanted, materializes)
+            read = self._read_list(saved)
+            note = ""
+            if is_aot_function(ctx):
+                try:
+                    return self._inlined(ctx, context, values, read, wanted, state, objects)
+                except NotInlinedError as reason:
+                    note = f"AOT backward as one call: {reason}"
+            return self._recorder.function(context, values, read, wanted, materializes, note)
 
         return tuple(self._answer(wanted, recorded))
+
+    def _inlined(
+        self,
+        ctx: Any,
+        context: int,
+        grads: list[Value],
+        saved: list[Value],
+        wanted: list[bool],
+        state: int | None,
+        objects: Sequence[int],
+    ) -> list[Value]:
+        if state is not None:
+            raise NotInlinedError("it was traced with hooks inside")
+        sizes = self._read_list(ctx._get_compiled_autograd_symints())
+        zeros = None if self._symbols else functools.partial(zeros_of_slot, ctx)
+        aot = read_aot_backward(ctx)
+        return self._recorder.aot_backward(aot, context, grads, sizes, saved, list(objects), wanted, zeros)
 
     def accumulate(self, old: Any, new: Any) -> torch.Tensor | None:
         return self._answer((True,), lambda: [self._recorder.add(self._read(old), self._read(new))])[0]

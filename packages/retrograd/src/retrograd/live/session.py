@@ -15,7 +15,7 @@ import torch
 from retrograd._torch.collect import Collected, EngineBusyError, collect, window
 from retrograd._torch.engine import EngineRequest, run_stock
 from retrograd._torch.graph_task import run_in_graph_task
-from retrograd._torch.obstacles import why_not_collectable
+from retrograd._torch.obstacles import is_traced, why_not_collectable
 from retrograd._torch.protocol import EngineProtocol
 from retrograd._torch.queries import answering
 from retrograd.config import Config
@@ -43,7 +43,7 @@ def run_backward(*args: Any, **kwargs: Any) -> Grads:
     """Stands in for ``torch.autograd.graph._engine_run_backward``."""
     sessions = active.get()
     request = EngineRequest.of(*args, **kwargs)
-    if not sessions:
+    if not sessions or is_traced():
         with window.stock():
             return run_stock(request)
     return sessions[-1].run(request)
