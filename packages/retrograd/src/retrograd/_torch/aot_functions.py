@@ -34,8 +34,11 @@ def tensors_on_context(ctx: Any) -> list[torch.Tensor]:
     return list(getattr(ctx, "_tensors_no_vc_check", ()))
 
 
-def read_aot_backward(ctx: Any) -> AotBackward:
+def read_aot_backward(ctx: Any, state: int | None = None) -> AotBackward:
     """The backward graph behind `ctx`.
+
+    Args:
+        ctx: the context. state: position of its ``BackwardState``, if it has one: hooks that Dynamo traced.
 
     Raises:
         NotInlinedError: there is no graph, or it does what a functional graph cannot hold.
@@ -43,6 +46,8 @@ def read_aot_backward(ctx: Any) -> AotBackward:
     compiled = ctx._forward_cls
     metadata = compiled.metadata
     module = _module(compiled)
+    if state is not None:
+        raise NotInlinedError("it was traced with hooks inside")
     for reason in _obstacles(module, metadata):
         raise NotInlinedError(reason)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]

@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from retrograd._torch.aot_functions import is_aot_function, read_aot_backward
 from retrograd._torch.collect import runtime_wrapper
 from retrograd._torch.tensors import zeros_of_slot
-from retrograd.graph.aot_backward import AotBackward, NotInlinedError
+from retrograd.graph.aot_backward import AotBackward, AotCall, NotInlinedError
 from retrograd.graph.hook_kind import HookKind
 
 __all__ = ["EngineProtocol", "Recorder", "Value"]
@@ -60,17 +60,7 @@ class Recorder(Protocol):
         materializes: bool | None,
         note: str,
     ) -> list[Value]: ...
-    def aot_backward(
-        self,
-        aot: AotBackward,
-        context: int,
-        grads: list[Value],
-        sizes: list[Value],
-        saved: list[Value],
-        opaque: list[int],
-        wanted: list[bool],
-        zeros: Callable[[int], Callable[[], Any]] | None,
-    ) -> list[Value]: ...
+    def aot_backward(self, aot: AotBackward, call: AotCall) -> list[Value]: ...
     def add(self, old: Value, new: Value) -> Value: ...
     def accumulate(self, variable: Value, grad: Value, has_post_hooks: bool) -> Value: ...
     def tensor_hook(self, kind: HookKind, grads: list[Value], hook: int, slot: int) -> list[Value]: ...
@@ -231,30 +221,16 @@ class EngineProtocol:
             read = self._read_list(saved)
             note = ""
             if is_aot_function(ctx):
+                sizes = self._read_list(ctx._get_compiled_autograd_symints())
+                make_zeros = None if self._symbols else functools.partial(zeros_of_slot, ctx)
+                call = AotCall(context, values, sizes, read, objects, wanted, make_zeros)
                 try:
-                    return self._inlined(ctx, context, values, read, wanted, state, objects)
+                    return self._recorder.aot_backward(read_aot_backward(ctx, state), call)
                 except NotInlinedError as reason:
                     note = f"AOT backward as one call: {reason}"
             return self._recorder.function(context, values, read, wanted, materializes, note)
 
         return tuple(self._answer(wanted, recorded))
-
-    def _inlined(
-        self,
-        ctx: Any,
-        context: int,
-        grads: list[Value],
-        saved: list[Value],
-        wanted: list[bool],
-        state: int | None,
-        objects: Sequence[int],
-    ) -> list[Value]:
-        if state is not None:
-            raise NotInlinedError("it was traced with hooks inside")
-        sizes = self._read_list(ctx._get_compiled_autograd_symints())
-        zeros = None if self._symbols else functools.partial(zeros_of_slot, ctx)
-        aot = read_aot_backward(ctx)
-        return self._recorder.aot_backward(aot, context, grads, sizes, saved, list(objects), wanted, zeros)
 
     def accumulate(self, old: Any, new: Any) -> torch.Tensor | None:
         return self._answer((True,), lambda: [self._recorder.add(self._read(old), self._read(new))])[0]

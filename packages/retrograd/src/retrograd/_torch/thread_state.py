@@ -40,7 +40,7 @@ def thread_state_kept() -> Iterator[None]:
                 torch.set_autocast_enabled(device, enabled)
 
 
-def as_if_autocast(dtype: torch.dtype | None, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def as_if_autocast(dtype: torch.dtype | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call `fn`, an operation of a traced backward, under the autocast that is on, as eager would.
 
     Eager brings a gradient back to the dtype of its forward value after each node; in a traced graph that has

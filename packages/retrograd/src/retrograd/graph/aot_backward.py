@@ -5,13 +5,13 @@ In: made by ``_torch.aot_functions`` from the context of such a function. Out: r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-__all__ = ["AotBackward", "BuiltGradient", "NotInlinedError", "Tangent"]
+__all__ = ["AotBackward", "AotCall", "BuiltGradient", "NotInlinedError", "Tangent"]
 
 
 class NotInlinedError(Exception):
@@ -65,3 +65,26 @@ class AotBackward:
     tangents: tuple[Tangent, ...]
     gradients: tuple[fx.Node | BuiltGradient | None, ...]
     kept_on_context: int
+
+
+@dataclass(frozen=True)
+class AotCall:
+    """What the engine hands over where it comes to a compiled function. Values are those of the recorder.
+
+    Attributes:
+        context: position of the function's context among the hooks.
+        grads: gradients of the forward's outputs; None is undefined.
+        sizes: symbolic sizes that the forward saved.
+        saved: its saved tensors.
+        objects: positions among the hooks of the opaque objects that it saved.
+        wanted: for each argument of the forward, whether it was a tensor.
+        zeros: makes what makes zeros in place of the gradient of an output; None if sizes are not known.
+    """
+
+    context: int
+    grads: Sequence[Any]
+    sizes: Sequence[Any]
+    saved: Sequence[Any]
+    objects: Sequence[int]
+    wanted: Sequence[bool]
+    zeros: Callable[[int], Callable[[], Any]] | None

@@ -18,7 +18,7 @@ from torch import fx
 
 from retrograd._torch.aot_functions import tensors_on_context
 from retrograd.errors import CaptureError, Reason
-from retrograd.graph.aot_backward import AotBackward, NotInlinedError
+from retrograd.graph.aot_backward import AotBackward, AotCall, NotInlinedError
 from retrograd.graph.backward_graph import BackwardGraph, Call, NodeCall, Source, SourceKind
 from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.live.calls import copy_slices, functions, gradients, hooks, saved
@@ -152,24 +152,15 @@ class BackwardRecorder:
         args = (ctx, grads, saved_values, tuple(wanted), materializes)
         return self._elements(self._call(CallKind.FUNCTION, functions.call_backward, args, note=note), wanted)
 
-    def aot_backward(
-        self,
-        aot: AotBackward,
-        context: int,
-        grads: list[Value],
-        sizes: list[Value],
-        saved_values: list[Value],
-        opaque: list[int],
-        wanted: list[bool],
-        zeros: Callable[[int], Callable[[], Any]] | None,
-    ) -> list[Value]:
+    def aot_backward(self, aot: AotBackward, call: AotCall) -> list[Value]:
         """Lay the graph of a compiled function in. Raises `NotInlinedError` if it has to stay one call."""
-        if zeros is None and any(map(_may_be_undefined, grads)):
+        if call.zeros is None and any(map(_may_be_undefined, call.grads)):
             raise NotInlinedError("a gradient may be undefined, and its sizes are not known")
-        bare, tensor_hooks = self._without_tensor_hooks(grads)
-        kept = self._tensors_on_context(context, aot.kept_on_context)
-        objects = [self._placeholder(SourceKind.HOOK, index) for index in opaque]
-        arriving = Arriving(bare, [*sizes, *saved_values, *kept, *objects], tensor_hooks, wanted, zeros)
+        bare, tensor_hooks = self._without_tensor_hooks(call.grads)
+        kept = self._tensors_on_context(call.context, aot.kept_on_context)
+        objects = [self._placeholder(SourceKind.HOOK, index) for index in call.objects]
+        saved_values = [*call.sizes, *call.saved, *kept, *objects]
+        arriving = Arriving(bare, saved_values, tensor_hooks, call.wanted, call.zeros)
         try:
             inlined = inline(self._numbered(aot), arriving, self._emit)
         except NotInlinedError:
@@ -177,9 +168,9 @@ class BackwardRecorder:
                 self._graph.erase_node(node)
             raise
         self._execute()
-        self._erase_moved_hooks(grads, bare)
+        self._erase_moved_hooks(call.grads, bare)
         here = self._node_calls[-1].index
-        edges = [i for i, is_tensor in enumerate(wanted) if is_tensor]
+        edges = [i for i, is_tensor in enumerate(call.wanted) if is_tensor]
         self._inlined[here] = tuple(
             tuple(edge for edge, i in enumerate(edges) if i in step) for step in inlined.steps
         )
@@ -212,7 +203,7 @@ class BackwardRecorder:
         result = self._call(CallKind.AOT_SAVED, tensors_on_context, args)
         return [node for node in self._elements(result, [True] * count) if node is not None]
 
-    def _without_tensor_hooks(self, grads: list[Value]) -> tuple[list[Value], list[list[_LateHook]]]:
+    def _without_tensor_hooks(self, grads: Sequence[Value]) -> tuple[list[Value], list[list[_LateHook]]]:
         """The gradients before their tensor hooks, and the hooks, to be called later."""
         bare: list[Value] = []
         late: list[list[_LateHook]] = []
@@ -233,12 +224,13 @@ class BackwardRecorder:
         self._before_hooks[node] = value
         return node
 
-    def _erase_moved_hooks(self, grads: list[Value], bare: list[Value]) -> None:
+    def _erase_moved_hooks(self, grads: Sequence[Value], bare: list[Value]) -> None:
         for grad, before in zip(grads, bare, strict=True):
             while grad is not None and grad is not before:
                 self._moved[grad] = before
-                grad, erased = self._before_hooks.pop(grad), grad
-                self._graph.erase_node(erased)
+                earlier = self._before_hooks.pop(grad)
+                self._graph.erase_node(grad)
+                grad = earlier
 
     def _packed_reason(self) -> Reason:
         call = self._node_calls[-1]

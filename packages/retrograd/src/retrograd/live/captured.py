@@ -42,6 +42,8 @@ class CapturedBackward:
         needs_engine_frame: whether it must run while the engine's call is alive.
         has_unpack_hooks: whether a saved tensor is behind an unpack hook. The engine does not tell such a
             tensor's own history, which a differentiable backward needs.
+        has_aot_graphs: whether the backward of a compiled function was laid in: a function of values that
+            the compiled forward saved, whose own history is not known either.
     """
 
     def __init__(self, backward: BackwardGraph, request: EngineRequest) -> None:
@@ -52,6 +54,7 @@ class CapturedBackward:
         self.needs_engine_frame = backward.needs_engine_frame
         self.n_outputs = len(backward.outputs())
         self.has_unpack_hooks = any(call.hook is HookKind.UNPACK for _, call in backward.calls())
+        self.has_aot_graphs = bool(backward.inlined)
         self._order_is_visible = _order_is_visible(backward)
         self._plans: dict[tuple[Config, tuple[int, ...] | None], Plan] = {}
 

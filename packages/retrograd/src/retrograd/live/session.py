@@ -108,6 +108,8 @@ class Session:
         # With create_graph the graph is kept (see `why_not_collectable`): falling back is still possible.
         if request.create_graph and call.artifact.has_unpack_hooks:
             return self._fall_back(request, _reason("create-graph-through-unpack-hooks", _NO_HISTORY))
+        if request.create_graph and call.artifact.has_aot_graphs:
+            return self._fall_back(request, _reason("create-graph-through-compiled-forward", _NO_AOT_HISTORY))
         return self._checked(request, self._run_plan(call, request))
 
     def _run_plan(self, call: Collected, request: EngineRequest) -> Grads:
@@ -178,6 +180,7 @@ def forget_warnings() -> None:
     _warned.clear()
 
 
+_NO_AOT_HISTORY = "create_graph=True through a forward that torch.compile compiled"
 _NO_HISTORY = "the engine does not tell the history of saved tensors behind unpack hooks"
 
 _WAY_OUT = {

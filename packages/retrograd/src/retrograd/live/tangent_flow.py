@@ -115,7 +115,7 @@ class TangentFlow:
         current = self._tangents[number][0]
         while len(current.users) == 1:
             user = next(iter(current.users))
-            if not _is_sum(user):
+            if not _adds(user):
                 break
             other = next(iter(a for a in user.all_input_nodes if a is not current), None)
             if other is None or not self._reach.get(other) or self._reach[other] & bit:
@@ -133,8 +133,7 @@ class TangentFlow:
         """Eager runs the backward of one region by descending sequence number, and a node when the last of
         what it depends on is there."""
         calls = [n for n in self._graph.nodes if n.op == "call_function" and self._reach[n]]
-        known = {node: float(node.meta["seq_nr"]) for node in calls if "seq_nr" in node.meta}
-        own = known or _keys_by_place(calls)
+        own = _own_keys(calls)
         key: dict[fx.Node, float] = {}
         for node in self._graph.nodes:
             if self._reach.get(node):
@@ -162,17 +161,22 @@ class TangentFlow:
         return sorted(nodes, key=lambda node: -self.key[node])
 
 
-def _keys_by_place(calls: Sequence[fx.Node]) -> dict[fx.Node, float]:
-    """For a graph from AOTAutograd's cache, which keeps no sequence numbers: every gradient as soon as it is
-    there, but the bias of a linear layer before its weight, whose gradient takes one more node in eager."""
-    keys = {node: -float(place) for place, node in enumerate(calls)}
+def _own_keys(calls: Sequence[fx.Node]) -> dict[fx.Node, float]:
+    """The key of each call for itself. A graph from AOTAutograd's cache keeps no sequence numbers: there
+    every gradient is ready as soon as it can be.
+
+    Where the transposes of a linear layer have been folded into its products, the weight's gradient is there
+    with the bias's; in eager it takes one node more.
+    """
+    known = {node: float(node.meta["seq_nr"]) for node in calls if "seq_nr" in node.meta}
+    keys = known or {node: -float(place) for place, node in enumerate(calls)}
     for node in calls:
         if node.target is torch.ops.aten.mm.default and isinstance(node.args[0], fx.Node):
             source = _untransposed(node.args[0])
             biases = [user for user in source.users if user.target is torch.ops.aten.sum.dim_IntList]
             reshaped = [user for bias in biases for user in bias.users]
-            if source is not node.args[0]:
-                keys[node] = min(keys.get(other, keys[node]) for other in (node, *biases, *reshaped)) - 0.5
+            if biases and source is not node.args[0]:
+                keys[node] = min(keys[other] for other in (node, *biases, *reshaped) if other in keys) - 0.5
     return keys
 
 
@@ -183,9 +187,13 @@ def _untransposed(node: fx.Node) -> fx.Node:
     return source
 
 
+def _adds(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.add.Tensor and not node.kwargs and len(node.args) == 2
+
+
 def _is_sum(node: fx.Node) -> bool:
-    """Whether `node` adds two values of one shape."""
-    if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(node.args) != 2:
+    """Whether `node` adds two values that are known to have one shape."""
+    if not _adds(node):
         return False
     shapes = [_shape(argument) for argument in (*node.args, node)]
     return None not in shapes and len(set(shapes)) == 1

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.thread_state import as_if_autocast
+from retrograd._torch.tracing import is_operator
 
 __all__ = ["Constant", "Named", "Tangent", "operation", "pick"]
 
@@ -84,7 +85,7 @@ def operation(node: fx.Node) -> Callable[..., Any]:
     if target is torch.ops.aten.view.default:
         target = torch.ops.aten.reshape.default
     name = str(getattr(target, "__name__", target))
-    if not isinstance(target, torch._ops.OperatorBase):
+    if not is_operator(target):
         return Named(name, target)
     traced = node.meta.get("val")
     return _Operation(name, target, traced.dtype if isinstance(traced, torch.Tensor) else None)
