@@ -251,6 +251,8 @@ def _summary(result: campaign.Campaign) -> str:
     diverged = sum(row.verdict.is_divergence and not row.set_aside for row in result.rows)
     text = f"{len(result.rows)} cases run, {aside} set aside, {diverged} divergences"
     text += f", of which {len(result.unexpected)} unexpected of an accountable subject"
+    if own := sum(row.stocks_own for row in result.rows):
+        text += f", {own} of stock's own forward"
     if result.stale:
         text += f"; {len(result.stale)} stale expected entries"
     return text + ("; interrupted" if result.interrupted else "")
