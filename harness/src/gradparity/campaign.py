@@ -50,7 +50,7 @@ class Campaign:
 
     @property
     def unexpected(self) -> list[Row]:
-        """Divergences that fail the run: of an accountable subject, not expected, set aside or stock's own."""
+        """Divergences that fail the run: of accountable subjects, not expected, set aside or stock's own."""
         return [
             row
             for row in self.rows

@@ -71,8 +71,10 @@ def _leaves(mine: Evidence, theirs: Evidence) -> Finding | None:
         if found is None:
             continue
         other = others.get(pair.label)
-        if other is None:
+        if other is None and pair.subject is not None:
             return found
+        if other is None:
+            continue  # a leaf that neither stock nor the subject came to register
         if (leaf_metadata(other, theirs) or leaf_values(other, theirs)) is None:
             continue
         if not _stock_rounds(pair, other) or (leaf_metadata(pair, loose) or leaf_values(pair, loose)):

@@ -20,7 +20,7 @@ class Subject:
 
     `bitwise`: promises gradients equal to eager's to the bit. `accountable`: its unexpected divergences fail
     a run. `may_refuse`: an error that says "not supported" counts as UNSUPPORTED rather than DIVERGE.
-    `stock`: the subject that has the same forward and torch's own backward, where that forward is not eager's.
+    `stock`: the subject with the same forward and torch's own backward, where that forward is not eager's.
     """
 
     bitwise: bool = False
