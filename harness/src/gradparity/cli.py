@@ -66,7 +66,8 @@ app = typer.Typer(
 
 Subjects = Annotated[list[str], typer.Option("--subject", "-s", help="a subject's name; repeatable")]
 Corpora = Annotated[
-    list[str] | None, typer.Option("--corpus", "-c", help="a corpus's name; repeatable; default: all")
+    list[str] | None,
+    typer.Option("--corpus", "-c", help="a corpus's name; repeatable; default: all float32"),
 ]
 DeviceOption = Annotated[Device, typer.Option("--device", help="where programs run")]
 Timeout = Annotated[float, typer.Option(min=0.1, help="seconds for one case")]
@@ -105,7 +106,7 @@ def run(  # noqa: PLR0913 - a command has as many parameters as options
     with _errors(console):
         plan = campaign.Plan(
             subjects=tuple(dict.fromkeys(subject)),
-            corpora=tuple(dict.fromkeys(corpus or corpora.NAMED)),
+            corpora=tuple(dict.fromkeys(corpus or corpora.USUAL)),
             device=_device(device),
             processes=processes,
             timeout=timeout,
