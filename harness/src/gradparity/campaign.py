@@ -50,13 +50,13 @@ class Campaign:
 
     @property
     def unexpected(self) -> list[Row]:
-        """Divergences that fail the run: of an accountable subject, not expected, not set aside."""
+        """Divergences that fail the run: of accountable subjects, not expected, set aside or stock's own."""
         return [
             row
             for row in self.rows
             if row.subject in self.accountable
             and (row.verdict.is_divergence or row.symptom == "broken-case")
-            and not (row.expected or row.set_aside)
+            and not (row.expected or row.set_aside or row.stocks_own)
         ]
 
     @property

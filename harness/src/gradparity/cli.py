@@ -66,7 +66,8 @@ app = typer.Typer(
 
 Subjects = Annotated[list[str], typer.Option("--subject", "-s", help="a subject's name; repeatable")]
 Corpora = Annotated[
-    list[str] | None, typer.Option("--corpus", "-c", help="a corpus's name; repeatable; default: all")
+    list[str] | None,
+    typer.Option("--corpus", "-c", help="a corpus's name; repeatable; default: all float32"),
 ]
 DeviceOption = Annotated[Device, typer.Option("--device", help="where programs run")]
 Timeout = Annotated[float, typer.Option(min=0.1, help="seconds for one case")]
@@ -105,7 +106,7 @@ def run(  # noqa: PLR0913 - a command has as many parameters as options
     with _errors(console):
         plan = campaign.Plan(
             subjects=tuple(dict.fromkeys(subject)),
-            corpora=tuple(dict.fromkeys(corpus or corpora.NAMED)),
+            corpora=tuple(dict.fromkeys(corpus or corpora.USUAL)),
             device=_device(device),
             processes=processes,
             timeout=timeout,
@@ -251,6 +252,8 @@ def _summary(result: campaign.Campaign) -> str:
     diverged = sum(row.verdict.is_divergence and not row.set_aside for row in result.rows)
     text = f"{len(result.rows)} cases run, {aside} set aside, {diverged} divergences"
     text += f", of which {len(result.unexpected)} unexpected of an accountable subject"
+    if own := sum(row.stocks_own for row in result.rows):
+        text += f", {own} of stock's own forward"
     if result.stale:
         text += f"; {len(result.stale)} stale expected entries"
     return text + ("; interrupted" if result.interrupted else "")

@@ -14,6 +14,7 @@ import torch
 from gradparity.corpus.base import Program
 from gradparity.errors import GradparityError
 from gradparity.observe import observe
+from gradparity.oracles.attribution import not_stocks_own
 from gradparity.oracles.evidence import Evidence, Reference
 from gradparity.oracles.judge import Judgement, judge
 from gradparity.oracles.values import SYMPTOMS
@@ -76,6 +77,10 @@ def _compare(program: Program, subject: Subject, device: torch.device) -> Compar
         reference=lambda: _reference(program, device),
     )
     row = _row(program, subject, outcome, evidence)
+    if row.verdict.is_divergence and subject.stock is not None:
+        row = _attributed(program, subject.stock, evidence, row, device)
+    if row.stocks_own:
+        return Comparison(row, evidence)
     if row.verdict is Verdict.DIVERGE and row.symptom.removesuffix("-bits") in SYMPTOMS.values():
         until = time.monotonic() + CONFIRMATION_SECONDS
         for _ in range(CONFIRMATIONS):
@@ -88,6 +93,16 @@ def _compare(program: Program, subject: Subject, device: torch.device) -> Compar
         if found := _declared_nondeterministic(program, evidence, device):
             return _nondeterministic(program, subject, first, outcome, found)
     return Comparison(row, evidence)
+
+
+def _attributed(program: Program, stock: Subject, evidence: Evidence, row: Row, device: torch.device) -> Row:
+    """The row, marked if stock torch, given the same forward, diverges in all that the subject does."""
+    stock.reset(program.cold)
+    outcome = observe(program.case, program.body, stock, torch.float32, device)
+    own = not_stocks_own(evidence, outcome)
+    if own is None:
+        return replace(row, stocks_own=True)
+    return replace(row, verdict=own.verdict, symptom=own.symptom, reason=own.reason)
 
 
 def _declared_nondeterministic(

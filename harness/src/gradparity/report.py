@@ -27,6 +27,7 @@ STYLES = {
 }
 SET_ASIDE = "set aside"
 FELL_BACK = "fell back"
+STOCKS_OWN = "stock's own"
 
 
 def column(row: Row) -> str:
@@ -37,18 +38,21 @@ def column(row: Row) -> str:
 
 
 def table(rows: Iterable[Row]) -> Table:
-    """Subject × corpus, with counts per verdict, of cases that fell back and of known divergences."""
+    """Subject × corpus, with counts per verdict, of cases that fell back, of divergences that are those of a
+    stock forward, and of known ones.
+    """
     cells: dict[tuple[str, str], Counter[str]] = {}
     for row in rows:
         counts = cells.setdefault((row.subject, row.corpus), Counter())
         counts.update([column(row), "cases"] + [FELL_BACK] * row.fell_back + ["expected"] * row.expected)
+        counts.update([STOCKS_OWN] * row.stocks_own)
     used = {name for counts in cells.values() for name in counts}
     shown = [
         verdict.value
         for verdict in Verdict
         if verdict.value in used or verdict in (Verdict.AGREE, Verdict.DIVERGE)
     ]
-    shown += [name for name in (SET_ASIDE, FELL_BACK, "expected") if name in used]
+    shown += [name for name in (SET_ASIDE, FELL_BACK, STOCKS_OWN, "expected") if name in used]
     made = Table(title="gradparity: subject × corpus", title_justify="left")
     made.add_column("subject", no_wrap=True)
     made.add_column("corpus", no_wrap=True)
@@ -67,13 +71,13 @@ def lines(rows: Iterable[Row]) -> list[Text]:
     """
     order = list(Verdict)
     told = [row for row in rows if row.verdict.is_divergence and column(row) != SET_ASIDE]
-    told.sort(key=lambda row: (row.expected, order.index(row.verdict), row.subject, row.case))
+    told.sort(key=lambda row: (row.expected, row.stocks_own, order.index(row.verdict), row.subject, row.case))
     return [line(row) for row in told]
 
 
 def line(row: Row) -> Text:
     """One divergence in one line."""
-    mark = " (expected)" if row.expected else ""
+    mark = " (expected)" if row.expected else f" ({STOCKS_OWN})" if row.stocks_own else ""
     text = Text(f"{row.verdict.value:<12}", style=STYLES[row.verdict])
     reason = " ".join(row.reason.split())
     return text.append(f" {row.subject}  {row.case}{mark}  {row.symptom}: {reason}"[:400], style="default")

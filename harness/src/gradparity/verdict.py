@@ -55,7 +55,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Row:
-    """One judged case under one subject."""
+    """One judged case under one subject. `stocks_own`: it diverges, but only where stock's compiled forward
+    diverges without the subject too.
+    """
 
     case: str
     seed: int
@@ -68,6 +70,7 @@ class Row:
     fell_back: bool = False
     set_aside: bool = False
     expected: bool = False
+    stocks_own: bool = False
     compiles: int = 0
     seconds: float = 0.0
 

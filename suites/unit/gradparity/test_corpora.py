@@ -8,7 +8,7 @@ from torch.testing._internal.autograd_function_db import autograd_function_db as
 
 from gradparity.case import Case
 from gradparity.corpus.fresh import cotangent, differentiable, fresh
-from gradparity.corpus.registry import NAMED, corpus, program
+from gradparity.corpus.registry import NAMED, USUAL, corpus, program
 from gradparity.corpus.scenario import registered, scenario
 from gradparity.differential import compare
 from gradparity.errors import CaseError, UnknownNameError
@@ -24,7 +24,14 @@ def probe(dtype: torch.dtype = torch.float32) -> Probe:
 
 
 def test_names() -> None:
-    assert list(NAMED) == ["scenarios", "op_db", "module_db", "autograd_function_db", "models"]
+    assert USUAL == ["scenarios", "op_db", "module_db", "autograd_function_db", "models"]
+    assert [name for name in NAMED if name not in USUAL] == [
+        "op_db:float64",
+        "op_db:bfloat16",
+        "op_db:complex64",
+        "module_db:float64",
+    ]
+    assert all(corpus(name).name == name for name in NAMED)
     with pytest.raises(UnknownNameError, match=r"(?s)unknown corpus 'x'.*op_db"):
         corpus("x")
 
@@ -45,7 +52,14 @@ def test_op_db_has_the_differentiable_operators() -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["op_db::mul::2", "op_db::nn.functional.dropout::1", "module_db::nn.Linear::0"]
+    "address",
+    [
+        "op_db::mul::2",
+        "op_db::nn.functional.dropout::1",
+        "op_db:complex64::mul::2",
+        "module_db::nn.Linear::0",
+        "module_db:float64::nn.Linear::0",
+    ],
 )
 def test_a_case_is_found_again_with_the_same_inputs(address: str) -> None:
     case = Case.parse(address)
@@ -53,6 +67,30 @@ def test_a_case_is_found_again_with_the_same_inputs(address: str) -> None:
     assert one.eager.grads
     for left, right in zip(one.eager.grads, two.eager.grads, strict=True):
         assert torch.equal(left.value.parts[0], right.value.parts[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk", "dtype"),
+    [
+        ("op_db", "mul", torch.float32),
+        ("op_db:float64", "mul", torch.float64),
+        ("op_db:bfloat16", "mul", torch.bfloat16),
+        ("op_db:complex64", "mul", torch.complex64),
+        ("module_db:float64", "nn.Linear", torch.float64),
+    ],
+)
+def test_every_gradient_of_a_corpus_has_its_dtype(name: str, chunk: str, dtype: torch.dtype) -> None:
+    for item in corpus(name).programs(chunk, CPU, 0):
+        evidence = compare(item, resolve("planted:last-bit"), CPU).evidence
+        assert {grad.value.dtype for grad in evidence.eager.grads if grad.value is not None} == {dtype}
+        assert item.fp64 is (dtype is not torch.float64)
+
+
+def test_a_corpus_lists_only_operators_that_have_its_dtype() -> None:
+    real, complex_ = (set(corpus(name).chunks()) for name in ("op_db", "op_db:complex64"))
+    assert "mul" in complex_ & real
+    assert "nn.functional.relu" in real - complex_
+    assert 300 < len(complex_) < len(real)
 
 
 def test_an_index_too_high_is_reported() -> None:

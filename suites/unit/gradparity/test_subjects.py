@@ -43,11 +43,19 @@ def fake(monkeypatch) -> Fake:
 
 def test_which_subjects_promise_bits_and_which_answer_for_divergences(fake) -> None:
     made = {name: resolve(name) for name in NAMED}
-    assert {name for name, subject in made.items() if subject.bitwise} == {"eager", "retrograd-live:eager"}
-    assert {name for name, subject in made.items() if subject.accountable} == {
+    assert {name for name, subject in made.items() if subject.bitwise} == {
+        "eager",
         "retrograd-live:eager",
-        "retrograd-live:aten",
-        "retrograd-live:inductor",
+        "retrograd-live+aot_eager:eager",
+    }
+    assert {name for name, subject in made.items() if subject.accountable} == {
+        name for name in NAMED if name.startswith("retrograd-live")
+    }
+    assert {name: subject.stock.name for name, subject in made.items() if subject.stock} == {
+        "retrograd-live+aot_eager:eager": "stock-compile:aot_eager",
+        "retrograd-live+aot_eager:inductor": "stock-compile:aot_eager",
+        "retrograd-live+inductor:eager": "stock-compile:inductor",
+        "retrograd-live+inductor:inductor": "stock-compile:inductor",
     }
     assert all(subject.name == name for name, subject in made.items())
 
@@ -124,4 +132,17 @@ def test_stock_compile_compiles_the_forward() -> None:
     with subject.around():
         subject.compile(lambda t: t.sin() * 2)(x).sum().backward()
     assert subject.compiles() > 0
+    assert torch.allclose(x.grad, 2 * x.detach().cos())
+
+
+def test_behind_a_stock_forward_both_halves_are_compiled(fake) -> None:
+    subject = resolve("retrograd-live+aot_eager:inductor")
+    subject.reset(cold=True)
+    assert fake.was_reset == 1
+    subject.stock.begin()
+    x = torch.ones(2, requires_grad=True)
+    with subject.around(), subject.backward():
+        subject.compile(lambda t: t.sin() * 2)(x).sum().backward()
+    assert fake.backends == ["inductor"]
+    assert subject.stock.compiles() > 0
     assert torch.allclose(x.grad, 2 * x.detach().cos())

@@ -1,4 +1,5 @@
-"""The corpus "module_db": every torch.nn module that torch tests, with torch's own inputs.
+"""The corpora "module_db" and "module_db:float64": every torch.nn module that torch tests, with torch's own
+inputs.
 
 In: a module's name as a chunk. Out: one program per input and training mode; parameters and inputs are
 leaves.
@@ -16,16 +17,18 @@ import torch
 from gradparity.case import Case
 from gradparity.corpus.base import Program
 from gradparity.corpus.fresh import differentiable, fresh
-from gradparity.corpus.op_info import backward_from, seed_everything
+from gradparity.corpus.op_info import backward_from, corpus_name, seed_everything
 from gradparity.errors import UnknownNameError
 from gradparity.observe import Body
-from gradparity.probe import Probe
+from gradparity.probe import WIDER, Probe
 
 
 class ModuleCorpus:
-    """torch's module database as a corpus."""
+    """torch's module database as a corpus, with parameters and inputs of one dtype."""
 
-    name = "module_db"
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.name = corpus_name("module_db", dtype)
+        self._dtype = dtype
 
     @cached_property
     def _infos(self) -> dict[str, Any]:
@@ -38,31 +41,33 @@ class ModuleCorpus:
         return list(self._infos)
 
     def programs(self, chunk: str, device: torch.device, seed: int) -> Iterable[Program]:
-        """One program per float32 input, in training mode and, where that differs, in evaluation mode."""
+        """One program per input, in training mode and, where that differs, in evaluation mode."""
         if chunk not in self._infos:
             raise UnknownNameError("module", chunk, sorted(self._infos))
         info, index = self._infos[chunk], 0
-        if torch.float32 not in info.dtypes:
+        if self._dtype not in info.dtypes:
             return
         for training in (True, False) if info.train_and_eval_differ else (True,):
             seed_everything(seed)
             inputs = info.module_inputs_func(
-                info, device=str(device), dtype=torch.float32, requires_grad=True, training=training
+                info, device=str(device), dtype=self._dtype, requires_grad=True, training=training
             )
             for item in inputs:
                 if item.forward_input is None:
                     continue
                 doc = f"{chunk}: {item.desc or 'input'} {index}, {'training' if training else 'evaluation'}"
-                yield Program(
-                    Case(self.name, chunk, index, seed), _body(info.module_cls, item, training), doc
-                )
+                case = Case(self.name, chunk, index, seed)
+                body = _body(info.module_cls, item, training, self._dtype)
+                yield Program(case, body, doc, fp64=self._dtype in WIDER)
                 index += 1
 
 
-def _body(module_class: Any, item: Any, training: bool) -> Body:
+def _body(module_class: Any, item: Any, training: bool, dtype: torch.dtype) -> Body:
     def run(p: Probe) -> None:
         built = copy.deepcopy(item.constructor_input)
         module = p.module(module_class(*built.args, **built.kwargs)).train(training)
+        if dtype is not torch.float32:
+            module.to(dtype)
         args, kwargs = fresh((tuple(item.forward_input.args), dict(item.forward_input.kwargs)), p)
         for place, leaf in enumerate(differentiable((args, kwargs))):
             p.leaf(f"input {place}", leaf)

@@ -1,12 +1,15 @@
-"""The corpus "op_db": every differentiable operator that torch tests, with torch's own samples.
+"""The corpora "op_db", "op_db:float64", …: every differentiable operator that torch tests, with torch's own
+samples.
 
-In: nothing. Out: an OpInfoCorpus over `torch.testing._internal`'s op_db.
+In: a dtype. Out: an OpInfoCorpus over `torch.testing._internal`'s op_db.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 from gradparity.corpus.op_info import OpInfoCorpus
 
@@ -18,6 +21,6 @@ def _load() -> Iterable[Any]:
     return found
 
 
-def op_db() -> OpInfoCorpus:
-    """The corpus."""
-    return OpInfoCorpus("op_db", _load)
+def op_db(dtype: torch.dtype = torch.float32) -> OpInfoCorpus:
+    """The corpus of this dtype."""
+    return OpInfoCorpus("op_db", _load, dtype)

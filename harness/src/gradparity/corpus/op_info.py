@@ -1,7 +1,7 @@
 """Programs from torch's OpInfo databases: one operator per chunk, one program per sample.
 
-In: a list of OpInfos and a device. Out: programs that run the operator and its backward on copies of each
-sample.
+In: a list of OpInfos, a dtype and a device. Out: programs that run the operator and its backward on copies of
+each sample.
 """
 
 from __future__ import annotations
@@ -20,38 +20,47 @@ from gradparity.corpus.base import Program
 from gradparity.corpus.fresh import cotangent, differentiable, fresh
 from gradparity.errors import UnknownNameError
 from gradparity.observe import Body
-from gradparity.probe import Probe
+from gradparity.probe import WIDER, Probe
 
 
 class OpInfoCorpus:
     """A database of OpInfos as a corpus.
 
-    Arguments: the corpus name, and a function that loads the database (called at first use: loading takes
-    seconds).
+    Arguments: the database's name, a function that loads it (called at first use: loading takes seconds), and
+    the samples' dtype, which is part of the corpus's name unless it is float32.
     """
 
-    def __init__(self, name: str, load: Callable[[], Iterable[Any]]) -> None:
-        self.name = name
+    def __init__(
+        self, database: str, load: Callable[[], Iterable[Any]], dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.name = corpus_name(database, dtype)
         self._load = load
+        self._dtype = dtype
 
     @cached_property
     def _ops(self) -> dict[str, Any]:
-        return {_op_name(op): op for op in self._load() if _is_differentiable(op)}
+        return {_op_name(op): op for op in self._load() if _is_differentiable(op, self._dtype)}
 
     def chunks(self) -> list[str]:
         """One chunk per differentiable operator and variant."""
         return list(self._ops)
 
     def programs(self, chunk: str, device: torch.device, seed: int) -> Iterable[Program]:
-        """One program per float32 sample of this operator."""
+        """One program per sample of this operator."""
         if chunk not in self._ops:
             raise UnknownNameError("operator", chunk, sorted(self._ops))
         op = self._ops[chunk]
-        if torch.float32 not in op.supported_backward_dtypes(device.type):
+        if self._dtype not in op.supported_backward_dtypes(device.type):
             return
         seed_everything(seed)
-        for index, sample in enumerate(op.sample_inputs(str(device), torch.float32, requires_grad=True)):
-            yield Program(Case(self.name, chunk, index, seed), _body(op, sample), f"{chunk}: sample {index}")
+        for index, sample in enumerate(op.sample_inputs(str(device), self._dtype, requires_grad=True)):
+            case, doc = Case(self.name, chunk, index, seed), f"{chunk}: sample {index}"
+            yield Program(case, _body(op, sample), doc, fp64=self._dtype in WIDER)
+
+
+def corpus_name(database: str, dtype: torch.dtype) -> str:
+    """ "op_db" for float32, "op_db:bfloat16" for others."""
+    return database if dtype is torch.float32 else f"{database}:{str(dtype).removeprefix('torch.')}"
 
 
 def seed_everything(seed: int) -> None:
@@ -77,8 +86,9 @@ def _op_name(op: Any) -> str:
     return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
 
 
-def _is_differentiable(op: Any) -> bool:
-    return bool(op.supports_autograd)
+def _is_differentiable(op: Any, dtype: torch.dtype) -> bool:
+    kinds = op.supported_backward_dtypes("cpu") | op.supported_backward_dtypes("cuda")
+    return bool(op.supports_autograd) and dtype in kinds
 
 
 def _body(op: Any, sample: Any) -> Body:

@@ -6,7 +6,7 @@ In: a corpus name or a case address. Out: a Corpus or a Program. Raises UnknownN
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -20,13 +20,21 @@ from gradparity.corpus.op_db import op_db
 from gradparity.corpus.scenario import ScenarioCorpus
 from gradparity.errors import UnknownNameError
 
+DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16, "complex64": torch.complex64}
+"""The dtypes besides float32 of which operators have a corpus."""
+
 NAMED: dict[str, Callable[[], Corpus]] = {
     "scenarios": ScenarioCorpus,
     "op_db": op_db,
+    **{f"op_db:{name}": partial(op_db, dtype) for name, dtype in DTYPES.items()},
     "module_db": ModuleCorpus,
+    "module_db:float64": partial(ModuleCorpus, torch.float64),
     "autograd_function_db": autograd_function_db,
     "models": ModelCorpus,
 }
+
+USUAL = [name for name in NAMED if ":" not in name]
+"""What runs when no corpus is named: everything in float32."""
 
 
 @cache

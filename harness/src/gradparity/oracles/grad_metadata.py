@@ -19,13 +19,14 @@ def grad_metadata(evidence: Evidence) -> Finding | None:
         if ours != theirs:
             return Finding(Verdict.DIVERGE, "values-observed", f"eager shows {ours}, subject {theirs}")
     for pair in evidence.pairs:
-        found = _compare(pair, evidence)
+        found = leaf_metadata(pair, evidence)
         if found is not None:
             return found
     return None
 
 
-def _compare(pair: Pair, evidence: Evidence) -> Finding | None:
+def leaf_metadata(pair: Pair, evidence: Evidence) -> Finding | None:
+    """Compares one leaf's metadata."""
     eager, subject = pair.eager, pair.subject
     if isinstance(eager, TensorRecord) and isinstance(subject, TensorRecord):
         return _tensors(pair, eager, subject, evidence)

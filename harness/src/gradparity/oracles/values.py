@@ -46,7 +46,7 @@ def values(evidence: Evidence) -> Finding | None:
     """Compares the data of every leaf whose metadata agrees."""
     unstable: Finding | None = None
     for pair in evidence.pairs:
-        found = _compare(pair, evidence)
+        found = leaf_values(pair, evidence)
         if found is not None and found.verdict is not Verdict.REF_UNSTABLE:
             return found
         unstable = unstable or found
@@ -61,7 +61,8 @@ def errors(evidence: Evidence) -> Iterator[LeafError]:
             yield _measure(pair.label, *records, evidence)
 
 
-def _compare(pair: Pair, evidence: Evidence) -> Finding | None:
+def leaf_values(pair: Pair, evidence: Evidence) -> Finding | None:
+    """Compares one leaf's data, if its metadata agrees."""
     symptom, records = SYMPTOMS[pair.role], _records(pair)
     if records is None:
         if _plain_differ(pair.eager, pair.subject, evidence.bitwise):

@@ -20,11 +20,13 @@ class Subject:
 
     `bitwise`: promises gradients equal to eager's to the bit. `accountable`: its unexpected divergences fail
     a run. `may_refuse`: an error that says "not supported" counts as UNSUPPORTED rather than DIVERGE.
+    `stock`: the subject with the same forward and torch's own backward, where that forward is not eager's.
     """
 
     bitwise: bool = False
     accountable: bool = False
     may_refuse: bool = False
+    stock: Subject | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name

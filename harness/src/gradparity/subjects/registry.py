@@ -1,6 +1,7 @@
 """Names of subjects.
 
-In: "eager", "stock-ca:inductor", "retrograd-live:eager", "compile:<backend>", "planted:<fault>",
+In: "eager", "stock-ca:inductor", "retrograd-live:eager",
+"retrograd-live+aot_eager:eager", "compile:<backend>", "planted:<fault>",
 "import:<module>:<class>". Out: a Subject. Raises UnknownNameError for anything else.
 """
 
@@ -13,6 +14,7 @@ from gradparity.errors import UnknownNameError
 from gradparity.subjects.base import Subject
 from gradparity.subjects.eager import Eager
 from gradparity.subjects.planted import FAULTS, planted
+from gradparity.subjects.retrograd_behind_stock import FORWARDS, RetrogradBehindStock
 from gradparity.subjects.retrograd_live import BACKENDS, RetrogradLive
 from gradparity.subjects.stock import StockCompile, StockCompiledAutograd
 
@@ -25,6 +27,11 @@ NAMED: dict[str, Callable[[str], Subject]] = {
     **{
         f"retrograd-live:{backend}": lambda name: RetrogradLive(name, name.split(":")[1])
         for backend in BACKENDS
+    },
+    **{
+        f"retrograd-live+{forward}:{backend}": lambda name: RetrogradBehindStock(name, *_halves(name))
+        for forward in FORWARDS
+        for backend in ("eager", "inductor")
     },
 }
 
@@ -47,6 +54,12 @@ def resolve(name: str) -> Subject:
     if form == "import":
         return _imported(name, rest)
     raise UnknownNameError("subject", name, [*NAMED, *FORMS])
+
+
+def _halves(name: str) -> tuple[str, str]:
+    """The compilers of forward and backward in "retrograd-live+forward:backward"."""
+    forward, _, backend = name.partition("+")[2].partition(":")
+    return forward, backend
 
 
 def _compile(name: str, backend: str) -> Subject:

@@ -1,0 +1,137 @@
+"""Attribution: what stock's own forward does is stock's, and everything else is the subject's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gradparity.differential import compare
+from gradparity.oracles.attribution import not_stocks_own
+from gradparity.oracles.evidence import Evidence
+from gradparity.outcome import GradRecord, HookEvent, Outcome, Raised, ValueRecord, freeze
+from gradparity.subjects.base import Subject
+from gradparity.subjects.registry import resolve
+from gradparity.verdict import Verdict
+
+CPU = torch.device("cpu")
+
+
+def outcome(calls: str = "", **grads: object) -> Outcome:
+    """An outcome with one event a letter and these gradients."""
+    return Outcome(
+        grads=tuple(GradRecord(name, _frozen(value)) for name, value in grads.items()),
+        events=tuple(HookEvent(letter, "tensor", ()) for letter in calls),
+    )
+
+
+def _frozen(value: object):
+    return None if value is None else freeze(torch.tensor(value, dtype=torch.float32))
+
+
+def symptom(eager: Outcome, subject: Outcome, stock: Outcome) -> str | None:
+    found = not_stocks_own(Evidence(eager, subject, bitwise=True), stock)
+    return None if found is None else found.symptom
+
+
+@pytest.mark.parametrize(
+    ("eager", "stock", "subject", "found"),
+    [
+        ("abc", "cba", "cba", None),
+        ("abc", "cba", "bac", "hook-order"),
+        ("abc", "ca", "ac", None),  # stock lost a call and turned the rest round; the subject keeps the order
+        ("abc", "ca", "ca", None),
+        ("abc", "ac", "ab", "hook-count"),
+        ("abc", "cbad", "abcd", None),
+        ("abc", "cbad", "bacd", "hook-count"),
+        ("abc", "cba", "ab", "hook-count"),
+    ],
+)
+def test_order_is_eagers_or_stocks(eager: str, stock: str, subject: str, found: str | None) -> None:
+    assert symptom(outcome(eager), outcome(subject), outcome(stock)) == found
+
+
+@pytest.mark.parametrize(
+    ("subject", "found"),
+    [
+        ({"x": 1.0, "y": 0.0}, None),  # y as in stock, x put right
+        ({"x": 3.0, "y": 0.0}, None),
+        ({"x": 3.0, "y": None}, None),
+        ({"x": 2.0, "y": 0.0}, "grad-values-bits"),  # x as nowhere
+        ({"x": 1.0, "y": 5.0}, "grad-none"),
+    ],
+)
+def test_each_gradient_is_eagers_or_stocks(subject: dict[str, float], found: str | None) -> None:
+    eager, stock = outcome(x=1.0, y=None), outcome(x=3.0, y=0.0)
+    assert symptom(eager, outcome(**subject), stock) == found
+
+
+def test_where_stock_rounds_the_subject_may_round_too() -> None:
+    eager, stock = outcome(x=1.0), outcome(x=1.0 + 2e-6)
+    assert symptom(eager, outcome(x=1.0 + 1e-6), stock) is None
+    assert symptom(eager, outcome(x=1.1), stock) == "grad-values-bits"
+    assert symptom(eager, outcome(x=1.0 + 1e-6), outcome(x=1.0)) == "grad-values-bits"
+
+
+def test_payloads_are_compared_call_by_call() -> None:
+    def calls(**payloads: float) -> Outcome:
+        return Outcome(
+            events=tuple(HookEvent(site, "tensor", (_frozen(value),)) for site, value in payloads.items())
+        )
+
+    eager, stock = calls(a=1.0, b=2.0), calls(b=0.0, a=1.0)
+    assert symptom(eager, calls(b=0.0, a=1.0), stock) is None
+    assert symptom(eager, calls(a=1.0, b=0.0), stock) is None
+    assert symptom(eager, calls(b=0.0, a=7.0), stock) == "hook-payload-bits"
+
+
+def test_exceptions_are_eagers_or_stocks() -> None:
+    def raising(name: str) -> Outcome:
+        return Outcome(raised=Raised(name, (name,), "why"))
+
+    eager = outcome(x=1.0)
+    assert symptom(eager, raising("RuntimeError"), raising("RuntimeError")) is None
+    assert symptom(eager, raising("RuntimeError"), raising("ValueError")) == "raises RuntimeError"
+    assert symptom(eager, raising("RuntimeError"), eager) == "raises RuntimeError"
+    assert symptom(raising("ValueError"), Outcome(), Outcome()) is None
+
+
+def test_other_values_shown() -> None:
+    def showing(*names: str) -> Outcome:
+        return Outcome(values=tuple(ValueRecord(name, 1) for name in names))
+
+    assert symptom(showing("a"), showing("b"), showing("b")) is None
+    assert symptom(showing("a"), showing("c"), showing("b")) == "values-observed"
+
+
+@pytest.mark.parametrize(("fault", "own"), [("scale-grad", True), ("none-grad", False), (None, False)])
+def test_a_divergence_of_stocks_own_is_shown_and_marked(bench, hooked_body, fault, own) -> None:
+    subject = resolve("planted:scale-grad")
+    subject.stock = resolve(f"planted:{fault}") if fault else Subject("stock")
+    row = compare(bench.program(hooked_body), subject, CPU).row
+    assert (row.verdict, row.symptom, row.stocks_own) == (Verdict.DIVERGE, "grad-values-bits", own)
+
+
+def test_only_a_divergence_asks_stock(bench, hooked_body) -> None:
+    class Never(Subject):
+        def begin(self) -> None:
+            raise AssertionError
+
+    subject = Subject("fine")
+    subject.stock = Never("never")
+    assert compare(bench.program(hooked_body), subject, CPU).row.verdict is Verdict.AGREE
+
+
+def test_the_notes_of_the_row_are_kept(bench, hooked_body) -> None:
+    class Noting(Subject):
+        bitwise = True
+
+        def notes(self) -> tuple[str, ...]:
+            return ("fallback: why",)
+
+        def observed(self, seen: Outcome) -> Outcome:
+            return replace(seen, events=())
+
+    subject = Noting("noting")
+    subject.stock = Subject("stock")
+    row = compare(bench.program(hooked_body), subject, CPU).row
+    assert (row.symptom, row.notes[0], row.stocks_own) == ("hook-count", "fallback: why", False)
