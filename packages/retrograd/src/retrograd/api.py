@@ -24,7 +24,8 @@ from retrograd.live.session import Session, active, forget_warnings, run_backwar
 __all__ = ["CompiledAutograd", "compiled_autograd", "explain", "reset"]
 
 _process_report = Report()
-_gateway = Gateway(run_backward, Queries(), HookWatch(), CompiledForwards())
+_gateway = Gateway(run_backward, Queries(), HookWatch())
+_compiled_forwards = CompiledForwards(_gateway.is_open)
 
 
 class CompiledAutograd(ContextDecorator):
@@ -85,6 +86,7 @@ def compiled_autograd(
         ...     loss.backward()
     """
     find_backend(backend)
+    _compiled_forwards.watch()
     return CompiledAutograd(Config(backend, strict, dynamic, recompile_limit, Config.names(opaque)))
 
 

@@ -1,9 +1,9 @@
 """Differentiate the backward of a function that stock ``torch.compile`` compiled, which stock refuses.
 
-In: the graphs that Dynamo hands to its backends, and the Functions that AOTAutograd makes of them, seen while
-a context of ours is active. Out: such a Function's backward, when it is itself to be differentiable
-(``create_graph=True``), runs the function's own torch-level graph again on the same inputs and differentiates
-that, to any order. Otherwise nothing changes.
+In: the graphs that Dynamo hands to its backends, and the Functions that AOTAutograd makes of them, seen from
+the first context on that was made. Out: such a Function's backward, when it is itself to be differentiable
+(``create_graph=True``) and a context is active, runs the function's own torch-level graph again on the same
+inputs and differentiates that, to any order. Otherwise nothing changes.
 
 It needs the inputs: they are remembered weakly, so that nothing lives longer. Where they are gone or were
 changed, where the graph draws random numbers or changes its inputs, stock's refusal stands.
@@ -65,22 +65,26 @@ class _Inputs:
 
 
 class CompiledForwards:
-    """Watches Dynamo and AOTAutograd while it is installed."""
+    """Watches Dynamo and AOTAutograd from the first `watch` on: a forward is often compiled before the
+    context around its backward is entered.
 
-    def install(self) -> None:
+    Args:
+        is_active: whether a context is, in any thread.
+    """
+
+    def __init__(self, is_active: Callable[[], bool]) -> None:
+        self._is_active = is_active
+        self._watches = False
+
+    def watch(self) -> None:
         """Wrap the two places where a compiled function is made."""
-        self._call_compiler = OutputGraph.call_user_compiler
-        self._make_function = FunctionMeta.__init__
-        OutputGraph.call_user_compiler = self._compiler_watched()  # type: ignore[method-assign]
-        FunctionMeta.__init__ = self._function_watched()  # type: ignore[method-assign]
-
-    def remove(self) -> None:
-        """Put the originals back."""
-        OutputGraph.call_user_compiler = self._call_compiler  # type: ignore[method-assign]
-        FunctionMeta.__init__ = self._make_function  # type: ignore[method-assign]
+        if not self._watches:
+            self._watches = True
+            OutputGraph.call_user_compiler = self._compiler_watched()  # type: ignore[method-assign]
+            FunctionMeta.__init__ = self._function_watched()  # type: ignore[method-assign]
 
     def _compiler_watched(self) -> Callable[..., Any]:
-        original = self._call_compiler
+        original = OutputGraph.call_user_compiler
 
         @functools.wraps(original)
         def call_user_compiler(output: Any, gm: fx.GraphModule, *args: Any) -> Any:
@@ -90,14 +94,14 @@ class CompiledForwards:
         return call_user_compiler
 
     def _function_watched(self) -> Callable[..., None]:
-        original = self._make_function
+        original = FunctionMeta.__init__
 
         @functools.wraps(original)
         def make_function(cls: Any, name: str, bases: Any, attrs: dict[str, Any]) -> None:
             graph = _compiling.graph
             if graph is not None and "_lazy_backward_info" in attrs:
                 _compiling.graph = None  # a second Function of one graph has a part of it: not known which
-                _make_differentiable(cls, attrs, graph)
+                _make_differentiable(cls, attrs, graph, self._is_active)
             original(cls, name, bases, attrs)
 
         return make_function
@@ -114,7 +118,9 @@ def _graph_at_hand(gm: fx.GraphModule) -> Iterator[None]:
         _compiling.graph = prior
 
 
-def _make_differentiable(cls: Any, attrs: dict[str, Any], graph: fx.GraphModule) -> None:
+def _make_differentiable(
+    cls: Any, attrs: dict[str, Any], graph: fx.GraphModule, is_active: Callable[[], bool]
+) -> None:
     """Have the Function `cls` remember its inputs, and differentiate `graph` when that is asked for."""
     forward, backward = attrs["forward"].__func__, attrs["backward"].__func__
 
@@ -128,7 +134,7 @@ def _make_differentiable(cls: Any, attrs: dict[str, Any], graph: fx.GraphModule)
         # From torch 2.12 on the gradients come as one list.
         boxed = len(grads) == 1 and isinstance(grads[0], list)
         flat = grads[0] if boxed else list(grads)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and is_active():
             result = _differentiate(graph, cls.metadata, ctx._retrograd_inputs, flat)
             if result is not None:
                 return result

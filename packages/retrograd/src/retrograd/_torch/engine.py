@@ -101,6 +101,10 @@ class Gateway:
                 for companion in self._companions:
                     companion.install()
 
+    def is_open(self) -> bool:
+        """Whether anybody uses it."""
+        return self._users > 0
+
     def close(self) -> None:
         """One user less: put torch's gateway back after the last."""
         with self._lock:

@@ -50,6 +50,7 @@ class TangentFlow:
         self._tangents = tangents
         self._outputs = outputs
         self._reach = self._reached_tangents()
+        self._needed = _ancestors(part for parts in outputs for part in parts)
         self.zeros: set[int] = set()
         undefined = set(undefined)
         while mixed := self._spread(undefined - self.zeros):
@@ -83,7 +84,7 @@ class TangentFlow:
         self.stands_for: dict[fx.Node, fx.Node] = {}
         missing = sum(1 << number for number in tangents)
         for node in self._graph.nodes:
-            if node.op != "call_function" or not self._reach[node] & missing:
+            if node not in self._needed or node.op != "call_function" or not self._reach[node] & missing:
                 continue
             operands = [a for a in node.all_input_nodes if self._reach.get(a)]
             defined = [a for a in operands if a not in self._undefined]
@@ -113,10 +114,11 @@ class TangentFlow:
         """Follow the sums in which the tangent meets what the graph itself sends to the same output."""
         bit = 1 << number
         current = self._tangents[number][0]
-        while len(current.users) == 1:
-            user = next(iter(current.users))
-            if not _adds(user):
+        while True:
+            users = [user for user in current.users if user in self._needed]
+            if len(users) != 1 or not _adds(users[0]):
                 break
+            user = users[0]
             other = next(iter(a for a in user.all_input_nodes if a is not current), None)
             if other is None or not self._reach.get(other) or self._reach[other] & bit:
                 break
@@ -159,6 +161,18 @@ class TangentFlow:
     def _ordered(self, live: set[fx.Node]) -> list[fx.Node]:
         nodes = [node for node in self._graph.nodes if node in live and node.op != "placeholder"]
         return sorted(nodes, key=lambda node: -self.key[node])
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """`nodes` and all that they depend on."""
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
 
 
 def _own_keys(calls: Sequence[fx.Node]) -> dict[fx.Node, float]:
