@@ -1,14 +1,13 @@
 """One backward, from the gateway to its gradients: decide, collect, plan, run, or fall back with a reason.
 
-In: the arguments of torch's gateway, and the `Session` of the context that is active on this thread.
-Out: what torch's engine would return.
+In: an `EngineRequest`, given to the `Session` that it belongs to (see `contexts`). Out: what torch's engine
+would return.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
-from contextvars import ContextVar
-from typing import Any
 
 import torch
 
@@ -29,24 +28,11 @@ from retrograd.live.plan import Plan
 from retrograd.live.running import RunningBackward
 from retrograd.live.unreached import raise_as_eager
 
-__all__ = ["Session", "active", "run_backward"]
-
-#: the sessions of this thread's contexts, innermost last.
-active: ContextVar[tuple[Session, ...]] = ContextVar("retrograd_sessions", default=())
+__all__ = ["Session", "forget_warnings"]
 
 Grads = tuple[torch.Tensor | None, ...]
 
 _warned: set[tuple[str, str]] = set()
-
-
-def run_backward(*args: Any, **kwargs: Any) -> Grads:
-    """Stands in for ``torch.autograd.graph._engine_run_backward``."""
-    sessions = active.get()
-    request = EngineRequest.of(*args, **kwargs)
-    if not sessions:
-        with window.stock():
-            return run_stock(request)
-    return sessions[-1].run(request)
 
 
 class Session:
@@ -155,7 +141,17 @@ class Session:
         if key not in _warned:
             _warned.add(key)
             live_log.info("fallback: %s", reason)
-            warnings.warn(f"a backward ran on the stock engine: {reason}", FallbackWarning, stacklevel=6)
+            warnings.warn(f"a backward ran on the stock engine: {reason}", FallbackWarning, _users_level())
+
+
+def _users_level() -> int:
+    """The ``stacklevel`` at which the caller's warning shows the user's line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+        ("retrograd.", "torch.")
+    ):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _reason(code: str, text: str) -> Reason:
