@@ -61,6 +61,8 @@ def leave(owner: object) -> None:
     last.is_open = False
     _entered.set(tuple(entry for entry in entries if entry is not last))
     _gateway.close()
+    if installed_compiler() is not None:
+        _engine_cache.leave_to_stock()
 
 
 def _open_entries() -> tuple[_Entry, ...]:

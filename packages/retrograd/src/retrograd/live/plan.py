@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import fx
 
 from retrograd._torch.collect import Collected
 from retrograd._torch.hook_changes import HookChanges, watching
+from retrograd._torch.profiling import profiling
 from retrograd._torch.thread_state import thread_state_kept
 from retrograd._torch.versions import Versions
 from retrograd.backends.base import Backend
@@ -30,11 +32,15 @@ from retrograd.live.calls.saved import ModifiedTensor
 from retrograd.live.cut import cut
 from retrograd.live.late_hooks import rest_with_changes
 from retrograd.live.lower import SegmentRunner
+from retrograd.live.plan_log import PlanLog
 from retrograd.live.running import RunningBackward
+from retrograd.live.step_through import argument_values
 
 __all__ = ["Plan"]
 
 Values = dict[fx.Node, Any]
+
+_NO_RANGE = nullcontext()
 
 
 class Plan:
@@ -54,9 +60,11 @@ class Plan:
         self._outputs = backward.outputs()
         self._saved = _saved_tensors(backward) if self.schedule.opaque_calls else frozenset()
         number = itertools.count()
-        tell = self.report.lowerings.append
+        self.log = PlanLog(self.report)
         self._runners = tuple(
-            SegmentRunner(step, next(number), config, backend, tell) if isinstance(step, Segment) else None
+            SegmentRunner(step, next(number), config, backend, self.log)
+            if isinstance(step, Segment)
+            else None
             for step in self.schedule.steps
         )
 
@@ -92,13 +100,18 @@ class Plan:
                 args = [values.pop(node) if node in dying else values[node] for node in step.inputs]
                 values.update(zip(step.outputs, runner.run(args), strict=True))
             elif isinstance(step, Accumulation):
-                _accumulate(step, dying, values)
+                with self._range(step):
+                    _accumulate(step, dying, values)
             else:
                 running.enter(call_of(step.node).node_call)
-                _call(step, dying, values, versions)
+                with self._range(step):
+                    _call(step, dying, values, versions)
                 if changes:
                     return self._rest(number, values, versions, running, changes)
         return [None if node is None else values[node] for node in self._outputs]
+
+    def _range(self, step: OpaqueCall | Accumulation) -> AbstractContextManager[None]:
+        return self.log.step_range(step) if profiling() else _NO_RANGE
 
     def _rest(
         self,
@@ -151,7 +164,7 @@ def _call(step: OpaqueCall, dying: frozenset[fx.Node], values: Values, versions:
             if changed
             else values
         )
-    args = [_argument(argument, read) for argument in step.node.args]
+    args = [argument_values(argument, read) for argument in step.node.args]
     del read
     for node in dying:
         values.pop(node, None)
@@ -163,17 +176,6 @@ def _call(step: OpaqueCall, dying: frozenset[fx.Node], values: Values, versions:
     for node in step.projections:
         if node not in dying:
             values[node] = operator.getitem(result, node.args[1])
-
-
-def _argument(argument: Any, values: Values) -> Any:
-    """An FX argument with values for its nodes, in plain lists and tuples."""
-    if isinstance(argument, fx.Node):
-        return values[argument]
-    if isinstance(argument, list):
-        return [_argument(item, values) for item in argument]
-    if isinstance(argument, tuple):
-        return tuple(_argument(item, values) for item in argument)
-    return argument
 
 
 def _saved_tensors(backward: BackwardGraph) -> frozenset[fx.Node]:

@@ -17,9 +17,10 @@ from retrograd._torch.graph_task import run_in_graph_task
 from retrograd._torch.obstacles import why_not_collectable
 from retrograd._torch.protocol import EngineProtocol
 from retrograd._torch.queries import answering
+from retrograd._torch.structured_trace import artifact, event
 from retrograd.config import Config
 from retrograd.errors import CaptureError, FallbackWarning, Reason
-from retrograd.events import counters, live_log
+from retrograd.events import LOGS, counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.report import Report
 from retrograd.live.capture import BackwardRecorder
@@ -60,7 +61,8 @@ class Session:
             ran.append(self._run_collected(call, request))
 
         try:
-            collected = collect(request, lambda: self._protocol(request), start)
+            with event("retrograd.collect"):
+                collected = collect(request, lambda: self._protocol(request), start)
         except Exception as error:
             if started:
                 raise
@@ -86,6 +88,7 @@ class Session:
             for report in self._reports:
                 report.backwards.append(plan.report)
             live_log.info("%s", plan.report)
+            plan.log.laid_out()
         return plan
 
     # run
@@ -102,7 +105,7 @@ class Session:
         results: list[Grads] = []
 
         def body() -> None:
-            with answering(running):
+            with answering(running), event("retrograd.run", plan.log.compile_id):
                 results.append(tuple(plan.run(call, running)))
 
         if plan.runs_user_code:
@@ -140,7 +143,8 @@ class Session:
         key = (reason.code, reason.text)
         if key not in _warned:
             _warned.add(key)
-            live_log.info("fallback: %s", reason)
+            LOGS["recompiles"].info("a backward ran on the stock engine: %s", reason)
+            artifact("retrograd_fallback", lambda: str(reason))
             warnings.warn(f"a backward ran on the stock engine: {reason}", FallbackWarning, _users_level())
 
 
