@@ -1,4 +1,4 @@
-"""What users call: context manager, process-wide switch, report, reset. The only module that knows the stages' order.
+"""What users call: context, process-wide switch, report, reset. The only module that knows the stages' order.
 
 In: the user's choices. Out: `CompiledAutograd` contexts and `Report` values.
 """

@@ -62,7 +62,7 @@ def read_live_graph(request: EngineRequest) -> LiveGraph:
 
 def forward_line(node: Any) -> str:
     """The user's line that made `node`: ``model.py:88  y = x.sin()``; torch records it if the forward ran in
-    anomaly mode. Else, for an ``autograd.Function``, where its backward stands: ``model.py:12  Exp.backward``;
+    anomaly mode. Else, for an ``autograd.Function``, where its backward is: ``model.py:12  Exp.backward``;
     else empty."""
     frames = node.metadata.get("traceback_")
     found = re.search(r'File "([^"]+)", line (\d+).*\n\s*(.*)', frames[-1]) if frames else None
@@ -72,7 +72,7 @@ def forward_line(node: Any) -> str:
 
 
 def _function_line(function: Any) -> str:
-    backward = getattr(function, "backward", None)
+    backward: Any = getattr(function, "backward", None)
     code = getattr(backward, "__code__", None)
     if code is None or (function.__module__ or "").startswith("torch."):
         return ""

@@ -18,7 +18,7 @@ from retrograd._torch.boxed import boxed, copied
 from retrograd._torch.guards import InputGuard, changed_sizes
 from retrograd._torch.profiling import profiling
 from retrograd._torch.stance import compile_stance
-from retrograd._torch.thread_state import modes_of_lowering
+from retrograd._torch.thread_state import modes_of_lowering, why_modes_differ
 from retrograd._torch.tracing import NotTraceableError, trace, why_not_traceable
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
@@ -26,6 +26,7 @@ from retrograd.errors import LoweringError, Reason
 from retrograd.events import counters, live_log
 from retrograd.graph.report import LoweringReport
 from retrograd.graph.schedule import Segment
+from retrograd.live.left_modes import LeftModes
 from retrograd.live.plan_log import PlanLog
 from retrograd.live.step_through import step_through
 
@@ -104,6 +105,10 @@ class SegmentRunner:
         except Exception as error:
             self._give_up(_first_line(error), error)
             return None
+
+    def run_in_modes(self, args: list[Any], left: LeftModes) -> Sequence[Any]:
+        """As `run`, where user code has left modes switched for a part of the segment."""
+        return step_through(self._graph, args, left.around)
 
     def _interpret(self, args: list[Any]) -> Sequence[Any]:
         if profiling():
@@ -192,7 +197,7 @@ class SegmentRunner:
             self._symbolic = self._initially_symbolic(args)
             return "first use"
         if self._lowered[0].modes != modes_of_lowering():
-            return f"modes were {self._lowered[0].modes}, now {modes_of_lowering()}"
+            return why_modes_differ(self._lowered[0].modes, modes_of_lowering())
         last = self._lowered[0].guard
         if self._config.dynamic is not False:
             for index, dims in changed_sizes(last.args_metadata, args).items():
