@@ -312,9 +312,11 @@ def determinism_that_only_warns(p: Probe) -> None:
     y = x.sin().put(index, source)
     y.register_hook(p.hook("y"))
     loss = y.exp().sum()
+    torch.set_warn_always(True)
     with warnings.catch_warnings(record=True) as caught, determinism(True, warn_only=True), p.backward():
         warnings.simplefilter("always")
         loss.backward()
+    torch.set_warn_always(False)
     p.event("warned", any("deterministic" in str(item.message) for item in caught))
 
 

@@ -26,6 +26,7 @@ from retrograd.errors import LoweringError, Reason
 from retrograd.events import counters, live_log
 from retrograd.graph.report import LoweringReport
 from retrograd.graph.schedule import Segment
+from retrograd.live.determinism import NondeterministicError, determinism_is_on, run_deterministically
 from retrograd.live.left_modes import LeftModes
 from retrograd.live.plan_log import PlanLog
 from retrograd.live.step_through import step_through
@@ -47,6 +48,7 @@ class _Lowered:
     given: tuple[int | None, ...]
     graph: fx.Graph
     has_run: bool = False
+    is_deterministic: bool | None = None
 
     def __call__(self, args: list[Any]) -> list[Any]:
         inputs = [args[i] for i in self.fed]
@@ -90,7 +92,11 @@ class SegmentRunner:
         if self._interpret_because is not None or torch.is_grad_enabled():
             return self._interpret(args)
         lowered = self._lowered_for(args)
-        return self._interpret(args) if lowered is None else self._run(lowered, args)
+        if lowered is None or lowered.is_deterministic is False:
+            return self._interpret(args)
+        if lowered.is_deterministic is None and determinism_is_on():
+            return self._ask_eager(lowered, args)
+        return self._run(lowered, args)
 
     def _lowered_for(self, args: Sequence[Any]) -> _Lowered | None:
         """Code for these values, made now if need be; None if the segment is to be interpreted."""
@@ -114,6 +120,18 @@ class SegmentRunner:
         if profiling():
             return step_through(self._graph, args, self._log.node_ranges)
         return self._run_as_captured(args)
+
+    def _ask_eager(self, lowered: _Lowered, args: list[Any]) -> Sequence[Any]:
+        """Under deterministic algorithms the first run is eager's: it may have to raise or warn."""
+        held = list(args)
+        try:
+            results = run_deterministically(lambda: self._interpret(args))
+        except NondeterministicError as error:
+            lowered.is_deterministic = False
+            self._tell("interpreted", "", str(error))
+            return self._interpret(held)
+        lowered.is_deterministic = True
+        return results
 
     def _run(self, lowered: _Lowered, args: list[Any]) -> Sequence[Any]:
         if not profiling():
