@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["NondeterministicError", "determinism_is_on", "run_deterministically"]
+__all__ = ["NondeterministicError", "determinism_is_on", "operations_may_warn", "run_deterministically"]
 
 Result = TypeVar("Result")
 
@@ -25,6 +25,11 @@ class NondeterministicError(Exception):
 def determinism_is_on() -> bool:
     """Whether operations without a deterministic form raise or warn."""
     return torch.are_deterministic_algorithms_enabled()
+
+
+def operations_may_warn() -> bool:
+    """Whether such operations warn. Torch hands a warning to Python only inside a backward of its own."""
+    return determinism_is_on() and torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def run_deterministically(run: Callable[[], Result]) -> Result:

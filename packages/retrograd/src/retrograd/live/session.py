@@ -25,6 +25,7 @@ from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.report import Report
 from retrograd.live.capture import BackwardRecorder
 from retrograd.live.captured import CapturedBackward
+from retrograd.live.determinism import operations_may_warn
 from retrograd.live.plan import Plan
 from retrograd.live.running import RunningBackward
 from retrograd.live.unreached import raise_as_eager
@@ -108,7 +109,7 @@ class Session:
             with answering(running), event("retrograd.run", plan.log.compile_id):
                 results.append(tuple(plan.run(call, running)))
 
-        if plan.runs_user_code:
+        if plan.runs_user_code or operations_may_warn():
             run_in_graph_task(body, request)
         else:
             with torch.set_grad_enabled(request.create_graph):
