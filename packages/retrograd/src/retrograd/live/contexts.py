@@ -22,7 +22,7 @@ from retrograd._torch.stock_compiler import installed_compiler, stock_compiler_o
 from retrograd.errors import ContextError
 from retrograd.live.session import Session
 
-__all__ = ["ProcessWide", "enter", "leave", "run_backward"]
+__all__ = ["ProcessWide", "enter", "gateway", "leave", "run_backward"]
 
 Grads = tuple[torch.Tensor | None, ...]
 
@@ -44,7 +44,7 @@ _entered: ContextVar[tuple[_Entry, ...]] = ContextVar("retrograd_entered", defau
 
 def enter(owner: object, session: Session) -> None:
     """From here on, on this thread, backwards belong to `session`."""
-    _gateway.open()
+    gateway.open()
     _entered.set((*_open_entries(), _Entry(owner, session)))
 
 
@@ -60,7 +60,7 @@ def leave(owner: object) -> None:
         raise ContextError
     last.is_open = False
     _entered.set(tuple(entry for entry in entries if entry is not last))
-    _gateway.close()
+    gateway.close()
     if installed_compiler() is not None:
         _engine_cache.leave_to_stock()
 
@@ -81,10 +81,10 @@ class ProcessWide:
         with cls._lock:
             before = cls._entry
             if session is not None and before is None:
-                _gateway.open()
+                gateway.open()
             cls._entry = None if session is None else _Entry(cls, session)
             if session is None and before is not None:
-                _gateway.close()
+                gateway.close()
 
     @classmethod
     def entry(cls) -> _Entry | None:
@@ -132,4 +132,4 @@ class _EngineCache:
 _engine_cache = _EngineCache()
 
 
-_gateway = Gateway(run_backward, Queries(), HookWatch())
+gateway = Gateway(run_backward, Queries(), HookWatch())
