@@ -208,7 +208,19 @@ def test_the_nodes_of_a_graph_met_twice_are_numbered() -> None:
     assert second == f"{first}_1"
 
 
-def test_a_backward_that_draws_random_numbers_stays_one_call() -> None:
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_backward_that_draws_random_numbers_stays_one_call(
+    cached: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for _ in range(1 + cached):
+        backward = backward_that_draws_random_numbers()
+    (reason,) = {step.reason for step in backward.schedule.opaque_calls}
+    assert reason.startswith("AOT backward as one call: ")
+    assert reason.endswith("draws random numbers")
+
+
+def backward_that_draws_random_numbers() -> Any:
     torch._dynamo.reset()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
@@ -218,9 +230,7 @@ def test_a_backward_that_draws_random_numbers_stays_one_call() -> None:
         with context:
             loss.backward()
     (backward,) = context.explain().backwards
-    (reason,) = {step.reason for step in backward.schedule.opaque_calls}
-    assert reason.startswith("AOT backward as one call: ")
-    assert reason.endswith("draws random numbers")
+    return backward
 
 
 def test_outside_of_a_context_stock_refuses_as_before() -> None:

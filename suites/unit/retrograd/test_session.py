@@ -13,7 +13,6 @@ from torch._C._dynamo import compiled_autograd as engine_protocol
 
 import retrograd
 from retrograd.live.capture import BackwardRecorder
-from retrograd.live.lower import SegmentRunner
 from unit.retrograd.programs import Square, everything, leaf, observed
 
 STOCK_GATEWAY = torch.autograd.graph._engine_run_backward
@@ -209,25 +208,6 @@ def test_a_fault_anywhere_in_capture_leaves_gradients_as_eager_has_them(
     monkeypatch.undo()
     assert nothing_is_left()
     assert torch.equal(observed(context, everything, rows[-1])[0], grad)
-
-
-@pytest.mark.parametrize("stage", ["_compile", "_lower"])
-def test_a_fault_in_lowering_only_costs_the_compilation(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(self: SegmentRunner, args: object) -> None:
-        raise Planted(stage)
-
-    w = leaf()
-    monkeypatch.setattr(SegmentRunner, stage, faulty)
-    with retrograd.compiled_autograd("aten") as context:
-        if stage == "_lower":
-            with pytest.raises(Planted):
-                (w * w).sum().backward()
-            assert w.grad is None
-            return
-        (w * w).sum().backward()
-    assert torch.equal(w.grad, w.detach() * 2)
-    (lowering,) = context.explain().backwards[0].lowerings
-    assert (lowering.how, lowering.because) == ("interpreted", "Planted: _compile")
 
 
 def backward_of_its_square(inner: torch.Tensor) -> Callable[[torch.Tensor], None]:

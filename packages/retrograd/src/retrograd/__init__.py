@@ -13,11 +13,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retrograd.api import CompiledAutograd, compiled_autograd, explain, reset
+    from retrograd.api import CompiledAutograd, compiled_autograd, disable, enable, explain, reset
     from retrograd.config import Config
     from retrograd.errors import (
         BackendError,
         CaptureError,
+        ContextError,
         FallbackWarning,
         LoweringError,
         RetrogradError,
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "retrograd.api": ("CompiledAutograd", "compiled_autograd", "explain", "reset"),
+    "retrograd.api": ("CompiledAutograd", "compiled_autograd", "disable", "enable", "explain", "reset"),
     "retrograd.config": ("Config",),
     "retrograd.errors": (
         "BackendError",
         "CaptureError",
+        "ContextError",
         "FallbackWarning",
         "LoweringError",
         "RetrogradError",
@@ -51,6 +53,7 @@ __all__ = [
     "CaptureError",
     "CompiledAutograd",
     "Config",
+    "ContextError",
     "FallbackWarning",
     "LoweringError",
     "RetrogradError",
@@ -59,6 +62,8 @@ __all__ = [
     "VerificationError",
     "compiled_autograd",
     "counters",
+    "disable",
+    "enable",
     "explain",
     "reset",
 ]

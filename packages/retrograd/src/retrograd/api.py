@@ -1,4 +1,4 @@
-"""What users call: the context manager, the report, the reset. The only module that knows the stages' order.
+"""What users call: context, process-wide switch, report, reset. The only module that knows the stages' order.
 
 In: the user's choices. Out: `CompiledAutograd` contexts and `Report` values.
 """
@@ -6,32 +6,30 @@ In: the user's choices. Out: `CompiledAutograd` contexts and `Report` values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ContextDecorator
 from typing import Any
 
 from retrograd._torch.collect import clear_engine_cache
 from retrograd._torch.compiled_forwards import CompiledForwards
-from retrograd._torch.engine import Gateway
-from retrograd._torch.hook_changes import HookWatch
 from retrograd._torch.probe import check_supported
-from retrograd._torch.queries import Queries
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.events import counters
 from retrograd.graph.report import Report
-from retrograd.live.session import Session, active, forget_warnings, run_backward
+from retrograd.live.contexts import ProcessWide, enter, gateway, leave
+from retrograd.live.decorate import decorated
+from retrograd.live.session import Session, forget_warnings
 
-__all__ = ["CompiledAutograd", "compiled_autograd", "explain", "reset"]
+__all__ = ["CompiledAutograd", "compiled_autograd", "disable", "enable", "explain", "reset"]
 
 _process_report = Report()
-_gateway = Gateway(run_backward, Queries(), HookWatch())
-_compiled_forwards = CompiledForwards(_gateway.is_open)
+_compiled_forwards = CompiledForwards(gateway.is_open)
 
 
-class CompiledAutograd(ContextDecorator):
+class CompiledAutograd:
     """A context, also usable as a decorator, that compiles every backward of this thread inside it.
 
-    Made by `compiled_autograd`. May be entered again, nested (the innermost wins) and shared by threads.
+    Made by `compiled_autograd`. May be entered again, nested (the innermost wins, also among contexts of
+    stock compiled autograd) and shared by threads. Each thread and each asyncio task enters for itself.
     """
 
     def __init__(self, config: Config) -> None:
@@ -41,13 +39,15 @@ class CompiledAutograd(ContextDecorator):
 
     def __enter__(self) -> CompiledAutograd:
         check_supported()
-        _gateway.open()
-        active.set((*active.get(), self._session))
+        enter(self, self._session)
         return self
 
     def __exit__(self, *error: object) -> None:
-        active.set(active.get()[:-1])
-        _gateway.close()
+        leave(self)
+
+    def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` (a function, generator function or coroutine function) inside this context."""
+        return decorated(self, fn)
 
     def explain(self) -> Report:
         """What this context captured and what not."""
@@ -77,9 +77,14 @@ def compiled_autograd(
     Returns:
         A context manager, also usable as a decorator.
 
+    Under ``torch.compiler.set_stance("force_eager")`` every backward runs on the stock engine, without a
+    warning, whatever `strict` says; under ``"eager_on_recompile"`` segments that have no code for their
+    inputs are interpreted; under ``"fail_on_recompile"`` they raise `LoweringError`.
+
     Raises:
         UnknownBackendError: `backend` is neither a known name nor a callable.
         UnsupportedTorchError: on entering, if torch does not offer the engine's protocol.
+        ContextError: on leaving, if this thread or task has not entered it.
 
     Example:
         >>> with retrograd.compiled_autograd(backend="eager"):
@@ -88,6 +93,34 @@ def compiled_autograd(
     find_backend(backend)
     _compiled_forwards.watch()
     return CompiledAutograd(Config(backend, strict, dynamic, recompile_limit, Config.names(opaque)))
+
+
+def enable(backend: str | Callable[..., Any] = "inductor", **options: Any) -> None:
+    """Compile every backward of this process, on all threads, also on those started later.
+
+    A context that is open on a thread wins there. A second call replaces the setting of the first.
+
+    Args:
+        backend: as in `compiled_autograd`.
+        options: the other arguments of `compiled_autograd`.
+
+    Raises:
+        UnknownBackendError: `backend` is neither a known name nor a callable.
+        UnsupportedTorchError: torch does not offer the engine's protocol.
+
+    Example:
+        >>> retrograd.enable(backend="eager")
+        >>> loss.backward()
+        >>> retrograd.disable()
+    """
+    config = compiled_autograd(backend, **options).config
+    check_supported()
+    ProcessWide.switch(Session(config, (_process_report,)))
+
+
+def disable() -> None:
+    """End what `enable` began. Contexts that are open go on; without `enable` it does nothing."""
+    ProcessWide.switch(None)
 
 
 def explain(
@@ -115,7 +148,10 @@ def explain(
 
 
 def reset() -> None:
-    """Forget all captures, plans, reports and counters, and give all warnings again."""
+    """Forget all captures, plans, reports and counters, and give all warnings again.
+
+    What `enable` set stays set, and open contexts stay open: their next backwards are captured anew.
+    """
     clear_engine_cache()
     _process_report.backwards.clear()
     _process_report.fallbacks.clear()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 __all__ = [
     "BackendError",
     "CaptureError",
+    "ContextError",
     "FallbackWarning",
     "LoweringError",
     "Reason",
@@ -95,6 +96,17 @@ class UnsupportedTorchError(RetrogradError):
         found = f"torch {version} is not supported by retrograd"
         detail = f"\n  missing  {', '.join(missing)}" if missing else ""
         super().__init__(f"{found}{detail}\n  try      a torch release with 2.11 <= version < 2.14")
+
+
+class ContextError(RetrogradError):
+    """A context was left where it had not been entered."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "compiled_autograd: the context is left on another thread or task than it was entered on, or "
+            "more often than it was entered\n"
+            "  try    enter and leave it in one place, or use retrograd.enable() for all threads"
+        )
 
 
 class FallbackWarning(UserWarning):

@@ -1,20 +1,51 @@
 """Counters and loggers: what happened, for people and for tests.
 
-In: increments from the stages. Out: `counters` and the loggers below ``retrograd`` (switched by
-``TORCH_LOGS="+retrograd.live"`` like those of any importable module, or by ``logging`` itself).
+In: increments and texts from the stages. Out: `counters`, and the loggers below ``retrograd.live``. They are
+switched by ``TORCH_LOGS="+retrograd.live"`` like those of any importable module, by ``logging`` itself, or by
+``RETROGRAD_LOGS=graph,schedule,guards,recompiles``, which writes the named ones to the standard error stream.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import warnings
 from collections import Counter
 
-__all__ = ["counters", "live_log"]
+__all__ = ["LOGS", "counters", "live_log", "switch_logs"]
 
 #: Totals of this process: ``captures`` (backward graphs recorded), ``plans`` (schedules laid out),
 #: ``lowerings`` (segments given to a backend), ``recompiles`` (lowerings of a segment that had one),
-#: ``fallbacks`` (backwards run on the stock engine), ``opaque_calls`` (steps run as eager runs them),
-#: ``runs`` (plans run).
+#: ``run_failures`` (runs of compiled code that raised), ``fallbacks`` (backwards run on the stock engine),
+#: ``opaque_calls`` (steps run as eager runs them), ``runs`` (plans run).
 counters: Counter[str] = Counter()
 
 live_log = logging.getLogger("retrograd.live")
+
+#: what ``RETROGRAD_LOGS`` may name. ``graph``: each captured backward in eager's order; ``schedule``: its
+#: steps, hooks included; ``guards``: what each lowering relies on; ``recompiles``: why a segment is lowered
+#: again or interpreted, with the two values that differ, and why a backward ran on the stock engine.
+LOGS = {name: live_log.getChild(name) for name in ("graph", "schedule", "guards", "recompiles")}
+
+
+def switch_logs(names: str) -> None:
+    """Write the logs named in `names` (separated by commas) to the standard error stream.
+
+    Warns of unknown names: a misspelt setting must not end a training run.
+    """
+    wanted = [name.strip().lstrip("+") for name in names.split(",") if name.strip()]
+    if unknown := sorted(set(wanted) - set(LOGS)):
+        warnings.warn(
+            f"RETROGRAD_LOGS: unknown {', '.join(unknown)}\n  known  {', '.join(LOGS)}", stacklevel=2
+        )
+    for name in set(wanted) & set(LOGS):
+        log = LOGS[name]
+        log.setLevel(logging.DEBUG)
+        log.propagate = False
+        if not log.handlers:
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("[%(name)s] %(message)s"))
+            log.addHandler(handler)
+
+
+switch_logs(os.environ.get("RETROGRAD_LOGS", ""))

@@ -5,6 +5,7 @@
   capture window), `protocol` (the object that the engine talks to), `graph_task` (run inside a backward of
   torch's own)
 - reading it: `live_graph` (the autograd graph), `queries` (what user code asks about the running backward)
+- other settings of torch: `stance` (may we compile), `stock_compiler` (stock compiled autograd beside ours)
 - user code's effects: `hooks`, `hook_changes` (hooks that come and go), `versions` (saved tensors changed in
   place), `thread_state` (modes left switched), `tensors` (references, layouts)
 - lowering: `tracing`, `guards`, `boxed`, `inductor`

@@ -70,11 +70,34 @@ def _module(compiled: Any) -> fx.GraphModule:
     info = compiled._lazy_backward_info
     module = getattr(info, "bw_module", None)
     if module is None and hasattr(info, "bw_module_fn"):
-        with unset_fake_temporarily():
-            module = info.bw_module_fn()
+        module = _loaded(info.bw_module_fn)
     if not isinstance(module, fx.GraphModule):
         raise NotInlinedError("its backward was compiled without keeping the graph")
     return module
+
+
+def _loaded(load: Callable[[], Any]) -> Any:
+    """A graph out of AOTAutograd's cache. Loading runs it once, so that random numbers in it, among others,
+    become constants: load it with two seeds, and see whether the constants agree."""
+    first, second = (_loaded_with_seed(load, seed) for seed in (1, 2))
+    if isinstance(first, fx.GraphModule):
+        constants = [
+            (value, getattr(second, name)) for name, value in vars(first).items() if _is_tensor(value)
+        ]
+        constants += [(value, second.get_buffer(name)) for name, value in first.named_buffers()]
+        if not all(torch.equal(one, two) for one, two in constants):
+            raise NotInlinedError("its graph, as AOTAutograd's cache keeps it, draws random numbers")
+    return first
+
+
+def _loaded_with_seed(load: Callable[[], Any], seed: int) -> Any:
+    with unset_fake_temporarily(), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return load()
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _obstacles(module: fx.GraphModule, metadata: Any) -> Iterator[str]:

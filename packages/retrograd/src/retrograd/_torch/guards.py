@@ -77,11 +77,14 @@ class InputGuard:
                 return f"argument {i} was a tensor, now {_describe(args[i])}"
         names = [f"argument {i}" for i in self._tensors]
         verbose = self._guards.check_verbose(*[args[i] for i in self._tensors], tensor_check_names=names)
-        return (
-            verbose
-            if isinstance(verbose, str)
-            else f"relation between sizes: {self._relations or 'aliasing'}"
-        )
+        if isinstance(verbose, str):
+            return verbose
+        if not self._relations_hold(args):
+            before, now = (
+                str([sizes for sizes in all_ if sizes]) for all_ in (self.args_metadata, map(_sizes, args))
+            )
+            return f"relation between sizes {self._relations}: sizes were {before}, now {now}"
+        return "aliasing: two arguments were the same tensor, or now are"
 
     def _relations_hold(self, args: Sequence[Any]) -> bool:
         if self._relations is None or self._shape_env is None:

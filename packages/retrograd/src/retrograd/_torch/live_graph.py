@@ -61,11 +61,22 @@ def read_live_graph(request: EngineRequest) -> LiveGraph:
 
 
 def forward_line(node: Any) -> str:
-    """The user's line that made `node`: ``model.py:88  y = x.sin()``; empty unless the forward ran in
-    anomaly mode, which is when torch records it."""
+    """The user's line that made `node`: ``model.py:88  y = x.sin()``; torch records it if the forward ran in
+    anomaly mode. Else, for an ``autograd.Function``, where its backward is: ``model.py:12  Exp.backward``;
+    else empty."""
     frames = node.metadata.get("traceback_")
     found = re.search(r'File "([^"]+)", line (\d+).*\n\s*(.*)', frames[-1]) if frames else None
-    return f"{os.path.basename(found[1])}:{found[2]}  {found[3].strip()}" if found else ""
+    if found:
+        return f"{os.path.basename(found[1])}:{found[2]}  {found[3].strip()}"
+    return _function_line(getattr(node, "_forward_cls", None))
+
+
+def _function_line(function: Any) -> str:
+    backward: Any = getattr(function, "backward", None)
+    code = getattr(backward, "__code__", None)
+    if code is None or (function.__module__ or "").startswith("torch."):
+        return ""
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}  {backward.__qualname__}"
 
 
 def edge_of(root: Any) -> tuple[Any, int]:

@@ -27,6 +27,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     ),
     "torch._C": ("_current_graph_task_id", "_current_autograd_node", "_will_engine_execute_node"),
     "torch._dynamo.compiled_autograd": ("ops", "compiled_autograd_enabled"),
+    "torch._dynamo.eval_frame": ("_stance",),
     "torch.autograd.graph": ("_engine_run_backward",),
     "torch.autograd": ("_engine_run_backward",),
     "torch.fx.graph": ("_BoxedCodeGen",),

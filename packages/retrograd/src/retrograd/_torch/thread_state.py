@@ -2,20 +2,31 @@
 
 In: the modes before a call. Out: the same modes after it, or the modes as a value to compare. Eager restores
 the thread's state before each node (``ThreadLocalStateGuard`` in ``Engine::thread_main``), so a hook that
-leaves grad mode or autocast switched concerns its own node only.
+leaves grad mode or autocast switched concerns the rest of its own node only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["as_if_autocast", "modes_of_lowering", "thread_state_kept"]
+__all__ = [
+    "Modes",
+    "as_if_autocast",
+    "modes_of_lowering",
+    "switched",
+    "thread_state_kept",
+    "why_modes_differ",
+]
 
 _DEVICES = ("cpu", "cuda")
+
+#: grad mode, then autocast per device.
+Modes = tuple[bool, ...]
 
 
 def modes_of_lowering() -> tuple[object, ...]:
@@ -23,21 +34,55 @@ def modes_of_lowering() -> tuple[object, ...]:
     return (
         *((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES),
         torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
     )
 
 
+def why_modes_differ(before: Sequence[object], now: Sequence[object]) -> str:
+    """The first mode that differs, with both values."""
+    names = (*(f"autocast on {device}" for device in _DEVICES), *_OTHERS)
+    name, old, new = next(found for found in zip(names, before, now, strict=True) if found[1] != found[2])
+    return f"{name} was {_readable(old)}, now {_readable(new)}"
+
+
+_OTHERS = ("deterministic algorithms", "deterministic algorithms' warn_only")
+
+
+def _readable(mode: object) -> str:
+    if isinstance(mode, tuple):
+        return str(mode[1]) if mode[0] else "off"
+    return "on" if mode else "off"
+
+
+@dataclass
+class Kept:
+    """What was put back after a block: `left` are the modes as the block left them, None if as before."""
+
+    left: Modes | None = None
+
+
 @contextmanager
-def thread_state_kept() -> Iterator[None]:
+def thread_state_kept() -> Iterator[Kept]:
     """Put grad mode and autocast back to what they were at the beginning of the block."""
-    grad_mode = torch.is_grad_enabled()
-    autocast = [torch.is_autocast_enabled(device) for device in _DEVICES]
+    before = _modes()
+    kept = Kept()
+    try:
+        yield kept
+    finally:
+        if (now := _modes()) != before:
+            kept.left = now
+            _switch(now, before)
+
+
+@contextmanager
+def switched(modes: Modes) -> Iterator[None]:
+    """Grad mode and autocast as other code left them."""
+    before = _modes()
+    _switch(before, modes)
     try:
         yield
     finally:
-        torch.set_grad_enabled(grad_mode)
-        for device, enabled in zip(_DEVICES, autocast, strict=True):
-            if torch.is_autocast_enabled(device) != enabled:
-                torch.set_autocast_enabled(device, enabled)
+        _switch(_modes(), before)
 
 
 def as_if_autocast(dtype: torch.dtype | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -53,3 +98,14 @@ def as_if_autocast(dtype: torch.dtype | None, fn: Callable[..., Any], /, *args: 
             return fn(*args, **kwargs)
     result = fn(*args, **kwargs)
     return result.to(dtype) if result.dtype != dtype else result
+
+
+def _modes() -> Modes:
+    return (torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in _DEVICES))
+
+
+def _switch(now: Modes, to: Modes) -> None:
+    torch.set_grad_enabled(to[0])
+    for device, is_on, on in zip(_DEVICES, now[1:], to[1:], strict=True):
+        if is_on != on:
+            torch.set_autocast_enabled(device, on)

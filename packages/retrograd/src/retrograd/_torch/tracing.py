@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from retrograd._torch.provenance import noting
+
 __all__ = ["NotTraceableError", "Traced", "is_operator", "trace", "why_not_traceable"]
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -134,7 +136,7 @@ def _quiet_fakes() -> Iterator[None]:
 def _make_fx(
     fn: Callable[..., Any], example_inputs: tuple[Any, ...], decompositions: Mapping[Any, Callable[..., Any]]
 ) -> fx.GraphModule:
-    with torch.no_grad(), enable_python_dispatcher(), _quiet_fakes():
+    with torch.no_grad(), enable_python_dispatcher(), _quiet_fakes(), noting():
         gm = make_fx(fn, decomposition_table=dict(decompositions), tracing_mode="real")(*example_inputs)
     gm.graph.eliminate_dead_code()
     gm.recompile()

@@ -1,6 +1,7 @@
 """A `BackwardGraph` as text that a person reads.
 
-In: a `BackwardGraph`. Out: one line per call, grouped by node call, with short names.
+In: a `BackwardGraph`. Out: one line per call, grouped by node call, with short names; or, with its
+`Schedule`, one line per step.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from typing import Any
 
 from torch import fx
 
-from retrograd.graph.backward_graph import BackwardGraph
+from retrograd.graph.backward_graph import BackwardGraph, call_of
+from retrograd.graph.schedule import OpaqueCall, Schedule, Segment, Step
 
-__all__ = ["readable"]
+__all__ = ["readable", "readable_schedule"]
 
 
 def readable(backward: BackwardGraph) -> str:
@@ -30,6 +32,28 @@ def readable(backward: BackwardGraph) -> str:
     outputs = ", ".join("None" if node is None else node.name for node in backward.outputs())
     lines.append(f"  return ({outputs})")
     return "\n".join(lines)
+
+
+def readable_schedule(backward: BackwardGraph, schedule: Schedule) -> str:
+    """The steps in order: which node calls each segment holds, and what each opaque call is."""
+    segments = {step: number for number, step in enumerate(schedule.segments)}
+    lines = []
+    for number, step in enumerate(schedule.steps):
+        calls = dict.fromkeys(call_of(node).node_call for node in _step_nodes(step))
+        names = ", ".join(map(backward.node_name, calls))
+        source = "" if isinstance(step, Segment) else backward.node_calls[call_of(step.node).node_call].source
+        lines.append(f"{number:4d}  {_step_kind(step, segments)} {names}" + (f"  {source}" if source else ""))
+    return "\n".join(lines)
+
+
+def _step_nodes(step: Step) -> tuple[fx.Node, ...]:
+    return step.nodes if isinstance(step, Segment) else (step.node,)
+
+
+def _step_kind(step: Step, segments: dict[Segment, int]) -> str:
+    if isinstance(step, Segment):
+        return f"segment {segments[step]}:"
+    return f"{step.reason} at" if isinstance(step, OpaqueCall) else "accumulation:"
 
 
 def _argument(value: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from retrograd._torch.engine import EngineRequest
 from retrograd._torch.live_graph import edge_of, forward_line, read_live_graph, read_ranks
+from retrograd._torch.structured_trace import event
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import VerificationError
@@ -69,8 +70,9 @@ class CapturedBackward:
         known = self._plans.get(key)
         if known is not None:
             return known, False
-        backward = self._laid_out(read_live_graph(request)) if ordered else self.backward
-        plan = self._plans[key] = Plan(backward, config, find_backend(config.backend))
+        with event("retrograd.lay_out"):
+            backward = self._laid_out(read_live_graph(request)) if ordered else self.backward
+            plan = self._plans[key] = Plan(backward, config, find_backend(config.backend))
         return plan, True
 
     def _laid_out(self, live: LiveGraph) -> BackwardGraph:

@@ -7,7 +7,7 @@ that is not possible, by interpreting the captured calls, with a reason either w
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ from torch import fx
 
 from retrograd._torch.boxed import boxed, copied
 from retrograd._torch.guards import InputGuard, changed_sizes
-from retrograd._torch.thread_state import modes_of_lowering
+from retrograd._torch.profiling import profiling
+from retrograd._torch.stance import compile_stance
+from retrograd._torch.thread_state import modes_of_lowering, why_modes_differ
 from retrograd._torch.tracing import NotTraceableError, trace, why_not_traceable
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
@@ -24,6 +26,10 @@ from retrograd.errors import LoweringError, Reason
 from retrograd.events import counters, live_log
 from retrograd.graph.report import LoweringReport
 from retrograd.graph.schedule import Segment
+from retrograd.live.determinism import NondeterministicError, determinism_is_on, run_deterministically
+from retrograd.live.left_modes import LeftModes
+from retrograd.live.plan_log import PlanLog
+from retrograd.live.step_through import step_through
 
 __all__ = ["SegmentRunner"]
 
@@ -33,7 +39,7 @@ Symbolic = dict[int, frozenset[int]]
 _one_at_a_time = threading.RLock()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Lowered:
     guard: InputGuard
     modes: tuple[object, ...]
@@ -41,6 +47,8 @@ class _Lowered:
     fed: tuple[int, ...]
     given: tuple[int | None, ...]
     graph: fx.Graph
+    has_run: bool = False
+    is_deterministic: bool | None = None
 
     def __call__(self, args: list[Any]) -> list[Any]:
         inputs = [args[i] for i in self.fed]
@@ -55,7 +63,7 @@ class SegmentRunner:
     Args:
         segment: the segment, and `number` its place among the segments of its schedule.
         config, backend: how to lower it.
-        report: is told every lowering.
+        log: is told every lowering.
     """
 
     def __init__(
@@ -64,11 +72,12 @@ class SegmentRunner:
         number: int,
         config: Config,
         backend: Backend,
-        report: Callable[[LoweringReport], None],
+        log: PlanLog,
     ) -> None:
         self._segment, self._number = segment, number
-        self._config, self._backend, self._report = config, backend, report
-        self._run_as_captured = boxed(_segment_graph(segment))
+        self._config, self._backend, self._log = config, backend, log
+        self._graph = _segment_graph(segment)
+        self._run_as_captured = boxed(self._graph)
         self._lowered: list[_Lowered] = []
         self._symbolic: Symbolic = {}
         self._interpret_because = self._why_interpreted()
@@ -82,15 +91,81 @@ class SegmentRunner:
         """The segment's outputs; `args` is emptied."""
         if self._interpret_because is not None or torch.is_grad_enabled():
             return self._interpret(args)
-        modes = modes_of_lowering()
-        for lowered in self._lowered:
-            if lowered.modes == modes and lowered.guard.check(args):
-                return lowered(args)
-        fresh = self._lower(args)
-        return self._interpret(args) if fresh is None else fresh(args)
+        lowered = self._lowered_for(args)
+        if lowered is None or lowered.is_deterministic is False:
+            return self._interpret(args)
+        if lowered.is_deterministic is None and determinism_is_on():
+            return self._ask_eager(lowered, args)
+        return self._run(lowered, args)
+
+    def _lowered_for(self, args: Sequence[Any]) -> _Lowered | None:
+        """Code for these values, made now if need be; None if the segment is to be interpreted."""
+        try:
+            modes = modes_of_lowering()
+            for lowered in self._lowered:
+                if lowered.modes == modes and lowered.guard.check(args):
+                    return lowered
+            return self._lower(args)
+        except LoweringError:
+            raise
+        except Exception as error:
+            self._give_up(_first_line(error), error)
+            return None
+
+    def run_in_modes(self, args: list[Any], left: LeftModes) -> Sequence[Any]:
+        """As `run`, where user code has left modes switched for a part of the segment."""
+        return step_through(self._graph, args, left.around)
 
     def _interpret(self, args: list[Any]) -> Sequence[Any]:
+        if profiling():
+            return step_through(self._graph, args, self._log.node_ranges)
         return self._run_as_captured(args)
+
+    def _ask_eager(self, lowered: _Lowered, args: list[Any]) -> Sequence[Any]:
+        """Under deterministic algorithms the first run is eager's: it may have to raise or warn."""
+        held = list(args)
+        try:
+            results = run_deterministically(lambda: self._interpret(args))
+        except NondeterministicError as error:
+            lowered.is_deterministic = False
+            self._tell("interpreted", "", str(error))
+            return self._interpret(held)
+        lowered.is_deterministic = True
+        return results
+
+    def _run(self, lowered: _Lowered, args: list[Any]) -> Sequence[Any]:
+        if not profiling():
+            return self._run_guarded(lowered, args)
+        with self._log.segment_range(self._segment, self._number):
+            return self._run_guarded(lowered, args)
+
+    def _run_guarded(self, lowered: _Lowered, args: list[Any]) -> Sequence[Any]:
+        """Run compiled code. Until it has run once its inputs are held, so that a failure costs nothing but
+        the compilation; after that they are let go as it goes on, and a failure can only be reported."""
+        held = None if lowered.has_run else list(args)
+        try:
+            results = lowered(args)
+        except Exception as error:
+            counters["run_failures"] += 1
+            out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            if held is None:
+                if not out_of_memory:
+                    self._distrust(error)
+                raise
+            # Holding the inputs takes memory: without that the code may have what it needs.
+            lowered.has_run = out_of_memory
+            if not out_of_memory:
+                self._give_up(f"its code failed: {_first_line(error)}", error)
+            return self._interpret(held)
+        lowered.has_run = True
+        return results
+
+    def _distrust(self, error: Exception) -> None:
+        """Code that had worked failed: this backward is lost, the next one interprets the segment."""
+        because = f"its code failed: {_first_line(error)}"
+        self._interpret_because = because
+        error.add_note(f"segment {self._number} of this backward is interpreted from now on: {because}")
+        self._tell("interpreted", "", because)
 
     def _lower(self, args: Sequence[Any]) -> _Lowered | None:
         """A new lowering for these values; None if the segment is to be interpreted this time."""
@@ -102,12 +177,10 @@ class SegmentRunner:
             self._interpret_because = f"recompile limit of {self._config.recompile_limit} reached: {because}"
             self._tell("interpreted", "", self._interpret_because)
             return None
-        try:
-            with _one_at_a_time:
-                lowered = self._compile(args)
-        except Exception as error:
-            self._give_up(f"{type(error).__name__}: {error}".splitlines()[0], error)
+        if self._stance_refuses(because):
             return None
+        with _one_at_a_time:
+            lowered = self._compile(args)
         recompile = bool(self._lowered)
         self._lowered.insert(0, lowered)
         counters["lowerings"] += 1
@@ -116,11 +189,25 @@ class SegmentRunner:
         return lowered
 
     def _compile(self, args: Sequence[Any]) -> _Lowered:
-        traced = trace(self._run_as_captured, args, self._symbolic or None, self._backend.decompositions())
+        with self._log.stage("trace"):
+            traced = trace(self._run_noted, args, self._symbolic or None, self._backend.decompositions())
         graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
-        run = self._backend.compile(traced.gm, traced.example_inputs)
+        with self._log.stage("compile"):
+            run = self._backend.compile(traced.gm, traced.example_inputs)
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
         return _Lowered(guard, modes_of_lowering(), run, traced.fed, traced.given, graph)
+
+    def _run_noted(self, args: list[Any]) -> Sequence[Any]:
+        """As captured, while it is traced: ATen nodes get the names of their autograd nodes."""
+        return step_through(self._graph, args, self._log.node_noted)
+
+    def _stance_refuses(self, because: str) -> bool:
+        """Whether ``torch.compiler.set_stance`` has this segment interpreted this time."""
+        stance = compile_stance()
+        if stance == "fail_on_recompile":
+            text = f"segment {self._number} has no code for its inputs, under {stance}: {because}"
+            raise LoweringError(self._reason(text, "set another stance with torch.compiler.set_stance"))
+        return stance == "eager_on_recompile"
 
     def _note_changes(self, args: Sequence[Any]) -> str:
         """Sizes that differ from the last lowering become symbolic; says what failed."""
@@ -128,7 +215,7 @@ class SegmentRunner:
             self._symbolic = self._initially_symbolic(args)
             return "first use"
         if self._lowered[0].modes != modes_of_lowering():
-            return f"modes were {self._lowered[0].modes}, now {modes_of_lowering()}"
+            return why_modes_differ(self._lowered[0].modes, modes_of_lowering())
         last = self._lowered[0].guard
         if self._config.dynamic is not False:
             for index, dims in changed_sizes(last.args_metadata, args).items():
@@ -152,13 +239,8 @@ class SegmentRunner:
 
     def _give_up(self, text: str, error: Exception | None = None) -> None:
         """This segment cannot be compiled: interpret it from now on, or raise in strict mode."""
-        reason = Reason(
-            code="segment-not-compiled",
-            text=f"segment {self._number} is interpreted: {text}",
-            stage="live.lower",
-            node=", ".join(_names(self._segment)[:3]),
-            way_out="name the node in opaque=, or leave it: only this segment runs uncompiled",
-        )
+        way_out = "name the node in opaque=, or leave it: only this segment runs uncompiled"
+        reason = self._reason(f"segment {self._number} is interpreted: {text}", way_out)
         if self._config.strict:
             raise LoweringError(reason) from error
         if error is not None and not isinstance(error, NotTraceableError):
@@ -166,11 +248,19 @@ class SegmentRunner:
         self._interpret_because = text
         self._tell("interpreted", "", text)
 
+    def _reason(self, text: str, way_out: str) -> Reason:
+        names = ", ".join(_names(self._segment)[:3])
+        return Reason("segment-not-compiled", text, "live.lower", node=names, way_out=way_out)
+
     def _tell(
         self, how: str, guards: str, because: str, graph: fx.Graph | None = None, recompile: bool = False
     ) -> None:
         live_log.debug("segment %d: %s, %s", self._number, how, because)
-        self._report(LoweringReport(self._number, how, guards, because, graph, recompile))
+        self._log.lowered(LoweringReport(self._number, how, guards, because, graph, recompile))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _names(segment: Segment) -> list[str]:

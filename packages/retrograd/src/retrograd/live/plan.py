@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import fx
 
 from retrograd._torch.collect import Collected
 from retrograd._torch.hook_changes import HookChanges, watching
+from retrograd._torch.profiling import profiling
 from retrograd._torch.thread_state import thread_state_kept
 from retrograd._torch.versions import Versions
 from retrograd.backends.base import Backend
@@ -29,12 +31,17 @@ from retrograd.live.calls.gradients import accumulate_grad
 from retrograd.live.calls.saved import ModifiedTensor
 from retrograd.live.cut import cut
 from retrograd.live.late_hooks import rest_with_changes
+from retrograd.live.left_modes import LeftModes
 from retrograd.live.lower import SegmentRunner
+from retrograd.live.plan_log import PlanLog
 from retrograd.live.running import RunningBackward
+from retrograd.live.step_through import argument_values
 
 __all__ = ["Plan"]
 
 Values = dict[fx.Node, Any]
+
+_NOTHING = nullcontext()
 
 
 class Plan:
@@ -54,9 +61,11 @@ class Plan:
         self._outputs = backward.outputs()
         self._saved = _saved_tensors(backward) if self.schedule.opaque_calls else frozenset()
         number = itertools.count()
-        tell = self.report.lowerings.append
+        self.log = PlanLog(self.report)
         self._runners = tuple(
-            SegmentRunner(step, next(number), config, backend, tell) if isinstance(step, Segment) else None
+            SegmentRunner(step, next(number), config, backend, self.log)
+            if isinstance(step, Segment)
+            else None
             for step in self.schedule.steps
         )
 
@@ -80,7 +89,12 @@ class Plan:
             return self._steps(values, versions, running, changes)
 
     def _steps(
-        self, values: Values, versions: Versions[fx.Node], running: RunningBackward, changes: HookChanges
+        self,
+        values: Values,
+        versions: Versions[fx.Node],
+        running: RunningBackward,
+        changes: HookChanges,
+        left: LeftModes | None = None,
     ) -> list[Any]:
         for number, (step, dying, runner) in enumerate(
             zip(self.schedule.steps, self.schedule.dying, self._runners, strict=True)
@@ -90,15 +104,24 @@ class Plan:
                 for error in versions.changed(step.inputs, values).values():
                     raise RuntimeError(error)
                 args = [values.pop(node) if node in dying else values[node] for node in step.inputs]
-                values.update(zip(step.outputs, runner.run(args), strict=True))
+                # The results are bound to no name here: that would be a reference, and `.grad` is not stolen.
+                if left is not None and left.reach(step):
+                    values.update(zip(step.outputs, runner.run_in_modes(args, left), strict=True))
+                else:
+                    values.update(zip(step.outputs, runner.run(args), strict=True))
             elif isinstance(step, Accumulation):
-                _accumulate(step, dying, values)
+                with self._range(step), left.around(step.node) if left else _NOTHING:
+                    _accumulate(step, dying, values)
             else:
                 running.enter(call_of(step.node).node_call)
-                _call(step, dying, values, versions)
+                with self._range(step), left.around(step.node) if left else _NOTHING:
+                    left = _call(step, dying, values, versions) or left
                 if changes:
-                    return self._rest(number, values, versions, running, changes)
+                    return self._rest(number, values, versions, running, changes, left)
         return [None if node is None else values[node] for node in self._outputs]
+
+    def _range(self, step: OpaqueCall | Accumulation) -> AbstractContextManager[None]:
+        return self.log.step_range(step) if profiling() else _NOTHING
 
     def _rest(
         self,
@@ -107,6 +130,7 @@ class Plan:
         versions: Versions[fx.Node],
         running: RunningBackward,
         changes: HookChanges,
+        left: LeftModes | None,
     ) -> list[Any]:
         """Hooks came or went: lay out what is left anew, and interpret it."""
         done = self.schedule.steps[: number + 1]
@@ -114,7 +138,7 @@ class Plan:
         versions = versions.renamed(zip(values, rest, strict=False))
         values.clear()
         plan = Plan(backward, Config(backend="eager"), EagerBackend())
-        return plan._steps(rest, versions, running, changes)
+        return plan._steps(rest, versions, running, changes, left)
 
     def _bind(self, call: Collected) -> Values:
         """Placeholders to values; what nobody reads is let go at once."""
@@ -141,7 +165,10 @@ def _accumulate(step: Accumulation, dying: frozenset[fx.Node], values: Values) -
         values.pop(node, None)
 
 
-def _call(step: OpaqueCall, dying: frozenset[fx.Node], values: Values, versions: Versions[fx.Node]) -> None:
+def _call(
+    step: OpaqueCall, dying: frozenset[fx.Node], values: Values, versions: Versions[fx.Node]
+) -> LeftModes | None:
+    """Run an opaque call; returns the modes that it left switched, if it did."""
     counters["opaque_calls"] += 1
     read = values
     if call_of(step.node).kind is CallKind.FUNCTION:
@@ -151,29 +178,19 @@ def _call(step: OpaqueCall, dying: frozenset[fx.Node], values: Values, versions:
             if changed
             else values
         )
-    args = [_argument(argument, read) for argument in step.node.args]
+    args = [argument_values(argument, read) for argument in step.node.args]
     del read
     for node in dying:
         values.pop(node, None)
     assert callable(step.node.target)
-    with thread_state_kept():
+    with thread_state_kept() as kept:
         result = step.node.target(*args)
     if step.node not in dying:
         values[step.node] = result
     for node in step.projections:
         if node not in dying:
             values[node] = operator.getitem(result, node.args[1])
-
-
-def _argument(argument: Any, values: Values) -> Any:
-    """An FX argument with values for its nodes, in plain lists and tuples."""
-    if isinstance(argument, fx.Node):
-        return values[argument]
-    if isinstance(argument, list):
-        return [_argument(item, values) for item in argument]
-    if isinstance(argument, tuple):
-        return tuple(_argument(item, values) for item in argument)
-    return argument
+    return None if kept.left is None else LeftModes(step.node, kept.left)
 
 
 def _saved_tensors(backward: BackwardGraph) -> frozenset[fx.Node]:

@@ -1,52 +1,40 @@
 """One backward, from the gateway to its gradients: decide, collect, plan, run, or fall back with a reason.
 
-In: the arguments of torch's gateway, and the `Session` of the context that is active on this thread.
-Out: what torch's engine would return.
+In: an `EngineRequest`, given to the `Session` that it belongs to (see `contexts`). Out: what torch's engine
+would return.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
-from contextvars import ContextVar
-from typing import Any
 
 import torch
 
 from retrograd._torch.collect import Collected, EngineBusyError, collect, window
 from retrograd._torch.engine import EngineRequest, run_stock
 from retrograd._torch.graph_task import run_in_graph_task
-from retrograd._torch.obstacles import is_traced, why_not_collectable
+from retrograd._torch.obstacles import why_not_collectable
 from retrograd._torch.protocol import EngineProtocol
 from retrograd._torch.queries import answering
+from retrograd._torch.structured_trace import artifact, event
 from retrograd.config import Config
 from retrograd.errors import CaptureError, FallbackWarning, Reason
-from retrograd.events import counters, live_log
+from retrograd.events import LOGS, counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.report import Report
 from retrograd.live.capture import BackwardRecorder
 from retrograd.live.captured import CapturedBackward
+from retrograd.live.determinism import operations_may_warn
 from retrograd.live.plan import Plan
 from retrograd.live.running import RunningBackward
 from retrograd.live.unreached import raise_as_eager
 
-__all__ = ["Session", "active", "run_backward"]
-
-#: the sessions of this thread's contexts, innermost last.
-active: ContextVar[tuple[Session, ...]] = ContextVar("retrograd_sessions", default=())
+__all__ = ["Session", "forget_warnings"]
 
 Grads = tuple[torch.Tensor | None, ...]
 
 _warned: set[tuple[str, str]] = set()
-
-
-def run_backward(*args: Any, **kwargs: Any) -> Grads:
-    """Stands in for ``torch.autograd.graph._engine_run_backward``."""
-    sessions = active.get()
-    request = EngineRequest.of(*args, **kwargs)
-    if not sessions or is_traced():
-        with window.stock():
-            return run_stock(request)
-    return sessions[-1].run(request)
 
 
 class Session:
@@ -74,7 +62,8 @@ class Session:
             ran.append(self._run_collected(call, request))
 
         try:
-            collected = collect(request, lambda: self._protocol(request), start)
+            with event("retrograd.collect"):
+                collected = collect(request, lambda: self._protocol(request), start)
         except Exception as error:
             if started:
                 raise
@@ -100,6 +89,7 @@ class Session:
             for report in self._reports:
                 report.backwards.append(plan.report)
             live_log.info("%s", plan.report)
+            plan.log.laid_out()
         return plan
 
     # run
@@ -118,10 +108,10 @@ class Session:
         results: list[Grads] = []
 
         def body() -> None:
-            with answering(running):
+            with answering(running), event("retrograd.run", plan.log.compile_id):
                 results.append(tuple(plan.run(call, running)))
 
-        if plan.runs_user_code:
+        if plan.runs_user_code or operations_may_warn():
             run_in_graph_task(body, request)
         else:
             with torch.set_grad_enabled(request.create_graph):
@@ -156,8 +146,19 @@ class Session:
         key = (reason.code, reason.text)
         if key not in _warned:
             _warned.add(key)
-            live_log.info("fallback: %s", reason)
-            warnings.warn(f"a backward ran on the stock engine: {reason}", FallbackWarning, stacklevel=6)
+            LOGS["recompiles"].info("a backward ran on the stock engine: %s", reason)
+            artifact("retrograd_fallback", lambda: str(reason))
+            warnings.warn(f"a backward ran on the stock engine: {reason}", FallbackWarning, _users_level())
+
+
+def _users_level() -> int:
+    """The ``stacklevel`` at which the caller's warning shows the user's line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+        ("retrograd.", "torch.")
+    ):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _reason(code: str, text: str) -> Reason:

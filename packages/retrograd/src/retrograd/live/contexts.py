@@ -1,0 +1,136 @@
+"""Which session runs a backward: that of the innermost context of this thread, else the process-wide one.
+
+In: contexts that are entered and left, and the process-wide setting. Out: `run_backward`, which stands in for
+torch's gateway. Contexts are kept in a ``ContextVar``: each thread and each asyncio task has its own, and a
+task made inside a context inherits it for as long as the context is open.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextvars import ContextVar
+from typing import Any, ClassVar
+
+import torch
+
+from retrograd._torch.collect import clear_engine_cache, window
+from retrograd._torch.engine import EngineRequest, Gateway, run_stock
+from retrograd._torch.hook_changes import HookWatch
+from retrograd._torch.obstacles import is_traced
+from retrograd._torch.queries import Queries
+from retrograd._torch.stance import compile_stance
+from retrograd._torch.stock_compiler import installed_compiler, stock_compiler_off
+from retrograd.errors import ContextError
+from retrograd.live.session import Session
+
+__all__ = ["ProcessWide", "enter", "gateway", "leave", "run_backward"]
+
+Grads = tuple[torch.Tensor | None, ...]
+
+
+class _Entry:
+    """One time that a session was switched on; `stock` is the stock compiler that was on already."""
+
+    __slots__ = ("is_open", "owner", "session", "stock")
+
+    def __init__(self, owner: object, session: Session) -> None:
+        self.owner, self.session = owner, session
+        self.stock = installed_compiler()
+        self.is_open = True
+
+
+#: what this thread or task has entered, innermost last. An entry that was closed elsewhere may still be here.
+_entered: ContextVar[tuple[_Entry, ...]] = ContextVar("retrograd_entered", default=())
+
+
+def enter(owner: object, session: Session) -> None:
+    """From here on, on this thread, backwards belong to `session`."""
+    gateway.open()
+    _entered.set((*_open_entries(), _Entry(owner, session)))
+
+
+def leave(owner: object) -> None:
+    """End what `owner` entered last; what others entered since stays.
+
+    Raises:
+        ContextError: `owner` is not entered on this thread.
+    """
+    entries = _open_entries()
+    last = next((entry for entry in reversed(entries) if entry.owner is owner), None)
+    if last is None:
+        raise ContextError
+    last.is_open = False
+    _entered.set(tuple(entry for entry in entries if entry is not last))
+    gateway.close()
+    if installed_compiler() is not None:
+        _engine_cache.leave_to_stock()
+
+
+def _open_entries() -> tuple[_Entry, ...]:
+    return tuple(entry for entry in _entered.get() if entry.is_open)
+
+
+class ProcessWide:
+    """The setting that holds where no context is open, on all threads."""
+
+    _entry: ClassVar[_Entry | None] = None
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def switch(cls, session: Session | None) -> None:
+        """Set or replace the process-wide session; None switches off."""
+        with cls._lock:
+            before = cls._entry
+            if session is not None and before is None:
+                gateway.open()
+            cls._entry = None if session is None else _Entry(cls, session)
+            if session is None and before is not None:
+                gateway.close()
+
+    @classmethod
+    def entry(cls) -> _Entry | None:
+        """What is set now."""
+        return cls._entry
+
+
+@torch.compiler.disable
+def run_backward(*args: Any, **kwargs: Any) -> Grads:
+    """Stands in for ``torch.autograd.graph._engine_run_backward``.
+
+    Hidden from Dynamo, which would trace it where a compiled function breaks its graph for a backward.
+    """
+    request = EngineRequest.of(*args, **kwargs)
+    entry = next((entry for entry in reversed(_entered.get()) if entry.is_open), None) or ProcessWide.entry()
+    stock = installed_compiler()
+    if stock is None:
+        return _run(entry, request)
+    if entry is None or stock is not entry.stock:  # it was switched on inside our context, or there is none
+        _engine_cache.leave_to_stock()
+        return _run(None, request)
+    with stock_compiler_off():
+        return _run(entry, request)
+
+
+def _run(entry: _Entry | None, request: EngineRequest) -> Grads:
+    if entry is None or compile_stance() == "force_eager" or is_traced():
+        with window.stock():
+            return run_stock(request)
+    _engine_cache.is_ours = True
+    return entry.session.run(request)
+
+
+class _EngineCache:
+    """The engine's cache does not know who filled it: stock must not find structures of ours."""
+
+    is_ours = False
+
+    def leave_to_stock(self) -> None:
+        if self.is_ours:
+            clear_engine_cache()
+            self.is_ours = False
+
+
+_engine_cache = _EngineCache()
+
+
+gateway = Gateway(run_backward, Queries(), HookWatch())

@@ -1,0 +1,106 @@
+"""Telling what happens to one captured backward: in its report, the logs and torch's structured trace.
+
+In: what the stages did. Out: entries of its `BackwardReport`; records below ``retrograd.live``; artifacts and
+events under a compile id of its own. Texts are made only for those who listen.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from torch import fx
+
+from retrograd._torch.profiling import node_range, text_range
+from retrograd._torch.provenance import noted
+from retrograd._torch.structured_trace import CompileId, artifact, compiling, event, new_compile_id
+from retrograd.events import LOGS
+from retrograd.graph.backward_graph import NodeCall, call_of
+from retrograd.graph.hook_kind import CallKind
+from retrograd.graph.render import readable, readable_schedule
+from retrograd.graph.report import BackwardReport, LoweringReport
+from retrograd.graph.schedule import Accumulation, OpaqueCall, Segment
+
+__all__ = ["PlanLog"]
+
+_HAS_RANGE = {CallKind.NODE, CallKind.CPP_FUNCTION, CallKind.FUNCTION, CallKind.ACCUMULATE}
+
+
+class PlanLog:
+    """Tells about one backward.
+
+    Args:
+        report: is filled in; its graph knows the names of the autograd nodes.
+    """
+
+    def __init__(self, report: BackwardReport) -> None:
+        self._report = report
+
+    @functools.cached_property
+    def compile_id(self) -> CompileId:
+        """The id under which torch's structured trace files this backward."""
+        return new_compile_id()
+
+    # logs and artifacts
+
+    def laid_out(self) -> None:
+        """The plan is made."""
+        graph, schedule = self._report.graph, self._report.schedule
+        self._tell("graph", "retrograd_backward_graph", lambda: readable(graph))
+        self._tell("schedule", "retrograd_hook_schedule", lambda: readable_schedule(graph, schedule))
+
+    def lowered(self, lowering: LoweringReport) -> None:
+        """A segment was compiled, or given up."""
+        self._report.lowerings.append(lowering)
+        segment, name = f"segment {lowering.segment}", f"retrograd_segment_{lowering.segment}"
+        if lowering.graph is not None:
+            artifact(f"{name}_graph", lowering.code, self.compile_id)
+            self._tell("guards", f"{name}_guards", lambda: f"{segment}: {lowering.guards}")
+        if lowering.recompile:
+            text = f"{segment} is lowered again: {lowering.because}"
+            self._tell("recompiles", f"{name}_recompile_reason", lambda: text, logging.INFO)
+        elif lowering.graph is None:
+            text = f"{segment} is interpreted: {lowering.because}"
+            self._tell("recompiles", f"{name}_interpreted", lambda: text, logging.INFO)
+
+    def _tell(self, log: str, name: str, text: Callable[[], str], level: int = logging.DEBUG) -> None:
+        if LOGS[log].isEnabledFor(level):
+            LOGS[log].log(level, "backward %s\n%s", self.compile_id, text())
+        artifact(name, text, self.compile_id)
+
+    # spans
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Around a stage of lowering; what torch records inside is filed under this backward."""
+        with compiling(self.compile_id), event(f"retrograd.{name}", self.compile_id):
+            yield
+
+    def node_noted(self, node: fx.Node) -> AbstractContextManager[None]:
+        """Around the tracing of `node`: its ATen nodes are to name its autograd node and source line."""
+        index = call_of(node).node_call
+        return noted(node, self._report.graph.node_name(index), self._node_call(node).source)
+
+    # profiler ranges
+
+    def node_ranges(self, node: fx.Node) -> AbstractContextManager[None]:
+        """Around one call of an interpreted segment: eager's ranges, for the calls that are nodes."""
+        return node_range(self._node_call(node).name) if call_of(node).kind in _HAS_RANGE else nullcontext()
+
+    def step_range(self, step: OpaqueCall | Accumulation) -> AbstractContextManager[None]:
+        """Around an opaque call or an accumulation: eager's ranges for a node, else what it is."""
+        name = self._node_call(step.node).name
+        if isinstance(step, Accumulation) or call_of(step.node).kind in _HAS_RANGE:
+            return node_range(name)
+        return text_range(f"{step.reason} of {name}")
+
+    def segment_range(self, segment: Segment, number: int) -> AbstractContextManager[None]:
+        """Around a compiled segment: the names of its nodes."""
+        names = [self._node_call(node).name for node in segment.nodes if call_of(node).kind in _HAS_RANGE]
+        shown = ", ".join(names[:8]) + (f", … ({len(names)} nodes)" if len(names) > 8 else "")
+        return text_range(f"retrograd segment {number}: {shown}")
+
+    def _node_call(self, node: fx.Node) -> NodeCall:
+        return self._report.graph.node_calls[call_of(node).node_call]
