@@ -21,7 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-__all__ = ["NotTraceableError", "Traced", "trace", "why_not_traceable"]
+from retrograd._torch.history import History, history_of, saved_tensors_unseen
+
+__all__ = ["NotTraceableError", "Traced", "trace", "unread", "why_not_traceable"]
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -40,6 +42,7 @@ class Traced:
         fed: positions of the arguments that the graph takes.
         given: for each output of the segment, its position in the graph's result, or None.
         shape_env: has the guards; None when every size is static.
+        history: what eager's autograd would record; None outside of grad mode.
     """
 
     gm: fx.GraphModule
@@ -47,6 +50,7 @@ class Traced:
     fed: tuple[int, ...]
     given: tuple[int | None, ...]
     shape_env: ShapeEnv | None
+    history: History | None = None
 
 
 def why_not_traceable(value: Any) -> str | None:
@@ -70,7 +74,7 @@ def trace(
     symbolic: Mapping[int, frozenset[int]] | None,
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> Traced:
-    """Trace `fn`.
+    """Trace `fn`, in grad mode if that is on.
 
     Args:
         fn: runs the segment on a list of values.
@@ -82,6 +86,7 @@ def trace(
 
     Raises:
         NotTraceableError: an operation that a functional ATen graph cannot hold.
+        NoHistoryError: in grad mode, an output that is a view.
         Exception: whatever an operation raises on fake tensors.
     """
     shape_env = ShapeEnv() if symbolic is not None else None
@@ -98,8 +103,24 @@ def trace(
         return tuple(present)
 
     example_inputs = tuple(fakes[i] for i in fed)
+    with enable_python_dispatcher(), _quiet_fakes():
+        history = history_of(fn, fakes) if torch.is_grad_enabled() else None
     gm = _functional_graph(flat, example_inputs, decompositions)
-    return Traced(gm, example_inputs, fed, tuple(given), shape_env)
+    if history is not None and (drawn := _random(gm)):
+        raise NotTraceableError(f"{drawn[0].target} draws random numbers, which its derivative would draw anew")
+    return Traced(gm, example_inputs, fed, tuple(given), shape_env, history)
+
+
+def unread(fn: Boxed, args: Sequence[Any]) -> frozenset[int]:
+    """Positions of the arguments whose values `fn` does not read; none if it cannot be traced."""
+    if any(map(why_not_traceable, args)):
+        return frozenset()
+    try:
+        traced = trace(fn, args, None, {})
+    except Exception:
+        return frozenset()
+    placeholders = [node for node in traced.gm.graph.nodes if node.op == "placeholder"]
+    return frozenset(i for i, node in zip(traced.fed, placeholders, strict=True) if not node.users)
 
 
 def _functional_graph(
@@ -129,11 +150,20 @@ def _quiet_fakes() -> Iterator[None]:
 def _make_fx(
     fn: Callable[..., Any], example_inputs: tuple[Any, ...], decompositions: Mapping[Any, Callable[..., Any]]
 ) -> fx.GraphModule:
-    with torch.no_grad(), enable_python_dispatcher(), _quiet_fakes():
+    with enable_python_dispatcher(), _quiet_fakes(), saved_tensors_unseen():
         gm = make_fx(fn, decomposition_table=dict(decompositions), tracing_mode="real")(*example_inputs)
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return gm
+
+
+def _random(gm: fx.GraphModule) -> list[fx.Node]:
+    return [
+        node
+        for node in gm.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in node.target.tags
+    ]
 
 
 def _mutations(gm: fx.GraphModule) -> list[fx.Node]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import fx
 
 from retrograd._torch.boxed import boxed, copied
 from retrograd._torch.guards import InputGuard, changed_sizes
-from retrograd._torch.thread_state import modes_of_lowering
+from retrograd._torch.thread_state import modes_of_lowering, why_interpreted_now
 from retrograd._torch.tracing import NotTraceableError, trace, why_not_traceable
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
@@ -24,8 +24,9 @@ from retrograd.errors import LoweringError, Reason
 from retrograd.events import counters, live_log
 from retrograd.graph.report import LoweringReport
 from retrograd.graph.schedule import Segment
+from retrograd.live.differentiable import Differentiable
 
-__all__ = ["SegmentRunner"]
+__all__ = ["BoxedRunner", "SegmentRunner"]
 
 Symbolic = dict[int, frozenset[int]]
 
@@ -41,47 +42,67 @@ class _Lowered:
     fed: tuple[int, ...]
     given: tuple[int | None, ...]
     graph: fx.Graph
+    differentiable: Differentiable | None = None
 
     def __call__(self, args: list[Any]) -> list[Any]:
+        if self.differentiable is None:
+            return self._outputs(args)
+        values = list(args)
+        with torch.no_grad():
+            results = self._outputs(args)
+        return self.differentiable(results, values)
+
+    def _outputs(self, args: list[Any]) -> list[Any]:
         inputs = [args[i] for i in self.fed]
         args.clear()
         results = self.run(inputs)
         return [None if place is None else results[place] for place in self.given]
 
 
-class SegmentRunner:
-    """Runs one segment.
+@dataclass(frozen=True)
+class How:
+    """How a function is lowered, and what to call it.
 
-    Args:
-        segment: the segment, and `number` its place among the segments of its schedule.
+    Attributes:
+        number: place of the segment that it belongs to among the segments of its schedule.
+        names: the autograd nodes in it.
         config, backend: how to lower it.
         report: is told every lowering.
+        role: what it is to the segment; empty for the segment itself.
     """
 
-    def __init__(
-        self,
-        segment: Segment,
-        number: int,
-        config: Config,
-        backend: Backend,
-        report: Callable[[LoweringReport], None],
-    ) -> None:
-        self._segment, self._number = segment, number
-        self._config, self._backend, self._report = config, backend, report
-        self._run_as_captured = boxed(_segment_graph(segment))
+    number: int
+    names: tuple[str, ...]
+    config: Config
+    backend: Backend
+    report: Callable[[LoweringReport], None]
+    role: str = ""
+
+
+class BoxedRunner:
+    """Runs one boxed function: lowers it at first use, and again when guards fail.
+
+    Args:
+        fn: the function as captured.
+        how: how to lower it.
+        interpret_because: why it is never lowered; None if it may be.
+    """
+
+    def __init__(self, fn: Boxed, how: How, interpret_because: str | None = None) -> None:
+        self._run_as_captured, self._how = fn, how
+        self._number, self._config = how.number, how.config
+        self._backend, self._report = how.backend, how.report
         self._lowered: list[_Lowered] = []
         self._symbolic: Symbolic = {}
-        self._interpret_because = self._why_interpreted()
-
-    def _why_interpreted(self) -> str | None:
-        if not self._backend.traces:
-            return f"backend {self._backend.name} interprets"
-        return None if self._segment.worth_compiling else "nothing in it is worth compiling"
+        self._interpret_because = interpret_because
+        self._told: set[str] = set()
 
     def run(self, args: list[Any]) -> Sequence[Any]:
-        """The segment's outputs; `args` is emptied."""
-        if self._interpret_because is not None or torch.is_grad_enabled():
+        """The function's outputs; `args` is emptied."""
+        if self._interpret_because is not None:
             return self._interpret(args)
+        if (now := why_interpreted_now(args)) is not None:
+            return self._interpret_now(args, now)
         modes = modes_of_lowering()
         for lowered in self._lowered:
             if lowered.modes == modes and lowered.guard.check(args):
@@ -91,6 +112,12 @@ class SegmentRunner:
 
     def _interpret(self, args: list[Any]) -> Sequence[Any]:
         return self._run_as_captured(args)
+
+    def _interpret_now(self, args: list[Any], because: str) -> Sequence[Any]:
+        if because not in self._told:
+            self._told.add(because)
+            self._tell("interpreted", "", because)
+        return self._interpret(args)
 
     def _lower(self, args: Sequence[Any]) -> _Lowered | None:
         """A new lowering for these values; None if the segment is to be interpreted this time."""
@@ -120,7 +147,14 @@ class SegmentRunner:
         graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
         run = self._backend.compile(traced.gm, traced.example_inputs)
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
-        return _Lowered(guard, modes_of_lowering(), run, traced.fed, traced.given, graph)
+        history = traced.history
+        recorded = None if history is None else Differentiable(self._run_as_captured, history, self._another)
+        return _Lowered(guard, modes_of_lowering(), run, traced.fed, traced.given, graph, recorded)
+
+    def _another(self, fn: Boxed, role: str) -> BoxedRunner:
+        """A runner for a derivative of this function."""
+        role = f"{role} of its {self._how.role}" if self._how.role else role
+        return BoxedRunner(fn, replace(self._how, role=role))
 
     def _note_changes(self, args: Sequence[Any]) -> str:
         """Sizes that differ from the last lowering become symbolic; says what failed."""
@@ -156,7 +190,7 @@ class SegmentRunner:
             code="segment-not-compiled",
             text=f"segment {self._number} is interpreted: {text}",
             stage="live.lower",
-            node=", ".join(_names(self._segment)[:3]),
+            node=", ".join(self._how.names[:3]),
             way_out="name the node in opaque=, or leave it: only this segment runs uncompiled",
         )
         if self._config.strict:
@@ -169,12 +203,40 @@ class SegmentRunner:
     def _tell(
         self, how: str, guards: str, because: str, graph: fx.Graph | None = None, recompile: bool = False
     ) -> None:
+        because = f"{self._how.role}: {because}" if self._how.role else because
         live_log.debug("segment %d: %s, %s", self._number, how, because)
         self._report(LoweringReport(self._number, how, guards, because, graph, recompile))
 
 
-def _names(segment: Segment) -> list[str]:
-    return [getattr(node.target, "__name__", str(node.target)) for node in segment.nodes]
+class SegmentRunner(BoxedRunner):
+    """Runs one segment.
+
+    Args:
+        segment: the segment, and `number` its place among the segments of its schedule.
+        config, backend: how to lower it.
+        report: is told every lowering.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        number: int,
+        config: Config,
+        backend: Backend,
+        report: Callable[[LoweringReport], None],
+    ) -> None:
+        how = How(number, _names(segment), config, backend, report)
+        super().__init__(boxed(_segment_graph(segment)), how, _why_interpreted(segment, backend))
+
+
+def _why_interpreted(segment: Segment, backend: Backend) -> str | None:
+    if not backend.traces:
+        return f"backend {backend.name} interprets"
+    return None if segment.worth_compiling else "nothing in it is worth compiling"
+
+
+def _names(segment: Segment) -> tuple[str, ...]:
+    return tuple(getattr(node.target, "__name__", str(node.target)) for node in segment.nodes)
 
 
 def _segment_graph(segment: Segment) -> fx.Graph:
