@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from retrograd._torch.history import History, history_of, saved_tensors_unseen
 
-__all__ = ["NotTraceableError", "Traced", "trace", "unread", "why_not_traceable"]
+__all__ = ["NotTraceableError", "Traced", "is_batched", "trace", "unread", "why_not_traceable"]
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -51,6 +51,11 @@ class Traced:
     given: tuple[int | None, ...]
     shape_env: ShapeEnv | None
     history: History | None = None
+
+
+def is_batched(value: Any) -> bool:
+    """Whether the value is a tensor of torch's older vmap, which ``is_grads_batched`` uses."""
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(value)
 
 
 def why_not_traceable(value: Any) -> str | None:
@@ -126,10 +131,14 @@ def unread(fn: Boxed, args: Sequence[Any]) -> frozenset[int]:
 def _functional_graph(
     fn: Callable[..., Any], example_inputs: tuple[Any, ...], decompositions: Mapping[Any, Callable[..., Any]]
 ) -> fx.GraphModule:
-    """Trace as it is; if the graph mutates, trace once more with functionalisation (which costs more)."""
+    """Trace as it is; if the graph mutates, functionalise the graph. (Not the function: functionalisation
+    would hide from it which of its arguments require grad.)"""
     gm = _make_fx(fn, example_inputs, decompositions)
     if _mutations(gm):
-        gm = _make_fx(torch.func.functionalize(fn, remove="mutations"), example_inputs, decompositions)
+        with torch.no_grad():
+            mutating = gm
+            functional = torch.func.functionalize(lambda *args: mutating(*args), remove="mutations")
+            gm = _make_fx(functional, example_inputs, decompositions)
     if left := _mutations(gm):
         raise NotTraceableError(f"{left[0].target} changes one of the segment's inputs in place")
     return gm

@@ -17,7 +17,7 @@ from torch import fx
 from retrograd._torch.boxed import boxed, copied
 from retrograd._torch.guards import InputGuard, changed_sizes
 from retrograd._torch.thread_state import modes_of_lowering, why_interpreted_now
-from retrograd._torch.tracing import NotTraceableError, trace, why_not_traceable
+from retrograd._torch.tracing import NotTraceableError, is_batched, trace, why_not_traceable
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
 from retrograd.errors import LoweringError, Reason
@@ -121,6 +121,8 @@ class BoxedRunner:
 
     def _lower(self, args: Sequence[Any]) -> _Lowered | None:
         """A new lowering for these values; None if the segment is to be interpreted this time."""
+        if any(map(is_batched, args)):
+            return None  # by the engine, for one backward with is_grads_batched
         if reason := next(filter(None, map(why_not_traceable, args)), None):
             self._give_up(reason)
             return None
