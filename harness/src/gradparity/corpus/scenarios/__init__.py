@@ -83,10 +83,12 @@ from gradparity.corpus.scenarios import (
     roots_inputs,
     saved_in_functions,
     saved_tensor_hooks,
+    second_order,
     shapes,
     side_effects,
     subclasses,
     tensor_hooks,
+    transforms,
     views_inplace,
 )
 
@@ -112,6 +114,8 @@ TOPICS = (
     islands,
     checkpointing,
     higher_order,
+    second_order,
+    transforms,
     callbacks,
     modes,
     between_steps,

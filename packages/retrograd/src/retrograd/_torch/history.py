@@ -73,10 +73,8 @@ def history_of(fn: Boxed, fakes: Sequence[Any]) -> History:
         if o not in identical and isinstance(result, torch.Tensor) and result.requires_grad
     ]
     reached = {o: graph.below(results[o].grad_fn) for o in new}
-    storages = {_storage(fakes[i]): i for i in reversed(sorted(first.values()))}
-    parts = [
-        _part(group, results, reached, graph, storages, fakes) for group in _groups(new, reached, graph)
-    ]
+    storages = {_storage(fakes[i]): i for i in sorted(first.values(), reverse=True)}
+    parts = [_part(group, results, reached, graph, storages, fakes) for group in _groups(new, reached, graph)]
     parts.sort(key=lambda part: max(results[o].grad_fn._sequence_nr() for o in part.outputs))
     return History(identical, tuple(parts), graph.leaves(reached.values()))
 
@@ -159,7 +157,9 @@ def _part(
 
 
 def _refuse_shared_memory(fakes: Sequence[Any], results: Sequence[Any], identical: dict[int, int]) -> None:
-    owners = {_storage(fake): f"argument {i}" for i, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)}
+    owners = {
+        _storage(fake): f"argument {i}" for i, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)
+    }
     for o, result in enumerate(results):
         if isinstance(result, torch.Tensor) and o not in identical:
             if owner := owners.get(_storage(result)):
@@ -173,7 +173,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def saved_tensors_unseen() -> Iterator[None]:
-    """Autograd graphs made in this block for our own use do not show their saved tensors to the user's hooks."""
+    """Graphs made in this block are our own: the user's saved-tensor hooks do not see them."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         yield
         return

@@ -23,7 +23,14 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from retrograd._torch.history import History, history_of, saved_tensors_unseen
 
-__all__ = ["NotTraceableError", "Traced", "is_batched", "trace", "unread", "why_not_traceable"]
+__all__ = [
+    "NotTraceableError",
+    "Traced",
+    "arguments_read",
+    "is_batched",
+    "trace",
+    "why_not_traceable",
+]
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -112,20 +119,33 @@ def trace(
         history = history_of(fn, fakes) if torch.is_grad_enabled() else None
     gm = _functional_graph(flat, example_inputs, decompositions)
     if history is not None and (drawn := _random(gm)):
-        raise NotTraceableError(f"{drawn[0].target} draws random numbers, which its derivative would draw anew")
+        raise NotTraceableError(
+            f"{drawn[0].target} draws random numbers, which its derivative would draw anew"
+        )
     return Traced(gm, example_inputs, fed, tuple(given), shape_env, history)
 
 
-def unread(fn: Boxed, args: Sequence[Any]) -> frozenset[int]:
-    """Positions of the arguments whose values `fn` does not read; none if it cannot be traced."""
-    if any(map(why_not_traceable, args)):
-        return frozenset()
-    try:
-        traced = trace(fn, args, None, {})
-    except Exception:
-        return frozenset()
-    placeholders = [node for node in traced.gm.graph.nodes if node.op == "placeholder"]
-    return frozenset(i for i, node in zip(traced.fed, placeholders, strict=True) if not node.users)
+def arguments_read(fn: Boxed, args: Sequence[Any]) -> frozenset[int]:
+    """Positions of the tensors whose values `fn`, differentiated or not, reads.
+
+    Raises:
+        Exception: as `trace`.
+    """
+    fakes = _Fakes(None, {}).of(args)
+    fed = [i for i, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)]
+
+    def flat(*inputs: Any) -> tuple[Any, ...]:
+        values = dict(zip(fed, inputs, strict=True))
+        results = fn([values.get(i, value) for i, value in enumerate(args)])
+        return tuple(result for result in results if result is not None)
+
+    read: set[int] = set()
+    for mode in (False, True):
+        with torch.set_grad_enabled(mode):
+            gm = _make_fx(flat, tuple(fakes[i] for i in fed), {})
+        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        read.update(i for i, node in zip(fed, placeholders, strict=True) if node.users)
+    return frozenset(read)
 
 
 def _functional_graph(

@@ -149,9 +149,11 @@ class BoxedRunner:
         graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
         run = self._backend.compile(traced.gm, traced.example_inputs)
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
-        history = traced.history
-        recorded = None if history is None else Differentiable(self._run_as_captured, history, self._another)
-        return _Lowered(guard, modes_of_lowering(), run, traced.fed, traced.given, graph, recorded)
+        lowered = _Lowered(guard, modes_of_lowering(), run, traced.fed, traced.given, graph)
+        if traced.history is None:
+            return lowered
+        recorded = Differentiable(self._run_as_captured, args, traced.history, self._another)
+        return replace(lowered, differentiable=recorded)
 
     def _another(self, fn: Boxed, role: str) -> BoxedRunner:
         """A runner for a derivative of this function."""
