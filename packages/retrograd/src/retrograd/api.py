@@ -19,6 +19,7 @@ from retrograd.config import Config
 from retrograd.events import counters
 from retrograd.graph.report import Report
 from retrograd.live.session import Session, active, forget_warnings, run_backward
+from retrograd.live.sharing import forget_shared
 
 __all__ = ["CompiledAutograd", "compiled_autograd", "explain", "reset"]
 
@@ -118,3 +119,4 @@ def reset() -> None:
     _process_report.fallbacks.clear()
     counters.clear()
     forget_warnings()
+    forget_shared()

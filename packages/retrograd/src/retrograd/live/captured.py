@@ -29,6 +29,9 @@ __all__ = ["CapturedBackward"]
 #: two gradients have one sum in floating point; three have more than one.
 _ASSOCIATIVE = 2
 
+#: how many settings and orders of one structure are remembered.
+KEPT_PLANS = 32
+
 
 class CapturedBackward:
     """One structure.
@@ -65,6 +68,8 @@ class CapturedBackward:
         if known is not None:
             return known, False
         backward = self._laid_out(read_live_graph(request)) if ordered else self.backward
+        while len(self._plans) >= KEPT_PLANS:
+            self._plans.pop(next(iter(self._plans)), None)
         plan = self._plans[key] = Plan(backward, config, find_backend(config.backend))
         return plan, True
 

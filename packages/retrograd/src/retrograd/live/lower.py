@@ -25,8 +25,10 @@ from retrograd.events import counters, live_log
 from retrograd.graph.report import LoweringReport
 from retrograd.graph.schedule import Segment
 from retrograd.live.differentiable import Differentiable
+from retrograd.live.sharing import runners
+from retrograd.live.structure import structure_of
 
-__all__ = ["BoxedRunner", "SegmentRunner"]
+__all__ = ["BoxedRunner", "SegmentRunner", "runner_of"]
 
 Symbolic = dict[int, frozenset[int]]
 
@@ -96,12 +98,19 @@ class BoxedRunner:
         self._symbolic: Symbolic = {}
         self._interpret_because = interpret_because
         self._told: set[str] = set()
+        self._postponed: str | None = None
+
+    def postpone(self, because: str) -> None:
+        """Interpret the next run, if nothing is compiled yet."""
+        if not self._lowered:
+            self._postponed = because
 
     def run(self, args: list[Any]) -> Sequence[Any]:
         """The function's outputs; `args` is emptied."""
         if self._interpret_because is not None:
             return self._interpret(args)
-        if (now := why_interpreted_now(args)) is not None:
+        now, self._postponed = self._postponed or why_interpreted_now(args), None
+        if now is not None:
             return self._interpret_now(args, now)
         modes = modes_of_lowering()
         for lowered in self._lowered:
@@ -233,9 +242,34 @@ class SegmentRunner(BoxedRunner):
         super().__init__(boxed(_segment_graph(segment)), how, _why_interpreted(segment, backend))
 
 
+def runner_of(
+    segment: Segment,
+    number: int,
+    config: Config,
+    backend: Backend,
+    report: Callable[[LoweringReport], None],
+) -> SegmentRunner:
+    """A runner for the segment: that of an equal segment in the same place of an earlier plan, if there was
+    one. The arguments are those of `SegmentRunner`."""
+
+    def make() -> SegmentRunner:
+        return SegmentRunner(segment, number, config, backend, report)
+
+    structure = structure_of(segment.nodes, segment.inputs, segment.outputs)
+    if structure is None or _why_interpreted(segment, backend) is not None:
+        return make()
+    runner, is_new = runners.get((config, number, structure), make)
+    assert isinstance(runner, SegmentRunner)
+    if not is_new:
+        report(LoweringReport(number, backend.name, "", "shared with an earlier backward's equal segment"))
+    return runner
+
+
 def _why_interpreted(segment: Segment, backend: Backend) -> str | None:
     if not backend.traces:
         return f"backend {backend.name} interprets"
+    if segment.interpret_because:
+        return segment.interpret_because
     return None if segment.worth_compiling else "nothing in it is worth compiling"
 
 

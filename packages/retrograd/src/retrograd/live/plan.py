@@ -29,8 +29,9 @@ from retrograd.live.calls.gradients import accumulate_grad
 from retrograd.live.calls.saved import ModifiedTensor
 from retrograd.live.cut import cut
 from retrograd.live.late_hooks import rest_with_changes
-from retrograd.live.lower import SegmentRunner
+from retrograd.live.lower import runner_of
 from retrograd.live.running import RunningBackward
+from retrograd.live.sharing import changing_numbers
 
 __all__ = ["Plan"]
 
@@ -48,7 +49,9 @@ class Plan:
     def __init__(self, backward: BackwardGraph, config: Config, backend: Backend) -> None:
         counters["plans"] += 1
         self._backward = backward
-        self.schedule: Schedule = cut(backward, _named_opaque(backward, config))
+        self.schedule: Schedule = cut(
+            backward, _named_opaque(backward, config), changing_numbers(backward) if backend.traces else {}
+        )
         self.report = BackwardReport(backward, self.schedule, backend.name)
         self._placeholders = tuple(backward.placeholders())
         self._outputs = backward.outputs()
@@ -56,7 +59,7 @@ class Plan:
         number = itertools.count()
         tell = self.report.lowerings.append
         self._runners = tuple(
-            SegmentRunner(step, next(number), config, backend, tell) if isinstance(step, Segment) else None
+            runner_of(step, next(number), config, backend, tell) if isinstance(step, Segment) else None
             for step in self.schedule.steps
         )
 
@@ -64,6 +67,11 @@ class Plan:
     def runs_user_code(self) -> bool:
         """Whether a step calls something that can look at the running backward."""
         return bool(self.schedule.opaque_calls)
+
+    def postpone(self, because: str) -> None:
+        """Interpret in the next run what is not compiled yet."""
+        for runner in filter(None, self._runners):
+            runner.postpone(because)
 
     def run(self, call: Collected, running: RunningBackward) -> list[torch.Tensor | None]:
         """Run all steps.

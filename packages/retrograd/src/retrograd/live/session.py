@@ -7,6 +7,7 @@ Out: what torch's engine would return.
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,11 +23,12 @@ from retrograd.config import Config
 from retrograd.errors import CaptureError, FallbackWarning, Reason
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph
-from retrograd.graph.report import Report
+from retrograd.graph.report import BackwardReport, Report
 from retrograd.live.capture import BackwardRecorder
 from retrograd.live.captured import CapturedBackward
 from retrograd.live.plan import Plan
 from retrograd.live.running import RunningBackward
+from retrograd.live.structure import first_difference
 from retrograd.live.unreached import raise_as_eager
 
 __all__ = ["Session", "active", "run_backward"]
@@ -37,6 +39,9 @@ active: ContextVar[tuple[Session, ...]] = ContextVar("retrograd_sessions", defau
 Grads = tuple[torch.Tensor | None, ...]
 
 _warned: set[tuple[str, str]] = set()
+
+#: after so many new structures in a row that were met only once, a new one is interpreted when first met.
+NOTHING_REPEATS = 16
 
 
 def run_backward(*args: Any, **kwargs: Any) -> Grads:
@@ -60,6 +65,7 @@ class Session:
     def __init__(self, config: Config, reports: tuple[Report, ...]) -> None:
         self.config = config
         self._reports = reports
+        self._recent: deque[BackwardReport] = deque(maxlen=NOTHING_REPEATS)
 
     def run(self, request: EngineRequest) -> Grads:
         """Run one backward."""
@@ -97,10 +103,19 @@ class Session:
     def _plan(self, captured: CapturedBackward, request: EngineRequest) -> Plan:
         plan, is_new = captured.plan(self.config, request)
         if is_new:
+            self._postpone_if_nothing_repeats(plan)
             for report in self._reports:
                 report.backwards.append(plan.report)
             live_log.info("%s", plan.report)
         return plan
+
+    def _postpone_if_nothing_repeats(self, plan: Plan) -> None:
+        """Where every backward has a structure of its own, compile those only that are met again."""
+        recent = self._recent
+        if len(recent) == recent.maxlen and all(report.runs <= 1 for report in recent):
+            difference = first_difference(recent[-1].graph, plan.report.graph)
+            plan.postpone(f"the last {len(recent)} structures were met once each: {difference}")
+        recent.append(plan.report)
 
     # run
 
