@@ -55,9 +55,9 @@ def func_jacrev_of_a_network(p: Probe) -> None:
         jacobian.pow(2).sum().backward()
 
 
-@scenario(tags=("func",))
+@scenario(tags=("func", "errors"))
 def func_vjp_around_a_backward(p: Probe) -> None:
-    """A backward of its own inside of a function that `torch.func.vjp` transforms."""
+    """A `backward()` inside of a function that `torch.func.vjp` transforms raises."""
     w = p.leaf("w", p.randn(3, requires_grad=True))
 
     def fn(t: Tensor) -> Tensor:
