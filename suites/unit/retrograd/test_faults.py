@@ -53,7 +53,7 @@ STAGES: dict[str, tuple[object, str]] = {
     "why not": (lower.InputGuard, "why_not"),
     "decompositions": (lower.Backend, "decompositions"),
     "compile": (lower.Backend, "compile"),
-    "run": (lower._Lowered, "__call__"),
+    "run": (lower.Lowered, "__call__"),
 }
 
 

@@ -18,6 +18,7 @@ from retrograd.graph.report import Report
 from retrograd.live.contexts import ProcessWide, enter, gateway, leave
 from retrograd.live.decorate import decorated
 from retrograd.live.session import Session, forget_warnings
+from retrograd.live.sharing import forget_shared
 
 __all__ = ["CompiledAutograd", "compiled_autograd", "disable", "enable", "explain", "reset"]
 
@@ -157,3 +158,4 @@ def reset() -> None:
     _process_report.fallbacks.clear()
     counters.clear()
     forget_warnings()
+    forget_shared()

@@ -84,10 +84,12 @@ from gradparity.corpus.scenarios import (
     roots_inputs,
     saved_in_functions,
     saved_tensor_hooks,
+    second_order,
     shapes,
     side_effects,
     subclasses,
     tensor_hooks,
+    transforms,
     views_inplace,
 )
 
@@ -113,6 +115,8 @@ TOPICS = (
     islands,
     checkpointing,
     higher_order,
+    second_order,
+    transforms,
     callbacks,
     mode_switches,
     modes,

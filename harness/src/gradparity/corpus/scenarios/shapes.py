@@ -147,3 +147,65 @@ def image_size_changes(p: Probe) -> None:
             model(p.randn(2, 1, size, size)).pow(2).sum().backward()
         p.value(f"grad{size}", model[0].weight.grad)
     p.value("running_mean", model[1].running_mean)
+
+
+@scenario(tags=("shapes", "scalars"))
+def numbers_that_change(p: Probe) -> None:
+    """A loss scale, an exponent, a slope and a smoothing that change at each of five steps."""
+    model = p.module(nn.Linear(4, 3))
+    for step, number in enumerate((0.25, 0.5, 1.0, 0.0, 0.75)):
+        model.zero_grad()
+        logits = functional.leaky_relu(model(p.randn(5, 4)), number)
+        target = torch.arange(5, device=logits.device) % 3
+        loss = functional.cross_entropy(logits, target, label_smoothing=number)
+        with p.backward():
+            ((loss + (logits * logits + 1).pow(number + 1).mean()) * (number + 2)).backward()
+        p.value(f"grad{step}", model.weight.grad)
+
+
+@scenario(tags=("shapes", "hooks"))
+def recurrence_of_changing_length(p: Probe) -> None:
+    """A cell unrolled over sequences of four lengths: the graph itself changes, with a hook on each state."""
+    cell = p.module(nn.RNNCell(2, 3))
+    for length in (2, 4, 1, 3):
+        state = p.randn(2, 3)
+        for step in range(length):
+            state = cell(p.randn(2, 2), state)
+            state.register_hook(p.hook(f"length{length}_step{step}"))
+        with p.backward():
+            state.pow(2).sum().backward()
+
+
+@scenario(tags=("shapes", "embedding"))
+def vocabulary_that_grows(p: Probe) -> None:
+    """The table of an embedding grows from step to step, and so does the gradient that is summed into it."""
+    weight = p.leaf("weight", p.randn(3, 4, requires_grad=True))
+    for words in (1, 2, 4):
+        table = torch.cat([weight, p.randn(words, 4)])
+        with p.backward():
+            index = torch.tensor([0, 2, words, 2], device=weight.device)
+            functional.embedding(index, table).sin().sum().backward()
+        p.value(f"grad{words}", weight.grad)
+
+
+@scenario(tags=("shapes", "in-place", "views"))
+def slices_written_at_changing_sizes(p: Probe) -> None:
+    """A row and a column of a clone are changed in place, for four numbers of rows."""
+    weight = p.leaf("weight", p.randn(3, 3, requires_grad=True))
+    for rows in (3, 5, 2, 4):
+        hidden = (p.randn(rows, 3) @ weight).clone()
+        hidden[1:, 0].mul_(weight[0, 0])
+        hidden[-1].add_(weight.sum(0))
+        hidden.register_hook(p.hook(f"rows{rows}"))
+        with p.backward():
+            (hidden * hidden).sum().backward()
+
+
+@scenario(tags=("shapes", "broadcast"))
+def expanded_to_changing_sizes(p: Probe) -> None:
+    """One row is expanded to four numbers of rows, one and zero among them, and its gradient summed back."""
+    row = p.leaf("row", p.randn(1, 3, requires_grad=True))
+    for rows in (4, 1, 0, 6):
+        wide = row.expand(rows, 3)
+        with p.backward():
+            (wide * p.randn(rows, 3)).sin().sum().backward()

@@ -117,6 +117,10 @@ class _Collection(threading.local):
 _collection = _Collection()
 _stock_captures = -1
 
+#: the engine forgets no structure: after so many, all are dropped, and captured again if they are met again.
+KEPT_STRUCTURES = 512
+_structures = 0
+
 
 def collect(
     request: EngineRequest,
@@ -151,12 +155,16 @@ def collect(
     captures: list[Any] = []
 
     def make() -> Any:
+        global _structures
+        _structures += 1
         captures.append(factory())
         return captures[-1]
 
     quiet = replace(request, allow_unreachable=True, create_graph=False)
     with window.capture(), torch.autograd.set_multithreading_enabled(False):
         _forget_foreign_captures()
+        if _structures >= KEPT_STRUCTURES:
+            clear_engine_cache()
         _collection.receive = receive
         try:
             with _compiler(functools.partial(_on_own_thread, threading.get_ident(), make)):
@@ -183,6 +191,8 @@ def runtime_wrapper(
 
 def clear_engine_cache() -> None:
     """Drop every structure that the engine remembers, ours and others'."""
+    global _structures
+    _structures = 0
     engine_protocol.clear_cache()
 
 

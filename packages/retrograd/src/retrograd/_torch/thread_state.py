@@ -1,6 +1,7 @@
 """Modes of the thread, which user code may leave changed and on which compiled code depends.
 
-In: the modes before a call. Out: the same modes after it, or the modes as a value to compare. Eager restores
+In: the modes before a call. Out: the same modes after it, the modes as a value to compare, or why no compiled
+code may run under them. Eager restores
 the thread's state before each node (``ThreadLocalStateGuard`` in ``Engine::thread_main``), so a hook that
 leaves grad mode or autocast switched concerns the rest of its own node only.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 __all__ = [
     "Modes",
@@ -20,6 +22,7 @@ __all__ = [
     "modes_of_lowering",
     "switched",
     "thread_state_kept",
+    "why_interpreted_now",
     "why_modes_differ",
 ]
 
@@ -35,6 +38,7 @@ def modes_of_lowering() -> tuple[object, ...]:
         *((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.is_grad_enabled(),
     )
 
 
@@ -45,13 +49,30 @@ def why_modes_differ(before: Sequence[object], now: Sequence[object]) -> str:
     return f"{name} was {_readable(old)}, now {_readable(new)}"
 
 
-_OTHERS = ("deterministic algorithms", "deterministic algorithms' warn_only")
+_OTHERS = ("deterministic algorithms", "deterministic algorithms' warn_only", "grad mode")
 
 
 def _readable(mode: object) -> str:
     if isinstance(mode, tuple):
         return str(mode[1]) if mode[0] else "off"
     return "on" if mode else "off"
+
+
+def why_interpreted_now(args: Sequence[Any]) -> str | None:
+    """Which mode of the moment compiled code would escape; None if none does."""
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
+        return "forward-mode AD: an argument has a tangent"
+    if torch._C._functorch.maybe_current_level() is not None:
+        return "a functorch transform is active"
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return "a TorchDispatchMode is active"
+    if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "saved-tensor hooks are active in grad mode"
+    return None
+
+
+def _has_tangent(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
 
 
 @dataclass

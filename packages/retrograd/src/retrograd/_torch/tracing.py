@@ -21,9 +21,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from retrograd._torch.history import History, history_of, saved_tensors_unseen
 from retrograd._torch.provenance import noting
 
-__all__ = ["NotTraceableError", "Traced", "is_operator", "trace", "why_not_traceable"]
+__all__ = [
+    "NotTraceableError",
+    "Traced",
+    "arguments_read",
+    "is_batched",
+    "is_operator",
+    "trace",
+    "why_not_traceable",
+]
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -42,6 +51,7 @@ class Traced:
         fed: positions of the arguments that the graph takes.
         given: for each output of the segment, its position in the graph's result, or None.
         shape_env: has the guards; None when every size is static.
+        history: what eager's autograd would record; None outside of grad mode.
     """
 
     gm: fx.GraphModule
@@ -49,6 +59,12 @@ class Traced:
     fed: tuple[int, ...]
     given: tuple[int | None, ...]
     shape_env: ShapeEnv | None
+    history: History | None = None
+
+
+def is_batched(value: Any) -> bool:
+    """Whether the value is a tensor of torch's older vmap, which ``is_grads_batched`` uses."""
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(value)
 
 
 def is_operator(target: Any) -> bool:
@@ -77,7 +93,7 @@ def trace(
     symbolic: Mapping[int, frozenset[int]] | None,
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> Traced:
-    """Trace `fn`.
+    """Trace `fn`, in grad mode if that is on.
 
     Args:
         fn: runs the segment on a list of values.
@@ -89,6 +105,7 @@ def trace(
 
     Raises:
         NotTraceableError: an operation that a functional ATen graph cannot hold.
+        NoHistoryError: in grad mode, an output that is a view.
         Exception: whatever an operation raises on fake tensors.
     """
     shape_env = ShapeEnv() if symbolic is not None else None
@@ -105,17 +122,50 @@ def trace(
         return tuple(present)
 
     example_inputs = tuple(fakes[i] for i in fed)
+    with enable_python_dispatcher(), _quiet_fakes():
+        history = history_of(fn, fakes) if torch.is_grad_enabled() else None
     gm = _functional_graph(flat, example_inputs, decompositions)
-    return Traced(gm, example_inputs, fed, tuple(given), shape_env)
+    if history is not None and (drawn := _random(gm)):
+        raise NotTraceableError(
+            f"{drawn[0].target} draws random numbers, which its derivative would draw anew"
+        )
+    return Traced(gm, example_inputs, fed, tuple(given), shape_env, history)
+
+
+def arguments_read(fn: Boxed, args: Sequence[Any]) -> frozenset[int]:
+    """Positions of the tensors whose values `fn`, differentiated or not, reads.
+
+    Raises:
+        Exception: as `trace`.
+    """
+    fakes = _Fakes(None, {}).of(args)
+    fed = [i for i, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)]
+
+    def flat(*inputs: Any) -> tuple[Any, ...]:
+        values = dict(zip(fed, inputs, strict=True))
+        results = fn([values.get(i, value) for i, value in enumerate(args)])
+        return tuple(result for result in results if result is not None)
+
+    read: set[int] = set()
+    for mode in (False, True):
+        with torch.set_grad_enabled(mode):
+            gm = _make_fx(flat, tuple(fakes[i] for i in fed), {})
+        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        read.update(i for i, node in zip(fed, placeholders, strict=True) if node.users)
+    return frozenset(read)
 
 
 def _functional_graph(
     fn: Callable[..., Any], example_inputs: tuple[Any, ...], decompositions: Mapping[Any, Callable[..., Any]]
 ) -> fx.GraphModule:
-    """Trace as it is; if the graph mutates, trace once more with functionalisation (which costs more)."""
+    """Trace as it is; if the graph mutates, functionalise the graph. (Not the function: functionalisation
+    would hide from it which of its arguments require grad.)"""
     gm = _make_fx(fn, example_inputs, decompositions)
     if _mutations(gm):
-        gm = _make_fx(torch.func.functionalize(fn, remove="mutations"), example_inputs, decompositions)
+        with torch.no_grad():
+            mutating = gm
+            functional = torch.func.functionalize(lambda *args: mutating(*args), remove="mutations")
+            gm = _make_fx(functional, example_inputs, decompositions)
     if left := _mutations(gm):
         raise NotTraceableError(f"{left[0].target} changes one of the segment's inputs in place")
     return gm
@@ -136,11 +186,20 @@ def _quiet_fakes() -> Iterator[None]:
 def _make_fx(
     fn: Callable[..., Any], example_inputs: tuple[Any, ...], decompositions: Mapping[Any, Callable[..., Any]]
 ) -> fx.GraphModule:
-    with torch.no_grad(), enable_python_dispatcher(), _quiet_fakes(), noting():
+    with enable_python_dispatcher(), _quiet_fakes(), saved_tensors_unseen(), noting():
         gm = make_fx(fn, decomposition_table=dict(decompositions), tracing_mode="real")(*example_inputs)
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return gm
+
+
+def _random(gm: fx.GraphModule) -> list[fx.Node]:
+    return [
+        node
+        for node in gm.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in node.target.tags
+    ]
 
 
 def _mutations(gm: fx.GraphModule) -> list[fx.Node]:

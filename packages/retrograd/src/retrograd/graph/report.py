@@ -18,7 +18,7 @@ from retrograd.graph.schedule import Schedule
 __all__ = ["BackwardReport", "LoweringReport", "Report"]
 
 #: how many backwards a report remembers, so that a long process does not grow without end.
-KEPT = 1000
+KEPT = 200
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,14 @@ class Segment:
         inputs: values from before that they read.
         outputs: values of theirs that are read later.
         worth_compiling: whether it holds a node call, not only checks, sums and projections.
+        interpret_because: why it is a segment of its own that is not compiled; empty if it is compiled.
     """
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     worth_compiling: bool
+    interpret_because: str = ""
 
 
 @dataclass(frozen=True)

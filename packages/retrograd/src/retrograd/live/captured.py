@@ -30,6 +30,9 @@ __all__ = ["CapturedBackward"]
 #: two gradients have one sum in floating point; three have more than one.
 _ASSOCIATIVE = 2
 
+#: how many settings and orders of one structure are remembered.
+KEPT_PLANS = 32
+
 
 class CapturedBackward:
     """One structure.
@@ -70,6 +73,8 @@ class CapturedBackward:
         known = self._plans.get(key)
         if known is not None:
             return known, False
+        while len(self._plans) >= KEPT_PLANS:
+            self._plans.pop(next(iter(self._plans)), None)
         with event("retrograd.lay_out"):
             backward = self._laid_out(read_live_graph(request)) if ordered else self.backward
             plan = self._plans[key] = Plan(backward, config, find_backend(config.backend))

@@ -21,17 +21,21 @@ __all__ = ["cut"]
 _WORTH_COMPILING = frozenset({CallKind.NODE, CallKind.ATEN, CallKind.COPY_SLICES})
 
 
-def cut(backward: BackwardGraph, opaque: Mapping[fx.Node, str]) -> Schedule:
+def cut(
+    backward: BackwardGraph, opaque: Mapping[fx.Node, str], apart: Mapping[fx.Node, str] | None = None
+) -> Schedule:
     """Cut `backward` into steps.
 
     Args:
         backward: in eager's order.
         opaque: functional calls that are nevertheless to run as eager runs them, with the reason.
+        apart: functional calls that are to be segments of their own, interpreted, with the reason.
     """
-    runs = _Cutter(opaque).run(backward)
+    apart = apart or {}
+    runs = _Cutter(opaque, apart).run(backward)
     last_use = _last_uses(runs, backward.outputs())
     steps = tuple(
-        _segment(step, number, last_use) if isinstance(step, list) else step
+        _segment(step, number, last_use, apart) if isinstance(step, list) else step
         for number, step in enumerate(runs)
     )
     dying: list[set[fx.Node]] = [set() for _ in steps]
@@ -47,8 +51,8 @@ _Run = list[fx.Node] | OpaqueCall | Accumulation
 class _Cutter:
     """Splits the calls into runs of functional ones and everything else."""
 
-    def __init__(self, opaque: Mapping[fx.Node, str]) -> None:
-        self._opaque = opaque
+    def __init__(self, opaque: Mapping[fx.Node, str], apart: Mapping[fx.Node, str]) -> None:
+        self._opaque, self._apart = opaque, apart
         self._runs: list[_Run] = []
         self._current: list[fx.Node] = []
         self._accumulations: list[Accumulation] = []
@@ -60,6 +64,9 @@ class _Cutter:
                 continue
             if call.kind is CallKind.ACCUMULATE:
                 self._accumulations.append(Accumulation(node))
+            elif node in self._apart:
+                self._flush()
+                self._runs.append([node])
             elif call.kind.is_functional and node not in self._opaque:
                 self._current.append(node)
             else:
@@ -105,9 +112,11 @@ def _last_uses(runs: Iterable[_Run], outputs: Iterable[fx.Node | None]) -> dict[
     return last
 
 
-def _segment(nodes: list[fx.Node], number: int, last_use: Mapping[fx.Node, int]) -> Step:
+def _segment(
+    nodes: list[fx.Node], number: int, last_use: Mapping[fx.Node, int], apart: Mapping[fx.Node, str]
+) -> Step:
     own = set(nodes)
     inputs = dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in own)
     outputs = tuple(node for node in nodes if last_use[node] > number)
     worth = any(call_of(node).kind in _WORTH_COMPILING for node in nodes)
-    return Segment(tuple(nodes), tuple(inputs), outputs, worth)
+    return Segment(tuple(nodes), tuple(inputs), outputs, worth, apart.get(nodes[0], ""))

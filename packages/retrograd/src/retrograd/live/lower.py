@@ -1,37 +1,35 @@
-"""Lower segments at first use, and again when their guards fail.
+"""Lower boxed functions at first use, and again when their guards fail.
 
-In: a `Segment` and the values that arrive at it. Out: its outputs, computed by the backend's code or, where
-that is not possible, by interpreting the captured calls, with a reason either way.
+In: a function over a list of values (a segment, or a derivative of one) and the values that arrive. Out: its
+outputs, computed by the backend's code or, where that is not possible, by the function itself, with a reason
+either way.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from retrograd._torch.boxed import boxed, copied
+from retrograd._torch.boxed import copied
 from retrograd._torch.guards import InputGuard, changed_sizes
-from retrograd._torch.profiling import profiling
 from retrograd._torch.stance import compile_stance
-from retrograd._torch.thread_state import modes_of_lowering, why_modes_differ
-from retrograd._torch.tracing import NotTraceableError, trace, why_not_traceable
+from retrograd._torch.thread_state import modes_of_lowering, why_interpreted_now, why_modes_differ
+from retrograd._torch.tracing import NotTraceableError, is_batched, trace, why_not_traceable
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
 from retrograd.errors import LoweringError, Reason
 from retrograd.events import counters, live_log
 from retrograd.graph.report import LoweringReport
-from retrograd.graph.schedule import Segment
 from retrograd.live.determinism import NondeterministicError, determinism_is_on, run_deterministically
-from retrograd.live.left_modes import LeftModes
+from retrograd.live.differentiable import Differentiable
 from retrograd.live.plan_log import PlanLog
-from retrograd.live.step_through import step_through
 
-__all__ = ["SegmentRunner"]
+__all__ = ["BoxedRunner", "How"]
 
 Symbolic = dict[int, frozenset[int]]
 
@@ -40,57 +38,95 @@ _one_at_a_time = threading.RLock()
 
 
 @dataclass(eq=False)
-class _Lowered:
+class Lowered:
+    """One lowering: code, and what must hold for its use.
+
+    Attributes:
+        guard, modes: must hold. run: the backend's code, which takes the arguments at `fed` and whose results
+            stand at `given`. graph: the ATen graph.
+        differentiable: records what was run, for a derivative; None where eager would record nothing.
+        has_run: whether it has once. is_deterministic: None until it had to be found out.
+    """
+
     guard: InputGuard
     modes: tuple[object, ...]
     run: Boxed
     fed: tuple[int, ...]
     given: tuple[int | None, ...]
     graph: fx.Graph
+    differentiable: Differentiable | None = None
     has_run: bool = False
     is_deterministic: bool | None = None
 
     def __call__(self, args: list[Any]) -> list[Any]:
+        """The outputs; `args` is emptied."""
+        if self.differentiable is None:
+            return self._outputs(args)
+        values = list(args)
+        with torch.no_grad():
+            results = self._outputs(args)
+        return self.differentiable(results, values)
+
+    def _outputs(self, args: list[Any]) -> list[Any]:
         inputs = [args[i] for i in self.fed]
         args.clear()
         results = self.run(inputs)
         return [None if place is None else results[place] for place in self.given]
 
 
-class SegmentRunner:
-    """Runs one segment.
+@dataclass(frozen=True)
+class How:
+    """How a function is lowered, and what to call it.
 
-    Args:
-        segment: the segment, and `number` its place among the segments of its schedule.
+    Attributes:
+        number: place of the segment that it belongs to among the segments of its schedule.
+        names: the autograd nodes in it.
         config, backend: how to lower it.
         log: is told every lowering.
+        role: what it is to the segment; empty for the segment itself.
     """
 
-    def __init__(
-        self,
-        segment: Segment,
-        number: int,
-        config: Config,
-        backend: Backend,
-        log: PlanLog,
-    ) -> None:
-        self._segment, self._number = segment, number
-        self._config, self._backend, self._log = config, backend, log
-        self._graph = _segment_graph(segment)
-        self._run_as_captured = boxed(self._graph)
-        self._lowered: list[_Lowered] = []
-        self._symbolic: Symbolic = {}
-        self._interpret_because = self._why_interpreted()
+    number: int
+    names: tuple[str, ...]
+    config: Config
+    backend: Backend
+    log: PlanLog
+    role: str = ""
 
-    def _why_interpreted(self) -> str | None:
-        if not self._backend.traces:
-            return f"backend {self._backend.name} interprets"
-        return None if self._segment.worth_compiling else "nothing in it is worth compiling"
+
+class BoxedRunner:
+    """Runs one boxed function: lowers it at first use, and again when guards fail.
+
+    Args:
+        fn: the function as captured.
+        how: how to lower it.
+        interpret_because: why it is never lowered; None if it may be.
+    """
+
+    def __init__(self, fn: Boxed, how: How, interpret_because: str | None = None) -> None:
+        self._run_as_captured, self._how = fn, how
+        self._number, self._config = how.number, how.config
+        self._backend, self._log = how.backend, how.log
+        self._lowered: list[Lowered] = []
+        self._symbolic: Symbolic = {}
+        self._interpret_because = interpret_because
+        self._told: set[str] = set()
+        self._postponed: str | None = None
+
+    def postpone(self, because: str) -> None:
+        """Interpret the next run, if nothing is compiled yet."""
+        if not self._lowered:
+            self._postponed = because
+
+    # run
 
     def run(self, args: list[Any]) -> Sequence[Any]:
-        """The segment's outputs; `args` is emptied."""
-        if self._interpret_because is not None or torch.is_grad_enabled():
+        """The function's outputs; `args` is emptied."""
+        if self._interpret_because is not None:
             return self._interpret(args)
+        now, self._postponed = self._postponed or why_interpreted_now(args), None
+        if now is not None:
+            return self._interpret_now(args, now)
         lowered = self._lowered_for(args)
         if lowered is None or lowered.is_deterministic is False:
             return self._interpret(args)
@@ -98,30 +134,16 @@ class SegmentRunner:
             return self._ask_eager(lowered, args)
         return self._run(lowered, args)
 
-    def _lowered_for(self, args: Sequence[Any]) -> _Lowered | None:
-        """Code for these values, made now if need be; None if the segment is to be interpreted."""
-        try:
-            modes = modes_of_lowering()
-            for lowered in self._lowered:
-                if lowered.modes == modes and lowered.guard.check(args):
-                    return lowered
-            return self._lower(args)
-        except LoweringError:
-            raise
-        except Exception as error:
-            self._give_up(_first_line(error), error)
-            return None
-
-    def run_in_modes(self, args: list[Any], left: LeftModes) -> Sequence[Any]:
-        """As `run`, where user code has left modes switched for a part of the segment."""
-        return step_through(self._graph, args, left.around)
-
     def _interpret(self, args: list[Any]) -> Sequence[Any]:
-        if profiling():
-            return step_through(self._graph, args, self._log.node_ranges)
         return self._run_as_captured(args)
 
-    def _ask_eager(self, lowered: _Lowered, args: list[Any]) -> Sequence[Any]:
+    def _interpret_now(self, args: list[Any], because: str) -> Sequence[Any]:
+        if because not in self._told:
+            self._told.add(because)
+            self._tell("interpreted", "", because)
+        return self._interpret(args)
+
+    def _ask_eager(self, lowered: Lowered, args: list[Any]) -> Sequence[Any]:
         """Under deterministic algorithms the first run is eager's: it may have to raise or warn."""
         held = list(args)
         try:
@@ -133,13 +155,7 @@ class SegmentRunner:
         lowered.is_deterministic = True
         return results
 
-    def _run(self, lowered: _Lowered, args: list[Any]) -> Sequence[Any]:
-        if not profiling():
-            return self._run_guarded(lowered, args)
-        with self._log.segment_range(self._segment, self._number):
-            return self._run_guarded(lowered, args)
-
-    def _run_guarded(self, lowered: _Lowered, args: list[Any]) -> Sequence[Any]:
+    def _run(self, lowered: Lowered, args: list[Any]) -> Sequence[Any]:
         """Run compiled code. Until it has run once its inputs are held, so that a failure costs nothing but
         the compilation; after that they are let go as it goes on, and a failure can only be reported."""
         held = None if lowered.has_run else list(args)
@@ -167,8 +183,26 @@ class SegmentRunner:
         error.add_note(f"segment {self._number} of this backward is interpreted from now on: {because}")
         self._tell("interpreted", "", because)
 
-    def _lower(self, args: Sequence[Any]) -> _Lowered | None:
-        """A new lowering for these values; None if the segment is to be interpreted this time."""
+    # lower
+
+    def _lowered_for(self, args: Sequence[Any]) -> Lowered | None:
+        """Code for these values, made now if need be; None if the function is to be interpreted."""
+        try:
+            modes = modes_of_lowering()
+            for lowered in self._lowered:
+                if lowered.modes == modes and lowered.guard.check(args):
+                    return lowered
+            return self._lower(args)
+        except LoweringError:
+            raise
+        except Exception as error:
+            self._give_up(_first_line(error), error)
+            return None
+
+    def _lower(self, args: Sequence[Any]) -> Lowered | None:
+        """A new lowering for these values; None if the function is to be interpreted this time."""
+        if any(map(is_batched, args)):
+            return None  # by the engine, for one backward with is_grads_batched
         if reason := next(filter(None, map(why_not_traceable, args)), None):
             self._give_up(reason)
             return None
@@ -188,26 +222,38 @@ class SegmentRunner:
         self._tell(self._backend.name, str(lowered.guard), because, lowered.graph, recompile)
         return lowered
 
-    def _compile(self, args: Sequence[Any]) -> _Lowered:
+    def _compile(self, args: Sequence[Any]) -> Lowered:
         with self._log.stage("trace"):
             traced = trace(self._run_noted, args, self._symbolic or None, self._backend.decompositions())
         graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
         with self._log.stage("compile"):
             run = self._backend.compile(traced.gm, traced.example_inputs)
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
-        return _Lowered(guard, modes_of_lowering(), run, traced.fed, traced.given, graph)
+        lowered = Lowered(guard, modes_of_lowering(), run, traced.fed, traced.given, graph)
+        if traced.history is not None:
+            lowered.differentiable = Differentiable(
+                self._run_as_captured, args, traced.history, self._another
+            )
+        return lowered
 
     def _run_noted(self, args: list[Any]) -> Sequence[Any]:
-        """As captured, while it is traced: ATen nodes get the names of their autograd nodes."""
-        return step_through(self._graph, args, self._log.node_noted)
+        """As captured, while it is traced."""
+        return self._run_as_captured(args)
+
+    def _another(self, fn: Boxed, role: str) -> BoxedRunner:
+        """A runner for a derivative of this function."""
+        role = f"{role} of its {self._how.role}" if self._how.role else role
+        return BoxedRunner(fn, replace(self._how, role=role))
 
     def _stance_refuses(self, because: str) -> bool:
-        """Whether ``torch.compiler.set_stance`` has this segment interpreted this time."""
+        """Whether ``torch.compiler.set_stance`` has this function interpreted this time."""
         stance = compile_stance()
         if stance == "fail_on_recompile":
             text = f"segment {self._number} has no code for its inputs, under {stance}: {because}"
             raise LoweringError(self._reason(text, "set another stance with torch.compiler.set_stance"))
         return stance == "eager_on_recompile"
+
+    # sizes that change
 
     def _note_changes(self, args: Sequence[Any]) -> str:
         """Sizes that differ from the last lowering become symbolic; says what failed."""
@@ -237,8 +283,10 @@ class SegmentRunner:
                 symbolic[i] = frozenset({0})
         return {i: dims for i, dims in symbolic.items() if dims}
 
+    # tell
+
     def _give_up(self, text: str, error: Exception | None = None) -> None:
-        """This segment cannot be compiled: interpret it from now on, or raise in strict mode."""
+        """This function cannot be compiled: interpret it from now on, or raise in strict mode."""
         way_out = "name the node in opaque=, or leave it: only this segment runs uncompiled"
         reason = self._reason(f"segment {self._number} is interpreted: {text}", way_out)
         if self._config.strict:
@@ -249,29 +297,16 @@ class SegmentRunner:
         self._tell("interpreted", "", text)
 
     def _reason(self, text: str, way_out: str) -> Reason:
-        names = ", ".join(_names(self._segment)[:3])
+        names = ", ".join(self._how.names[:3])
         return Reason("segment-not-compiled", text, "live.lower", node=names, way_out=way_out)
 
     def _tell(
         self, how: str, guards: str, because: str, graph: fx.Graph | None = None, recompile: bool = False
     ) -> None:
+        because = f"{self._how.role}: {because}" if self._how.role else because
         live_log.debug("segment %d: %s, %s", self._number, how, because)
         self._log.lowered(LoweringReport(self._number, how, guards, because, graph, recompile))
 
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _names(segment: Segment) -> list[str]:
-    return [getattr(node.target, "__name__", str(node.target)) for node in segment.nodes]
-
-
-def _segment_graph(segment: Segment) -> fx.Graph:
-    """The segment as a graph of its own: its inputs in, a tuple of its outputs out."""
-    graph = fx.Graph()
-    values = {node: graph.placeholder(node.name) for node in segment.inputs}
-    for node in segment.nodes:
-        values[node] = graph.node_copy(node, values.__getitem__)
-    graph.output(tuple(values[node] for node in segment.outputs))
-    return graph

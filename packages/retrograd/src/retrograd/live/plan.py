@@ -32,9 +32,10 @@ from retrograd.live.calls.saved import ModifiedTensor
 from retrograd.live.cut import cut
 from retrograd.live.late_hooks import rest_with_changes
 from retrograd.live.left_modes import LeftModes
-from retrograd.live.lower import SegmentRunner
 from retrograd.live.plan_log import PlanLog
 from retrograd.live.running import RunningBackward
+from retrograd.live.segment_runner import runner_of
+from retrograd.live.sharing import changing_numbers
 from retrograd.live.step_through import argument_values
 
 __all__ = ["Plan"]
@@ -55,7 +56,9 @@ class Plan:
     def __init__(self, backward: BackwardGraph, config: Config, backend: Backend) -> None:
         counters["plans"] += 1
         self._backward = backward
-        self.schedule: Schedule = cut(backward, _named_opaque(backward, config))
+        self.schedule: Schedule = cut(
+            backward, _named_opaque(backward, config), changing_numbers(backward) if backend.traces else {}
+        )
         self.report = BackwardReport(backward, self.schedule, backend.name)
         self._placeholders = tuple(backward.placeholders())
         self._outputs = backward.outputs()
@@ -63,9 +66,7 @@ class Plan:
         number = itertools.count()
         self.log = PlanLog(self.report)
         self._runners = tuple(
-            SegmentRunner(step, next(number), config, backend, self.log)
-            if isinstance(step, Segment)
-            else None
+            runner_of(step, next(number), config, backend, self.log) if isinstance(step, Segment) else None
             for step in self.schedule.steps
         )
 
@@ -73,6 +74,11 @@ class Plan:
     def runs_user_code(self) -> bool:
         """Whether a step calls something that can look at the running backward."""
         return bool(self.schedule.opaque_calls)
+
+    def postpone(self, because: str) -> None:
+        """Interpret in the next run what is not compiled yet."""
+        for runner in filter(None, self._runners):
+            runner.postpone(because)
 
     def run(self, call: Collected, running: RunningBackward) -> list[torch.Tensor | None]:
         """Run all steps.

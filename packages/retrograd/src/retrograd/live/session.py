@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections import deque
 
 import torch
 
@@ -22,12 +23,13 @@ from retrograd.config import Config
 from retrograd.errors import CaptureError, FallbackWarning, Reason
 from retrograd.events import LOGS, counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph
-from retrograd.graph.report import Report
+from retrograd.graph.report import BackwardReport, Report
 from retrograd.live.capture import BackwardRecorder
 from retrograd.live.captured import CapturedBackward
 from retrograd.live.determinism import operations_may_warn
 from retrograd.live.plan import Plan
 from retrograd.live.running import RunningBackward
+from retrograd.live.structure import first_difference
 from retrograd.live.unreached import raise_as_eager
 
 __all__ = ["Session", "forget_warnings"]
@@ -35,6 +37,9 @@ __all__ = ["Session", "forget_warnings"]
 Grads = tuple[torch.Tensor | None, ...]
 
 _warned: set[tuple[str, str]] = set()
+
+#: after so many new structures in a row that were met only once, a new one is interpreted when first met.
+NOTHING_REPEATS = 16
 
 
 class Session:
@@ -48,6 +53,7 @@ class Session:
     def __init__(self, config: Config, reports: tuple[Report, ...]) -> None:
         self.config = config
         self._reports = reports
+        self._recent: deque[BackwardReport] = deque(maxlen=NOTHING_REPEATS)
 
     def run(self, request: EngineRequest) -> Grads:
         """Run one backward."""
@@ -86,11 +92,20 @@ class Session:
     def _plan(self, captured: CapturedBackward, request: EngineRequest) -> Plan:
         plan, is_new = captured.plan(self.config, request)
         if is_new:
+            self._postpone_if_nothing_repeats(plan)
             for report in self._reports:
                 report.backwards.append(plan.report)
             live_log.info("%s", plan.report)
             plan.log.laid_out()
         return plan
+
+    def _postpone_if_nothing_repeats(self, plan: Plan) -> None:
+        """Where every backward has a structure of its own, compile those only that are met again."""
+        recent = self._recent
+        if len(recent) == recent.maxlen and all(report.runs <= 1 for report in recent):
+            difference = first_difference(recent[-1].graph, plan.report.graph)
+            plan.postpone(f"the last {len(recent)} structures were met once each: {difference}")
+        recent.append(plan.report)
 
     # run
 

@@ -26,7 +26,8 @@ def step_through(graph: fx.Graph, args: list[Any], around: Around) -> tuple[Any,
     for node in graph.nodes:
         if node.op == "call_function":
             with around(node):
-                values[node] = node.target(*(argument_values(item, values) for item in node.args))
+                args, kwargs = argument_values((node.args, node.kwargs), values)
+                values[node] = node.target(*args, **kwargs)
         elif node.op == "output":
             return tuple(argument_values(item, values) for item in node.args[0])
         for value in dying.get(node, ()):
@@ -42,6 +43,8 @@ def argument_values(argument: Any, values: dict[fx.Node, Any]) -> Any:
         return [argument_values(item, values) for item in argument]
     if isinstance(argument, tuple):
         return tuple(argument_values(item, values) for item in argument)
+    if isinstance(argument, dict):
+        return {name: argument_values(item, values) for name, item in argument.items()}
     return argument
 
 

@@ -1,0 +1,101 @@
+"""Run segments: lowered as `live.lower` does it, with names for profilers and traces, and shared where equal.
+
+In: a `Segment` and the values that arrive at it. Out: its outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from retrograd._torch.boxed import boxed
+from retrograd._torch.profiling import profiling
+from retrograd.backends.base import Backend
+from retrograd.config import Config
+from retrograd.graph.report import LoweringReport
+from retrograd.graph.schedule import Segment
+from retrograd.live.left_modes import LeftModes
+from retrograd.live.lower import BoxedRunner, How, Lowered
+from retrograd.live.plan_log import PlanLog
+from retrograd.live.sharing import runners
+from retrograd.live.step_through import step_through
+from retrograd.live.structure import structure_of
+
+__all__ = ["SegmentRunner", "runner_of"]
+
+
+class SegmentRunner(BoxedRunner):
+    """Runs one segment.
+
+    Args:
+        segment: the segment, and `number` its place among the segments of its schedule.
+        config, backend: how to lower it.
+        log: is told every lowering.
+    """
+
+    def __init__(self, segment: Segment, number: int, config: Config, backend: Backend, log: PlanLog) -> None:
+        self._segment, self._graph = segment, _segment_graph(segment)
+        how = How(number, _names(segment), config, backend, log)
+        super().__init__(boxed(self._graph), how, _why_interpreted(segment, backend))
+
+    def run_in_modes(self, args: list[Any], left: LeftModes) -> Sequence[Any]:
+        """As `run`, where user code has left modes switched for a part of the segment."""
+        return step_through(self._graph, args, left.around)
+
+    def _interpret(self, args: list[Any]) -> Sequence[Any]:
+        if profiling():
+            return step_through(self._graph, args, self._log.node_ranges)
+        return self._run_as_captured(args)
+
+    def _run(self, lowered: Lowered, args: list[Any]) -> Sequence[Any]:
+        if not profiling():
+            return super()._run(lowered, args)
+        with self._log.segment_range(self._segment, self._number):
+            return super()._run(lowered, args)
+
+    def _run_noted(self, args: list[Any]) -> Sequence[Any]:
+        """As captured, while it is traced: ATen nodes get the names of their autograd nodes."""
+        return step_through(self._graph, args, self._log.node_noted)
+
+
+def runner_of(segment: Segment, number: int, config: Config, backend: Backend, log: PlanLog) -> SegmentRunner:
+    """A runner for the segment: that of an equal segment in the same place of an earlier plan, if there was
+    one. The arguments are those of `SegmentRunner`."""
+
+    def make() -> SegmentRunner:
+        return SegmentRunner(segment, number, config, backend, log)
+
+    structure = structure_of(segment.nodes, segment.inputs, segment.outputs)
+    if structure is None or _why_interpreted(segment, backend) is not None:
+        return make()
+    runner, is_new = runners.get((config, number, structure), make)
+    assert isinstance(runner, SegmentRunner)
+    if not is_new:
+        log.lowered(
+            LoweringReport(number, backend.name, "", "shared with an earlier backward's equal segment")
+        )
+    return runner
+
+
+def _why_interpreted(segment: Segment, backend: Backend) -> str | None:
+    if not backend.traces:
+        return f"backend {backend.name} interprets"
+    if segment.interpret_because:
+        return segment.interpret_because
+    return None if segment.worth_compiling else "nothing in it is worth compiling"
+
+
+def _names(segment: Segment) -> tuple[str, ...]:
+    return tuple(getattr(node.target, "__name__", str(node.target)) for node in segment.nodes)
+
+
+def _segment_graph(segment: Segment) -> fx.Graph:
+    """The segment as a graph of its own: its inputs in, a tuple of its outputs out."""
+    graph = fx.Graph()
+    values = {node: graph.placeholder(node.name) for node in segment.inputs}
+    for node in segment.nodes:
+        values[node] = graph.node_copy(node, values.__getitem__)
+    graph.output(tuple(values[node] for node in segment.outputs))
+    return graph
