@@ -59,11 +59,6 @@ def _keeps_saved_tensors(node: Any) -> bool:
 #: What the engine's protocol refuses or cannot express, in the order in which it is looked for.
 _OBSTACLES: tuple[tuple[str, str, Callable[[EngineRequest], bool]], ...] = (
     (
-        "reentrant",
-        "a backward started inside a running backward",
-        lambda _: torch._C._current_graph_task_id() != -1,
-    ),
-    (
         "anomaly-mode",
         "anomaly mode checks every node's result as soon as it is there",
         lambda _: torch.is_anomaly_enabled(),

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-__all__ = ["Queries", "Running", "answering"]
+__all__ = ["Queries", "Running", "answering", "plans_under_way"]
 
 
 class Running(Protocol):
@@ -43,6 +43,11 @@ def answering(running: Running) -> Iterator[None]:
         yield
     finally:
         _stack.running.pop()
+
+
+def plans_under_way() -> int:
+    """How many plans are running on this thread, nested in one another."""
+    return len(_stack.running)
 
 
 def _current() -> Running | None:

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.collect import Collected, EngineBusyError, collect, window
+from retrograd._torch.collect import Collected, collect
 from retrograd._torch.engine import EngineRequest, run_stock
 from retrograd._torch.graph_task import run_in_graph_task
 from retrograd._torch.obstacles import why_not_collectable
 from retrograd._torch.protocol import EngineProtocol
-from retrograd._torch.queries import answering
+from retrograd._torch.queries import answering, plans_under_way
+from retrograd._torch.window import EngineBusyError, window
 from retrograd.config import Config
 from retrograd.errors import CaptureError, FallbackWarning, Reason
 from retrograd.events import counters, live_log
@@ -36,6 +37,10 @@ active: ContextVar[tuple[Session, ...]] = ContextVar("retrograd_sessions", defau
 
 Grads = tuple[torch.Tensor | None, ...]
 
+#: in how many running plans of its thread a backward may be nested. Eager nests 60 deep before it goes on with
+#: a fresh stack on another thread; a plan takes 19 of the 1000 frames that Python allows where eager takes 4.
+MOST_NESTED = 4
+
 _warned: set[tuple[str, str]] = set()
 
 
@@ -43,10 +48,16 @@ def run_backward(*args: Any, **kwargs: Any) -> Grads:
     """Stands in for ``torch.autograd.graph._engine_run_backward``."""
     sessions = active.get()
     request = EngineRequest.of(*args, **kwargs)
-    if not sessions:
-        with window.stock():
-            return run_stock(request)
-    return sessions[-1].run(request)
+    if sessions and plans_under_way() <= MOST_NESTED:
+        return sessions[-1].run(request)
+    # As few frames of ours as can be: here eager has room for 60 levels.
+    if sessions:
+        sessions[-1].refuse(_TOO_DEEP)
+    with window.stock():
+        grads = run_stock(request)
+    if sessions:
+        sessions[-1].note(_TOO_DEEP)
+    return grads
 
 
 class Session:
@@ -139,15 +150,20 @@ class Session:
     # fall back
 
     def _fall_back(self, request: EngineRequest, reason: Reason, error: Exception | None = None) -> Grads:
-        if self.config.strict:
-            raise CaptureError(reason) from error
+        self.refuse(reason, error)
         with window.stock():
             grads = run_stock(request)
         # Only a backward that eager can run is a fallback: an error of the user's is none.
-        self._note(reason)
+        self.note(reason)
         return grads
 
-    def _note(self, reason: Reason) -> None:
+    def refuse(self, reason: Reason, error: Exception | None = None) -> None:
+        """In strict mode, raise."""
+        if self.config.strict:
+            raise CaptureError(reason) from error
+
+    def note(self, reason: Reason) -> None:
+        """A backward has run on the stock engine."""
         counters["fallbacks"] += 1
         for report in self._reports:
             report.fallbacks[reason] += 1
@@ -169,7 +185,7 @@ def _reason_of(error: Exception) -> Reason:
     if isinstance(error, CaptureError):
         return error.reason
     if isinstance(error, EngineBusyError):
-        return _reason("engine-busy", str(error))
+        return _reason(error.code, str(error))
     return _reason("capture-failed", f"{type(error).__name__}: {error}")
 
 
@@ -182,7 +198,12 @@ _NO_HISTORY = "the engine does not tell the history of saved tensors behind unpa
 
 _WAY_OUT = {
     "": "strict=True shows where; retrograd.explain() lists all reasons",
-    "reentrant": "nothing to do: the outer backward is compiled, the inner one runs as eager runs it",
+    "nested-too-deep": "nothing to do: the outer backwards are compiled, this one runs as eager runs it",
+    "nested-in-engine-frame": "register a hook that stores the gradient instead of calling retain_grad()",
     "intermediate-input": "retain_graph=True has it compiled",
     "engine-busy": "run the backwards of several threads one after the other to have them compiled",
 }
+
+_TOO_DEEP = _reason(
+    "nested-too-deep", f"a backward nested in more than {MOST_NESTED} others, which would use up Python's stack"
+)

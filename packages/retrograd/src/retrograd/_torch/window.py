@@ -1,0 +1,151 @@
+"""Which thread may have the engine's compiler installed, and when.
+
+In: threads that are about to capture, or to run a backward on the stock engine. Out: they take turns.
+
+The compiler is one pointer for the whole process. Every backward reads it once, when it enters the engine
+(``Engine::execute``); what is past that point is not concerned by a change. So a capture waits only for
+threads that may be about to enter, and they wait for the capture. A capture runs no user code and takes
+milliseconds. Whoever waits for a capture waits without a limit; a capture waits for a short time only,
+because a backward that it waits for may run user code that waits for this thread.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch._C._dynamo import compiled_autograd as engine_protocol
+
+__all__ = ["EngineBusyError", "Window", "window"]
+
+
+class EngineBusyError(Exception):
+    """The engine's compiler cannot be installed now: a code and a sentence say why."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Window:
+    """Keeps captures and entering backwards apart.
+
+    Args:
+        patience: for how many seconds a capture waits for other threads.
+    """
+
+    def __init__(self, patience: float = 0.25) -> None:
+        self.patience = patience
+        self._condition = threading.Condition()
+        self._owner: int | None = None
+        self._in_frame: int | None = None
+        self._entering: dict[int, int] = {}
+        self._lost = False
+
+    @contextmanager
+    def stock(self) -> Iterator[Callable[[], None]]:
+        """Around every backward that the stock engine runs.
+
+        Yields:
+            To be called, if anybody can tell, when the backward is known to be past the entrance.
+        """
+        me = threading.get_ident()
+        with self._condition:
+            self._condition.wait_for(lambda: self._owner in (None, me))
+            self._entering[me] = self._entering.get(me, 0) + 1
+        entered = False
+
+        def has_entered() -> None:
+            nonlocal entered
+            if not entered:
+                entered = True
+                self._leave(me)
+
+        try:
+            yield has_entered
+        finally:
+            has_entered()
+
+    def _leave(self, thread: int) -> None:
+        with self._condition:
+            self._entering[thread] -= 1
+            if not self._entering[thread]:
+                del self._entering[thread]
+                self._condition.notify_all()
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Around a capture, or several of one thread.
+
+        Raises:
+            EngineBusyError: this thread is in the engine's frame, or another one was too long in the way.
+        """
+        me = threading.get_ident()
+        if self._owner == me:
+            yield
+            return
+        with self._condition:
+            self._why_never(me)
+            if not self._condition.wait_for(lambda: self._is_free(me), self.patience):
+                raise EngineBusyError("engine-busy", "another thread is in a backward")
+            self._owner = me
+        try:
+            yield
+        finally:
+            self._release(me)
+
+    def _why_never(self, me: int) -> None:
+        if self._in_frame == me:
+            raise EngineBusyError(
+                "nested-in-engine-frame", "a backward inside one with retain_grad or C++ tensor hooks"
+            )
+        if self._lost:
+            raise EngineBusyError("forked-while-capturing", "this process was forked during a capture")
+
+    def _is_free(self, me: int) -> bool:
+        others = any(thread != me for thread in self._entering)
+        return self._owner is None and self._in_frame is None and not others
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside a capture, while user code runs in the engine's frame and the compiler is off: others may run
+        stock backwards, but the engine has room for one frame only, until its call has returned."""
+        me = threading.get_ident()
+        self._in_frame = me
+        self._release(me)
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._in_frame, self._owner = None, me
+
+    def _release(self, me: int) -> None:
+        with self._condition:
+            if self._owner == me:
+                self._owner = None
+                self._condition.notify_all()
+
+    # fork
+
+    def before_fork(self) -> None:
+        """Let a capture of another thread come to its end, if it does so soon."""
+        me = threading.get_ident()
+        with self._condition:
+            self._condition.wait_for(lambda: {self._owner, self._in_frame} <= {None, me}, self.patience)
+
+    def after_fork_in_child(self) -> None:
+        """Only the thread that forked is left. What another one held in the engine is held for ever."""
+        me = threading.get_ident()
+        self._condition = threading.Condition()
+        self._lost |= not {self._owner, self._in_frame} <= {None, me}
+        if self._owner not in (None, me):
+            engine_protocol.set_autograd_compiler(None, False)
+        self._owner = me if self._owner == me else None
+        self._in_frame = me if self._in_frame == me else None
+        self._entering = {thread: count for thread, count in self._entering.items() if thread == me}
+
+
+window = Window()
+os.register_at_fork(before=window.before_fork, after_in_child=window.after_fork_in_child)
