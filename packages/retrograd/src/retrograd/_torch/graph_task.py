@@ -1,9 +1,9 @@
 """Run a function inside a backward of torch's own engine.
 
 In: a function, and the request that it answers. Out: nothing; the function runs exactly once, on this
-thread unless it is deeply nested. Inside, ``torch._C._current_graph_task_id()`` is set, ``queue_callback`` works and its callbacks
-run when the function has returned, a nested ``.backward()`` is reentrant as in eager, and grad mode,
-``keep_graph`` and the validity of reentrant checkpointing are those of the request.
+thread unless it is deeply nested. Inside, ``torch._C._current_graph_task_id()`` is set, ``queue_callback``
+works and its callbacks run when the function has returned, a nested ``.backward()`` is reentrant as in
+eager, and grad mode, ``keep_graph`` and the validity of reentrant checkpointing are those of the request.
 """
 
 from __future__ import annotations

@@ -7,12 +7,10 @@ a backward runs on the stock engine.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from retrograd._torch.engine import EngineRequest
-from retrograd._torch.live_graph import read_live_graph
 
 __all__ = ["why_not_collectable"]
 
@@ -32,28 +30,6 @@ def _has_batched_root(request: EngineRequest) -> bool:
         torch._C._functorch.is_functorch_wrapped_tensor(t) or "Batched" in str(torch._C._dispatch_keys(t))
         for t in tensors
     )
-
-
-def _frees_an_input_node(request: EngineRequest) -> bool:
-    """Whether an intermediate input has a node that is not executed, but keeps saved tensors.
-
-    Eager frees only what it executes; the engine's capture frees the node of every input too, and the part
-    of the graph below it could not be differentiated any more.
-    """
-    if all(isinstance(tensor, torch.Tensor) and tensor.is_leaf for tensor in request.inputs):
-        return False
-    live = read_live_graph(request)
-    wanted = live.wanted or frozenset()
-    ends = (
-        live.nodes[i].handle
-        for i in wanted
-        if not any(edge is not None and edge.node in wanted for edge in live.nodes[i].edges)
-    )
-    return any(_keeps_saved_tensors(node) for node in ends)
-
-
-def _keeps_saved_tensors(node: Any) -> bool:
-    return any(name.startswith("_raw_saved_") for name in dir(node))
 
 
 #: What the engine's protocol refuses or cannot express, in the order in which it is looked for.
@@ -87,10 +63,5 @@ _OBSTACLES: tuple[tuple[str, str, Callable[[EngineRequest], bool]], ...] = (
         "tracing",
         "torch.compile, torch.export or torch.jit is tracing",
         lambda _: torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None,
-    ),
-    (
-        "intermediate-input",
-        "a gradient of an intermediate tensor is asked for, whose own node the engine would free too",
-        lambda request: not request.keep_graph and _frees_an_input_node(request),
     ),
 )

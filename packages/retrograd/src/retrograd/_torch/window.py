@@ -110,8 +110,8 @@ class Window:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside a capture, while user code runs in the engine's frame and the compiler is off: others may run
-        stock backwards, but the engine has room for one frame only, until its call has returned."""
+        """Inside a capture, while user code runs in the engine's frame and the compiler is off: others may
+        run stock backwards, but the engine has room for one frame only, until its call has returned."""
         me = threading.get_ident()
         self._in_frame = me
         self._release(me)

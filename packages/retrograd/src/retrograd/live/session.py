@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import warnings
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from retrograd._torch.collect import Collected, collect
+from retrograd._torch.collect import Collected
 from retrograd._torch.engine import EngineRequest, run_stock
 from retrograd._torch.graph_task import run_in_graph_task
 from retrograd._torch.obstacles import why_not_collectable
-from retrograd._torch.protocol import EngineProtocol
 from retrograd._torch.queries import answering, plans_under_way
 from retrograd._torch.window import EngineBusyError, window
 from retrograd.config import Config
@@ -24,8 +24,8 @@ from retrograd.errors import CaptureError, FallbackWarning, Reason
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.report import Report
-from retrograd.live.capture import BackwardRecorder
 from retrograd.live.captured import CapturedBackward
+from retrograd.live.kept_graph import collect_and_release
 from retrograd.live.plan import Plan
 from retrograd.live.running import RunningBackward
 from retrograd.live.unreached import raise_as_eager
@@ -37,8 +37,8 @@ active: ContextVar[tuple[Session, ...]] = ContextVar("retrograd_sessions", defau
 
 Grads = tuple[torch.Tensor | None, ...]
 
-#: in how many running plans of its thread a backward may be nested. Eager nests 60 deep before it goes on with
-#: a fresh stack on another thread; a plan takes 19 of the 1000 frames that Python allows where eager takes 4.
+#: in how many running plans of its thread a backward may be nested. Eager nests 60 deep before it goes on
+#: with a fresh stack on another thread; a plan takes 19 of Python's 1000 frames where eager takes 4.
 MOST_NESTED = 4
 
 _warned: set[tuple[str, str]] = set()
@@ -85,7 +85,7 @@ class Session:
             ran.append(self._run_collected(call, request))
 
         try:
-            collected = collect(request, lambda: self._protocol(request), start)
+            collected = collect_and_release(request, self._captured, start)
         except Exception as error:
             if started:
                 raise
@@ -96,14 +96,11 @@ class Session:
 
     # capture
 
-    def _protocol(self, request: EngineRequest) -> EngineProtocol:
-        def finished(backward: BackwardGraph) -> CapturedBackward:
-            captured = CapturedBackward(backward, request)
-            # Laid out now, while a failure can still go to the stock engine.
-            self._plan(captured, request)
-            return captured
-
-        return EngineProtocol(BackwardRecorder(finished))
+    def _captured(self, backward: BackwardGraph, request: EngineRequest) -> CapturedBackward:
+        captured = CapturedBackward(backward, request)
+        # Laid out now, while a failure can still go to the stock engine.
+        self._plan(captured, request)
+        return captured
 
     def _plan(self, captured: CapturedBackward, request: EngineRequest) -> Plan:
         plan, is_new = captured.plan(self.config, request)
@@ -117,8 +114,8 @@ class Session:
 
     def _run_collected(self, call: Collected, request: EngineRequest) -> Grads:
         # With create_graph the graph is kept (see `why_not_collectable`): falling back is still possible.
-        if request.create_graph and call.artifact.has_unpack_hooks:
-            return self._fall_back(request, _reason("create-graph-through-unpack-hooks", _NO_HISTORY))
+        if request.create_graph and (node := call.artifact.node_without_history(call, request)):
+            return self._fall_back(request, replace(_NO_HISTORY, node=node))
         return self._checked(request, self._run_plan(call, request))
 
     def _run_plan(self, call: Collected, request: EngineRequest) -> Grads:
@@ -194,16 +191,19 @@ def forget_warnings() -> None:
     _warned.clear()
 
 
-_NO_HISTORY = "the engine does not tell the history of saved tensors behind unpack hooks"
-
 _WAY_OUT = {
     "": "strict=True shows where; retrograd.explain() lists all reasons",
+    "create-graph-through-unpack-hooks": "run that operation outside of saved_tensors_hooks",
     "nested-too-deep": "nothing to do: the outer backwards are compiled, this one runs as eager runs it",
     "nested-in-engine-frame": "register a hook that stores the gradient instead of calling retain_grad()",
-    "intermediate-input": "retain_graph=True has it compiled",
     "engine-busy": "run the backwards of several threads one after the other to have them compiled",
 }
 
+_NO_HISTORY = _reason(
+    "create-graph-through-unpack-hooks",
+    "torch does not tell the history of tensors saved behind unpack hooks",
+)
+
 _TOO_DEEP = _reason(
-    "nested-too-deep", f"a backward nested in more than {MOST_NESTED} others, which would use up Python's stack"
+    "nested-too-deep", f"a backward nested in more than {MOST_NESTED} others: Python's stack is short"
 )
