@@ -8,13 +8,14 @@ The gateway is replaced while at least one context of ours is active, and put ba
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 import torch.autograd.graph as autograd_graph
+
+from retrograd._torch.locks import ForkSafeLock
 
 __all__ = ["Companion", "EngineRequest", "Gateway", "run_stock"]
 
@@ -87,7 +88,7 @@ class Gateway:
     def __init__(self, handler: Callable[..., Any], *companions: Companion) -> None:
         self._handler, self._companions = handler, companions
         self._users = 0
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._prior: list[Any] = []
 
     def open(self) -> None:

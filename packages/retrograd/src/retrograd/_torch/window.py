@@ -5,8 +5,8 @@ In: threads that are about to capture, or to run a backward on the stock engine.
 The compiler is one pointer for the whole process. Every backward reads it once, when it enters the engine
 (``Engine::execute``); what is past that point is not concerned by a change. So a capture waits only for
 threads that may be about to enter, and they wait for the capture. A capture runs no user code and takes
-milliseconds. Whoever waits for a capture waits without a limit; a capture waits for a short time only,
-because a backward that it waits for may run user code that waits for this thread.
+milliseconds, so whoever waits for a capture waits without a limit. For a backward, a capture waits for a
+short time only: its user code may be waiting for this thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Window:
     """Keeps captures and entering backwards apart.
 
     Args:
-        patience: for how many seconds a capture waits for other threads.
+        patience: for how many seconds a capture waits for the backwards of other threads.
     """
 
     def __init__(self, patience: float = 0.25) -> None:
@@ -41,6 +41,7 @@ class Window:
         self._condition = threading.Condition()
         self._owner: int | None = None
         self._in_frame: int | None = None
+        self._forking: int | None = None
         self._entering: dict[int, int] = {}
         self._lost = False
 
@@ -88,8 +89,9 @@ class Window:
             return
         with self._condition:
             self._why_never(me)
-            if not self._condition.wait_for(lambda: self._is_free(me), self.patience):
-                raise EngineBusyError("engine-busy", "another thread is in a backward")
+            while not self._condition.wait_for(lambda: self._is_free(me), self.patience):
+                if self._owner is None:
+                    raise EngineBusyError("engine-busy", "another thread is in a backward")
             self._owner = me
         try:
             yield
@@ -130,10 +132,17 @@ class Window:
     # fork
 
     def before_fork(self) -> None:
-        """Let a capture of another thread come to its end, if it does so soon."""
+        """Let a capture of another thread come to its end, if it does so soon, and let none begin."""
         me = threading.get_ident()
         with self._condition:
-            self._condition.wait_for(lambda: {self._owner, self._in_frame} <= {None, me}, self.patience)
+            if self._condition.wait_for(lambda: self._owner is self._in_frame is None, self.patience):
+                self._owner = self._forking = me
+
+    def after_fork_in_parent(self) -> None:
+        """Go on."""
+        forking, self._forking = self._forking, None
+        if forking is not None:
+            self._release(forking)
 
     def after_fork_in_child(self) -> None:
         """Only the thread that forked is left. What another one held in the engine is held for ever."""
@@ -142,10 +151,15 @@ class Window:
         self._lost |= not {self._owner, self._in_frame} <= {None, me}
         if self._owner not in (None, me):
             engine_protocol.set_autograd_compiler(None, False)
-        self._owner = me if self._owner == me else None
+        self._owner = me if self._owner == me != self._forking else None
+        self._forking = None
         self._in_frame = me if self._in_frame == me else None
         self._entering = {thread: count for thread, count in self._entering.items() if thread == me}
 
 
 window = Window()
-os.register_at_fork(before=window.before_fork, after_in_child=window.after_fork_in_child)
+os.register_at_fork(
+    before=window.before_fork,
+    after_in_parent=window.after_fork_in_parent,
+    after_in_child=window.after_fork_in_child,
+)

@@ -6,7 +6,6 @@ that is not possible, by interpreting the captured calls, with a reason either w
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch import fx
 
 from retrograd._torch.boxed import boxed, copied
 from retrograd._torch.guards import InputGuard, changed_sizes
+from retrograd._torch.locks import ForkSafeLock
 from retrograd._torch.thread_state import modes_of_lowering
 from retrograd._torch.tracing import NotTraceableError, trace, why_not_traceable
 from retrograd.backends.base import Backend, Boxed
@@ -30,7 +30,7 @@ __all__ = ["SegmentRunner"]
 Symbolic = dict[int, frozenset[int]]
 
 #: tracing patches torch globally while it runs: one thread at a time.
-_one_at_a_time = threading.RLock()
+_one_at_a_time = ForkSafeLock()
 
 
 @dataclass(frozen=True)
