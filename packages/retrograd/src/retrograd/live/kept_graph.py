@@ -103,26 +103,26 @@ def _graph_to_keep(request: EngineRequest) -> LiveGraph | None:
     if not _kept_classes and all(getattr(tensor, "is_leaf", False) for tensor in request.inputs):
         return None
     live = read_live_graph(request)
-    if any(type(node.handle) in _kept_classes for node in live.nodes) or _has_intact_input(live):
+    if any(type(node.handle) in _kept_classes for node in live.nodes) or _has_intact_input(live, request):
         return live
     return None
 
 
-def _has_intact_input(live: LiveGraph) -> bool:
+def _has_intact_input(live: LiveGraph, request: EngineRequest) -> bool:
     """Whether a gradient is asked for whose node is not executed, but has saved tensors."""
-    ends = set(live.wanted or ()) - _executed(live)
+    ends = set(live.wanted or ()) - _executed(live, request)
     return any(keeps_saved_tensors(live.nodes[i].handle) for i in ends)
 
 
-def _executed(live: LiveGraph) -> set[int]:
-    """Indices of the nodes that eager executes, but for accumulations, which save nothing."""
-    wanted = range(len(live.nodes)) if live.wanted is None else live.wanted
-    return {
-        i
-        for i in wanted
-        if live.wanted is None or any(edge and edge.node in live.wanted for edge in live.nodes[i].edges)
-        if live.nodes[i].edges
-    }
+def _executed(live: LiveGraph, request: EngineRequest) -> set[int]:
+    """Indices of the nodes that eager executes, but for accumulations, which save nothing.
+
+    ``autograd.grad`` only captures the gradients of its inputs; ``backward`` executes its inputs' nodes too.
+    """
+    wanted = frozenset(range(len(live.nodes))) if live.wanted is None else live.wanted
+    if request.accumulate_grad:
+        return {i for i in wanted if live.nodes[i].edges}
+    return {i for i in wanted if any(edge and edge.node in wanted for edge in live.nodes[i].edges)}
 
 
 def _kept_calls(backward: BackwardGraph) -> list[int]:
@@ -138,7 +138,8 @@ def _release_executed(
     own = {id(nodes[index]) for index in _kept_calls(artifact.backward)}
     releasing = {i for i, node in enumerate(live.nodes) if id(node.handle) in own}
     begun = already_run
-    for level, group in reversed(list(enumerate(_levels(live, releasing)))):
+    groups = _levels(live, _executed(live, request), releasing)
+    for level, group in reversed(list(enumerate(groups))):
         if not group:
             continue
         try:
@@ -151,10 +152,9 @@ def _release_executed(
         begun = True
 
 
-def _levels(live: LiveGraph, apart: set[int]) -> Sequence[set[int]]:
-    """The executed nodes without those `apart`, by how many of these are above them at most: no path between
-    two nodes of one level leads over a node that is apart."""
-    executed = _executed(live)
+def _levels(live: LiveGraph, executed: set[int], apart: set[int]) -> Sequence[set[int]]:
+    """The `executed` nodes without those `apart`, by how many of these are above them at most: no path
+    between two nodes of one level leads over a node that is apart."""
     level = dict.fromkeys(range(len(live.nodes)), 0)
     for i in eager_walk(live):
         if i == ROOT:
