@@ -112,6 +112,27 @@ def test_a_capture_gives_up_where_it_could_wait_for_ever(
     assert retrograd.counters["fallbacks"] == 1
 
 
+@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
+def test_a_backward_that_began_before_the_context_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window, "patience", 0.01)
+    meeting, context = Meeting(), retrograd.compiled_autograd("eager")
+    w = leaf()
+
+    def work() -> None:
+        y = w.sin()
+        y.register_hook(meeting.hook)
+        y.sum().backward()
+
+    with another_thread(work):
+        assert meeting.there.wait(60)
+        compiled_square(context)
+        assert [reason.code for reason in context.explain().fallbacks] == ["engine-busy"]
+        meeting.done.set()
+    compiled_square(context)
+    assert torch.equal(w.grad, w.detach().cos())
+    assert (retrograd.counters["runs"], retrograd.counters["fallbacks"]) == (1, 1)
+
+
 def test_many_threads_capture_without_a_fallback() -> None:
     context = retrograd.compiled_autograd("eager")
     together = threading.Barrier(4)

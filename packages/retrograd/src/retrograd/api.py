@@ -14,6 +14,7 @@ from retrograd._torch.engine import Gateway
 from retrograd._torch.hook_changes import HookWatch
 from retrograd._torch.probe import check_supported
 from retrograd._torch.queries import Queries
+from retrograd._torch.window import window
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.events import counters
@@ -23,7 +24,7 @@ from retrograd.live.session import Session, active, forget_warnings, run_backwar
 __all__ = ["CompiledAutograd", "compiled_autograd", "explain", "reset"]
 
 _process_report = Report()
-_gateway = Gateway(run_backward, Queries(), HookWatch())
+_gateway = Gateway(run_backward, Queries(), HookWatch(), window)
 
 
 class CompiledAutograd(ContextDecorator):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ import torch.autograd.graph as autograd_graph
 
 from retrograd._torch.locks import ForkSafeLock
 
-__all__ = ["Companion", "EngineRequest", "Gateway", "run_stock"]
+__all__ = ["Companion", "EngineRequest", "Gateway", "run_stock", "stock_calls_on"]
 
 _stock_run_backward = autograd_graph._engine_run_backward
 
@@ -66,6 +67,15 @@ def run_stock(request: EngineRequest) -> tuple[torch.Tensor | None, ...]:
         allow_unreachable=request.allow_unreachable,
         accumulate_grad=request.accumulate_grad,
     )
+
+
+def stock_calls_on(frame: FrameType | None) -> int:
+    """How many calls of torch's own gateway are under way on the stack that ends in `frame`."""
+    count = 0
+    while frame is not None:
+        count += frame.f_code is _stock_run_backward.__code__
+        frame = frame.f_back
+    return count
 
 
 class Companion(Protocol):

@@ -7,18 +7,28 @@ The compiler is one pointer for the whole process. Every backward reads it once,
 threads that may be about to enter, and they wait for the capture. A capture runs no user code and takes
 milliseconds, so whoever waits for a capture waits without a limit. For a backward, a capture waits for a
 short time only: its user code may be waiting for this thread.
+
+Backwards that began before the gateway was opened (``_torch.engine``) did not come by here. The first capture
+after that looks for them on the stacks of the other threads.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch._C._dynamo import compiled_autograd as engine_protocol
 
+from retrograd._torch.engine import stock_calls_on
+
 __all__ = ["EngineBusyError", "Window", "window"]
+
+_A_MOMENT = 0.001
 
 
 class EngineBusyError(Exception):
@@ -43,6 +53,8 @@ class Window:
         self._in_frame: int | None = None
         self._forking: int | None = None
         self._entering: dict[int, int] = {}
+        self._running: Counter[int] = Counter()
+        self._may_be_unseen = True
         self._lost = False
 
     @contextmanager
@@ -56,6 +68,7 @@ class Window:
         with self._condition:
             self._condition.wait_for(lambda: self._owner in (None, me))
             self._entering[me] = self._entering.get(me, 0) + 1
+            self._running[me] += 1
         entered = False
 
         def has_entered() -> None:
@@ -68,6 +81,8 @@ class Window:
             yield has_entered
         finally:
             has_entered()
+            with self._condition:
+                self._running -= Counter({me: 1})
 
     def _leave(self, thread: int) -> None:
         with self._condition:
@@ -89,9 +104,7 @@ class Window:
             return
         with self._condition:
             self._why_never(me)
-            while not self._condition.wait_for(lambda: self._is_free(me), self.patience):
-                if self._owner is None:
-                    raise EngineBusyError("engine-busy", "another thread is in a backward")
+            self._wait_until_free(me)
             self._owner = me
         try:
             yield
@@ -106,9 +119,38 @@ class Window:
         if self._lost:
             raise EngineBusyError("forked-while-capturing", "this process was forked during a capture")
 
+    def _wait_until_free(self, me: int) -> None:
+        deadline = time.monotonic() + self.patience
+        while not self._is_free(me):
+            left = deadline - time.monotonic()
+            if self._owner is None and left <= 0:
+                raise EngineBusyError("engine-busy", "another thread is in a backward")
+            # Nobody says when an unseen backward ends.
+            self._condition.wait(_A_MOMENT if self._may_be_unseen else max(left, _A_MOMENT))
+
     def _is_free(self, me: int) -> bool:
         others = any(thread != me for thread in self._entering)
-        return self._owner is None and self._in_frame is None and not others
+        if self._owner is not None or self._in_frame is not None or others:
+            return False
+        if self._may_be_unseen:
+            self._may_be_unseen = self._has_unseen(me)
+        return not self._may_be_unseen
+
+    def _has_unseen(self, me: int) -> bool:
+        """Whether another thread is in torch's own gateway, but did not come by here."""
+        stacks = sys._current_frames()
+        return any(
+            thread != me and stock_calls_on(frame) > self._running[thread] for thread, frame in stacks.items()
+        )
+
+    # a companion of the gateway
+
+    def install(self) -> None:
+        """The gateway opens: backwards may be under way that nobody has seen."""
+        self._may_be_unseen = True
+
+    def remove(self) -> None:
+        """The gateway closes."""
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -155,6 +197,7 @@ class Window:
         self._forking = None
         self._in_frame = me if self._in_frame == me else None
         self._entering = {thread: count for thread, count in self._entering.items() if thread == me}
+        self._running = Counter({me: self._running[me]})
 
 
 window = Window()
