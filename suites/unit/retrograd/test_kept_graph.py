@@ -334,3 +334,20 @@ def test_what_cannot_be_released_falls_back_before_anything_ran(monkeypatch: pyt
     assert events.count("backward") == 1
     assert refusal(y, w) == "freed"
     assert [reason.text for reason in context.explain().fallbacks] == ["RuntimeError: planted"]
+
+
+def test_stock_compiled_autograd_can_run_what_was_captured_with_its_graph_kept() -> None:
+    from torch._dynamo import compiled_autograd as stock
+
+    def grad(context: Context) -> Tensor:
+        w = leaf()
+        with saved_tensors_hooks(lambda t: [t.clone()], lambda box: box[0]):
+            y = Square.apply(w)
+        with context:
+            y.sum().backward()
+        return w.grad
+
+    expected = grad(contextlib.nullcontext())
+    for _ in range(2):
+        assert torch.equal(grad(retrograd.compiled_autograd("eager", strict=True)), expected)
+        assert torch.equal(grad(stock._enable(lambda gm: gm)), expected)

@@ -1,4 +1,4 @@
-"""The capture window: the short time during which torch's engine talks to our object.
+"""Collect a backward: the short time during which torch's engine talks to our object.
 
 In: an `EngineRequest` and a factory of capture objects. Out: `Collected`, that is everything the engine
 lifted out of the autograd graph, and the artifact that the capture object made of the graph's structure

@@ -139,10 +139,11 @@ class BackwardRecorder:
         """Only the Function itself can unpack its saved tensors, as what they were and when it wants them."""
         if not self._graph_is_kept:
             raise GraphNeededError(self._node_calls[-1].index)
+        packed = [value.args if _is_packed(value) else value for value in saved_values]  # type: ignore[union-attr]
         for value in saved_values:
             if value is not None and _is_packed(value):
                 self._graph.erase_node(value)
-        args = (ctx, grads, tuple(wanted), materializes)
+        args = (ctx, grads, tuple(wanted), materializes, packed)
         return self._elements(self._call(CallKind.FUNCTION, functions.call_kept_backward, args), wanted)
 
     def add(self, old: Value, new: Value) -> Value:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from retrograd._torch.queries import node_under_way
 from retrograd._torch.tensors import graph_is_kept, may_materialize, zeros_for_slot
-from retrograd.live.calls.saved import ModifiedTensor
+from retrograd.live.calls.saved import ModifiedTensor, unpack
 
 __all__ = ["FunctionContext", "call_backward", "call_kept_backward"]
 
@@ -93,12 +94,23 @@ def call_backward(
 
 
 def call_kept_backward(
-    ctx: Any, grads: Sequence[Grad], is_tensor: Sequence[bool], materializes: bool | None = None
+    ctx: Any,
+    grads: Sequence[Grad],
+    is_tensor: Sequence[bool],
+    materializes: bool | None,
+    packed: Sequence[Any],
 ) -> list[Grad]:
     """As `call_backward`, on a context that the engine has not released: the backward itself unpacks the
     saved tensors, when it reads them and as often as it does so. They are released afterwards, as in eager.
+
+    Args:
+        packed: the saved tensors, those behind hooks as pairs of unpack hook and packed value. Needed where
+            stock compiled autograd runs the plan, which has released the context.
     """
-    result = _call(ctx, ctx, grads, is_tensor, materializes)
+    given = ctx
+    if node_under_way() is None:
+        given = FunctionContext(ctx, [unpack(*item) if type(item) is tuple else item for item in packed])
+    result = _call(ctx, given, grads, is_tensor, materializes)
     ctx.maybe_clear_saved_tensors()
     return result
 
