@@ -40,7 +40,7 @@ def another_thread(work: Callable[[], None]) -> Iterator[None]:
     finally:
         thread.join(timeout=60)
     assert not thread.is_alive()
-    assert errors == []
+    assert errors == [], errors
 
 
 class Meeting:

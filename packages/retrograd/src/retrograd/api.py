@@ -19,6 +19,7 @@ from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.events import counters
 from retrograd.graph.report import Report
+from retrograd.live.kept_graph import forget_kept_classes
 from retrograd.live.session import Session, active, forget_warnings, run_backward
 
 __all__ = ["CompiledAutograd", "compiled_autograd", "explain", "reset"]
@@ -115,6 +116,7 @@ def explain(
 def reset() -> None:
     """Forget all captures, plans, reports and counters, and give all warnings again."""
     clear_engine_cache()
+    forget_kept_classes()
     _process_report.backwards.clear()
     _process_report.fallbacks.clear()
     counters.clear()

@@ -34,7 +34,7 @@ from retrograd.live.captured import CapturedBackward
 from retrograd.live.eager_order import ROOT, eager_walk
 from retrograd.live.running import RunningBackward
 
-__all__ = ["collect_and_release"]
+__all__ = ["collect_and_release", "forget_kept_classes"]
 
 Finished = Callable[[BackwardGraph, EngineRequest], CapturedBackward]
 
@@ -62,6 +62,11 @@ def collect_and_release(
             _kept_classes.add(type(RunningBackward(request).node_calls[needed.node_call]))
             live = read_live_graph(request)
     return _collect_kept(request, live, finished, run_in_frame)
+
+
+def forget_kept_classes() -> None:
+    """To be called only when the engine's cache has been cleared."""
+    _kept_classes.clear()
 
 
 def _protocol(request: EngineRequest, finished: Finished) -> EngineProtocol:
