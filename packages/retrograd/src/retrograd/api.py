@@ -17,6 +17,7 @@ from retrograd.events import counters
 from retrograd.graph.report import Report
 from retrograd.live.contexts import ProcessWide, enter, gateway, leave
 from retrograd.live.decorate import decorated
+from retrograd.live.kept_graph import forget_kept_classes
 from retrograd.live.session import Session, forget_warnings
 from retrograd.live.sharing import forget_shared
 
@@ -154,6 +155,7 @@ def reset() -> None:
     What `enable` set stays set, and open contexts stay open: their next backwards are captured anew.
     """
     clear_engine_cache()
+    forget_kept_classes()
     _process_report.backwards.clear()
     _process_report.fallbacks.clear()
     counters.clear()

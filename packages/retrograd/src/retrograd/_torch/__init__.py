@@ -1,10 +1,13 @@
 """The only door to private torch. Everything that may change between releases is reached through here.
 
 - is this torch one we know: `probe`
-- running the engine: `engine` (request, gateway), `obstacles` (what cannot be collected), `collect` (the
-  capture window), `protocol` (the object that the engine talks to), `graph_task` (run inside a backward of
-  torch's own)
-- reading it: `live_graph` (the autograd graph), `queries` (what user code asks about the running backward)
+- running the engine: `engine` (request, gateway), `obstacles` (what cannot be collected), `window` (threads
+  and forks take turns), `locks`, `collect` (what the engine hands over), `protocol` (the object that it talks
+  to), `release` (free what chosen nodes saved), `graph_task` (run inside a backward of torch's own)
+- compiled forwards: `aot_functions` (the backward graphs that AOTAutograd left), `compiled_forwards` (their
+  derivatives)
+- reading it: `live_graph` (the autograd graph), `saved` (saved tensors with their history), `queries` (what
+  user code asks about the running backward)
 - other settings of torch: `stance` (may we compile), `stock_compiler` (stock compiled autograd beside ours)
 - user code's effects: `hooks`, `hook_changes` (hooks that come and go), `versions` (saved tensors changed in
   place), `thread_state` (modes left switched), `tensors` (references, layouts)

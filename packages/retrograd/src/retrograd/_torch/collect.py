@@ -1,11 +1,11 @@
-"""The capture window: the short time during which torch's engine talks to our object.
+"""Collect a backward: the short time during which torch's engine talks to our object.
 
 In: an `EngineRequest` and a factory of capture objects. Out: `Collected`, that is everything the engine
 lifted out of the autograd graph, and the artifact that the capture object made of the graph's structure
 (kept by the engine in its structural cache: a later backward of equal structure returns the same one).
 
 The engine's compiler is installed here and nowhere else, and only while the window is open. It is one
-pointer for the whole process, so a window opens only if no other thread is starting a backward.
+pointer for the whole process: ``_torch.window`` keeps threads apart.
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ from torch._C._dynamo import compiled_autograd as engine_protocol
 from torch._dynamo.utils import counters as dynamo_counters
 
 from retrograd._torch.engine import EngineRequest, run_stock
+from retrograd._torch.window import EngineBusyError, window
 
-__all__ = ["Collected", "EngineBusyError", "Window", "clear_engine_cache", "collect", "window"]
-
-
-class EngineBusyError(Exception):
-    """Another thread is in a backward, so that the engine's compiler cannot be installed."""
+__all__ = ["Collected", "clear_engine_cache", "collect"]
 
 
 @dataclass
@@ -48,64 +45,6 @@ class Collected:
     scalars: list[int | float]
     hooks: list[Any]
     packed: list[Any]
-
-
-class Window:
-    """Keeps threads apart: one may capture while no other starts a backward.
-
-    A stock backward passes at once unless a capture is under way (milliseconds; no user code runs in
-    it), then it waits. A capture never waits: it is refused while another thread is in a backward.
-    """
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._owner: int | None = None
-        self._inside: dict[int, int] = {}
-
-    @contextmanager
-    def stock(self) -> Iterator[None]:
-        """Around every backward that the stock engine runs."""
-        me = threading.get_ident()
-        with self._condition:
-            self._condition.wait_for(lambda: self._owner in (None, me))
-            self._inside[me] = self._inside.get(me, 0) + 1
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._inside[me] -= 1
-                if not self._inside[me]:
-                    del self._inside[me]
-
-    @contextmanager
-    def capture(self) -> Iterator[None]:
-        """Around a capture. Raises `EngineBusyError` if another thread is in a backward."""
-        me = threading.get_ident()
-        with self._condition:
-            if self._owner is not None or any(thread != me for thread in self._inside):
-                raise EngineBusyError("another thread is in a backward")
-            self._owner = me
-        try:
-            yield
-        finally:
-            self._release(me)
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Inside a capture, once the engine's compiler is off: others may run stock backwards again."""
-        me = threading.get_ident()
-        self._release(me)
-        with self.stock():
-            yield
-
-    def _release(self, me: int) -> None:
-        with self._condition:
-            if self._owner == me:
-                self._owner = None
-                self._condition.notify_all()
-
-
-window = Window()
 
 
 class _Collection(threading.local):
@@ -138,7 +77,7 @@ def collect(
         What was collected, or None if it was run in the engine's frame.
 
     Raises:
-        EngineBusyError: another thread is in a backward.
+        EngineBusyError: another thread is in a backward, or this one is in the engine's frame.
         Exception: whatever the engine or the capture object raised; nothing was consumed then, and the
             same request can still be run on the stock engine.
     """
@@ -161,6 +100,7 @@ def collect(
         return captures[-1]
 
     quiet = replace(request, allow_unreachable=True, create_graph=False)
+    prior = _collection.receive
     with window.capture(), torch.autograd.set_multithreading_enabled(False):
         _forget_foreign_captures()
         if _structures >= KEPT_STRUCTURES:
@@ -170,7 +110,7 @@ def collect(
             with _compiler(functools.partial(_on_own_thread, threading.get_ident(), make)):
                 run_stock(quiet)
         finally:
-            _collection.receive = None
+            _collection.receive = prior
             for capture in captures:
                 capture.close()
     return collected[0] if collected else None
@@ -207,7 +147,7 @@ def _forget_foreign_captures() -> None:
 
 def _on_own_thread(owner: int, factory: Callable[[], Any]) -> Any:
     if threading.get_ident() != owner:
-        raise EngineBusyError("a backward of another thread met our capture window")
+        raise EngineBusyError("engine-busy", "a backward of another thread met our capture window")
     return factory()
 
 

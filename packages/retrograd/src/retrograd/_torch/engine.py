@@ -8,15 +8,17 @@ The gateway is replaced while at least one context of ours is active, and put ba
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 import torch.autograd.graph as autograd_graph
 
-__all__ = ["Companion", "EngineRequest", "Gateway", "run_stock"]
+from retrograd._torch.locks import ForkSafeLock
+
+__all__ = ["Companion", "EngineRequest", "Gateway", "run_stock", "stock_calls_on"]
 
 _stock_run_backward = autograd_graph._engine_run_backward
 
@@ -67,6 +69,15 @@ def run_stock(request: EngineRequest) -> tuple[torch.Tensor | None, ...]:
     )
 
 
+def stock_calls_on(frame: FrameType | None) -> int:
+    """How many calls of torch's own gateway are under way on the stack that ends in `frame`."""
+    count = 0
+    while frame is not None:
+        count += frame.f_code is _stock_run_backward.__code__
+        frame = frame.f_back
+    return count
+
+
 class Companion(Protocol):
     """Something that is in place while the gateway is open."""
 
@@ -87,7 +98,7 @@ class Gateway:
     def __init__(self, handler: Callable[..., Any], *companions: Companion) -> None:
         self._handler, self._companions = handler, companions
         self._users = 0
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._prior: list[Any] = []
 
     def open(self) -> None:

@@ -1,9 +1,9 @@
 """Run a function inside a backward of torch's own engine.
 
 In: a function, and the request that it answers. Out: nothing; the function runs exactly once, on this
-thread. Inside, ``torch._C._current_graph_task_id()`` is set, ``queue_callback`` works and its callbacks
-run when the function has returned, a nested ``.backward()`` is reentrant as in eager, and grad mode,
-``keep_graph`` and the validity of reentrant checkpointing are those of the request.
+thread unless it is deeply nested. Inside, ``torch._C._current_graph_task_id()`` is set, ``queue_callback``
+works and its callbacks run when the function has returned, a nested ``.backward()`` is reentrant as in
+eager, and grad mode, ``keep_graph`` and the validity of reentrant checkpointing are those of the request.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.collect import window
 from retrograd._torch.engine import EngineRequest, run_stock
+from retrograd._torch.window import window
 
 __all__ = ["run_in_graph_task"]
 
@@ -34,15 +34,20 @@ _body = _Body()
 
 
 class _RunBody(torch.autograd.Function):
-    """Its backward runs the innermost body; it produces no gradient."""
+    """Its backward runs the innermost body of the thread that made it; it produces no gradient.
+
+    A deeply nested backward runs on another thread (``MAX_DEPTH`` in ``engine.h``), while its own waits.
+    """
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, leaf: torch.Tensor, bodies: list[Callable[[], None]]) -> torch.Tensor:
+        ctx.bodies = bodies
         return leaf.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> None:
-        _body.stack[-1]()
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        ctx.bodies[-1]()
+        return None, None
 
 
 def run_in_graph_task(body: Callable[[], None], request: EngineRequest) -> None:
@@ -50,7 +55,7 @@ def run_in_graph_task(body: Callable[[], None], request: EngineRequest) -> None:
     if _body.root is None:
         with torch.enable_grad(), torch.inference_mode(False):
             _body.leaf = torch.zeros((), requires_grad=True, device="cpu")
-            _body.root = _RunBody.apply(_body.leaf)
+            _body.root = _RunBody.apply(_body.leaf, _body.stack)
     assert _body.root is not None
     assert _body.leaf is not None
     only_leaf = (_body.leaf,) if request.inputs or not request.accumulate_grad else ()
@@ -61,9 +66,14 @@ def run_in_graph_task(body: Callable[[], None], request: EngineRequest) -> None:
         inputs=only_leaf,
         allow_unreachable=True,
     )
-    _body.stack.append(body)
-    try:
-        with window.stock():
+    with window.stock() as has_entered:
+
+        def entered() -> None:
+            has_entered()
+            body()
+
+        _body.stack.append(entered)
+        try:
             run_stock(task)
-    finally:
-        _body.stack.pop()
+        finally:
+            _body.stack.pop()

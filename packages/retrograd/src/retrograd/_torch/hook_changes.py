@@ -73,7 +73,10 @@ class HookChanges:
 
 
 class _Watched(threading.local):
-    changes: HookChanges | None = None
+    """The plans under way on this thread, innermost last: a hook may concern any of them."""
+
+    def __init__(self) -> None:
+        self.changes: list[HookChanges] = []
 
 
 class _FoundError(Exception):
@@ -87,12 +90,13 @@ _ASKING = object()
 
 @contextmanager
 def watching() -> Iterator[HookChanges]:
-    """Collect the changes on this thread until the end of the block; the innermost block collects."""
-    prior, _watched.changes = _watched.changes, HookChanges()
+    """Collect the changes on this thread until the end of the block, those of nested blocks included."""
+    changes = HookChanges()
+    _watched.changes.append(changes)
     try:
-        yield _watched.changes
+        yield changes
     finally:
-        _watched.changes = prior
+        _watched.changes.pop()
 
 
 def _dict_behind(register: Callable[..., Any]) -> Any:
@@ -154,8 +158,8 @@ class HookWatch:
             if hook is _ASKING:
                 raise _FoundError(hooks)
             hooks, handle = original(hooks, hook)
-            if _watched.changes is not None:
-                _watched.changes._unplaced.append((hooks, hook))
+            for changes in _watched.changes:
+                changes._unplaced.append((hooks, hook))
             return hooks, handle
 
         return _register_hook
@@ -165,14 +169,16 @@ class HookWatch:
 
         def remove(handle: Any) -> None:
             hooks = handle.hooks_dict_ref()
-            if _watched.changes is not None and hooks is not None and handle.id in hooks:
-                _watched.changes.removed.append(hooks[handle.id])
+            if hooks is not None and handle.id in hooks:
+                for changes in _watched.changes:
+                    changes.removed.append(hooks[handle.id])
             original(handle)
 
         return remove
 
 
 def _note(kind: HookKind, tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
-    if _watched.changes is not None:
+    if _watched.changes:
         edge = get_gradient_edge(tensor)
-        _watched.changes.late.append(LateHook(kind, edge.node, edge.output_nr, hook))
+        for changes in _watched.changes:
+            changes.late.append(LateHook(kind, edge.node, edge.output_nr, hook))

@@ -7,14 +7,12 @@ a backward runs on the stock engine.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from retrograd._torch.engine import EngineRequest
-from retrograd._torch.live_graph import read_live_graph
 
-__all__ = ["is_traced", "why_not_collectable"]
+__all__ = ["is_traced", "is_transformed", "why_not_collectable"]
 
 
 def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
@@ -42,6 +40,13 @@ _TRACERS = (
 )
 
 
+def is_transformed(request: EngineRequest) -> bool:
+    """Whether ``torch.func`` (grad, vjp, jacrev, vmap, …) differentiates tensors of its own: that is a part of
+    the transform, and nobody's backward."""
+    roots = [tensor for tensor in request.tensors if isinstance(tensor, torch.Tensor)]
+    return any(map(torch._C._functorch.is_functorch_wrapped_tensor, roots))
+
+
 def _has_batched_root(request: EngineRequest) -> bool:
     """Whether a root or cotangent is wrapped by functorch or by the older vmap of `is_grads_batched`."""
     tensors = [t for t in (*request.tensors, *request.grad_tensors) if isinstance(t, torch.Tensor)]
@@ -51,35 +56,8 @@ def _has_batched_root(request: EngineRequest) -> bool:
     )
 
 
-def _frees_an_input_node(request: EngineRequest) -> bool:
-    """Whether an intermediate input has a node that is not executed, but keeps saved tensors.
-
-    Eager frees only what it executes; the engine's capture frees the node of every input too, and the part
-    of the graph below it could not be differentiated any more.
-    """
-    if all(isinstance(tensor, torch.Tensor) and tensor.is_leaf for tensor in request.inputs):
-        return False
-    live = read_live_graph(request)
-    wanted = live.wanted or frozenset()
-    ends = (
-        live.nodes[i].handle
-        for i in wanted
-        if not any(edge is not None and edge.node in wanted for edge in live.nodes[i].edges)
-    )
-    return any(_keeps_saved_tensors(node) for node in ends)
-
-
-def _keeps_saved_tensors(node: Any) -> bool:
-    return any(name.startswith("_raw_saved_") for name in dir(node))
-
-
 #: What the engine's protocol refuses or cannot express, in the order in which it is looked for.
 _OBSTACLES: tuple[tuple[str, str, Callable[[EngineRequest], bool]], ...] = (
-    (
-        "reentrant",
-        "a backward started inside a running backward",
-        lambda _: torch._C._current_graph_task_id() != -1,
-    ),
     (
         "anomaly-mode",
         "anomaly mode checks every node's result as soon as it is there",
@@ -104,10 +82,5 @@ _OBSTACLES: tuple[tuple[str, str, Callable[[EngineRequest], bool]], ...] = (
         "inference-mode",
         "inference mode is active",
         lambda _: torch.is_inference_mode_enabled(),
-    ),
-    (
-        "intermediate-input",
-        "a gradient of an intermediate tensor is asked for, whose own node the engine would free too",
-        lambda request: not request.keep_graph and _frees_an_input_node(request),
     ),
 )

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-__all__ = ["Queries", "Running", "answering"]
+__all__ = ["Queries", "Running", "answering", "node_under_way", "plans_under_way"]
 
 
 class Running(Protocol):
@@ -43,6 +43,16 @@ def answering(running: Running) -> Iterator[None]:
         yield
     finally:
         _stack.running.pop()
+
+
+def plans_under_way() -> int:
+    """How many plans are running on this thread, nested in one another."""
+    return len(_stack.running)
+
+
+def node_under_way() -> Any:
+    """The autograd node that eager would be executing in the innermost plan; None if none is running."""
+    return _stack.running[-1][0].current_node() if _stack.running else None
 
 
 def _current() -> Running | None:

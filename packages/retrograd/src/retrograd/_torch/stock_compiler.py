@@ -14,7 +14,7 @@ from typing import Any
 from torch._C._dynamo import compiled_autograd as engine_protocol
 from torch._dynamo import compiled_autograd as stock
 
-from retrograd._torch.collect import window
+from retrograd._torch.window import window
 
 __all__ = ["installed_compiler", "stock_compiler_off"]
 

@@ -17,7 +17,6 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.aot_functions import tensors_on_context
-from retrograd.errors import CaptureError, Reason
 from retrograd.graph.aot_backward import AotBackward, AotCall, NotInlinedError
 from retrograd.graph.backward_graph import BackwardGraph, Call, NodeCall, Source, SourceKind
 from retrograd.graph.hook_kind import CallKind, HookKind
@@ -25,7 +24,7 @@ from retrograd.live.calls import copy_slices, functions, gradients, hooks, saved
 from retrograd.live.calls.node_function import NodeFunction
 from retrograd.live.inlining import Arriving, inline
 
-__all__ = ["BackwardRecorder"]
+__all__ = ["BackwardRecorder", "GraphNeededError"]
 
 Value = fx.Node | None
 _LateHook = Callable[[Value, int], fx.Node]
@@ -36,10 +35,12 @@ class BackwardRecorder:
 
     Args:
         finished: is given the `BackwardGraph`; what it returns is kept in the engine's cache.
+        graph_is_kept: whether the nodes will still have their saved tensors when the plan runs.
     """
 
-    def __init__(self, finished: Callable[[BackwardGraph], Any]) -> None:
+    def __init__(self, finished: Callable[[BackwardGraph], Any], graph_is_kept: bool = True) -> None:
         self._finished = finished
+        self._graph_is_kept = graph_is_kept
         self._graph = fx.Graph()
         self._node_calls: list[NodeCall] = []
         self._placeholders: dict[Source, fx.Node] = {}
@@ -146,9 +147,9 @@ class BackwardRecorder:
         note: str = "",
     ) -> list[Value]:
         self._execute()
-        if any(_is_packed(value) for value in saved_values):
-            raise CaptureError(self._packed_reason())
         ctx = self._placeholder(SourceKind.HOOK, context)
+        if any(_is_packed(value) for value in saved_values):
+            return self._kept_function(ctx, grads, saved_values, wanted, materializes)
         args = (ctx, grads, saved_values, tuple(wanted), materializes)
         return self._elements(self._call(CallKind.FUNCTION, functions.call_backward, args, note=note), wanted)
 
@@ -232,16 +233,23 @@ class BackwardRecorder:
                 self._graph.erase_node(grad)
                 grad = earlier
 
-    def _packed_reason(self) -> Reason:
-        call = self._node_calls[-1]
-        return Reason(
-            "function-behind-unpack-hooks",
-            "an autograd.Function whose saved tensors are behind unpack hooks: "
-            "the engine does not tell whether they require grad",
-            "live.capture",
-            node=f"{call.name} (node call {call.index})",
-            way_out="save its tensors outside of saved_tensors_hooks",
-        )
+    def _kept_function(
+        self,
+        ctx: Value,
+        grads: list[Value],
+        saved_values: list[Value],
+        wanted: list[bool],
+        materializes: bool | None,
+    ) -> list[Value]:
+        """Only the Function itself can unpack its saved tensors, as what they were and when it wants them."""
+        if not self._graph_is_kept:
+            raise GraphNeededError(self._node_calls[-1].index)
+        packed = [value.args if _is_packed(value) else value for value in saved_values]  # type: ignore[union-attr]
+        for value in saved_values:
+            if value is not None and _is_packed(value):
+                self._graph.erase_node(value)
+        args = (ctx, grads, tuple(wanted), materializes, packed)
+        return self._elements(self._call(CallKind.FUNCTION, functions.call_kept_backward, args), wanted)
 
     def add(self, old: Value, new: Value) -> Value:
         if isinstance(old, fx.Node) and old.target is gradients.sum_gradients:
@@ -333,3 +341,11 @@ def _may_be_undefined(value: Any) -> bool:
         validated = source.meta["call"].kind is CallKind.VALIDATE
         return _may_be_undefined(source.args[0][i] if validated else source)
     return kind in (CallKind.FUNCTION, CallKind.CPP_FUNCTION, CallKind.HOOK)
+
+
+class GraphNeededError(Exception):
+    """A node call needs the autograd node itself when the plan runs: collect again, with the graph kept."""
+
+    def __init__(self, node_call: int) -> None:
+        super().__init__(f"node call {node_call} needs the autograd graph")
+        self.node_call = node_call

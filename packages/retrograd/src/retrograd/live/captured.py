@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from retrograd._torch.collect import Collected
 from retrograd._torch.engine import EngineRequest
 from retrograd._torch.live_graph import edge_of, forward_line, read_live_graph, read_ranks
+from retrograd._torch.saved import saved_name
 from retrograd._torch.structured_trace import event
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import VerificationError
 from retrograd.events import counters, live_log
-from retrograd.graph.backward_graph import BackwardGraph
+from retrograd.graph.backward_graph import BackwardGraph, Source, source_of
 from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.graph.live_graph import LiveGraph
 from retrograd.live.eager_order import ROOT, eager_walk, engine_walk, with_steps
@@ -44,8 +46,6 @@ class CapturedBackward:
     Attributes:
         n_outputs: how many gradients the engine expects back.
         needs_engine_frame: whether it must run while the engine's call is alive.
-        has_unpack_hooks: whether a saved tensor is behind an unpack hook. The engine does not tell such a
-            tensor's own history, which a differentiable backward needs.
         has_aot_graphs: whether the backward of a compiled function was laid in: a function of values that
             the compiled forward saved, whose own history is not known either.
     """
@@ -57,8 +57,12 @@ class CapturedBackward:
         _return_totals(self.backward, running, request)
         self.needs_engine_frame = backward.needs_engine_frame
         self.n_outputs = len(backward.outputs())
-        self.has_unpack_hooks = any(call.hook is HookKind.UNPACK for _, call in backward.calls())
         self.has_aot_graphs = bool(backward.inlined)
+        self._unpacked: list[tuple[int, Source, Source]] = [
+            (call.node_call, source_of(node.all_input_nodes[0]), source_of(node.all_input_nodes[1]))
+            for node, call in backward.calls()
+            if call.hook is HookKind.UNPACK
+        ]
         self._order_is_visible = _order_is_visible(backward)
         self._plans: dict[tuple[Config, tuple[int, ...] | None], Plan] = {}
 
@@ -79,6 +83,17 @@ class CapturedBackward:
             backward = self._laid_out(read_live_graph(request)) if ordered else self.backward
             plan = self._plans[key] = Plan(backward, config, find_backend(config.backend))
         return plan, True
+
+    def node_without_history(self, call: Collected, request: EngineRequest) -> str | None:
+        """The name of a node that unpacks a saved tensor whose history cannot be had; None if there is none.
+
+        A differentiable backward needs the history, which the engine does not tell.
+        """
+        nodes = RunningBackward(request).node_calls if self._unpacked else []
+        for node_call, hook, packed in self._unpacked:
+            if saved_name(nodes[node_call], call.hooks[hook.index], call.packed[packed.index]) is None:
+                return self.backward.node_name(node_call)
+        return None
 
     def _laid_out(self, live: LiveGraph) -> BackwardGraph:
         try:

@@ -13,15 +13,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from retrograd._torch.collect import clear_engine_cache, window
+from retrograd._torch.collect import clear_engine_cache
 from retrograd._torch.engine import EngineRequest, Gateway, run_stock
 from retrograd._torch.hook_changes import HookWatch
-from retrograd._torch.obstacles import is_traced
-from retrograd._torch.queries import Queries
+from retrograd._torch.obstacles import is_traced, is_transformed
+from retrograd._torch.queries import Queries, plans_under_way
 from retrograd._torch.stance import compile_stance
 from retrograd._torch.stock_compiler import installed_compiler, stock_compiler_off
+from retrograd._torch.window import window
 from retrograd.errors import ContextError
-from retrograd.live.session import Session
+from retrograd.live.session import MOST_NESTED, TOO_DEEP, Session
 
 __all__ = ["ProcessWide", "enter", "gateway", "leave", "run_backward"]
 
@@ -102,6 +103,13 @@ def run_backward(*args: Any, **kwargs: Any) -> Grads:
     request = EngineRequest.of(*args, **kwargs)
     entry = next((entry for entry in reversed(_entered.get()) if entry.is_open), None) or ProcessWide.entry()
     stock = installed_compiler()
+    if stock is None and entry is not None and plans_under_way() > MOST_NESTED:
+        # As few frames of ours as can be: here eager has room for 60 levels.
+        entry.session.refuse(TOO_DEEP)
+        with window.stock():
+            grads = run_stock(request)
+        entry.session.note(TOO_DEEP)
+        return grads
     if stock is None:
         return _run(entry, request)
     if entry is None or stock is not entry.stock:  # it was switched on inside our context, or there is none
@@ -112,7 +120,7 @@ def run_backward(*args: Any, **kwargs: Any) -> Grads:
 
 
 def _run(entry: _Entry | None, request: EngineRequest) -> Grads:
-    if entry is None or compile_stance() == "force_eager" or is_traced():
+    if entry is None or compile_stance() == "force_eager" or is_traced() or is_transformed(request):
         with window.stock():
             return run_stock(request)
     _engine_cache.is_ours = True
@@ -133,4 +141,4 @@ class _EngineCache:
 _engine_cache = _EngineCache()
 
 
-gateway = Gateway(run_backward, Queries(), HookWatch())
+gateway = Gateway(run_backward, Queries(), HookWatch(), window)

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 import torch
 
-from retrograd._torch.collect import window
 from retrograd._torch.engine import EngineRequest, run_stock
 from retrograd._torch.history import History, Part, saved_tensors_unseen
 from retrograd._torch.tracing import arguments_read
+from retrograd._torch.window import window
 
 __all__ = ["Differentiable", "Runner"]
 

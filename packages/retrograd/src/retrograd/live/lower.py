@@ -7,7 +7,6 @@ either way.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ from torch import fx
 
 from retrograd._torch.boxed import copied
 from retrograd._torch.guards import InputGuard, changed_sizes
+from retrograd._torch.locks import ForkSafeLock
 from retrograd._torch.stance import compile_stance
 from retrograd._torch.thread_state import modes_of_lowering, why_interpreted_now, why_modes_differ
 from retrograd._torch.tracing import NotTraceableError, is_batched, trace, why_not_traceable
@@ -34,7 +34,7 @@ __all__ = ["BoxedRunner", "How"]
 Symbolic = dict[int, frozenset[int]]
 
 #: tracing patches torch globally while it runs: one thread at a time.
-_one_at_a_time = threading.RLock()
+_one_at_a_time = ForkSafeLock()
 
 
 @dataclass(eq=False)

@@ -9,30 +9,31 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import deque
+from dataclasses import replace
 
 import torch
 
-from retrograd._torch.collect import Collected, EngineBusyError, collect, window
+from retrograd._torch.collect import Collected
 from retrograd._torch.engine import EngineRequest, run_stock
 from retrograd._torch.graph_task import run_in_graph_task
 from retrograd._torch.obstacles import why_not_collectable
-from retrograd._torch.protocol import EngineProtocol
 from retrograd._torch.queries import answering
 from retrograd._torch.structured_trace import artifact, event
+from retrograd._torch.window import EngineBusyError, window
 from retrograd.config import Config
 from retrograd.errors import CaptureError, FallbackWarning, Reason
 from retrograd.events import LOGS, counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.report import BackwardReport, Report
-from retrograd.live.capture import BackwardRecorder
 from retrograd.live.captured import CapturedBackward
 from retrograd.live.determinism import operations_may_warn
+from retrograd.live.kept_graph import collect_and_release
 from retrograd.live.plan import Plan
 from retrograd.live.running import RunningBackward
 from retrograd.live.structure import first_difference
 from retrograd.live.unreached import raise_as_eager
 
-__all__ = ["Session", "forget_warnings"]
+__all__ = ["MOST_NESTED", "TOO_DEEP", "Session", "forget_warnings"]
 
 Grads = tuple[torch.Tensor | None, ...]
 
@@ -69,7 +70,7 @@ class Session:
 
         try:
             with event("retrograd.collect"):
-                collected = collect(request, lambda: self._protocol(request), start)
+                collected = collect_and_release(request, self._captured, start)
         except Exception as error:
             if started:
                 raise
@@ -80,14 +81,11 @@ class Session:
 
     # capture
 
-    def _protocol(self, request: EngineRequest) -> EngineProtocol:
-        def finished(backward: BackwardGraph) -> CapturedBackward:
-            captured = CapturedBackward(backward, request)
-            # Laid out now, while a failure can still go to the stock engine.
-            self._plan(captured, request)
-            return captured
-
-        return EngineProtocol(BackwardRecorder(finished))
+    def _captured(self, backward: BackwardGraph, request: EngineRequest) -> CapturedBackward:
+        captured = CapturedBackward(backward, request)
+        # Laid out now, while a failure can still go to the stock engine.
+        self._plan(captured, request)
+        return captured
 
     def _plan(self, captured: CapturedBackward, request: EngineRequest) -> Plan:
         plan, is_new = captured.plan(self.config, request)
@@ -111,10 +109,10 @@ class Session:
 
     def _run_collected(self, call: Collected, request: EngineRequest) -> Grads:
         # With create_graph the graph is kept (see `why_not_collectable`): falling back is still possible.
-        if request.create_graph and call.artifact.has_unpack_hooks:
-            return self._fall_back(request, _reason("create-graph-through-unpack-hooks", _NO_HISTORY))
+        if request.create_graph and (node := call.artifact.node_without_history(call, request)):
+            return self._fall_back(request, replace(_NO_HISTORY, node=node))
         if request.create_graph and call.artifact.has_aot_graphs:
-            return self._fall_back(request, _reason("create-graph-through-compiled-forward", _NO_AOT_HISTORY))
+            return self._fall_back(request, _NO_AOT_HISTORY)
         return self._checked(request, self._run_plan(call, request))
 
     def _run_plan(self, call: Collected, request: EngineRequest) -> Grads:
@@ -146,15 +144,20 @@ class Session:
     # fall back
 
     def _fall_back(self, request: EngineRequest, reason: Reason, error: Exception | None = None) -> Grads:
-        if self.config.strict:
-            raise CaptureError(reason) from error
+        self.refuse(reason, error)
         with window.stock():
             grads = run_stock(request)
         # Only a backward that eager can run is a fallback: an error of the user's is none.
-        self._note(reason)
+        self.note(reason)
         return grads
 
-    def _note(self, reason: Reason) -> None:
+    def refuse(self, reason: Reason, error: Exception | None = None) -> None:
+        """In strict mode, raise."""
+        if self.config.strict:
+            raise CaptureError(reason) from error
+
+    def note(self, reason: Reason) -> None:
+        """A backward has run on the stock engine."""
         counters["fallbacks"] += 1
         for report in self._reports:
             report.fallbacks[reason] += 1
@@ -187,7 +190,7 @@ def _reason_of(error: Exception) -> Reason:
     if isinstance(error, CaptureError):
         return error.reason
     if isinstance(error, EngineBusyError):
-        return _reason("engine-busy", str(error))
+        return _reason(error.code, str(error))
     return _reason("capture-failed", f"{type(error).__name__}: {error}")
 
 
@@ -196,12 +199,28 @@ def forget_warnings() -> None:
     _warned.clear()
 
 
-_NO_AOT_HISTORY = "create_graph=True through a forward that torch.compile compiled"
-_NO_HISTORY = "the engine does not tell the history of saved tensors behind unpack hooks"
-
 _WAY_OUT = {
     "": "strict=True shows where; retrograd.explain() lists all reasons",
-    "reentrant": "nothing to do: the outer backward is compiled, the inner one runs as eager runs it",
-    "intermediate-input": "retain_graph=True has it compiled",
+    "create-graph-through-unpack-hooks": "run that operation outside of saved_tensors_hooks",
+    "nested-too-deep": "nothing to do: the outer backwards are compiled, this one runs as eager runs it",
+    "nested-in-engine-frame": "register a hook that stores the gradient instead of calling retain_grad()",
     "engine-busy": "run the backwards of several threads one after the other to have them compiled",
 }
+
+_NO_HISTORY = _reason(
+    "create-graph-through-unpack-hooks",
+    "torch does not tell the history of tensors saved behind unpack hooks",
+)
+
+_NO_AOT_HISTORY = _reason(
+    "create-graph-through-compiled-forward",
+    "create_graph=True through a forward that torch.compile compiled",
+)
+
+#: in how many running plans of its thread a backward may be nested. Eager nests 60 deep before it goes on
+#: with a fresh stack on another thread; a plan takes 19 of Python's 1000 frames where eager takes 4.
+MOST_NESTED = 4
+
+TOO_DEEP = _reason(
+    "nested-too-deep", f"a backward nested in more than {MOST_NESTED} others: Python's stack is short"
+)

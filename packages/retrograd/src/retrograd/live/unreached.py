@@ -9,8 +9,8 @@ from typing import NoReturn
 
 import torch
 
-from retrograd._torch.collect import window
 from retrograd._torch.engine import EngineRequest, run_stock
+from retrograd._torch.window import window
 
 __all__ = ["raise_as_eager"]
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from retrograd._torch.queries import node_under_way
 from retrograd._torch.tensors import graph_is_kept, may_materialize, zeros_for_slot
-from retrograd.live.calls.saved import ModifiedTensor
+from retrograd.live.calls.saved import ModifiedTensor, unpack
 
-__all__ = ["FunctionContext", "call_backward"]
+__all__ = ["FunctionContext", "call_backward", "call_kept_backward"]
 
 Grad = torch.Tensor | None
 
@@ -89,10 +90,38 @@ def call_backward(
             is neither a tensor nor None.
         Exception: whatever the user's backward raises, unchanged.
     """
+    return _call(ctx, FunctionContext(ctx, saved), grads, is_tensor, materializes)
+
+
+def call_kept_backward(
+    ctx: Any,
+    grads: Sequence[Grad],
+    is_tensor: Sequence[bool],
+    materializes: bool | None,
+    packed: Sequence[Any],
+) -> list[Grad]:
+    """As `call_backward`, on a context that the engine has not released: the backward itself unpacks the
+    saved tensors, when it reads them and as often as it does so. They are released afterwards, as in eager.
+
+    Args:
+        packed: the saved tensors, those behind hooks as pairs of unpack hook and packed value. Needed where
+            stock compiled autograd runs the plan, which has released the context.
+    """
+    given = ctx
+    if node_under_way() is None:
+        given = FunctionContext(ctx, [unpack(*item) if type(item) is tuple else item for item in packed])
+    result = _call(ctx, given, grads, is_tensor, materializes)
+    ctx.maybe_clear_saved_tensors()
+    return result
+
+
+def _call(
+    ctx: Any, given: Any, grads: Sequence[Grad], is_tensor: Sequence[bool], materializes: bool | None
+) -> list[Grad]:
     undefined = any(grad is None for grad in grads)
     if undefined and (may_materialize(ctx) if materializes is None else materializes):
         grads = [zeros_for_slot(ctx, i) if grad is None else grad for i, grad in enumerate(grads)]
-    result = BackwardCFunction.apply(FunctionContext(ctx, saved), *grads)  # type: ignore[arg-type]
+    result = BackwardCFunction.apply(given, *grads)
     return _checked(ctx, result if type(result) is tuple else (result,), is_tensor)
 
 
