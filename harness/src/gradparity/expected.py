@@ -49,8 +49,8 @@ class Expected:
 
 @dataclass(frozen=True)
 class KnownFallback:
-    """One fallback for one glob over cases. `code` is the reason's; `sometimes`: whether it depends on timing;
-    then it is never stale.
+    """One fallback for one glob over cases. `code` is the reason's; `sometimes`: whether it depends on
+    timing; then it is never stale.
     """
 
     subject: str
@@ -89,10 +89,11 @@ class Known:
     def stale(self, rows: Iterable[Row]) -> list[Expected | KnownFallback]:
         """Entries that matched cases which ran and could be judged, none of which did as the entry says."""
         judged = [row for row in rows if not row.set_aside]
-        certain = [entry for entry in self.fallbacks if not entry.sometimes]
+        entries: list[Expected | KnownFallback] = [*self.divergences]
+        entries += [entry for entry in self.fallbacks if not entry.sometimes]
         return [
             entry
-            for entry in (*self.divergences, *certain)
+            for entry in entries
             if any(entry.matches(row) for row in judged) and not any(entry.explains(row) for row in judged)
         ]
 

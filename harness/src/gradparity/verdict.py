@@ -60,7 +60,7 @@ class Finding:
 @dataclass(frozen=True)
 class Row:
     """One judged case under one subject. `stocks_own`: it diverges, but only where stock's compiled forward
-    diverges without the subject too. `unlisted`: codes of fallbacks that the file of known ones does not list.
+    diverges without the subject too. `unlisted`: codes of fallbacks that the file of known ones lacks.
     """
 
     case: str
