@@ -355,7 +355,7 @@ def test_a_refusal_names_the_node_and_the_way_out() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aten"])
-def test_a_compiled_forward_is_one_opaque_call(backend: str) -> None:
+def test_a_compiled_forward_is_laid_in_also_with_changing_sizes(backend: str) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
     compiled = torch.compile(net, backend="aot_eager")
     context = retrograd.compiled_autograd(backend, strict=True)
@@ -370,8 +370,7 @@ def test_a_compiled_forward_is_one_opaque_call(backend: str) -> None:
             loss.backward()
         for p, grad in zip(net.parameters(), expected, strict=True):
             torch.testing.assert_close(p.grad, grad)
-    reasons = {step.reason for b in context.explain().backwards for step in b.schedule.opaque_calls}
-    assert reasons == {"autograd.Function backward"}
+    assert not [step.reason for b in context.explain().backwards for step in b.schedule.opaque_calls]
 
 
 def test_many_steps_leave_no_tensors_behind() -> None:

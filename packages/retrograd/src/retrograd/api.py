@@ -10,6 +10,7 @@ from contextlib import ContextDecorator
 from typing import Any
 
 from retrograd._torch.collect import clear_engine_cache
+from retrograd._torch.compiled_forwards import CompiledForwards
 from retrograd._torch.engine import Gateway
 from retrograd._torch.hook_changes import HookWatch
 from retrograd._torch.probe import check_supported
@@ -23,7 +24,7 @@ from retrograd.live.session import Session, active, forget_warnings, run_backwar
 __all__ = ["CompiledAutograd", "compiled_autograd", "explain", "reset"]
 
 _process_report = Report()
-_gateway = Gateway(run_backward, Queries(), HookWatch())
+_gateway = Gateway(run_backward, Queries(), HookWatch(), CompiledForwards())
 
 
 class CompiledAutograd(ContextDecorator):

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from retrograd._torch.engine import EngineRequest
 from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
 
-__all__ = ["forward_line", "read_live_graph", "read_ranks"]
+__all__ = ["edge_of", "forward_line", "read_live_graph", "read_ranks"]
 
 
 def read_ranks(request: EngineRequest) -> tuple[int, ...]:
@@ -25,7 +25,7 @@ def read_ranks(request: EngineRequest) -> tuple[int, ...]:
     Two backwards of equal structure run in the same eager order if these are equal. Read on every backward
     whose order is visible, so it reads nothing else.
     """
-    seen: dict[Any, None] = dict.fromkeys(_edge(root)[0] for root in request.tensors)
+    seen: dict[Any, None] = dict.fromkeys(edge_of(root)[0] for root in request.tensors)
     handles = list(seen)
     for handle in handles:  # grows while it is read
         for node, _ in handle.next_functions:
@@ -47,7 +47,7 @@ def read_live_graph(request: EngineRequest) -> LiveGraph:
             handles.append(handle)
         return index[handle]
 
-    roots = tuple(Edge(number(node), slot) for node, slot in map(_edge, request.tensors))
+    roots = tuple(Edge(number(node), slot) for node, slot in map(edge_of, request.tensors))
     nodes: list[LiveNode] = []
     while len(nodes) < len(handles):
         handle = handles[len(nodes)]
@@ -55,7 +55,7 @@ def read_live_graph(request: EngineRequest) -> LiveGraph:
             None if node is None else Edge(number(node), slot) for node, slot in handle.next_functions
         )
         nodes.append(LiveNode(handle, handle.name(), handle._sequence_nr(), edges))
-    targets = [index[node] for node, _ in map(_edge, request.inputs) if node in index]
+    targets = [index[node] for node, _ in map(edge_of, request.inputs) if node in index]
     wanted = _wanted(nodes, targets) if request.inputs else None
     return LiveGraph(tuple(nodes), roots, wanted)
 
@@ -68,7 +68,8 @@ def forward_line(node: Any) -> str:
     return f"{os.path.basename(found[1])}:{found[2]}  {found[3].strip()}" if found else ""
 
 
-def _edge(root: Any) -> tuple[Any, int]:
+def edge_of(root: Any) -> tuple[Any, int]:
+    """The autograd node of a tensor or ``GradientEdge``, and which of its outputs it is."""
     if isinstance(root, GradientEdge):
         return root.node, root.output_nr
     if isinstance(root, torch.Tensor) and (root.grad_fn is not None or root.requires_grad):

@@ -14,7 +14,7 @@ import torch
 from retrograd._torch.engine import EngineRequest
 from retrograd._torch.live_graph import read_live_graph
 
-__all__ = ["why_not_collectable"]
+__all__ = ["is_traced", "why_not_collectable"]
 
 
 def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
@@ -23,6 +23,23 @@ def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
         if applies(request):
             return code, text
     return None
+
+
+def is_traced() -> bool:
+    """Whether a tracer runs this backward to see its operations: there is nothing to compile then, and
+    nothing to report. AOTAutograd, ``torch.compile``, ``torch.export`` and ``make_fx`` do so."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
+    )
+
+
+_TRACERS = (
+    torch._C._TorchDispatchModeKey.FAKE,
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+)
 
 
 def _has_batched_root(request: EngineRequest) -> bool:
@@ -87,11 +104,6 @@ _OBSTACLES: tuple[tuple[str, str, Callable[[EngineRequest], bool]], ...] = (
         "inference-mode",
         "inference mode is active",
         lambda _: torch.is_inference_mode_enabled(),
-    ),
-    (
-        "tracing",
-        "torch.compile, torch.export or torch.jit is tracing",
-        lambda _: torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None,
     ),
     (
         "intermediate-input",

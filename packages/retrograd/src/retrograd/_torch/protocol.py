@@ -11,6 +11,7 @@ Python side of each release in ``torch/_dynamo/compiled_autograd.py``.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -21,7 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental._backward_state import BackwardState
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from retrograd._torch.aot_functions import is_aot_function, read_aot_backward
 from retrograd._torch.collect import runtime_wrapper
+from retrograd._torch.tensors import zeros_of_slot
+from retrograd.graph.aot_backward import AotBackward, AotCall, NotInlinedError
 from retrograd.graph.hook_kind import HookKind
 
 __all__ = ["EngineProtocol", "Recorder", "Value"]
@@ -54,7 +58,9 @@ class Recorder(Protocol):
         saved: list[Value],
         wanted: list[bool],
         materializes: bool | None,
+        note: str,
     ) -> list[Value]: ...
+    def aot_backward(self, aot: AotBackward, call: AotCall) -> list[Value]: ...
     def add(self, old: Value, new: Value) -> Value: ...
     def accumulate(self, variable: Value, grad: Value, has_post_hooks: bool) -> Value: ...
     def tensor_hook(self, kind: HookKind, grads: list[Value], hook: int, slot: int) -> list[Value]: ...
@@ -195,7 +201,14 @@ class EngineProtocol:
         return self._answer(needs, recorded)
 
     def proxy_call_backward(
-        self, grads: Any, metadata: Any, saved: Any, context: int, ctx: Any, state: int | None, *_: Any
+        self,
+        grads: Any,
+        metadata: Any,
+        saved: Any,
+        context: int,
+        ctx: Any,
+        state: int | None,
+        objects: Sequence[int] = (),
     ) -> tuple[Any, ...]:
         wanted = [entry is not None for entry in metadata]
 
@@ -205,7 +218,17 @@ class EngineProtocol:
             zeros = [isinstance(grad, torch.Tensor) and id(grad) not in self._values for grad in grads]
             values = [None if made else self._read(grad) for made, grad in zip(zeros, grads, strict=True)]
             materializes = any(zeros) if None in values else None
-            return self._recorder.function(context, values, self._read_list(saved), wanted, materializes)
+            read = self._read_list(saved)
+            note = ""
+            if is_aot_function(ctx):
+                sizes = self._read_list(ctx._get_compiled_autograd_symints())
+                make_zeros = None if self._symbols else functools.partial(zeros_of_slot, ctx)
+                call = AotCall(context, values, sizes, read, objects, wanted, make_zeros)
+                try:
+                    return self._recorder.aot_backward(read_aot_backward(ctx, state), call)
+                except NotInlinedError as reason:
+                    note = f"AOT backward as one call: {reason}"
+            return self._recorder.function(context, values, read, wanted, materializes, note)
 
         return tuple(self._answer(wanted, recorded))
 

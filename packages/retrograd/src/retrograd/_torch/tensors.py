@@ -6,7 +6,9 @@ The layout contract is ``torch/csrc/autograd/utils/grad_layout_contract.h``; ste
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ __all__ = [
     "may_materialize",
     "obeys_layout_contract",
     "zeros_for_slot",
+    "zeros_of_slot",
 ]
 
 #: references to a tensor that its owner's frame (1), this module's frame (1) and ``getrefcount`` (1) hold.
@@ -72,8 +75,13 @@ def clone_for_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> tor
 
 def zeros_for_slot(node: Any, slot: int) -> torch.Tensor:
     """Zeros in place of an undefined gradient for output number `slot` of an ``autograd.Function``."""
+    return zeros_of_slot(node, slot)()
+
+
+def zeros_of_slot(node: Any, slot: int) -> Callable[[], torch.Tensor]:
+    """Makes such zeros later, without holding on to `node`."""
     metadata = node._input_metadata[slot]
-    return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
+    return functools.partial(torch.zeros, metadata.shape, dtype=metadata.dtype, device=metadata.device)
 
 
 def graph_is_kept() -> bool:

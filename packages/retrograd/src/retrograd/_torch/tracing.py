@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-__all__ = ["NotTraceableError", "Traced", "trace", "why_not_traceable"]
+__all__ = ["NotTraceableError", "Traced", "is_operator", "trace", "why_not_traceable"]
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -47,6 +47,11 @@ class Traced:
     fed: tuple[int, ...]
     given: tuple[int | None, ...]
     shape_env: ShapeEnv | None
+
+
+def is_operator(target: Any) -> bool:
+    """Whether a call's target is an operator of torch, of ATen or of higher order."""
+    return isinstance(target, torch._ops.OperatorBase)
 
 
 def why_not_traceable(value: Any) -> str | None:

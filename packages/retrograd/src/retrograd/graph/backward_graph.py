@@ -11,8 +11,8 @@ saved tensors (``packed_i``). Every other node carries a `Call` under ``meta["ca
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -63,11 +63,20 @@ class Call:
         kind: which kind of call.
         node_call: index of the node call that it belongs to.
         hook: which kind of hook, for hook calls.
+        step: for the calls of an inlined node, which of its steps (see `BackwardGraph.inlined`).
+        note: why the call is what it is, where its kind does not say enough.
     """
 
     kind: CallKind
     node_call: int
     hook: HookKind | None = None
+    step: int = 0
+    note: str = ""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The node call and the step in it."""
+        return self.node_call, self.step
 
 
 @dataclass(frozen=True)
@@ -79,11 +88,17 @@ class BackwardGraph:
             ``.backward()``).
         node_calls: every node the engine executed, by index; those that only pass hooks are here too.
         needs_engine_frame: C++ hooks are called, which is possible only while the engine's call is alive.
+        inlined: node calls whose own graph was laid in: for each of their steps, in order, the gradients
+            (numbers of the node's outputs) that are ready at its end. Eager would have run a node per step.
+        totals: for an inlined node call and the number of one of the node's inputs, the whole gradient there:
+            what arrives from outside together with what its own graph adds.
     """
 
     graph: fx.Graph
     node_calls: tuple[NodeCall, ...]
     needs_engine_frame: bool
+    inlined: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    totals: Mapping[tuple[int, int], fx.Node | None] = field(default_factory=dict)
 
     def calls(self) -> Iterator[tuple[fx.Node, Call]]:
         """The FX nodes that are calls, with their meaning, in graph order."""

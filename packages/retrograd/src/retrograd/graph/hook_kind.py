@@ -29,6 +29,8 @@ class CallKind(enum.Enum):
     HOOK = "hook"
     FUNCTION = "autograd.Function backward"
     CPP_FUNCTION = "C++ autograd function"
+    ATEN = "operation of a backward that AOTAutograd traced"
+    AOT_SAVED = "saved tensors on the context of a function that AOTAutograd compiled"
     ACCUMULATE = "accumulation into .grad"
 
     @property
@@ -38,5 +40,12 @@ class CallKind(enum.Enum):
 
 
 _FUNCTIONAL = frozenset(
-    {CallKind.NODE, CallKind.VALIDATE, CallKind.COPY_SLICES, CallKind.SUM, CallKind.PROJECT}
+    {
+        CallKind.NODE,
+        CallKind.ATEN,
+        CallKind.VALIDATE,
+        CallKind.COPY_SLICES,
+        CallKind.SUM,
+        CallKind.PROJECT,
+    }
 )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from retrograd._torch.engine import EngineRequest
-from retrograd._torch.live_graph import forward_line, read_live_graph, read_ranks
+from retrograd._torch.live_graph import edge_of, forward_line, read_live_graph, read_ranks
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import VerificationError
@@ -19,7 +19,7 @@ from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.graph.live_graph import LiveGraph
-from retrograd.live.eager_order import ROOT, eager_walk, engine_walk
+from retrograd.live.eager_order import ROOT, eager_walk, engine_walk, with_steps
 from retrograd.live.plan import Plan
 from retrograd.live.running import RunningBackward
 from retrograd.passes.lay_out_like_eager import lay_out_like_eager
@@ -42,14 +42,19 @@ class CapturedBackward:
         needs_engine_frame: whether it must run while the engine's call is alive.
         has_unpack_hooks: whether a saved tensor is behind an unpack hook. The engine does not tell such a
             tensor's own history, which a differentiable backward needs.
+        has_aot_graphs: whether the backward of a compiled function was laid in: a function of values that
+            the compiled forward saved, whose own history is not known either.
     """
 
     def __init__(self, backward: BackwardGraph, request: EngineRequest) -> None:
         counters["captures"] += 1
-        self.backward = _with_sources(backward, RunningBackward(request).node_calls)
+        running = RunningBackward(request)
+        self.backward = _with_sources(backward, running.node_calls)
+        _return_totals(self.backward, running, request)
         self.needs_engine_frame = backward.needs_engine_frame
         self.n_outputs = len(backward.outputs())
         self.has_unpack_hooks = any(call.hook is HookKind.UNPACK for _, call in backward.calls())
+        self.has_aot_graphs = bool(backward.inlined)
         self._order_is_visible = _order_is_visible(backward)
         self._plans: dict[tuple[Config, tuple[int, ...] | None], Plan] = {}
 
@@ -83,6 +88,20 @@ class CapturedBackward:
         return plan.run(call, RunningBackward(None))
 
 
+def _return_totals(backward: BackwardGraph, running: RunningBackward, request: EngineRequest) -> None:
+    """``autograd.grad`` for an output of a compiled function that it also uses itself: the engine returns
+    what arrives from outside, eager the whole gradient."""
+    if not backward.totals or not request.inputs:
+        return
+    index = {node: i for i, node in enumerate(running.node_calls)}
+    outputs = list(backward.outputs())
+    for i, (node, slot) in enumerate(map(edge_of, request.inputs)):
+        place = index.get(node, -1), slot
+        if place[0] in backward.inlined or place in backward.totals:
+            outputs[i] = backward.totals.get(place)
+    next(iter(reversed(backward.graph.nodes))).args = (tuple(outputs),)
+
+
 def _order_is_visible(backward: BackwardGraph) -> bool:
     """Whether anybody can tell in which order the nodes ran: user code, or the rounding of a long sum."""
     return any(
@@ -99,13 +118,19 @@ def _with_sources(backward: BackwardGraph, nodes: Sequence[Any]) -> BackwardGrap
     return replace(backward, node_calls=tuple(named))
 
 
-def _positions(backward: BackwardGraph, live: LiveGraph) -> list[int]:
-    """For each node call, its place in eager's order."""
+def _positions(backward: BackwardGraph, live: LiveGraph) -> dict[tuple[int, int], int]:
+    """For each node call and each of its steps, its place in eager's order."""
     walk = engine_walk(live)
     for call, i in zip(backward.node_calls, walk, strict=False):
         if i != ROOT and call.name and call.name != live.nodes[i].name:
             raise LookupError(f"node call {call.index} is {call.name}, expected {live.nodes[i].name}")
     if len(walk) < len(backward.node_calls):
         raise LookupError(f"{len(backward.node_calls)} node calls, expected {len(walk)}")
-    place = {node: position for position, node in enumerate(eager_walk(live))}
-    return [place[node] for node in walk]
+    steps = {walk[index]: parts for index, parts in backward.inlined.items()}
+    stepwise, chains = with_steps(live, steps)
+    place = {node: position for position, node in enumerate(eager_walk(stepwise))}
+    return {
+        (index, step): place[link]
+        for index, node in enumerate(walk)
+        for step, link in enumerate(chains.get(node, [node]))
+    }

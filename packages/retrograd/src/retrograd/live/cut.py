@@ -18,7 +18,7 @@ from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment
 
 __all__ = ["cut"]
 
-_WORTH_COMPILING = frozenset({CallKind.NODE, CallKind.COPY_SLICES})
+_WORTH_COMPILING = frozenset({CallKind.NODE, CallKind.ATEN, CallKind.COPY_SLICES})
 
 
 def cut(backward: BackwardGraph, opaque: Mapping[fx.Node, str]) -> Schedule:
@@ -88,7 +88,7 @@ def call_of_or_none(node: fx.Node) -> CallKind | None:
 
 def _why_opaque(node: fx.Node) -> str:
     call = call_of(node)
-    return (call.hook or call.kind).value
+    return call.note or (call.hook or call.kind).value
 
 
 def _last_uses(runs: Iterable[_Run], outputs: Iterable[fx.Node | None]) -> dict[fx.Node, int]:

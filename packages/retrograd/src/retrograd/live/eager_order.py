@@ -11,11 +11,12 @@ order that depends on how it sifts, so the sift of libstdc++ is followed exactly
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from retrograd.graph.live_graph import Edge, LiveGraph
+from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
 
-__all__ = ["ROOT", "eager_walk", "engine_walk"]
+__all__ = ["ROOT", "eager_walk", "engine_walk", "with_steps"]
 
 #: stands for the GraphRoot node, which the capture walk always has and the live graph never.
 ROOT = -1
@@ -43,6 +44,36 @@ def eager_walk(live: LiveGraph) -> list[int]:
         order.append(node)
         ready.release(node, heap.push)
     return order
+
+
+def with_steps(
+    live: LiveGraph, steps: Mapping[int, Sequence[Sequence[int]]]
+) -> tuple[LiveGraph, dict[int, list[int]]]:
+    """Put a chain of nodes in place of one: a node for each step, which hands over what is ready after it.
+
+    Args:
+        live: the graph. steps: by node, the numbers of the edges that each of its steps serves.
+
+    Returns:
+        The graph with the chains, and the nodes of each chain. The first has the index of the node itself.
+    """
+    nodes, wanted = list(live.nodes), set(live.wanted or ())
+    chains: dict[int, list[int]] = {}
+    for index, parts in steps.items():
+        if len(parts) > 1:
+            chains[index] = [index, *range(len(nodes), len(nodes) + len(parts) - 1)]
+            nodes[index], *rest = _chain(nodes[index], chains[index], parts)
+            nodes += rest
+            wanted.update(chains[index] if index in wanted else ())
+    return replace(live, nodes=tuple(nodes), wanted=live.wanted and frozenset(wanted)), chains
+
+
+def _chain(node: LiveNode, indices: Sequence[int], steps: Sequence[Sequence[int]]) -> list[LiveNode]:
+    links: list[Edge | None] = [*(Edge(index, 0) for index in indices[1:]), None]
+    return [
+        replace(node, edges=(*(node.edges[i] for i in step), link))
+        for step, link in zip(steps, links, strict=True)
+    ]
 
 
 class _Readiness:

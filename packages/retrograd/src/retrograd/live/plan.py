@@ -178,7 +178,7 @@ def _argument(argument: Any, values: Values) -> Any:
 
 def _saved_tensors(backward: BackwardGraph) -> frozenset[fx.Node]:
     """Placeholders that nodes read as saved tensors (not as incoming gradients, nor to write `.grad`)."""
-    reads = {CallKind.NODE, CallKind.CPP_FUNCTION, CallKind.FUNCTION}
+    reads = {CallKind.NODE, CallKind.ATEN, CallKind.CPP_FUNCTION, CallKind.FUNCTION}
     return frozenset(
         value
         for node, call in backward.calls()

@@ -15,7 +15,7 @@ import torch
 from retrograd._torch.collect import Collected, EngineBusyError, collect, window
 from retrograd._torch.engine import EngineRequest, run_stock
 from retrograd._torch.graph_task import run_in_graph_task
-from retrograd._torch.obstacles import why_not_collectable
+from retrograd._torch.obstacles import is_traced, why_not_collectable
 from retrograd._torch.protocol import EngineProtocol
 from retrograd._torch.queries import answering
 from retrograd.config import Config
@@ -43,7 +43,7 @@ def run_backward(*args: Any, **kwargs: Any) -> Grads:
     """Stands in for ``torch.autograd.graph._engine_run_backward``."""
     sessions = active.get()
     request = EngineRequest.of(*args, **kwargs)
-    if not sessions:
+    if not sessions or is_traced():
         with window.stock():
             return run_stock(request)
     return sessions[-1].run(request)
@@ -108,6 +108,8 @@ class Session:
         # With create_graph the graph is kept (see `why_not_collectable`): falling back is still possible.
         if request.create_graph and call.artifact.has_unpack_hooks:
             return self._fall_back(request, _reason("create-graph-through-unpack-hooks", _NO_HISTORY))
+        if request.create_graph and call.artifact.has_aot_graphs:
+            return self._fall_back(request, _reason("create-graph-through-compiled-forward", _NO_AOT_HISTORY))
         return self._checked(request, self._run_plan(call, request))
 
     def _run_plan(self, call: Collected, request: EngineRequest) -> Grads:
@@ -178,6 +180,7 @@ def forget_warnings() -> None:
     _warned.clear()
 
 
+_NO_AOT_HISTORY = "create_graph=True through a forward that torch.compile compiled"
 _NO_HISTORY = "the engine does not tell the history of saved tensors behind unpack hooks"
 
 _WAY_OUT = {

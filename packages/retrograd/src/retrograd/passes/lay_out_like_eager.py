@@ -1,6 +1,7 @@
 """Lay a captured backward out in the order in which eager would execute it.
 
-In: a `BackwardGraph` in the engine's order, and the position of every node call in eager's order.
+In: a `BackwardGraph` in the engine's order, and the position in eager's order of every node call and of every
+step of those that were inlined.
 Out: the same calls, block by block in eager's order; gradients that meet in one buffer are summed in
 the order in which eager's producers deliver them, each as soon as it is there.
 
@@ -9,7 +10,7 @@ Law: every call that has an effect is there exactly once, and every value is def
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from torch import fx
 
@@ -19,13 +20,16 @@ from retrograd.graph.verify import verify_layout
 
 __all__ = ["lay_out_like_eager"]
 
+#: a node call and a step in it.
+Place = tuple[int, int]
 
-def lay_out_like_eager(backward: BackwardGraph, position: Sequence[int]) -> BackwardGraph:
+
+def lay_out_like_eager(backward: BackwardGraph, position: Mapping[Place, int]) -> BackwardGraph:
     """Reorder `backward`.
 
     Args:
         backward: as captured.
-        position: for each node-call index, its place in eager's order.
+        position: for each `Call.place`, its position in eager's order.
 
     Returns:
         The graph in eager's order.
@@ -39,7 +43,7 @@ def lay_out_like_eager(backward: BackwardGraph, position: Sequence[int]) -> Back
 
 
 class _Layout:
-    def __init__(self, backward: BackwardGraph, position: Sequence[int]) -> None:
+    def __init__(self, backward: BackwardGraph, position: Mapping[Place, int]) -> None:
         self._backward = backward
         self._position = position
         self._graph = fx.Graph()
@@ -54,41 +58,49 @@ class _Layout:
         for block in self._blocks():
             for node in block:
                 self._copy(node)
-            for total, grad in waiting.get(call_of(block[0]).node_call, ()):
-                self._contribute(total, grad, call_of(block[0]).node_call)
+            place = self._place(call_of(block[0]))
+            for total, grad in waiting.get(place, ()):
+                self._contribute(total, grad, place)
         outputs = tuple(self._value(node) for node in self._backward.outputs())
         self._graph.output(outputs)
         return self._backward.with_graph(self._graph)
 
     def _blocks(self) -> list[list[fx.Node]]:
-        """The calls other than sums, grouped by node call, in eager's order."""
-        blocks: dict[int, list[fx.Node]] = {}
+        """The calls other than sums, grouped by place, in eager's order."""
+        blocks: dict[Place, list[fx.Node]] = {}
         for node, call in self._backward.calls():
             if call.kind is not CallKind.SUM:
-                blocks.setdefault(call.node_call, []).append(node)
+                blocks.setdefault(self._place(call), []).append(node)
         return [blocks[index] for index in sorted(blocks, key=self._position.__getitem__)]
 
-    def _contributions(self) -> dict[int, list[tuple[fx.Node, fx.Node]]]:
-        """By producing node call: the (sum, gradient) pairs that it delivers, in the order of its outputs.
+    def _place(self, call: Call) -> Place:
+        return call.place if call.place in self._position else (call.node_call, 0)
+
+    def _contributions(self) -> dict[Place, list[tuple[fx.Node, fx.Node]]]:
+        """By producing place: the (sum, gradient) pairs that it delivers, in the order of its outputs.
 
         A buffer that received a third gradient left its sum of two behind; only the last one counts.
         """
         final = [node for node in self._sums if not _is_prefix(node)]
-        waiting: dict[int, list[tuple[fx.Node, fx.Node]]] = {}
+        waiting: dict[Place, list[tuple[fx.Node, fx.Node]]] = {}
         for total in final:
             for grad in total.args:
                 assert isinstance(grad, fx.Node)
-                waiting.setdefault(_producer(grad), []).append((total, grad))
+                waiting.setdefault(self._producer(grad), []).append((total, grad))
         return waiting
 
-    def _contribute(self, total: fx.Node, grad: fx.Node, node_call: int) -> None:
+    def _contribute(self, total: fx.Node, grad: fx.Node, place: Place) -> None:
         value = self._new[grad]
         if total in self._partial:
             before = self._partial[total]
             assert callable(total.target)
             value = self._graph.call_function(total.target, (before, value))
-            value.meta["call"] = Call(CallKind.SUM, node_call)
+            value.meta["call"] = Call(CallKind.SUM, place[0], step=place[1])
         self._partial[total] = self._new[total] = value
+
+    def _producer(self, grad: fx.Node) -> Place:
+        """The place that delivered `grad`; the roots' gradients come from node call 0."""
+        return (0, 0) if grad.op == "placeholder" else self._place(call_of(grad))
 
     def _value(self, node: fx.Node | None) -> fx.Node | None:
         return None if node is None else self._new[node]
@@ -109,8 +121,3 @@ def _is_prefix(total: fx.Node) -> bool:
     The recorder extends a sum by naming all its parts again, so an extended sum has no user.
     """
     return not total.users
-
-
-def _producer(grad: fx.Node) -> int:
-    """Index of the node call that delivered `grad`; the roots' gradients come from node call 0."""
-    return 0 if grad.op == "placeholder" else call_of(grad).node_call

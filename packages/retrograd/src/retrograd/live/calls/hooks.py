@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.hooks import call_cpp_tensor_pre_hooks
+from retrograd._torch.hooks import call_cpp_tensor_pre_hooks, counts_other_hooks
 
 __all__ = [
     "call_cpp_tensor_hook",
+    "call_hook_of_unreached",
     "call_node_post_hook",
     "call_node_pre_hook",
     "call_post_accumulate_hook",
@@ -29,6 +30,16 @@ def call_tensor_hook(hook: Callable[..., Any], grad: Grad) -> Grad:
     """``hook(grad) -> grad | None``."""
     result = hook(grad)
     return grad if result is None or result is grad else _checked(hook, grad, result)
+
+
+def call_hook_of_unreached(hook: Callable[..., Any], grad: None) -> None:
+    """The hook of an output of a compiled function that the root does not depend on.
+
+    Eager never comes to it. But the hooks of ``register_multi_grad_hook`` count one another, by asking
+    which *nodes* will be executed, and all outputs of a compiled function share one.
+    """
+    if counts_other_hooks(hook):
+        hook(grad)
 
 
 def call_cpp_tensor_hook(hook: int, grad: Grad) -> Grad:

@@ -1,0 +1,231 @@
+"""Lay the graph of an AOT-compiled backward into a captured backward, node by node.
+
+In: an `AotBackward`, the values that the engine handed over for it, and a way to add calls. Out: its
+gradients as values, and in which step of it each is ready. Steps are those of eager: it would have run one
+autograd node for each forward operation, and accumulated a parameter's gradient as soon as it was there
+(pytorch#144376).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from retrograd.graph.aot_backward import AotBackward, BuiltGradient, NotInlinedError
+from retrograd.graph.hook_kind import CallKind
+from retrograd.live.calls import aten
+from retrograd.live.tangent_flow import TangentFlow
+
+__all__ = ["Arriving", "Inlined", "inline"]
+
+Value = Any  # an FX node of the captured graph, a number, or None for an undefined gradient
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """What the engine hands over at one compiled function.
+
+    Attributes:
+        grads: gradients of the forward's outputs; None is undefined.
+        placeholders: values for the sizes, saved tensors and opaque objects of the graph, in its order.
+        hooks: for each output, the hooks on its gradient, not called yet: they are called with the whole
+            gradient, where it is complete.
+        wanted: for each input of the forward, whether its gradient is.
+        zeros: makes zeros in place of the gradient of an output; None if their sizes are not known.
+    """
+
+    grads: Sequence[Value]
+    placeholders: Sequence[Value]
+    hooks: Sequence[Sequence[Callable[[Value, int], Value]]]
+    wanted: Sequence[bool]
+    zeros: Callable[[int], Callable[[], torch.Tensor]] | None
+
+
+@dataclass(frozen=True)
+class Inlined:
+    """The result.
+
+    Attributes:
+        gradients: one per input of the forward.
+        steps: for each step, in order, the numbers of the gradients that are ready at its end.
+        totals: by output of the forward, the whole gradient there, before its hooks.
+    """
+
+    gradients: list[Value]
+    steps: tuple[tuple[int, ...], ...]
+    totals: dict[int, Value]
+
+
+class Emit(Protocol):
+    """Adds a call to the captured graph."""
+
+    def __call__(
+        self,
+        kind: CallKind,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        name: str | None = None,
+        step: int = 0,
+    ) -> fx.Node: ...
+
+
+def inline(aot: AotBackward, arriving: Arriving, emit: Emit) -> Inlined:
+    """Lay `aot` in.
+
+    Raises:
+        NotInlinedError: the graph and what arrives do not fit together; nothing has been added then.
+    """
+    return _Inlining(aot, arriving, emit).run()
+
+
+class _Inlining:
+    def __init__(self, aot: AotBackward, arriving: Arriving, emit: Emit) -> None:
+        self._aot, self._arriving, self._emit = aot, arriving, emit
+        placeholders = [node for node in aot.graph.nodes if node.op == "placeholder"]
+        first = len(arriving.placeholders)
+        self._tangents = list(_groups(placeholders[first:], [tangent.leaves for tangent in aot.tangents]))
+        if first + sum(map(len, self._tangents)) != len(placeholders):
+            raise NotInlinedError(f"its graph takes {len(placeholders)} values, {first} saved ones arrived")
+        self._env: dict[fx.Node, Value] = dict(zip(placeholders, arriving.placeholders, strict=False))
+        undefined = [i for i, t in enumerate(aot.tangents) if arriving.grads[t.slot] is None]
+        outputs = [_parts(g) for g, want in zip(aot.gradients, arriving.wanted, strict=True) if want]
+        self._flow = TangentFlow(aot.graph, self._tangents, undefined, outputs)
+        if self._flow.zeros and arriving.zeros is None:
+            raise NotInlinedError("an undefined gradient has to be zeros of a size that is not known")
+        self._ready = self._readiness()
+
+    def _readiness(self) -> list[float]:
+        """After which keys a gradient is ready, descending: the ends of the steps."""
+        keys = {
+            min(map(self._flow.key.__getitem__, parts))
+            for gradient, want in zip(self._aot.gradients, self._arriving.wanted, strict=True)
+            if want and (parts := _parts(gradient)) and not self._flow.is_undefined(parts[0])
+        }
+        return sorted(keys, reverse=True) or [0.0]
+
+    def _step(self, node: fx.Node) -> int:
+        key = self._flow.key[node]
+        return next((i for i, end in enumerate(self._ready) if end <= key), len(self._ready) - 1)
+
+    def run(self) -> Inlined:
+        totals: dict[int, Value] = {}
+        entering = {tangent.slot for tangent in self._aot.tangents}
+        for slot, grad in enumerate(self._arriving.grads):
+            if slot not in entering:
+                self._hooked(grad, slot)
+        for number in range(len(self._aot.tangents)):
+            self._arrive(number)
+            self._complete(self._tangents[number][0], totals)
+        for node in self._flow.order:
+            self._env[node] = self._value(node)
+            self._complete(node, totals)
+        gradients = [
+            self._gradient(gradient) if want else None
+            for gradient, want in zip(self._aot.gradients, self._arriving.wanted, strict=True)
+        ]
+        return Inlined(gradients, self._steps(gradients), totals)
+
+    # tangents
+
+    def _arrive(self, number: int) -> None:
+        tangent, placeholders = self._aot.tangents[number], self._tangents[number]
+        grad = self._arriving.grads[tangent.slot]
+        if tangent.leaves > 1:
+            grad = self._hooked(grad, tangent.slot)
+        if grad is None and number in self._flow.zeros:
+            assert self._arriving.zeros is not None
+            grad = self._call(aten.Named("zeros", self._arriving.zeros(tangent.slot)), (), "zeros")
+        if grad is None:
+            self._env.update(dict.fromkeys(placeholders))
+            return
+        name = placeholders[0].name
+        make_zeros = self._arriving.zeros and self._arriving.zeros(tangent.slot)
+        leaves = self._call(aten.Tangent(tangent.read, make_zeros), (grad,), f"{name}_read")
+        for i, placeholder in enumerate(placeholders):
+            self._env[placeholder] = self._call(aten.pick, (leaves, i), placeholder.name)
+
+    def _complete(self, node: fx.Node, totals: dict[int, Value]) -> None:
+        """If the gradient of an output is whole with `node`, note it and call its hooks."""
+        for number, total in enumerate(self._flow.totals):
+            if total is not node:
+                continue
+            slot = self._aot.tangents[number].slot
+            totals[slot] = self._env[node]
+            if self._aot.tangents[number].leaves == 1:
+                self._env[node] = self._hooked(self._env[node], slot, self._step_of_users(node))
+
+    def _hooked(self, grad: Value, slot: int, step: int = 0) -> Value:
+        """Call the hooks of an output; what they make of an undefined gradient is undefined."""
+        after = grad
+        for hook in self._arriving.hooks[slot]:
+            after = hook(after if grad is not None else None, step)
+        return None if grad is None else after
+
+    def _step_of_users(self, node: fx.Node) -> int:
+        """Eager calls the hooks of an output when it comes to the node that made it."""
+        keys = [self._flow.key[user] for user in node.users if user in self._flow.key and user.op != "output"]
+        key = max(keys, default=float("-inf"))
+        return next((i for i, end in enumerate(self._ready) if end <= key), len(self._ready) - 1)
+
+    # nodes
+
+    def _value(self, node: fx.Node) -> Value:
+        if node in self._flow.stands_for:
+            return self._env[self._flow.stands_for[node]]
+        step = self._step(node)
+        if node.op == "get_attr":
+            constant = aten.Constant(str(node.target), self._aot.constants[str(node.target)])
+            return self._call(constant, (), node.name, step)
+        args = fx.map_arg(node.args, self._env.__getitem__)
+        kwargs = fx.map_arg(node.kwargs, self._env.__getitem__)
+        return self._call(aten.operation(node), args, node.name, step, kwargs)
+
+    def _gradient(self, gradient: fx.Node | BuiltGradient | None) -> Value:
+        parts = _parts(gradient)
+        if not parts or self._flow.is_undefined(parts[0]):
+            return None
+        if isinstance(gradient, fx.Node):
+            return self._env[gradient]
+        assert gradient is not None
+        values = tuple(self._env[part] if isinstance(part, fx.Node) else part for part in gradient.parts)
+        return self._call(aten.Named("subclass", gradient.build), values, "subclass", self._last_step(parts))
+
+    def _last_step(self, parts: Sequence[fx.Node]) -> int:
+        return max(map(self._step, parts))
+
+    def _steps(self, gradients: Sequence[Value]) -> tuple[tuple[int, ...], ...]:
+        steps: list[list[int]] = [[] for _ in self._ready]
+        for i, (gradient, value) in enumerate(zip(self._aot.gradients, gradients, strict=True)):
+            steps[0 if value is None else self._last_step(_parts(gradient))].append(i)
+        return tuple(map(tuple, steps))
+
+    def _call(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        name: str,
+        step: int = 0,
+        kwargs: dict[str, Any] | None = None,
+    ) -> fx.Node:
+        return self._emit(CallKind.ATEN, target, args, kwargs, f"{self._aot.name}_{name}", step)
+
+
+def _parts(gradient: fx.Node | BuiltGradient | None) -> list[fx.Node]:
+    """The nodes that a gradient is made of."""
+    if gradient is None:
+        return []
+    if isinstance(gradient, fx.Node):
+        return [gradient]
+    return [part for part in gradient.parts if isinstance(part, fx.Node)]
+
+
+def _groups(nodes: Sequence[fx.Node], sizes: Sequence[int]) -> Iterator[Sequence[fx.Node]]:
+    first = 0
+    for size in sizes:
+        yield nodes[first : first + size]
+        first += size
