@@ -21,7 +21,9 @@ from typer.core import TyperGroup
 
 from gradparity import campaign, expected, report, timeline
 from gradparity.case import Case, Match
+from gradparity.corpus import coverage
 from gradparity.corpus import registry as corpora
+from gradparity.corpus.scenario import registered
 from gradparity.differential import compare
 from gradparity.errors import GradparityError, UnknownNameError
 from gradparity.subjects import registry as subjects
@@ -162,11 +164,18 @@ def list_(
     samples: Annotated[
         bool, typer.Option(help="list every sample of sampled corpora, not only the names")
     ] = False,
+    areas: Annotated[
+        bool, typer.Option("--areas", help="count the scenarios that show each part of a live backward")
+    ] = False,
     match: MatchOption = "*",
 ) -> None:
     """Lists cases, one address per line (for sampled corpora the part before the index), or subjects."""
     console = _console()
     with _errors(console):
+        if areas:
+            for area, names in coverage.by_area(registered()).items():
+                typer.echo(f"{len(names):>5}  {area}")
+            return
         if subjects_only:
             for line in [*subjects.NAMED, *(f"{form:<24} {text}" for form, text in subjects.FORMS.items())]:
                 typer.echo(line)
