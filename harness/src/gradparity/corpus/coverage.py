@@ -1,7 +1,8 @@
 """What a live backward can contain, and which scenarios show it.
 
-In: registered scenarios: their tags and topics (the modules that they stand in). Out: for each area, its scenarios.
-An area is one thing that can hang from a `grad_fn`, or one way of running it; a scenario may belong to several.
+In: registered scenarios: their tags and topics (the modules that they stand in). Out: for each area, its
+scenarios. An area is one thing that can hang from a `grad_fn`, or one way of running it; a scenario may
+belong to several.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ AREAS = (
     _area("10 devices and memory", "memory", "device"),
     _area("training scripts", "training"),
 )
-"""In the order in which a reader would ask. Logs and the process-wide switch are not programs: they have tests."""
+"""In the order in which a reader would ask. Logs and switches are no programs: they have tests."""
 
 
 def by_area(scenarios: Mapping[str, Scenario]) -> dict[str, list[str]]:

@@ -5,6 +5,7 @@ In: a probe. Out: the order of calls and what is left behind, in the steps after
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def multi_grad_hooks_of_both_modes_with_others(p: Probe) -> None:
         leaf.register_post_accumulate_grad_hook(p.hook(f"{name}.acc", kind="post_acc"))
     for used in ((x, y, z), (x, z)):
         with p.backward():
-            sum(leaf.exp().sum() for leaf in used).backward()
+            torch.cat([leaf.exp() for leaf in used]).sum().backward()
 
 
 @scenario(tags=("hooks", "module"))
@@ -125,16 +126,23 @@ def unpack_hook_raises_and_backward_runs_again(p: Probe) -> None:
             p.event("caught", str(error))
 
 
+def _numbered(number: int, tensor: Tensor) -> tuple[int, Tensor]:
+    return number, tensor
+
+
 @scenario(tags=("hooks", "saved", "order"))
 def unpack_hooks_between_hooks_of_three_layers(p: Probe) -> None:
     """Each layer's saved tensors are unpacked after the hooks of the layer behind it have run."""
     model = p.module(nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(2, 2), nn.Sigmoid())]))
     watch_parameters(p, model)
     h = p.leaf("x", p.randn(2, 2, requires_grad=True))
+
+    def unpack(packed: tuple[int, Tensor]) -> Tensor:
+        p.event("unpack", packed[0])
+        return packed[1]
+
     for number, layer in enumerate(model):
-        with saved_tensors_hooks(
-            lambda t, n=number: (n, t), lambda packed: p.event("unpack", packed[0]) or packed[1]
-        ):
+        with saved_tensors_hooks(partial(_numbered, number), unpack):
             h = layer(h)
         h.register_hook(p.hook(f"out{number}"))
     with p.backward():
@@ -187,7 +195,12 @@ def node_hooks_removed_by_a_hook_below_and_above(p: Probe) -> None:
     b = a.exp()
     c = b * 2
     handles = [node_of(t).register_hook(p.hook(n, kind="node_post")) for n, t in (("a", a), ("c", c))]
-    b.register_hook(p.hook("b", lambda grad: [handle.remove() for handle in handles] and None))
+
+    def drop(_: Tensor) -> None:
+        for handle in handles:
+            handle.remove()
+
+    b.register_hook(p.hook("b", drop))
     with p.backward():
         c.sum().backward(retain_graph=True)
         c.sum().backward()
@@ -195,7 +208,7 @@ def node_hooks_removed_by_a_hook_below_and_above(p: Probe) -> None:
 
 @scenario(tags=("hooks", "accumulate", "training", "steps"))
 def optimizer_in_backward_with_tied_and_frozen_weights(p: Probe) -> None:
-    """Each parameter is stepped and its gradient dropped as it arrives: a tied one once, a frozen one never."""
+    """Each parameter is stepped and its gradient dropped as it arrives: tied once, frozen never."""
     model = p.module(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
     model[2].requires_grad_(False)
     tied = model[0].weight

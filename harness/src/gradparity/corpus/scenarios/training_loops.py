@@ -148,7 +148,7 @@ def maml_with_two_inner_steps(p: Probe) -> None:
 
 @scenario(tags=("steps", "training", "hooks"))
 def clipping_in_hooks_and_by_norm(p: Probe) -> None:
-    """Each gradient is clamped by a hook as it arrives, and all are scaled by their common norm afterwards."""
+    """Each gradient is clamped by a hook as it arrives, and all are scaled by their norm afterwards."""
     model = p.module(_mlp(4, 2))
     watch_parameters(p, model)
     for name, param in model.named_parameters():
