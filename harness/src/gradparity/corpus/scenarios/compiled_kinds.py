@@ -1,4 +1,4 @@
-"""Compiled forwards over what stock's compiled autograd gets wrong by itself: sparse, undefined, resized, repacked.
+"""Compiled forwards over what compiled autograd gets wrong by itself: sparse, undefined, resized, repacked.
 
 In: a probe, whose `compile` is the identity for eager. Out: hook timelines and gradients, which compiling
 must not change.
