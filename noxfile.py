@@ -32,14 +32,19 @@ EXACT = ("retrograd-live:eager",)
 INDUCTOR = ("retrograd-live:inductor",)
 STOCK = ("stock-ca:eager",)
 STOCK_FORWARD = ("stock-compile:aot_eager",)
+BEHIND_STOCK = ("retrograd-live+aot_eager:eager",)
 PROGRAMS = ("scenarios", "autograd_function_db")
 MODELS = ("models",)
 SAMPLES = ("op_db", "module_db")
+DTYPES = ("op_db:float64", "op_db:bfloat16", "op_db:complex64", "module_db:float64")
 WHOLE_RUN: tuple[Leg, ...] = (
     (EXACT, PROGRAMS + MODELS + SAMPLES, None),
     (INDUCTOR, PROGRAMS + MODELS, None),
     (STOCK + STOCK_FORWARD, PROGRAMS, None),
     (INDUCTOR + STOCK, SAMPLES, 40),
+    (EXACT, DTYPES, 1500),
+    (BEHIND_STOCK, PROGRAMS, None),
+    (BEHIND_STOCK, SAMPLES, 40),
 )
 SHORT_RUN: tuple[Leg, ...] = (
     (EXACT, PROGRAMS + MODELS + SAMPLES, None),

@@ -15,7 +15,7 @@ from gradparity.corpus.registry import corpus
 from gradparity.executors.inprocess import InProcess
 from gradparity.executors.local import Local
 from gradparity.executors.unit import Finished, Lost, Message, Result, Unit
-from gradparity.expected import Expected, mark, stale
+from gradparity.expected import Expected, Known, KnownFallback
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict
 from gradparity.work import Task, run_unit
@@ -45,7 +45,7 @@ class Campaign:
     rows: list[Row] = field(default_factory=list)
     accountable: frozenset[str] = frozenset()
     errors: list[str] = field(default_factory=list)
-    stale: list[Expected] = field(default_factory=list)
+    stale: list[Expected | KnownFallback] = field(default_factory=list)
     interrupted: bool = False
 
     @property
@@ -60,11 +60,16 @@ class Campaign:
         ]
 
     @property
+    def unlisted(self) -> list[Row]:
+        """Cases with fallbacks that fail the run: of accountable subjects, and not in the file."""
+        return [row for row in self.rows if row.unlisted]
+
+    @property
     def exit_code(self) -> int:
         """As pytest's: 2 interrupted, 1 failed, 5 nothing ran, 0 fine."""
         if self.interrupted:
             return 2
-        if self.unexpected or self.stale or self.errors:
+        if self.unexpected or self.unlisted or self.stale or self.errors:
             return 1
         return 0 if self.rows else 5
 
@@ -92,8 +97,10 @@ def units(plan: Plan) -> list[Unit]:
     ]
 
 
-def run(plan: Plan, expected: list[Expected], listener: Listener) -> Campaign:
-    """Runs the plan. An interrupt (Ctrl-C) ends it early with the rows so far."""
+def run(plan: Plan, known: Known | None, listener: Listener) -> Campaign:
+    """Runs the plan. Without a file of what is known, fallbacks are held against nobody. An interrupt
+    (Ctrl-C) ends it early with the rows so far.
+    """
     accountable = frozenset(name for name in plan.subjects if resolve(name).accountable)
     campaign = Campaign(accountable=accountable)
     work = units(plan)
@@ -106,8 +113,9 @@ def run(plan: Plan, expected: list[Expected], listener: Listener) -> Campaign:
         campaign.interrupted = True
     finally:
         messages.close()  # type: ignore[attr-defined]
-    campaign.rows = mark(campaign.rows, expected)
-    campaign.stale = [] if campaign.interrupted else stale(campaign.rows, expected)
+    if known is not None:
+        campaign.rows = known.mark(campaign.rows, accountable)
+        campaign.stale = [] if campaign.interrupted else known.stale(campaign.rows)
     return campaign
 
 

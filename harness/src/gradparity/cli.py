@@ -1,7 +1,7 @@
 """The command line: run, show, list.
 
 In: arguments. Out: tables and lines on stdout, rows as JSONL, an exit code as pytest's (0 fine, 1 unexpected
-divergence or stale entry, 2 interrupted, 4 usage error, 5 nothing ran).
+divergence, unlisted fallback or stale entry, 2 interrupted, 4 usage error, 5 nothing ran).
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typer.core import TyperGroup
 
 from gradparity import campaign, expected, report, timeline
 from gradparity.case import Case, Match
+from gradparity.corpus import coverage
 from gradparity.corpus import registry as corpora
+from gradparity.corpus.scenario import registered
 from gradparity.differential import compare
 from gradparity.errors import GradparityError, UnknownNameError
 from gradparity.subjects import registry as subjects
@@ -80,7 +82,9 @@ Limit = Annotated[
 MatchOption = Annotated[
     str, typer.Option(help="only cases that match: NAME, CORPUS::NAME or CORPUS::NAME::INDEX")
 ]
-ExpectedFile = Annotated[Path | None, typer.Option("--expected", help="TOML file of known divergences")]
+ExpectedFile = Annotated[
+    Path | None, typer.Option("--expected", help="TOML file of known divergences and fallbacks")
+]
 
 
 @app.callback()
@@ -114,9 +118,9 @@ def run(  # noqa: PLR0913 - a command has as many parameters as options
             limit_per_corpus=limit_per_corpus,
             seed=seed,
         )
-        entries = expected.load(expected_file) if expected_file is not None else []
+        known = expected.load(expected_file) if expected_file is not None else None
         with _progress(console) as bar:
-            result = campaign.run(plan, entries, bar)
+            result = campaign.run(plan, known, bar)
     if json_file is not None:
         report.write_jsonl(result.rows, json_file)
     _print(console, plan, result)
@@ -160,11 +164,18 @@ def list_(
     samples: Annotated[
         bool, typer.Option(help="list every sample of sampled corpora, not only the names")
     ] = False,
+    areas: Annotated[
+        bool, typer.Option("--areas", help="count the scenarios that show each part of a live backward")
+    ] = False,
     match: MatchOption = "*",
 ) -> None:
     """Lists cases, one address per line (for sampled corpora the part before the index), or subjects."""
     console = _console()
     with _errors(console):
+        if areas:
+            for area, names in coverage.by_area(registered()).items():
+                typer.echo(f"{len(names):>5}  {area}")
+            return
         if subjects_only:
             for line in [*subjects.NAMED, *(f"{form:<24} {text}" for form, text in subjects.FORMS.items())]:
                 typer.echo(line)
@@ -238,11 +249,16 @@ def _print(console: Console, plan: campaign.Plan, result: campaign.Campaign) -> 
         console.print(line, soft_wrap=True)
     for text in report.fallback_lines(result.rows):
         console.print(text, markup=False, soft_wrap=True)
+    for text in report.unlisted_lines(result.rows):
+        console.print(text, style="red", markup=False, soft_wrap=True)
     for error in result.errors:
         console.print(f"could not run: {error}", style="red", markup=False, soft_wrap=True)
     for entry in result.stale:
         console.print(
-            f"stale entry, nothing diverged: {entry.describe()}", style="red", markup=False, soft_wrap=True
+            f"stale entry, nothing is so any more: {entry.describe()}",
+            style="red",
+            markup=False,
+            soft_wrap=True,
         )
     console.print(_summary(result), markup=False, soft_wrap=True)
 
@@ -252,6 +268,8 @@ def _summary(result: campaign.Campaign) -> str:
     diverged = sum(row.verdict.is_divergence and not row.set_aside for row in result.rows)
     text = f"{len(result.rows)} cases run, {aside} set aside, {diverged} divergences"
     text += f", of which {len(result.unexpected)} unexpected of an accountable subject"
+    if result.unlisted:
+        text += f"; {len(result.unlisted)} cases with unlisted fallbacks"
     if own := sum(row.stocks_own for row in result.rows):
         text += f", {own} of stock's own forward"
     if result.stale:

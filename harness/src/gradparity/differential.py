@@ -21,7 +21,7 @@ from gradparity.oracles.values import SYMPTOMS
 from gradparity.outcome import Outcome
 from gradparity.subjects.base import Subject
 from gradparity.subjects.eager import Eager
-from gradparity.verdict import Row, Verdict, row_of
+from gradparity.verdict import FALLBACK, Row, Verdict, row_of
 
 EAGER = Eager("eager")
 
@@ -141,7 +141,7 @@ def _row(program: Program, subject: Subject, outcome: Outcome, evidence: Evidenc
     return replace(
         bare,
         notes=outcome.notes + found.notes,
-        fell_back=any(note.startswith("fallback:") for note in outcome.notes),
+        fell_back=any(FALLBACK.match(note) for note in outcome.notes),
         set_aside=found.verdict.is_set_aside,
         compiles=outcome.compiles,
         seconds=round(outcome.seconds, 6),

@@ -1,27 +1,31 @@
-"""Known divergences: one TOML file, checked in both directions.
+"""Known divergences and known fallbacks: one TOML file, checked in both directions.
 
-In: a file with `[[expected]]` tables (subject and case as globs, verdict, reason, link, date) and rows. Out:
-rows with the known ones marked, and the stale entries: those that matched executed cases of which none
-diverged.
+In: a file with `[[expected]]` tables (subject and case as globs, verdict, reason, link, date) and
+`[[fallback]]` tables (subject as a glob, a list of globs of cases, code, reason, date), and rows. Out: rows
+with the known divergences marked and the unknown fallbacks named, and the stale entries: those that matched
+executed cases of which none diverged, or fell back, as the entry says.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 
 from gradparity.errors import ExpectedFileError
 from gradparity.verdict import Row, Verdict
 
+TABLES = {"expected", "fallback"}
 FIELDS = ("subject", "case", "verdict", "reason", "link", "date")
+FALLBACK_FIELDS = ("subject", "cases", "code", "reason", "date")
 
 
 @dataclass(frozen=True)
 class Expected:
-    """One entry. `case` is a glob over whole addresses, `subject` over subject names."""
+    """One known divergence. `case` is a glob over whole addresses, `subject` over subject names."""
 
     subject: str
     case: str
@@ -43,7 +47,66 @@ class Expected:
         return f"{self.verdict} {self.subject} {self.case} ({self.date}): {self.reason}"
 
 
-def load(path: Path) -> list[Expected]:
+@dataclass(frozen=True)
+class KnownFallback:
+    """One fallback for one glob over cases. `code` is the reason's; `sometimes`: whether it depends on
+    timing; then it is never stale.
+    """
+
+    subject: str
+    case: str
+    code: str
+    reason: str
+    date: str
+    sometimes: bool = False
+
+    def matches(self, row: Row) -> bool:
+        """Whether the entry speaks about this row's case and subject."""
+        return fnmatchcase(row.subject, self.subject) and fnmatchcase(row.case, self.case)
+
+    def explains(self, row: Row) -> bool:
+        """Whether the row has the fallback that the entry lists."""
+        return self.matches(row) and self.code in row.fallbacks
+
+    def describe(self) -> str:
+        """One line."""
+        return f"fallback {self.code} {self.subject} {self.case} ({self.date}): {self.reason}"
+
+
+@dataclass(frozen=True)
+class Known:
+    """All that the file says."""
+
+    divergences: tuple[Expected, ...] = ()
+    fallbacks: tuple[KnownFallback, ...] = ()
+
+    def mark(self, rows: Iterable[Row], accountable: Container[str] = ()) -> list[Row]:
+        """The rows, with divergences that an entry explains marked as expected, and with the fallbacks of
+        accountable subjects that no entry lists.
+        """
+        return [self._marked(row, row.subject in accountable) for row in rows]
+
+    def stale(self, rows: Iterable[Row]) -> list[Expected | KnownFallback]:
+        """Entries that matched cases which ran and could be judged, none of which did as the entry says."""
+        judged = [row for row in rows if not row.set_aside]
+        entries: list[Expected | KnownFallback] = [*self.divergences]
+        entries += [entry for entry in self.fallbacks if not entry.sometimes]
+        return [
+            entry
+            for entry in entries
+            if any(entry.matches(row) for row in judged) and not any(entry.explains(row) for row in judged)
+        ]
+
+    def _marked(self, row: Row, accountable: bool) -> Row:
+        if any(entry.explains(row) for entry in self.divergences):
+            row = row.as_expected()
+        if not accountable or not row.fell_back:
+            return row
+        listed = {entry.code for entry in self.fallbacks if entry.explains(row)}
+        return replace(row, unlisted=tuple(code for code in row.fallbacks if code not in listed))
+
+
+def load(path: Path) -> Known:
     """Reads the file. Raises ExpectedFileError if it cannot be read, or an entry lacks a field or has an
     unknown one.
     """
@@ -51,38 +114,37 @@ def load(path: Path) -> list[Expected]:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ExpectedFileError(f"cannot read {path}: {error}") from error
-    if set(data) - {"expected"}:
+    if set(data) - TABLES:
         raise ExpectedFileError(
-            f"{path}: unknown tables {sorted(set(data) - {'expected'})}; only [[expected]] is known"
+            f"{path}: unknown tables {sorted(set(data) - TABLES)}; only {sorted(TABLES)} are known"
         )
-    return [_entry(path, number, entry) for number, entry in enumerate(data.get("expected", []), 1)]
+    divergences = [_divergence(path, n, entry) for n, entry in enumerate(data.get("expected", []), 1)]
+    fallbacks = [_fallbacks(path, n, entry) for n, entry in enumerate(data.get("fallback", []), 1)]
+    return Known(tuple(divergences), tuple(chain.from_iterable(fallbacks)))
 
 
-def mark(rows: Iterable[Row], entries: list[Expected]) -> list[Row]:
-    """The rows, with those that an entry explains marked as expected."""
-    return [row.as_expected() if any(entry.explains(row) for entry in entries) else row for row in rows]
-
-
-def stale(rows: Iterable[Row], entries: list[Expected]) -> list[Expected]:
-    """Entries that matched cases which ran and could be judged, none of which diverged as the entry says."""
-    judged = [row for row in rows if not row.set_aside]
-    return [
-        entry
-        for entry in entries
-        if any(entry.matches(row) for row in judged) and not any(entry.explains(row) for row in judged)
-    ]
-
-
-def _entry(path: Path, number: int, data: dict[str, object]) -> Expected:
-    missing = [name for name in FIELDS if not str(data.get(name, "")).strip()]
-    unknown = sorted(set(data) - set(FIELDS))
-    if missing or unknown:
-        raise ExpectedFileError(
-            f"{path}, entry {number}: missing {missing}, unknown {unknown}\n  fields {list(FIELDS)}"
-        )
-    texts = {name: str(data[name]) for name in FIELDS}
+def _divergence(path: Path, number: int, data: dict[str, object]) -> Expected:
+    texts = _checked(f"{path}, [[expected]] {number}", data, FIELDS)
     if texts["verdict"] not in list(Verdict) or not Verdict(texts["verdict"]).is_divergence:
         known = [str(verdict) for verdict in Verdict if verdict.is_divergence]
         raise ExpectedFileError(f"{path}, entry {number}: verdict {texts['verdict']!r} is none of {known}")
     verdict = Verdict(texts.pop("verdict"))
     return Expected(verdict=verdict, **texts)
+
+
+def _fallbacks(path: Path, number: int, data: dict[str, object]) -> Iterable[KnownFallback]:
+    where, sometimes = f"{path}, [[fallback]] {number}", data.pop("sometimes", False)
+    cases = data.pop("cases", None)
+    texts = _checked(where, data | {"cases": "given" if cases else ""}, FALLBACK_FIELDS)
+    if not isinstance(sometimes, bool) or not isinstance(cases, list):
+        raise ExpectedFileError(f"{where}: cases must be a list of globs, sometimes true or false")
+    del texts["cases"]
+    return [KnownFallback(case=str(case), sometimes=sometimes, **texts) for case in cases]
+
+
+def _checked(where: str, data: dict[str, object], fields: tuple[str, ...]) -> dict[str, str]:
+    missing = [name for name in fields if not str(data.get(name, "")).strip()]
+    unknown = sorted(set(data) - set(fields))
+    if missing or unknown:
+        raise ExpectedFileError(f"{where}: missing {missing}, unknown {unknown}\n  fields {list(fields)}")
+    return {name: str(data[name]) for name in fields}

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from gradparity.verdict import Row, Verdict
+from gradparity.verdict import FALLBACK, Row, Verdict
 
 STYLES = {
     Verdict.AGREE: "green",
@@ -85,10 +85,18 @@ def line(row: Row) -> Text:
 
 def fallback_lines(rows: Iterable[Row]) -> list[str]:
     """The reasons for fallbacks, with how many cases each had, most frequent first."""
-    counts = Counter(
-        (row.subject, note) for row in rows for note in row.notes if note.startswith("fallback:")
-    )
+    counts = Counter((row.subject, note) for row in rows for note in row.notes if FALLBACK.match(note))
     return [f"{count:>6} × {subject}  {note}" for (subject, note), count in counts.most_common()]
+
+
+def unlisted_lines(rows: Iterable[Row]) -> list[str]:
+    """One line per fallback that the file of known ones does not list."""
+    return [
+        f"unlisted fallback: {row.subject}  {row.case}  {note}"
+        for row in rows
+        for note in row.notes
+        if (match := FALLBACK.match(note)) and (match["code"] or "") in row.unlisted
+    ]
 
 
 def write_jsonl(rows: Iterable[Row], path: Path) -> None:

@@ -6,11 +6,15 @@ In: findings. Out: `Row`, a frozen value of plain data that can be written as JS
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
 from gradparity.case import Case
+
+FALLBACK = re.compile(r"fallback: (?:\[(?P<code>[\w-]+)\] )?")
+"""How a subject's note about a fallback begins: with the code of its reason, if it has one."""
 
 
 class Verdict(StrEnum):
@@ -56,7 +60,7 @@ class Finding:
 @dataclass(frozen=True)
 class Row:
     """One judged case under one subject. `stocks_own`: it diverges, but only where stock's compiled forward
-    diverges without the subject too.
+    diverges without the subject too. `unlisted`: codes of fallbacks that the file of known ones lacks.
     """
 
     case: str
@@ -68,6 +72,7 @@ class Row:
     reason: str = ""
     notes: tuple[str, ...] = ()
     fell_back: bool = False
+    unlisted: tuple[str, ...] = ()
     set_aside: bool = False
     expected: bool = False
     stocks_own: bool = False
@@ -76,14 +81,22 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` is the inverse."""
-        return asdict(self) | {"verdict": self.verdict.value, "notes": list(self.notes)}
+        lists = {"notes": list(self.notes), "unlisted": list(self.unlisted)}
+        return asdict(self) | {"verdict": self.verdict.value} | lists
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Row:
         """Builds a row from plain data, ignoring unknown keys."""
         names = {item.name for item in fields(cls)}
         known = {key: value for key, value in data.items() if key in names}
-        return cls(**known | {"verdict": Verdict(data["verdict"]), "notes": tuple(data["notes"])})
+        texts = {key: tuple(data.get(key, ())) for key in ("notes", "unlisted")}
+        return cls(**known | texts | {"verdict": Verdict(data["verdict"])})
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """The codes of all fallbacks that the notes speak of, each once; "" for one without a code."""
+        found = (FALLBACK.match(note) for note in self.notes)
+        return tuple(dict.fromkeys(match["code"] or "" for match in found if match))
 
     def as_expected(self) -> Row:
         """The same row, marked as a known divergence."""

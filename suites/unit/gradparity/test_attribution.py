@@ -93,6 +93,10 @@ def test_exceptions_are_eagers_or_stocks() -> None:
     assert symptom(eager, raising("RuntimeError"), raising("ValueError")) == "raises RuntimeError"
     assert symptom(eager, raising("RuntimeError"), eager) == "raises RuntimeError"
     assert symptom(raising("ValueError"), Outcome(), Outcome()) is None
+    late = replace(raising("RuntimeError"), grads=outcome(x=None).grads)
+    early = replace(raising("RuntimeError"), grads=outcome(x=7.0).grads)
+    assert symptom(eager, late, early) is None  # the program ended before the gradient was there
+    assert symptom(eager, early, late) == "grad-values-bits"
 
 
 def test_other_values_shown() -> None:

@@ -9,6 +9,8 @@ from typer.testing import CliRunner, Result
 from gradparity import campaign
 from gradparity.cli import app
 from gradparity.corpus.registry import corpus
+from gradparity.subjects import registry as subjects
+from gradparity.subjects.base import Subject
 
 NAME = "autograd_function_db"
 ENTRY = """
@@ -55,6 +57,32 @@ def test_0_when_the_divergence_is_expected_and_1_when_the_entry_is_stale(tmp_pat
     path.write_text(ENTRY.format(subject="*"))
     result = run("--subject", "eager", "--expected", str(path))
     assert (result.exit_code, "stale entry" in result.stdout) == (1, True)
+
+
+FALLEN = """
+[[fallback]]
+subject = "falling"
+cases = ["{case}"]
+code = "why-not"
+reason = "planted"
+date = "2026-01-31"
+"""
+
+
+def test_a_fallback_fails_the_run_unless_the_file_lists_it(tmp_path: Path, monkeypatch) -> None:
+    class Falling(Subject):
+        accountable = True
+
+        def notes(self) -> tuple[str, ...]:
+            return ("fallback: [why-not] because",)
+
+    monkeypatch.setitem(subjects.NAMED, "falling", Falling)
+    path = tmp_path / "expected.toml"
+    for case, code in (("*", 0), (f"{NAME}::nothing*", 1)):
+        path.write_text(FALLEN.format(case=case))
+        result = run("--subject", "falling", "--expected", str(path))
+        assert (result.exit_code, result.stdout.count("unlisted fallback: falling")) == (code, 2 * code)
+    assert run("--subject", "falling").exit_code == 0
 
 
 def test_divergences_of_a_subject_that_is_not_accountable_are_results() -> None:

@@ -99,10 +99,15 @@ def test_a_broken_case_is_no_agreement(bench) -> None:
 def test_notes_of_the_subject_mark_fallbacks(bench, hooked_body) -> None:
     class Falling(Subject):
         def notes(self) -> tuple[str, ...]:
-            return ("fallback: why not",)
+            return ("fallback: [why-not] because",)
 
     row = compare(bench.program(hooked_body), Falling("falling"), CPU).row
-    assert (row.verdict, row.fell_back, row.notes) == (Verdict.AGREE, True, ("fallback: why not",))
+    assert (row.verdict, row.fell_back, row.notes) == (
+        Verdict.AGREE,
+        True,
+        ("fallback: [why-not] because",),
+    )
+    assert row.fallbacks == ("why-not",)
 
 
 def test_a_case_without_a_float64_run_is_judged_by_the_plain_tolerance(bench) -> None:

@@ -33,7 +33,7 @@ class Silent:
 def campaign(*subjects: str, **options) -> tuple[Campaign, Silent]:
     listener = Silent()
     plan = Plan(subjects, (NAME,), **{"timeout": 1.0, "grace": 0.5, "limit_per_corpus": 1} | options)
-    return run(plan, [], listener), listener
+    return run(plan, None, listener), listener
 
 
 @pytest.fixture(scope="module")

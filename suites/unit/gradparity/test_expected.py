@@ -1,11 +1,12 @@
 """The file of known divergences: read strictly, applied, and stale when nothing diverges any more."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gradparity.errors import ExpectedFileError
-from gradparity.expected import load, mark, stale
+from gradparity.expected import load
 from gradparity.verdict import Row, Verdict
 
 ENTRY = """
@@ -31,7 +32,7 @@ def row(index: int, verdict: Verdict, set_aside: bool = False, subject: str = "r
 
 def test_explained_rows_are_marked(tmp_path: Path) -> None:
     rows = [row(0, Verdict.DIVERGE), row(1, Verdict.CRASH), row(2, Verdict.DIVERGE, subject="stock-ca:eager")]
-    marked = mark(rows, entries(tmp_path))
+    marked = entries(tmp_path).mark(rows)
     assert [item.expected for item in marked] == [True, False, False]
 
 
@@ -47,7 +48,7 @@ def test_explained_rows_are_marked(tmp_path: Path) -> None:
     ],
 )
 def test_stale(tmp_path: Path, rows: list[Row], is_stale: bool) -> None:
-    assert bool(stale(rows, entries(tmp_path))) is is_stale
+    assert bool(entries(tmp_path).stale(rows)) is is_stale
 
 
 @pytest.mark.parametrize(
@@ -66,4 +67,65 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> Non
 
 
 def test_an_empty_file_expects_nothing(tmp_path: Path) -> None:
-    assert entries(tmp_path, "") == []
+    known = entries(tmp_path, "")
+    assert (known.divergences, known.fallbacks) == ((), ())
+
+
+FALLBACK = """
+[[fallback]]
+subject = "retrograd-*"
+cases = ["op_db::add::1", "op_db::add::[23]"]
+code = "reentrant"
+reason = "one thing at a time"
+date = 2026-01-31
+"""
+
+
+def fell_back(index: int, *codes: str) -> Row:
+    notes = tuple(f"fallback: [{code}] because" for code in codes)
+    return replace(row(index, Verdict.AGREE), notes=notes, fell_back=bool(codes))
+
+
+@pytest.mark.parametrize(
+    ("fallen", "unlisted"),
+    [
+        (fell_back(1), ()),
+        (fell_back(1, "reentrant"), ()),
+        (fell_back(2, "reentrant", "tracing"), ("tracing",)),
+        (fell_back(0, "reentrant"), ("reentrant",)),
+        (replace(row(1, Verdict.AGREE), notes=("fallback: no code",), fell_back=True), ("",)),
+    ],
+)
+def test_a_fallback_must_be_listed_with_its_case_and_code(tmp_path: Path, fallen: Row, unlisted) -> None:
+    known = entries(tmp_path, FALLBACK)
+    assert known.mark([fallen], {"retrograd-live:eager"})[0].unlisted == unlisted
+    assert known.mark([fallen], {"somebody else"})[0].unlisted == ()
+
+
+@pytest.mark.parametrize(
+    ("fallen", "is_stale"),
+    [
+        ([fell_back(1, "reentrant")], []),
+        ([fell_back(1), fell_back(2, "reentrant"), fell_back(3)], ["op_db::add::1"]),
+        ([fell_back(1, "tracing")], ["op_db::add::1"]),
+        ([fell_back(0)], []),
+    ],
+)
+def test_every_glob_of_a_fallback_entry_can_be_stale(tmp_path: Path, fallen, is_stale) -> None:
+    assert [entry.case for entry in entries(tmp_path, FALLBACK).stale(fallen)] == is_stale
+    assert entries(tmp_path, FALLBACK + "sometimes = true\n").stale(fallen) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (FALLBACK.replace('code = "reentrant"', ""), "missing \\['code'\\]"),
+        (FALLBACK + 'link = "x"\n', "unknown \\['link'\\]"),
+        (FALLBACK.replace("cases = [", "# ["), "missing \\['cases'\\]"),
+        (FALLBACK.replace('["op_db::add::1", "op_db::add::[23]"]', '"op_db::add::1"'), "a list of globs"),
+        (FALLBACK + 'sometimes = "yes"\n', "true or false"),
+    ],
+)
+def test_a_wrong_fallback_entry_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ExpectedFileError, match=message):
+        entries(tmp_path, text)

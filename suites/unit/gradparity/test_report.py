@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gradparity.report import fallback_lines, lines, table, write_jsonl
+from gradparity.report import fallback_lines, lines, table, unlisted_lines, write_jsonl
 from gradparity.verdict import Row, Verdict
 
 ROWS = [
@@ -41,6 +41,12 @@ def test_one_line_per_divergence_unexpected_first() -> None:
 
 def test_fallbacks_are_counted_by_reason() -> None:
     assert fallback_lines([*ROWS, replace(ROWS[1], case="op_db::add::9")]) == ["     2 × s  fallback: sparse"]
+
+
+def test_one_line_per_unlisted_fallback() -> None:
+    notes = ("fallback: [a] known", "fallback: [b] new", "other")
+    row = replace(ROWS[0], notes=notes, fell_back=True, unlisted=("b",))
+    assert unlisted_lines([row, ROWS[1]]) == ["unlisted fallback: s  op_db::add::0  fallback: [b] new"]
 
 
 def test_jsonl_leads_back_to_the_rows(tmp_path: Path) -> None:

@@ -8,13 +8,16 @@ import pytest
 import torch
 
 from gradparity.case import Case
-from gradparity.corpus import scenarios
+from gradparity.corpus import coverage, scenarios
 from gradparity.corpus.scenario import registered
 from gradparity.observe import observe
 from gradparity.outcome import Outcome, fingerprint, tensors_of
 from gradparity.subjects.eager import Eager
 
 SCENARIOS = registered()
+
+# The least number of scenarios of an area; 20 where none is given.
+LEAST = {"3": 6, "10": 5, "training": 15}
 
 # What every library adds to a node or a tensor stays with it; these are the switches that could leak.
 SWITCHES = (
@@ -90,8 +93,20 @@ def test_nothing_leaks():
         assert [switch() for switch in SWITCHES] == before, name
 
 
-def test_there_are_enough():
-    assert len(SCENARIOS) >= 60
+def test_every_area_has_its_scenarios():
+    counted = {area: len(names) for area, names in coverage.by_area(SCENARIOS).items()}
+    assert {area: count for area, count in counted.items() if count < LEAST.get(area.split()[0], 20)} == {}
+    assert len(SCENARIOS) >= 400
+
+
+def test_every_scenario_is_about_something():
+    assert coverage.outside(SCENARIOS) == []
+
+
+@pytest.mark.parametrize("name", coverage.by_area(SCENARIOS)["training scripts"])
+def test_training_scripts_have_a_timeline_of_several_steps(name):
+    events = [event.site for event in run(name).events]
+    assert len(events) > len(set(events)) > 0
 
 
 def test_every_public_function_of_a_topic_is_registered_under_its_name():

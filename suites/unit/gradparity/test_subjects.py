@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,13 +14,23 @@ from gradparity.subjects.base import Subject
 from gradparity.subjects.registry import NAMED, resolve
 
 
+class Reason(NamedTuple):
+    """As much of a reason as the adapter uses."""
+
+    code: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
 class Fake(ModuleType):
     """As much of retrograd as the adapter uses."""
 
     def __init__(self) -> None:
         super().__init__("retrograd")
         self.counters: Counter[str] = Counter()
-        self.reasons: list[str] = []
+        self.reasons: list[Reason] = []
         self.was_reset = 0
         self.backends: list[str] = []
 
@@ -85,7 +96,7 @@ def test_retrograd_missing(monkeypatch) -> None:
 
 
 def test_the_adapter_reports_new_fallbacks_only(fake) -> None:
-    fake.reasons = ["old reason"]
+    fake.reasons = [Reason("old", "old reason")]
     fake.counters.update(fallbacks=1, runs=1)
     subject = resolve("retrograd-live:aten")
     subject.begin()
@@ -95,10 +106,10 @@ def test_the_adapter_reports_new_fallbacks_only(fake) -> None:
     assert subject.notes() == ()
     assert subject.compiles() == 2
     subject.begin()
-    fake.reasons += ["new reason\nin detail"]
+    fake.reasons += [Reason("new-one", "new reason\nin detail")]
     assert subject.notes() == ("no backward of this case was compiled",)
     fake.counters.update(fallbacks=1)
-    assert subject.notes() == ("fallback: new reason", "no backward of this case was compiled")
+    assert subject.notes() == ("fallback: [new-one] new reason", "no backward of this case was compiled")
 
 
 def test_only_a_cold_case_resets_retrograd(fake) -> None:

@@ -91,7 +91,7 @@ def test_nested_plans_take_little_more_of_the_stack_than_eager() -> None:
             Nested.apply(leaf(), 58, Events()).sum().backward()
         return max(depths) - min(depths)
 
-    assert deepest(retrograd.compiled_autograd("eager")) - deepest(contextlib.nullcontext()) <= 200
+    assert deepest(retrograd.compiled_autograd("eager")) - deepest(contextlib.nullcontext()) <= 250
 
 
 def test_a_strict_session_says_that_it_is_too_deep() -> None:

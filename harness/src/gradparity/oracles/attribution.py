@@ -28,11 +28,14 @@ def not_stocks_own(evidence: Evidence, stock: Outcome) -> Finding | None:
     """The first finding of this evidence that stock does not share."""
     mine = replace(evidence, notes=[])
     theirs = replace(mine, eager=stock, notes=[])
-    if (found := exceptions(mine)) is not None and exceptions(theirs) is not None:
-        return found
+    if (ended_early := exceptions(mine)) is not None and exceptions(theirs) is not None:
+        return ended_early
     if (found := hook_order(mine)) is not None and not _order_is_explained(mine, stock):
         return found
-    return _values_shown(mine, theirs) or _leaves(_aligned(mine), _aligned(theirs))
+    found = _values_shown(mine, theirs) or _leaves(_aligned(mine), _aligned(theirs))
+    if found is not None and ended_early is not None and found.symptom.endswith("-none"):
+        return None
+    return found
 
 
 def _order_is_explained(evidence: Evidence, stock: Outcome) -> bool:

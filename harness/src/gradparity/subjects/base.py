@@ -55,7 +55,7 @@ class Subject:
         return 0
 
     def notes(self) -> tuple[str, ...]:
-        """What there is to say about the run since `begin`; a note "fallback: reason" marks a fallback."""
+        """What there is to say about the run since `begin`; "fallback: [code] reason" marks a fallback."""
         return ()
 
     def observed(self, outcome: Outcome) -> Outcome:

@@ -31,7 +31,7 @@ class RetrogradLive(Subject):
         self.bitwise = backend == "eager"
         self._retrograd = _load(name)
         self._before: Counter[str] = Counter()
-        self._reasons: Counter[object] = Counter()
+        self._reasons: Counter[Any] = Counter()
 
     def backward(self) -> AbstractContextManager[Any]:
         """Every backward inside is compiled by retrograd."""
@@ -64,8 +64,8 @@ class RetrogradLive(Subject):
         if not self._since("fallbacks"):
             return idle
         reasons = Counter(self._retrograd.explain().fallbacks) - self._reasons
-        notes = [f"fallback: {str(reason).splitlines()[0]}" for reason in reasons or ["no reason given"]]
-        return (*notes, *idle)
+        notes = [f"fallback: [{reason.code}] {str(reason).splitlines()[0]}" for reason in reasons]
+        return (*(notes or ["fallback: no reason given"]), *idle)
 
     def reset(self, cold: bool) -> None:
         """Caches stay warm between cases, as they do for users, unless a case asks."""

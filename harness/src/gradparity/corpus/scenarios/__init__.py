@@ -18,14 +18,16 @@ Which scenarios show the known differences between eager and stock PyTorch 2.13.
     Function on the live path (CA)      function_returns_too_few_gradients, function_keeps_tensors_on_ctx
     undefined gradients (CA)            [compiled_]same_tensor_twice_with_one_none, undefined_meets_defined,
                                         none_gradient_to_a_hooked_leaf, compiled_none_to_a_hooked_leaf,
-                                        normalize_with_p_zero
+                                        [compiled_]normalize_with_p_zero
     when leaves are accumulated (AOT)   accumulate_hooks_*, accumulate_node_hooks_*, gradients_visible_*,
                                         optimizer_in_backward_* (…_after_a_compiled_forward)
     hook order over branches (CA)       two_branches_every_hook_kind, and
-                                        two_branches_{tensor,node,accumulate}_hooks
+                                        two_branches_{tensor,node,accumulate}_hooks; after compiled parts:
+                                        compiled_branches_with_every_hook_kind, compiled_branches_that_meet
     unpack hooks (AOT, CA)              unpack_hooks_between_*, unpack_only_where_the_backward_goes,
                                         function_reads_saved_tensors_*,
-                                        saved_tensor_hooks_around_a_compiled_forward
+                                        saved_tensor_hooks_around_a_compiled_forward,
+                                        unpack_hooks_around_a_compiled_part
     module hooks added later (AOT)      module_hooks_added_after_the_first_call
     queue_callback (AOT, CA)            queued_callback_runs_at_the_end and others in callbacks,
                                         callback_after_a_compiled_forward
@@ -40,9 +42,10 @@ Which scenarios show the known differences between eager and stock PyTorch 2.13.
                                         aliased_inputs_and_a_view_output
     dropout, recompute budget (AOT)     dropout_under_a_memory_budget
     autocast (AOT)                      autocast_off_for_an_inner_part, autocast_around_backward
-    interpolation (CA)                  interpolate_{bilinear,nearest,bicubic,area}
+    interpolation (CA)                  interpolate_{bilinear,nearest,bicubic,area},
+                                        compiled_parts_around_an_interpolation
     sparse, grad_dtype, jagged (CA)     sparse_embedding, grad_of_another_dtype_by_choice,
-                                        jagged_nested_tensor
+                                        jagged_nested_tensor, compiled_sparse_embedding
     plain gradient of a subclass (AOT)  plain_gradient_for_a_subclass_output
     wrong hook results (CA)             hook_returns_another_shape, hook_returns_another_dtype
     engine state in hooks (CA)          graph_task_is_set_in_hooks, current_node_in_hooks,
@@ -59,20 +62,25 @@ Not here, because they need several processes: data parallelism with the C++ red
 from gradparity.corpus.scenarios import (
     accumulate_hooks,
     accumulation,
+    accumulation_kinds,
     aliasing,
     between_steps,
     branching,
     callbacks,
     checkpointing,
     compiled_functions,
+    compiled_graphs,
     compiled_hooks,
+    compiled_kinds,
     compiled_outputs,
     compiled_reuse,
     custom_functions,
+    dynamic_steps,
     function_edges,
     graph_lifetime,
     higher_order,
     hook_results,
+    hooks_in_training,
     islands,
     kept_graphs,
     memory,
@@ -91,6 +99,8 @@ from gradparity.corpus.scenarios import (
     side_effects,
     subclasses,
     tensor_hooks,
+    training_loops,
+    training_models,
     transforms,
     views_inplace,
 )
@@ -132,5 +142,12 @@ TOPICS = (
     compiled_hooks,
     compiled_functions,
     compiled_reuse,
+    accumulation_kinds,
+    compiled_graphs,
+    compiled_kinds,
+    dynamic_steps,
+    hooks_in_training,
+    training_loops,
+    training_models,
 )
 """Every topic, one module each."""

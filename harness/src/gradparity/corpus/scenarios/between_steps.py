@@ -14,6 +14,7 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradparity.corpus.scenario import scenario
+from gradparity.corpus.scenarios.watch import watch_parameters
 from gradparity.probe import Probe
 
 
@@ -161,6 +162,7 @@ def other_leaves_are_asked_for(p: Probe) -> None:
 def training_with_clipping_and_momentum(p: Probe) -> None:
     """Five steps of an ordinary loop: clipping, momentum, a schedule, two accumulations a step."""
     model = p.module(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3)))
+    watch_parameters(p, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for _ in range(5):

@@ -191,7 +191,7 @@ def four_threads_in_one_context(p: Probe) -> None:
         _train_in_threads(p, 4, own_context=False)
 
 
-@scenario(tags=("hooks", "errors"))
+@scenario(tags=("device", "hooks", "errors"))
 def hook_returns_a_tensor_on_another_device(p: Probe) -> None:
     """A hook that moves its gradient to another device is refused with a RuntimeError."""
     x = p.leaf("x", p.randn(3, requires_grad=True))
@@ -213,7 +213,7 @@ class ReturnsMeta(torch.autograd.Function):
         return grad.to("meta")
 
 
-@scenario(tags=("function", "errors"))
+@scenario(tags=("device", "function", "errors"))
 def function_returns_a_tensor_on_another_device(p: Probe) -> None:
     """A Function's gradient on another device than its input is a RuntimeError."""
     x = p.leaf("x", p.randn(3, requires_grad=True))

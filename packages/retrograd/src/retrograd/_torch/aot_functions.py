@@ -82,10 +82,7 @@ def _loaded(load: Callable[[], Any]) -> Any:
     become constants: load it with two seeds, and see whether the constants agree."""
     first, second = (_loaded_with_seed(load, seed) for seed in (1, 2))
     if isinstance(first, fx.GraphModule):
-        constants = [
-            (value, getattr(second, name)) for name, value in vars(first).items() if _is_tensor(value)
-        ]
-        constants += [(value, second.get_buffer(name)) for name, value in first.named_buffers()]
+        constants = zip(first.buffers(), second.buffers(), strict=True)
         if not all(torch.equal(one, two) for one, two in constants):
             raise NotInlinedError("its graph, as AOTAutograd's cache keeps it, draws random numbers")
     return first
@@ -95,10 +92,6 @@ def _loaded_with_seed(load: Callable[[], Any], seed: int) -> Any:
     with unset_fake_temporarily(), torch.random.fork_rng():
         torch.manual_seed(seed)
         return load()
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _obstacles(module: fx.GraphModule, metadata: Any) -> Iterator[str]:
