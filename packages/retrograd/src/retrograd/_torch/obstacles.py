@@ -41,8 +41,8 @@ _TRACERS = (
 
 
 def is_transformed(request: EngineRequest) -> bool:
-    """Whether ``torch.func`` (grad, vjp, jacrev, vmap, …) differentiates tensors of its own: that is a part of
-    the transform, and nobody's backward."""
+    """Whether ``torch.func`` (grad, vjp, jacrev, vmap, …) differentiates tensors of its own: that is a part
+    of the transform, and nobody's backward."""
     roots = [tensor for tensor in request.tensors if isinstance(tensor, torch.Tensor)]
     return any(map(torch._C._functorch.is_functorch_wrapped_tensor, roots))
 

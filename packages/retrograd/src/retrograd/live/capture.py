@@ -171,10 +171,9 @@ class BackwardRecorder:
         self._execute()
         self._erase_moved_hooks(call.grads, bare)
         here = self._node_calls[-1].index
-        edges = [i for i, is_tensor in enumerate(call.wanted) if is_tensor]
-        self._inlined[here] = tuple(
-            tuple(edge for edge, i in enumerate(edges) if i in step) for step in inlined.steps
-        )
+        tensors = (i for i, is_tensor in enumerate(call.wanted) if is_tensor)
+        edges = {i: edge for edge, i in enumerate(tensors)}
+        self._inlined[here] = tuple(tuple(edges[i] for i in step if i in edges) for step in inlined.steps)
         self._totals.update({(here, slot): value for slot, value in inlined.totals.items()})
         return inlined.gradients
 
@@ -334,6 +333,8 @@ def _may_be_undefined(value: Any) -> bool:
     if value is None or value.op != "call_function":
         return False
     kind = value.meta["call"].kind
+    if value.meta["call"].hook in (HookKind.TENSOR_PRE, HookKind.RETAIN_GRAD):
+        return _may_be_undefined(value.args[1])  # such a hook cannot make it so
     if kind is CallKind.SUM:
         return all(map(_may_be_undefined, value.all_input_nodes))
     if kind is CallKind.PROJECT:

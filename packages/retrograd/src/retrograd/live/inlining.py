@@ -8,6 +8,7 @@ autograd node for each forward operation, and accumulated a parameter's gradient
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -202,7 +203,23 @@ class _Inlining:
         steps: list[list[int]] = [[] for _ in self._ready]
         for i, (gradient, value) in enumerate(zip(self._aot.gradients, gradients, strict=True)):
             steps[0 if value is None else self._last_step(_parts(gradient))].append(i)
-        return tuple(map(tuple, steps))
+        return tuple(tuple(self._like_edges(step)) for step in steps)
+
+    def _like_edges(self, step: Sequence[int]) -> list[int]:
+        """Gradients that one eager node makes together arrive in the order of its own inputs: that of the
+        results of one operation; otherwise that in which the forward took them."""
+        ordered = list(step)
+        results: dict[fx.Node, list[int]] = {}
+        for i in step:
+            gradient = self._aot.gradients[i]
+            if isinstance(gradient, fx.Node) and gradient.target is operator.getitem:
+                results.setdefault(gradient.args[0], []).append(i)  # type: ignore[arg-type]
+        for together in results.values():
+            places = sorted(map(ordered.index, together))
+            by_result = sorted(together, key=lambda i: self._aot.gradients[i].args[1])  # type: ignore[union-attr,arg-type,return-value]
+            for place, i in zip(places, by_result, strict=True):
+                ordered[place] = i
+        return ordered
 
     def _call(
         self,
