@@ -11,6 +11,7 @@ from typing import Any
 from retrograd._torch.collect import clear_engine_cache
 from retrograd._torch.compiled_forwards import CompiledForwards
 from retrograd._torch.probe import check_supported
+from retrograd._torch.streams import side_streams
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.events import counters
@@ -94,6 +95,7 @@ def compiled_autograd(
     """
     find_backend(backend)
     _compiled_forwards.watch()
+    side_streams.watch()
     return CompiledAutograd(Config(backend, strict, dynamic, recompile_limit, Config.names(opaque)))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from retrograd._torch.engine import EngineRequest
+from retrograd._torch.streams import is_captured_beside_streams
 
 __all__ = ["is_traced", "is_transformed", "why_not_collectable"]
 
@@ -62,6 +63,11 @@ _OBSTACLES: tuple[tuple[str, str, Callable[[EngineRequest], bool]], ...] = (
         "anomaly-mode",
         "anomaly mode checks every node's result as soon as it is there",
         lambda _: torch.is_anomaly_enabled(),
+    ),
+    (
+        "cuda-graph-capture",
+        "a CUDA graph is being captured in a program that uses several streams",
+        lambda _: is_captured_beside_streams(),
     ),
     (
         "dispatch-mode",

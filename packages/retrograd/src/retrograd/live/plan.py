@@ -17,6 +17,7 @@ from torch import fx
 from retrograd._torch.collect import Collected
 from retrograd._torch.hook_changes import HookChanges, watching
 from retrograd._torch.profiling import profiling
+from retrograd._torch.streams import user_code_in_order
 from retrograd._torch.thread_state import thread_state_kept
 from retrograd._torch.versions import Versions
 from retrograd.backends.base import Backend
@@ -189,7 +190,7 @@ def _call(
     for node in dying:
         values.pop(node, None)
     assert callable(step.node.target)
-    with thread_state_kept() as kept:
+    with thread_state_kept() as kept, user_code_in_order():
         result = step.node.target(*args)
     if step.node not in dying:
         values[step.node] = result

@@ -18,6 +18,7 @@ from retrograd._torch.engine import EngineRequest, run_stock
 from retrograd._torch.graph_task import run_in_graph_task
 from retrograd._torch.obstacles import why_not_collectable
 from retrograd._torch.queries import answering
+from retrograd._torch.streams import in_order_with_streams
 from retrograd._torch.structured_trace import artifact, event
 from retrograd._torch.window import EngineBusyError, window
 from retrograd.config import Config
@@ -121,7 +122,7 @@ class Session:
         results: list[Grads] = []
 
         def body() -> None:
-            with answering(running), event("retrograd.run", plan.log.compile_id):
+            with answering(running), event("retrograd.run", plan.log.compile_id), in_order_with_streams():
                 results.append(tuple(plan.run(call, running)))
 
         if plan.runs_user_code or operations_may_warn():
