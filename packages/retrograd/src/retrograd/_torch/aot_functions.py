@@ -22,12 +22,17 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from retrograd.graph.aot_backward import AotBackward, BuiltGradient, NotInlinedError, Tangent
 
-__all__ = ["is_aot_function", "read_aot_backward", "tensors_on_context"]
+__all__ = ["is_aot_function", "is_aot_node", "read_aot_backward", "tensors_on_context"]
 
 
 def is_aot_function(ctx: Any) -> bool:
     """Whether `ctx` is the context of a forward that AOTAutograd compiled."""
     return hasattr(ctx._forward_cls, "_aot_id") and hasattr(ctx._forward_cls, "_lazy_backward_info")
+
+
+def is_aot_node(node: Any) -> bool:
+    """Whether an autograd node is the context of such a forward."""
+    return hasattr(node, "_forward_cls") and is_aot_function(node)
 
 
 def tensors_on_context(ctx: Any) -> list[torch.Tensor]:

@@ -34,6 +34,7 @@ class EngineRequest:
         inputs: what gradients are wanted of; empty for all leaves.
         allow_unreachable: whether an input that the roots do not reach gives None.
         accumulate_grad: write ``.grad`` (backward) instead of returning gradients (grad).
+        added: how many of the last `inputs` were added by us; nobody wants their gradients.
     """
 
     tensors: tuple[Any, ...]
@@ -43,6 +44,11 @@ class EngineRequest:
     inputs: tuple[Any, ...] = ()
     allow_unreachable: bool = False
     accumulate_grad: bool = False
+    added: int = 0
+
+    def as_asked(self) -> EngineRequest:
+        """Without the inputs that were added."""
+        return replace(self, inputs=self.inputs[: -self.added], added=0) if self.added else self
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> EngineRequest:

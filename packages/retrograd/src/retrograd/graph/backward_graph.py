@@ -92,6 +92,9 @@ class BackwardGraph:
             (numbers of the node's outputs) that are ready at its end. Eager would have run a node per step.
         totals: for an inlined node call and the number of one of the node's inputs, the whole gradient there:
             what arrives from outside together with what its own graph adds.
+        consumed: for an inlined node call, which of eager's nodes in it use up what they saved.
+        intact: inlined node calls of which another part can be differentiated later, without
+            ``retain_graph``.
     """
 
     graph: fx.Graph
@@ -99,6 +102,8 @@ class BackwardGraph:
     needs_engine_frame: bool
     inlined: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     totals: Mapping[tuple[int, int], fx.Node | None] = field(default_factory=dict)
+    consumed: Mapping[int, frozenset[float]] = field(default_factory=dict)
+    intact: frozenset[int] = frozenset()
 
     def calls(self) -> Iterator[tuple[fx.Node, Call]]:
         """The FX nodes that are calls, with their meaning, in graph order."""

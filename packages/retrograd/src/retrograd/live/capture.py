@@ -49,6 +49,8 @@ class BackwardRecorder:
         self._executed: set[int] = set()
         self._inlined: dict[int, tuple[tuple[int, ...], ...]] = {}
         self._totals: dict[tuple[int, int], Value] = {}
+        self._consumed: dict[int, frozenset[float]] = {}
+        self._intact: set[int] = set()
         self._moved: dict[Value, Value] = {}
         self._aot_names: Counter[str] = Counter()
         self._needs_engine_frame = False
@@ -171,6 +173,11 @@ class BackwardRecorder:
         self._execute()
         self._erase_moved_hooks(call.grads, bare)
         here = self._node_calls[-1].index
+        if inlined.leaves_a_part and not self._graph_is_kept:
+            raise GraphNeededError(here)
+        self._consumed[here] = inlined.consumed
+        if inlined.leaves_a_part:
+            self._intact.add(here)
         tensors = (i for i, is_tensor in enumerate(call.wanted) if is_tensor)
         edges = {i: edge for edge, i in enumerate(tensors)}
         self._inlined[here] = tuple(tuple(edges[i] for i in step if i in edges) for step in inlined.steps)
@@ -299,7 +306,15 @@ class BackwardRecorder:
         self._graph.output(tuple(self._captured(value) for value in outputs))
         node_calls = tuple(self._node_calls)
         return self._finished(
-            BackwardGraph(self._graph, node_calls, self._needs_engine_frame, self._inlined, self._totals)
+            BackwardGraph(
+                self._graph,
+                node_calls,
+                self._needs_engine_frame,
+                self._inlined,
+                self._totals,
+                self._consumed,
+                frozenset(self._intact),
+            )
         )
 
     def _captured(self, value: Value) -> Value:

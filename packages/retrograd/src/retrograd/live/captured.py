@@ -25,6 +25,7 @@ from retrograd.graph.live_graph import LiveGraph
 from retrograd.live.eager_order import ROOT, eager_walk, engine_walk, with_steps
 from retrograd.live.plan import Plan
 from retrograd.live.running import RunningBackward
+from retrograd.passes.drop_outputs import without_last_outputs
 from retrograd.passes.lay_out_like_eager import lay_out_like_eager
 
 __all__ = ["CapturedBackward"]
@@ -64,7 +65,7 @@ class CapturedBackward:
             if call.hook is HookKind.UNPACK
         ]
         self._order_is_visible = _order_is_visible(backward)
-        self._plans: dict[tuple[Config, tuple[int, ...] | None], Plan] = {}
+        self._plans: dict[tuple[Config, tuple[int, ...] | None, int], Plan] = {}
 
     def plan(self, config: Config, request: EngineRequest) -> tuple[Plan, bool]:
         """The plan for `request`, and whether it was made just now.
@@ -73,7 +74,7 @@ class CapturedBackward:
             LookupError: the live graph is not what the engine walked.
         """
         ordered = self._order_is_visible or request.create_graph
-        key = (config, read_ranks(request) if ordered else None)
+        key = (config, read_ranks(request) if ordered else None, request.added)
         known = self._plans.get(key)
         if known is not None:
             return known, False
@@ -81,6 +82,7 @@ class CapturedBackward:
             self._plans.pop(next(iter(self._plans)), None)
         with event("retrograd.lay_out"):
             backward = self._laid_out(read_live_graph(request)) if ordered else self.backward
+            backward = without_last_outputs(backward, request.added)
             plan = self._plans[key] = Plan(backward, config, find_backend(config.backend))
         return plan, True
 

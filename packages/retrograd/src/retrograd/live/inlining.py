@@ -54,11 +54,15 @@ class Inlined:
         gradients: one per input of the forward.
         steps: for each step, in order, the numbers of the gradients that are ready at its end.
         totals: by output of the forward, the whole gradient there, before its hooks.
+        consumed: which of eager's nodes would have released what they saved; sequence numbers or the like.
+        leaves_a_part: whether other outputs can still be differentiated afterwards, without ``retain_graph``.
     """
 
     gradients: list[Value]
     steps: tuple[tuple[int, ...], ...]
     totals: dict[int, Value]
+    consumed: frozenset[float]
+    leaves_a_part: bool
 
 
 class Emit(Protocol):
@@ -129,7 +133,8 @@ class _Inlining:
             self._gradient(gradient) if want else None
             for gradient, want in zip(self._aot.gradients, self._arriving.wanted, strict=True)
         ]
-        return Inlined(gradients, self._steps(gradients), totals)
+        consumed, leaves_a_part = self._flow.consumed(), self._flow.leaves_a_part()
+        return Inlined(gradients, self._steps(gradients), totals, consumed, leaves_a_part)
 
     # tangents
 

@@ -5,7 +5,9 @@ nothing else. Two cases need it when the graph is not to be retained:
 
 - an ``autograd.Function`` behind saved-tensor hooks: only its own context can unpack them;
 - a gradient of an intermediate tensor: the engine would release that tensor's node too, which eager does not
-  execute and leaves intact.
+  execute and leaves intact;
+- a function that AOTAutograd compiled, whose one node stands for many of eager's, and of which this backward
+  needs only a part that the rest does not need.
 
 Then the engine collects with the graph kept, and the executed nodes are released by themselves: at once, but
 for those Functions, which release their own saved tensors when they have run. Where eager releases node by
@@ -60,7 +62,7 @@ def collect_and_release(
             return collect(request, lambda: _protocol(request, finished), run_in_frame)
         except GraphNeededError as needed:
             _kept_classes.add(type(RunningBackward(request).node_calls[needed.node_call]))
-            live = read_live_graph(request)
+            live = read_live_graph(request.as_asked())
     return _collect_kept(request, live, finished, run_in_frame)
 
 
@@ -72,10 +74,17 @@ def forget_kept_classes() -> None:
 def _protocol(request: EngineRequest, finished: Finished) -> EngineProtocol:
     def noting(backward: BackwardGraph) -> CapturedBackward:
         nodes = RunningBackward(request).node_calls
-        _kept_classes.update(type(nodes[index]) for index in _kept_calls(backward))
+        kept = [*_kept_calls(backward), *backward.intact]
+        _kept_classes.update(type(nodes[index]) for index in kept)
         return finished(backward, request)
 
     return EngineProtocol(BackwardRecorder(noting, request.keep_graph))
+
+
+def _discarding_protocol(request: EngineRequest) -> EngineProtocol:
+    """For a capture that is never run."""
+    finished = partial(CapturedBackward, request=request)
+    return EngineProtocol(BackwardRecorder(finished, graph_is_kept=True))
 
 
 def _collect_kept(
@@ -107,8 +116,12 @@ def _graph_to_keep(request: EngineRequest) -> LiveGraph | None:
     """The live graph, if it has to be kept as far as can be known before it was collected."""
     if not _kept_classes and all(getattr(tensor, "is_leaf", False) for tensor in request.inputs):
         return None
-    live = read_live_graph(request)
-    if any(type(node.handle) in _kept_classes for node in live.nodes) or _has_intact_input(live, request):
+    live = read_live_graph(request.as_asked())
+    if (
+        request.added
+        or any(type(node.handle) in _kept_classes for node in live.nodes)
+        or _has_intact_input(live, request)
+    ):
         return live
     return None
 
@@ -141,15 +154,16 @@ def _release_executed(
     """Release what eager would; what the plan still needs, it releases itself."""
     nodes = RunningBackward(request).node_calls
     own = {id(nodes[index]) for index in _kept_calls(artifact.backward)}
-    releasing = {i for i, node in enumerate(live.nodes) if id(node.handle) in own}
+    intact = {id(nodes[index]) for index in artifact.backward.intact}
+    apart = {i for i, node in enumerate(live.nodes) if id(node.handle) in own | intact}
     begun = already_run
-    groups = _levels(live, _executed(live, request), releasing)
+    groups = _levels(live, _executed(live, request.as_asked()), apart)
     for level, group in reversed(list(enumerate(groups))):
         if not group:
             continue
         try:
             part = request_to_release(live, request, group, from_roots=level == 0)
-            release(part, partial(_protocol, part, CapturedBackward))
+            release(part, partial(_discarding_protocol, part))
         except Exception:
             if not begun:
                 raise  # the stock engine can still run this backward

@@ -33,6 +33,8 @@ from retrograd.live.plan import Plan
 from retrograd.live.running import RunningBackward
 from retrograd.live.structure import first_difference
 from retrograd.live.unreached import raise_as_eager
+from retrograd.live.used_up import use_up
+from retrograd.live.widen import with_compiled_functions
 
 __all__ = ["MOST_NESTED", "TOO_DEEP", "Session", "forget_warnings"]
 
@@ -57,10 +59,11 @@ class Session:
         self._reports = reports
         self._recent: deque[BackwardReport] = deque(maxlen=NOTHING_REPEATS)
 
-    def run(self, request: EngineRequest) -> Grads:
+    def run(self, asked: EngineRequest) -> Grads:
         """Run one backward."""
+        request = with_compiled_functions(asked)
         if obstacle := why_not_collectable(request):
-            return self._fall_back(request, _reason(*obstacle))
+            return self._fall_back(asked, _reason(*obstacle))
         ran: list[Grads] = []
         started = False
 
@@ -75,7 +78,7 @@ class Session:
         except Exception as error:
             if started:
                 raise
-            return self._fall_back(request, _reason_of(error), error)
+            return self._fall_back(asked, _reason_of(error), error)
         if collected is not None:
             start(collected)
         return ran[0]
@@ -111,14 +114,15 @@ class Session:
     def _run_collected(self, call: Collected, request: EngineRequest) -> Grads:
         # With create_graph the graph is kept (see `why_not_collectable`): falling back is still possible.
         if request.create_graph and (node := call.artifact.node_without_history(call, request)):
-            return self._fall_back(request, replace(_NO_HISTORY, node=node))
+            return self._fall_back(request.as_asked(), replace(_NO_HISTORY, node=node))
         if request.create_graph and call.artifact.has_aot_graphs:
-            return self._fall_back(request, _NO_AOT_HISTORY)
-        return self._checked(request, self._run_plan(call, request))
+            return self._fall_back(request.as_asked(), _NO_AOT_HISTORY)
+        return self._checked(request.as_asked(), self._run_plan(call, request))
 
     def _run_plan(self, call: Collected, request: EngineRequest) -> Grads:
         plan = self._plan(call.artifact, request)
         running = RunningBackward(request)
+        use_up(call.artifact.backward, request, lambda: running.node_calls)
         results: list[Grads] = []
 
         def body() -> None:
@@ -136,6 +140,7 @@ class Session:
         """For ``autograd.grad``: the gradients, or eager's error for an input that was not reached."""
         if request.accumulate_grad:
             return ()
+        grads = grads[: len(request.inputs)]
         if not request.allow_unreachable:
             for i, grad in enumerate(grads):
                 if grad is None:

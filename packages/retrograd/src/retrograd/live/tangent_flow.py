@@ -108,6 +108,23 @@ class TangentFlow:
                 bits |= self._reach[node] & missing
         return {number for number in range(len(self._tangents)) if bits >> number & 1}
 
+    # what is left
+
+    def consumed(self) -> frozenset[float]:
+        """Keys of the eager nodes that would release what they saved."""
+        return frozenset(self.key[node] for node in self.order if self._reads_saved(node))
+
+    def leaves_a_part(self) -> bool:
+        """Whether what hangs from the undefined tangents can still be differentiated afterwards: eager would
+        not have run its nodes, and needs none of those that it ran."""
+        left = {self.key[node] for node in self._undefined if self._reads_saved(node)}
+        return bool(left) and not left & self.consumed()
+
+    def _reads_saved(self, node: fx.Node) -> bool:
+        """Whether a node computes with something that comes from no tangent, so from the forward."""
+        arguments = node.all_input_nodes if self._reach.get(node) else ()
+        return any(not self._reach.get(argument) for argument in arguments)
+
     # totals
 
     def _total(self, number: int) -> fx.Node:
