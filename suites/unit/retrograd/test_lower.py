@@ -158,16 +158,6 @@ def test_inductor_compiles_the_segments() -> None:
     assert [low.how for low in context.explain().backwards[0].lowerings] == ["inductor"]
 
 
-def test_a_subclass_is_interpreted_with_the_reason() -> None:
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    w = TwoTensor(torch.ones(3), torch.ones(3)).requires_grad_()
-    with retrograd.compiled_autograd("aten") as context:
-        (w * w).sum().backward()
-    assert torch.equal(w.grad.a, torch.full((3,), 2.0))
-    assert context.explain().backwards[0].lowerings[0].because == "tensor subclass TwoTensor"
-
-
 def test_a_formula_may_ask_whether_its_saved_tensors_require_grad() -> None:
     def grads(context: contextlib.AbstractContextManager[object]) -> list[torch.Tensor | None]:
         torch.manual_seed(0)

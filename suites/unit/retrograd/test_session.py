@@ -213,7 +213,7 @@ def test_a_fault_anywhere_in_capture_leaves_gradients_as_eager_has_them(
 
 @pytest.mark.parametrize("stage", ["_compile", "_lower"])
 def test_a_fault_in_lowering_only_costs_the_compilation(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(self: SegmentRunner, args: object) -> None:
+    def faulty(self: SegmentRunner, *args: object) -> None:
         raise Planted(stage)
 
     w = leaf()

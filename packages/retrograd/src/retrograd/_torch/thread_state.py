@@ -7,12 +7,17 @@ leaves grad mode or autocast switched concerns its own node only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["modes_of_lowering", "thread_state_kept"]
+__all__ = ["modes_of_lowering", "thread_state_kept", "without_torch_functions"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _DEVICES = ("cpu", "cuda")
 
@@ -37,3 +42,14 @@ def thread_state_kept() -> Iterator[None]:
         for device, enabled in zip(_DEVICES, autocast, strict=True):
             if torch.is_autocast_enabled(device) != enabled:
                 torch.set_autocast_enabled(device, enabled)
+
+
+def without_torch_functions(fn: Callable[P, T]) -> Callable[P, T]:
+    """`fn` with no ``__torch_function__`` of a class or mode called in it: eager's C++ calls none."""
+
+    @functools.wraps(fn)
+    def quietly(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch._C.DisableTorchFunction():
+            return fn(*args, **kwargs)
+
+    return quietly

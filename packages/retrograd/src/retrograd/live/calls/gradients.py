@@ -15,12 +15,14 @@ from retrograd._torch.tensors import (
     layout_contract_enforced,
     obeys_layout_contract,
 )
+from retrograd._torch.thread_state import without_torch_functions
 
 __all__ = ["accumulate_grad", "sum_gradients"]
 
 Grad = torch.Tensor | None
 
 
+@without_torch_functions
 def sum_gradients(*grads: Grad) -> Grad:
     """The sum in the order given; undefined gradients count for nothing. Sparse ones are added to dense
     ones, never the other way round."""
@@ -35,6 +37,7 @@ def sum_gradients(*grads: Grad) -> Grad:
     return total
 
 
+@without_torch_functions
 def accumulate_grad(variable: torch.Tensor, box: list[Grad], has_post_hooks: bool = False) -> None:
     """Write a gradient into ``variable.grad`` with eager's rules: steal, copy, or add.
 
