@@ -6,7 +6,8 @@
   torch's own)
 - reading it: `live_graph` (the autograd graph), `queries` (what user code asks about the running backward)
 - user code's effects: `hooks`, `hook_changes` (hooks that come and go), `versions` (saved tensors changed in
-  place), `thread_state` (modes left switched), `tensors` (references, layouts)
+  place), `thread_state` (modes left switched), `tensors` (references, layouts),
+  `function_flags` (what a custom Function wants for undefined gradients)
 - lowering: `tracing`, `guards`, `subclasses` and `subclass_metadata` (wrapper subclasses at the border of a
   segment), `boxed`, `inductor`
 """

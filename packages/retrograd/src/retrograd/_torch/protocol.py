@@ -53,7 +53,7 @@ class Recorder(Protocol):
         grads: list[Value],
         saved: list[Value],
         wanted: list[bool],
-        materializes: bool | None,
+        zeros: tuple[Value, ...],
     ) -> list[Value]: ...
     def add(self, old: Value, new: Value) -> Value: ...
     def accumulate(self, variable: Value, grad: Value, has_post_hooks: bool) -> Value: ...
@@ -202,12 +202,21 @@ class EngineProtocol:
         def recorded() -> list[Value]:
             # An undefined gradient arrives as None, or as zeros of the engine's own making if the Function
             # wants them.
-            zeros = [isinstance(grad, torch.Tensor) and id(grad) not in self._values for grad in grads]
-            values = [None if made else self._read(grad) for made, grad in zip(zeros, grads, strict=True)]
-            materializes = any(zeros) if None in values else None
-            return self._recorder.function(context, values, self._read_list(saved), wanted, materializes)
+            made = [isinstance(grad, torch.Tensor) and id(grad) not in self._values for grad in grads]
+            values = [None if zero else self._read(grad) for zero, grad in zip(made, grads, strict=True)]
+            zeros = tuple(map(self._read_zeros, grads, values))
+            return self._recorder.function(context, values, self._read_list(saved), wanted, zeros)
 
         return tuple(self._answer(wanted, recorded))
+
+    def _read_zeros(self, grad: Any, value: Value) -> Value:
+        """For a gradient that is undefined whatever happens: the metadata of the engine's zeros, or () if it
+        made none. None for a gradient that something produces."""
+        if value is not None:
+            return None
+        if grad is None:
+            return ()
+        return self._read(tuple(grad.shape)), grad.dtype, grad.device, grad.layout
 
     def accumulate(self, old: Any, new: Any) -> torch.Tensor | None:
         return self._answer((True,), lambda: [self._recorder.add(self._read(old), self._read(new))])[0]

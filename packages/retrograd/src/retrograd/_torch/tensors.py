@@ -16,7 +16,6 @@ __all__ = [
     "graph_is_kept",
     "is_only_reference",
     "layout_contract_enforced",
-    "may_materialize",
     "obeys_layout_contract",
     "zeros_for_slot",
 ]
@@ -71,7 +70,8 @@ def clone_for_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> tor
 
 
 def zeros_for_slot(node: Any, slot: int) -> torch.Tensor:
-    """Zeros in place of an undefined gradient for output number `slot` of an ``autograd.Function``."""
+    """Zeros in place of an undefined gradient for the differentiable output number `slot` of an
+    ``autograd.Function``."""
     metadata = node._input_metadata[slot]
     return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
 
@@ -79,14 +79,3 @@ def zeros_for_slot(node: Any, slot: int) -> torch.Tensor:
 def graph_is_kept() -> bool:
     """Whether the backward that is running was asked to retain the graph."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-def may_materialize(ctx: Any) -> bool:
-    """Whether an ``autograd.Function`` wants zeros for undefined gradients.
-
-    torch lets nobody read the flag. It is true unless the forward changes it, so look whether the
-    forward's code mentions ``set_materialize_grads`` (which is called only to switch it off).
-    """
-    forward = ctx._forward_cls
-    codes = (getattr(getattr(forward, name), "__code__", None) for name in ("forward", "setup_context"))
-    return not any(code is not None and "set_materialize_grads" in code.co_names for code in codes)

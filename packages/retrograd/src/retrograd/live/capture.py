@@ -17,7 +17,7 @@ from retrograd.errors import CaptureError, Reason
 from retrograd.graph.backward_graph import BackwardGraph, Call, NodeCall, Source, SourceKind
 from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.live.calls import copy_slices, functions, gradients, hooks, saved
-from retrograd.live.calls.node_function import NodeFunction
+from retrograd.live.calls.node_function import NodeFunction, OutputCheck
 
 __all__ = ["BackwardRecorder"]
 
@@ -98,7 +98,8 @@ class BackwardRecorder:
         return self._elements(result, wanted)
 
     def validate(self, fn: Callable[..., Any], outputs: list[Value], args: Any) -> list[Value]:
-        result = self._call(CallKind.VALIDATE, NodeFunction("validate_outputs", fn), (outputs, *args))
+        check = OutputCheck(fn, self._node_calls[-1].name)
+        result = self._call(CallKind.VALIDATE, check, (outputs, *args))
         return self._elements(result, [value is not None for value in outputs])
 
     def copy_slices_prologue(self, grads: list[Value], base: Any, view: Any) -> list[Value]:
@@ -118,13 +119,13 @@ class BackwardRecorder:
         grads: list[Value],
         saved_values: list[Value],
         wanted: list[bool],
-        materializes: bool | None,
+        zeros: tuple[Any, ...],
     ) -> list[Value]:
         self._execute()
         if any(_is_packed(value) for value in saved_values):
             raise CaptureError(self._packed_reason())
         ctx = self._placeholder(SourceKind.HOOK, context)
-        args = (ctx, grads, saved_values, tuple(wanted), materializes)
+        args = (ctx, grads, saved_values, tuple(wanted), zeros)
         return self._elements(self._call(CallKind.FUNCTION, functions.call_backward, args), wanted)
 
     def _packed_reason(self) -> Reason:
