@@ -1,5 +1,6 @@
 // Custom autograd functions and hooks written in C++, for test_cpp_functions.py.
 
+#include <ATen/TensorOperators.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -47,6 +48,20 @@ struct Vanish : Function<Vanish> {
   static variable_list backward(AutogradContext*, variable_list) { return {Tensor()}; }
 };
 
+// Counts its backwards on its context; looks at what is needed.
+struct Counting : Function<Counting> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& y) {
+    ctx->saved_data["count"] = int64_t(0);
+    return x + y;
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    auto count = ctx->saved_data["count"].toInt() + 1;
+    ctx->saved_data["count"] = count;
+    auto extra = ctx->needs_input_grad(1) ? 10 : 20;
+    return {grads[0] * count * extra, ctx->needs_input_grad(1) ? grads[0] : Tensor()};
+  }
+};
+
 // Refuses to be differentiated.
 struct Refuse : Function<Refuse> {
   static Tensor forward(AutogradContext*, const Tensor& x) { return x.clone(); }
@@ -61,6 +76,7 @@ std::tuple<Tensor, Tensor> two_outputs(const Tensor& x, bool materialize) {
   return {outputs[0], outputs[1]};
 }
 Tensor vanish(const Tensor& x) { return Vanish::apply(x); }
+Tensor counting(const Tensor& x, const Tensor& y) { return Counting::apply(x, y); }
 Tensor refuse(const Tensor& x) { return Refuse::apply(x); }
 void scale_gradient(const Tensor& x, double factor) {
   x.register_hook([factor](const Tensor& grad) { return grad * factor; });
@@ -72,6 +88,7 @@ TORCH_LIBRARY(retrograd_tests, library) {
   library.def("product(Tensor x, Tensor y, float factor, bool traceable) -> Tensor", &product);
   library.def("two_outputs(Tensor x, bool materialize) -> (Tensor, Tensor)", &two_outputs);
   library.def("vanish(Tensor x) -> Tensor", &vanish);
+  library.def("counting(Tensor x, Tensor y) -> Tensor", &counting);
   library.def("refuse(Tensor x) -> Tensor", &refuse);
   library.def("scale_gradient(Tensor x, float factor) -> ()", &scale_gradient);
 }

@@ -156,7 +156,8 @@ class EngineProtocol:
     ) -> str:
         # Bound once per process by a static in C++: the registry must be the one that stock uses too.
         bound = stock.ops.add(name, fn, is_custom_function, is_traceable)
-        if is_custom_function:
+        # A traceable one promises to keep its state in saved tensors and to touch nothing else.
+        if is_custom_function and not is_traceable:
             _cpp_functions.add(bound)
         return bound
 
@@ -320,7 +321,7 @@ class _Symbols:
         return LocalSource(f"lifted_{self._count}")
 
 
-#: names under which C++ autograd functions were bound.
+#: names under which C++ autograd functions that are not traceable were bound.
 _cpp_functions: set[str] = set()
 
 

@@ -42,6 +42,8 @@ class CapturedBackward:
         needs_engine_frame: whether it must run while the engine's call is alive.
         has_unpack_hooks: whether a saved tensor is behind an unpack hook. The engine does not tell such a
             tensor's own history, which a differentiable backward needs.
+        has_cpp_functions: whether a C++ function is called that may keep state on its context. The engine
+            hands over a copy of it: what a backward leaves there is lost to a later one.
     """
 
     def __init__(self, backward: BackwardGraph, request: EngineRequest) -> None:
@@ -50,6 +52,8 @@ class CapturedBackward:
         self.needs_engine_frame = backward.needs_engine_frame
         self.n_outputs = len(backward.outputs())
         self.has_unpack_hooks = any(call.hook is HookKind.UNPACK for _, call in backward.calls())
+        kinds = {call.kind for _, call in backward.calls()}
+        self.has_cpp_functions = CallKind.CPP_FUNCTION in kinds
         self._order_is_visible = _order_is_visible(backward)
         self._plans: dict[tuple[Config, tuple[int, ...] | None], Plan] = {}
 

@@ -105,9 +105,12 @@ class Session:
     # run
 
     def _run_collected(self, call: Collected, request: EngineRequest) -> Grads:
-        # With create_graph the graph is kept (see `why_not_collectable`): falling back is still possible.
+        # Falling back is still possible as long as the graph is kept, which create_graph implies here (see
+        # `why_not_collectable`).
         if request.create_graph and call.artifact.has_unpack_hooks:
             return self._fall_back(request, _reason("create-graph-through-unpack-hooks", _NO_HISTORY))
+        if request.keep_graph and call.artifact.has_cpp_functions:
+            return self._fall_back(request, _reason("cpp-function-kept", _NO_STATE))
         return self._checked(request, self._run_plan(call, request))
 
     def _run_plan(self, call: Collected, request: EngineRequest) -> Grads:
@@ -179,10 +182,12 @@ def forget_warnings() -> None:
 
 
 _NO_HISTORY = "the engine does not tell the history of saved tensors behind unpack hooks"
+_NO_STATE = "a C++ function that is not traceable may keep state for the next backward of the retained graph"
 
 _WAY_OUT = {
     "": "strict=True shows where; retrograd.explain() lists all reasons",
     "reentrant": "nothing to do: the outer backward is compiled, the inner one runs as eager runs it",
     "intermediate-input": "retain_graph=True has it compiled",
+    "cpp-function-kept": "declare `static constexpr bool is_traceable = true` if it keeps no state",
     "engine-busy": "run the backwards of several threads one after the other to have them compiled",
 }
