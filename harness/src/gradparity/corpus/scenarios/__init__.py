@@ -59,6 +59,7 @@ Not here, because they need several processes: data parallelism with the C++ red
 from gradparity.corpus.scenarios import (
     accumulate_hooks,
     accumulation,
+    accumulation_forms,
     aliasing,
     between_steps,
     branching,
@@ -111,6 +112,7 @@ TOPICS = (
     function_operators,
     views_inplace,
     accumulation,
+    accumulation_forms,
     aliasing,
     side_effects,
     roots_inputs,

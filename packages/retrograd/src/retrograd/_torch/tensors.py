@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "accumulate_in_node",
     "clone_for_layout_contract",
     "graph_is_kept",
     "is_only_reference",
@@ -24,9 +25,10 @@ __all__ = [
 _OWN_REFERENCES = 3
 
 
-def is_only_reference(tensor: torch.Tensor) -> bool:
-    """Whether the caller's local variable is the only reference to `tensor`, in Python and in C++."""
-    return sys.getrefcount(tensor) <= _OWN_REFERENCES and tensor._use_count() <= 1  # type: ignore[attr-defined]
+def is_only_reference(tensor: torch.Tensor, others: int = 0) -> bool:
+    """Whether the caller's local variable is the only reference to `tensor`, in Python and in C++, besides
+    `others` that the caller knows of in Python."""
+    return sys.getrefcount(tensor) <= _OWN_REFERENCES + others and tensor._use_count() <= 1  # type: ignore[attr-defined]
 
 
 def layout_contract_enforced() -> bool:
@@ -49,13 +51,13 @@ def is_non_overlapping_and_dense(tensor: torch.Tensor) -> bool:
 
 def obeys_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> bool:
     """Whether a dense `grad` has the strides that ``variable.grad`` owes."""
-    if grad.is_nested or variable.is_sparse:
+    if grad.is_nested or variable.layout is not torch.strided:
         return False
     if not is_non_overlapping_and_dense(variable):
         return grad.is_contiguous()
     return all(
         stride == owed if size != 1 else stride != 0
-        for size, stride, owed in zip(grad.shape, grad.stride(), variable.stride(), strict=True)
+        for size, stride, owed in zip(grad.shape, grad.stride(), variable.stride(), strict=False)
     )
 
 
@@ -67,6 +69,20 @@ def clone_for_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> tor
         )
         return empty.copy_(grad)
     return grad.clone(memory_format=torch.contiguous_format)
+
+
+def accumulate_in_node(variable: torch.Tensor, grad: torch.Tensor) -> None:
+    """Have the AccumulateGrad node of `variable` write its ``.grad``, without any hook."""
+    leaf: Any = variable
+    with torch.enable_grad():
+        node = leaf.clone().grad_fn.next_functions[0][0]  # no view: some layouts have none
+    hooks = leaf._post_accumulate_grad_hooks or {}
+    kept = dict(hooks)
+    hooks.clear()  # the node calls what is in there; the plan calls it in its own time
+    try:
+        node(grad)
+    finally:
+        hooks.update(kept)
 
 
 def zeros_for_slot(node: Any, slot: int) -> torch.Tensor:
