@@ -230,7 +230,7 @@ def complex_gradients_accumulate(p: Probe) -> None:
         p.event("bits", _grad(x).is_conj(), _grad(x).is_neg())
 
 
-@scenario(tags=("accumulation", "dtype", "modes"), fp64=False)
+@scenario(tags=("accumulation", "dtype", "modes"))
 def autocast_forward_in_low_precision(p: Probe) -> None:
     """Weights in float32 used under autocast: the casts are cached, and gradients come back as float32."""
     w = p.leaf("w", p.randn(4, 4, requires_grad=True))
