@@ -34,7 +34,7 @@ scaled_sine.register_autograd(_scaled_sine_backward, setup_context=_save_x)
 
 
 @torch.library.custom_op("gradparity::blend", mutates_args=())
-def blend(tensors: list[Tensor], weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def blend(tensors: list[Tensor], weights: Tensor | None) -> tuple[Tensor, Tensor]:
     """The sum of the tensors, weighted, and the largest value (which nobody differentiates)."""
     factors = torch.ones(len(tensors), dtype=tensors[0].dtype) if weights is None else weights
     total = torch.stack([t * f for t, f in zip(tensors, factors, strict=True)]).sum(0)
@@ -89,9 +89,9 @@ def custom_operator_on_a_list(p: Probe) -> None:
     weights = p.leaf("weights", p.randn(3, requires_grad=True))
     with p.backward():
         blend([t.sin() for t in tensors], weights)[0].pow(2).sum().backward()
-        total, largest = blend(tensors)
+        total, largest = blend(tensors, None)
         (total.sum() + largest).backward()
-        blend(tensors)[0].sum().backward()
+        blend(tensors, None)[0].sum().backward()
 
 
 @scenario(tags=("function", "operator", "higher-order"))
@@ -103,7 +103,7 @@ def custom_operator_differentiated_twice(p: Probe) -> None:
         (first * first).sum().backward()
 
 
-@scenario(tags=("function", "operator", "in-place"))
+@scenario(tags=("function", "operator", "in-place", "errors"))
 def custom_operator_in_place(p: Probe) -> None:
     """An operator that changes a buffer between forward and backward is found by the tensor's version."""
     x = p.leaf("x", p.randn(3, requires_grad=True))
