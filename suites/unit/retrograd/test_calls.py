@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import retrograd
+from retrograd._torch.function_flags import materializes_grads
 from unit.retrograd.programs import Square
 
 CONTEXTS = {
@@ -309,3 +311,48 @@ def test_a_saved_tensor_changed_under_way_is_eagers_error(reader: str, late: boo
     text = "one of the variables needed for gradient computation has been modified by an inplace operation"
     assert text in eager[1]
     assert text in ours[1]
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_torch_warns_of_a_grad_in_the_wrong_layout_as_in_eager(create_graph: bool) -> None:
+    def warnings_of(context: contextlib.AbstractContextManager[object]) -> list[str]:
+        x = torch.randn(3, 4, requires_grad=True)
+        x.grad = torch.randn(4, 3).t()
+        with warnings.catch_warnings(record=True) as caught, context:
+            warnings.simplefilter("always")
+            x.sin().sum().backward(create_graph=create_graph)
+        return [str(w.message) for w in caught if "layout contract" in str(w.message)]
+
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        eager = warnings_of(contextlib.nullcontext())
+        ours = warnings_of(retrograd.compiled_autograd("eager", strict=True))
+    finally:
+        torch.set_warn_always(before)
+    assert ours == eager
+    assert len(ours) == 1
+    assert "grad.sizes() = [3, 4], strides() = [1, 3]" in ours[0]
+
+
+def test_hooks_are_called_once_where_the_node_writes_a_grad_that_python_refuses() -> None:
+    calls: list[torch.dtype] = []
+    x = torch.ones(3, requires_grad=True)
+    x.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.dtype))
+    root = (x * 2).sum()
+    x.data = x.data.double()
+    with retrograd.compiled_autograd("eager", strict=True):
+        root.backward()
+    assert calls == [torch.float32]
+    x.grad = None
+    (x * 2).sum().backward()
+    assert calls == [torch.float32, torch.float64]
+
+
+def test_the_flag_of_a_function_is_read_where_torch_keeps_it() -> None:
+    ctx = Square.apply(torch.ones(2, requires_grad=True)).grad_fn
+    assert materializes_grads(ctx)
+    for flag in (False, True, False):
+        ctx.set_materialize_grads(flag)
+        assert materializes_grads(ctx) is flag

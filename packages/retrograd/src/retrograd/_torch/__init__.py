@@ -10,6 +10,8 @@
   user code asks about the running backward)
 - other settings of torch: `stance` (may we compile), `stock_compiler` (stock compiled autograd beside ours)
 - user code's effects: `hooks`, `hook_changes` (hooks that come and go), `versions` (saved tensors changed in
-  place), `thread_state` (modes left switched), `tensors` (references, layouts)
-- lowering: `tracing`, `guards`, `boxed`, `inductor`
+  place), `thread_state` (modes left switched), `tensors` (references, layouts),
+  `function_flags` (what a custom Function wants for undefined gradients)
+- lowering: `tracing`, `guards`, `subclasses` and `subclass_metadata` (wrapper subclasses at the border of a
+  segment), `boxed`, `inductor`
 """

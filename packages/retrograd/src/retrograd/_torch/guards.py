@@ -47,7 +47,8 @@ class InputGuard:
         ]
         unique = [args[i] for i in self._tensors]
         sizes = [_open(args[i].shape, symbolic.get(i)) for i in self._tensors]
-        strides = [_open_strides(args[i], symbolic.get(i)) for i in self._tensors]
+        fakes = dict(zip(fed, example_inputs, strict=True))
+        strides = [_open_strides(fakes.get(i, args[i])) for i in self._tensors]
         self._guards = TensorGuards(
             *unique,
             dynamic_dims_sizes=sizes,  # type: ignore[arg-type]
@@ -122,9 +123,9 @@ def _open(sizes: Sequence[int], dims: frozenset[int] | None) -> list[Any]:
     return [None if dims and d in dims else size for d, size in enumerate(sizes)]
 
 
-def _open_strides(value: torch.Tensor, dims: frozenset[int] | None) -> list[Any]:
-    """With a symbolic size the strides follow from the sizes; the shape environment guards them."""
-    return [None] * value.dim() if dims else list(value.stride())
+def _open_strides(fake: torch.Tensor) -> list[Any]:
+    """The strides that were static in the trace; the shape environment guards only those that were not."""
+    return [None if isinstance(stride, torch.SymInt) else stride for stride in fake.stride()]
 
 
 def _describe(value: Any) -> str:

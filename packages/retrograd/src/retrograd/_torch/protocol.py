@@ -57,7 +57,7 @@ class Recorder(Protocol):
         grads: list[Value],
         saved: list[Value],
         wanted: list[bool],
-        materializes: bool | None,
+        zeros: tuple[Value, ...],
         note: str,
     ) -> list[Value]: ...
     def aot_backward(self, aot: AotBackward, call: AotCall) -> list[Value]: ...
@@ -162,7 +162,8 @@ class EngineProtocol:
     ) -> str:
         # Bound once per process by a static in C++: the registry must be the one that stock uses too.
         bound = stock.ops.add(name, fn, is_custom_function, is_traceable)
-        if is_custom_function:
+        # A traceable one promises to keep its state in saved tensors and to touch nothing else.
+        if is_custom_function and not is_traceable:
             _cpp_functions.add(bound)
         return bound
 
@@ -215,9 +216,9 @@ class EngineProtocol:
         def recorded() -> list[Value]:
             # An undefined gradient arrives as None, or as zeros of the engine's own making if the Function
             # wants them.
-            zeros = [isinstance(grad, torch.Tensor) and id(grad) not in self._values for grad in grads]
-            values = [None if made else self._read(grad) for made, grad in zip(zeros, grads, strict=True)]
-            materializes = any(zeros) if None in values else None
+            made = [isinstance(grad, torch.Tensor) and id(grad) not in self._values for grad in grads]
+            values = [None if zero else self._read(grad) for zero, grad in zip(made, grads, strict=True)]
+            zeros = tuple(map(self._read_zeros, grads, values))
             read = self._read_list(saved)
             note = ""
             if is_aot_function(ctx):
@@ -228,9 +229,18 @@ class EngineProtocol:
                     return self._recorder.aot_backward(read_aot_backward(ctx, state), call)
                 except NotInlinedError as reason:
                     note = f"AOT backward as one call: {reason}"
-            return self._recorder.function(context, values, read, wanted, materializes, note)
+            return self._recorder.function(context, values, read, wanted, zeros, note)
 
         return tuple(self._answer(wanted, recorded))
+
+    def _read_zeros(self, grad: Any, value: Value) -> Value:
+        """For a gradient that is undefined whatever happens: the metadata of the engine's zeros, or () if it
+        made none. None for a gradient that something produces."""
+        if value is not None:
+            return None
+        if grad is None:
+            return ()
+        return self._read(tuple(grad.shape)), grad.dtype, grad.device, grad.layout
 
     def accumulate(self, old: Any, new: Any) -> torch.Tensor | None:
         return self._answer((True,), lambda: [self._recorder.add(self._read(old), self._read(new))])[0]
@@ -334,7 +344,7 @@ class _Symbols:
         return LocalSource(f"lifted_{self._count}")
 
 
-#: names under which C++ autograd functions were bound.
+#: names under which C++ autograd functions that are not traceable were bound.
 _cpp_functions: set[str] = set()
 
 

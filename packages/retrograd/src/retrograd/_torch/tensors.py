@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 __all__ = [
+    "accumulate_in_node",
     "clone_for_layout_contract",
     "graph_is_kept",
     "is_only_reference",
     "layout_contract_enforced",
-    "may_materialize",
     "obeys_layout_contract",
     "zeros_for_slot",
     "zeros_of_slot",
@@ -28,9 +28,10 @@ __all__ = [
 _OWN_REFERENCES = 3
 
 
-def is_only_reference(tensor: torch.Tensor) -> bool:
-    """Whether the caller's local variable is the only reference to `tensor`, in Python and in C++."""
-    return sys.getrefcount(tensor) <= _OWN_REFERENCES and tensor._use_count() <= 1  # type: ignore[attr-defined]
+def is_only_reference(tensor: torch.Tensor, others: int = 0) -> bool:
+    """Whether the caller's local variable is the only reference to `tensor`, in Python and in C++, besides
+    `others` that the caller knows of in Python."""
+    return sys.getrefcount(tensor) <= _OWN_REFERENCES + others and tensor._use_count() <= 1  # type: ignore[attr-defined]
 
 
 def layout_contract_enforced() -> bool:
@@ -53,13 +54,13 @@ def is_non_overlapping_and_dense(tensor: torch.Tensor) -> bool:
 
 def obeys_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> bool:
     """Whether a dense `grad` has the strides that ``variable.grad`` owes."""
-    if grad.is_nested or variable.is_sparse:
+    if grad.is_nested or variable.layout is not torch.strided:
         return False
     if not is_non_overlapping_and_dense(variable):
         return grad.is_contiguous()
     return all(
         stride == owed if size != 1 else stride != 0
-        for size, stride, owed in zip(grad.shape, grad.stride(), variable.stride(), strict=True)
+        for size, stride, owed in zip(grad.shape, grad.stride(), variable.stride(), strict=False)
     )
 
 
@@ -73,8 +74,23 @@ def clone_for_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> tor
     return grad.clone(memory_format=torch.contiguous_format)
 
 
+def accumulate_in_node(variable: torch.Tensor, grad: torch.Tensor) -> None:
+    """Have the AccumulateGrad node of `variable` write its ``.grad``, without any hook."""
+    leaf: Any = variable
+    with torch.enable_grad():
+        node = leaf.clone().grad_fn.next_functions[0][0]  # no view: some layouts have none
+    hooks = leaf._post_accumulate_grad_hooks or {}
+    kept = dict(hooks)
+    hooks.clear()  # the node calls what is in there; the plan calls it in its own time
+    try:
+        node(grad)
+    finally:
+        hooks.update(kept)
+
+
 def zeros_for_slot(node: Any, slot: int) -> torch.Tensor:
-    """Zeros in place of an undefined gradient for output number `slot` of an ``autograd.Function``."""
+    """Zeros in place of an undefined gradient for the differentiable output number `slot` of an
+    ``autograd.Function``."""
     return zeros_of_slot(node, slot)()
 
 
@@ -87,14 +103,3 @@ def zeros_of_slot(node: Any, slot: int) -> Callable[[], torch.Tensor]:
 def graph_is_kept() -> bool:
     """Whether the backward that is running was asked to retain the graph."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-def may_materialize(ctx: Any) -> bool:
-    """Whether an ``autograd.Function`` wants zeros for undefined gradients.
-
-    torch lets nobody read the flag. It is true unless the forward changes it, so look whether the
-    forward's code mentions ``set_materialize_grads`` (which is called only to switch it off).
-    """
-    forward = ctx._forward_cls
-    codes = (getattr(getattr(forward, name), "__code__", None) for name in ("forward", "setup_context"))
-    return not any(code is not None and "set_materialize_grads" in code.co_names for code in codes)

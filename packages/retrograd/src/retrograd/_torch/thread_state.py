@@ -8,10 +8,11 @@ leaves grad mode or autocast switched concerns the rest of its own node only.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -24,7 +25,11 @@ __all__ = [
     "thread_state_kept",
     "why_interpreted_now",
     "why_modes_differ",
+    "without_torch_functions",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _DEVICES = ("cpu", "cuda")
 
@@ -119,6 +124,17 @@ def as_if_autocast(dtype: torch.dtype | None, fn: Callable[..., Any], /, *args: 
             return fn(*args, **kwargs)
     result = fn(*args, **kwargs)
     return result.to(dtype) if result.dtype != dtype else result
+
+
+def without_torch_functions(fn: Callable[P, T]) -> Callable[P, T]:
+    """`fn` with no ``__torch_function__`` of a class or mode called in it: eager's C++ calls none."""
+
+    @functools.wraps(fn)
+    def quietly(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch._C.DisableTorchFunction():
+            return fn(*args, **kwargs)
+
+    return quietly
 
 
 def _modes() -> Modes:

@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from retrograd._torch.history import History, history_of, saved_tensors_unseen
 from retrograd._torch.provenance import noting
+from retrograd._torch.subclasses import is_wrapper
 
 __all__ = [
     "NotTraceableError",
@@ -78,13 +79,24 @@ def why_not_traceable(value: Any) -> str | None:
         return (
             None if value is None or isinstance(value, (int, float)) else f"{type(value).__name__} argument"
         )
-    if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+    if is_wrapper(value):
+        names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+        parts = [getattr(value, name) for name in names]
+        return next(filter(None, (why_not_traceable(p) for p in parts if isinstance(p, torch.Tensor))), None)
+    if not _dispatches_as_plain(value):
         return f"tensor subclass {type(value).__name__}"
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return "tensor wrapped by a functorch transform"
     if value.layout is not torch.strided:
         return f"{value.layout} tensor"
     if value.is_quantized or value.is_nested:
         return "quantized tensor" if value.is_quantized else "nested tensor"
     return None
+
+
+def _dispatches_as_plain(value: torch.Tensor) -> bool:
+    """Whether the dispatcher treats the tensor as a plain one, whatever its Python class adds to it."""
+    return type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def trace(
@@ -159,7 +171,7 @@ def _functional_graph(
     fn: Callable[..., Any], example_inputs: tuple[Any, ...], decompositions: Mapping[Any, Callable[..., Any]]
 ) -> fx.GraphModule:
     """Trace as it is; if the graph mutates, functionalise the graph. (Not the function: functionalisation
-    would hide from it which of its arguments require grad.)"""
+    would hide from it which of its arguments require grad, and would meet tensor subclasses.)"""
     gm = _make_fx(fn, example_inputs, decompositions)
     if _mutations(gm):
         with torch.no_grad():
@@ -226,7 +238,9 @@ class _Fakes:
     def _fake(self, index: int, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if id(value) not in self._seen:
-                fake = self._tensor(index, value.detach())
+                with torch._C.DisableTorchFunctionSubclass():
+                    plain = value.detach()
+                fake = self._tensor(index, plain)
                 # Some formulas ask their saved tensors (linalg.solve: which gradients are wanted).
                 self._seen[id(value)] = fake.requires_grad_(value.requires_grad)
             return self._seen[id(value)]

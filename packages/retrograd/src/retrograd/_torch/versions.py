@@ -12,6 +12,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from retrograd._torch.thread_state import without_torch_functions
+
 __all__ = ["Versions", "modified_error"]
 
 Key = TypeVar("Key", bound=Hashable)
@@ -24,6 +26,7 @@ class Versions(Generic[Key]):
         tensors: by key; what is no tensor, or tracks no version, is left out.
     """
 
+    @without_torch_functions
     def __init__(self, tensors: Mapping[Key, Any]) -> None:
         self._versions = {
             key: tensor._version
@@ -37,6 +40,7 @@ class Versions(Generic[Key]):
         renamed._versions = {new: self._versions[old] for old, new in names if old in self._versions}
         return renamed
 
+    @without_torch_functions
     def changed(self, keys: Iterable[Key], tensors: Mapping[Key, Any]) -> dict[Key, str]:
         """Of `keys`, those whose tensor was changed in place since, with eager's error text."""
         return {

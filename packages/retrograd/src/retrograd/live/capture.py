@@ -21,7 +21,7 @@ from retrograd.graph.aot_backward import AotBackward, AotCall, NotInlinedError
 from retrograd.graph.backward_graph import BackwardGraph, Call, NodeCall, Source, SourceKind
 from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.live.calls import copy_slices, functions, gradients, hooks, saved
-from retrograd.live.calls.node_function import NodeFunction
+from retrograd.live.calls.node_function import NodeFunction, OutputCheck
 from retrograd.live.inlining import Arriving, inline
 
 __all__ = ["BackwardRecorder", "GraphNeededError"]
@@ -118,12 +118,12 @@ class BackwardRecorder:
         return self._elements(result, wanted)
 
     def validate(self, fn: Callable[..., Any], outputs: list[Value], args: Any) -> list[Value]:
-        target = NodeFunction("validate_outputs", fn)
+        check = OutputCheck(fn, self._node_calls[-1].name)
         checked: list[Value] = [None] * len(outputs)
         for step, slots in enumerate(self._inlined.get(self._node_calls[-1].index, (range(len(outputs)),))):
             given = [value if i in slots else None for i, value in enumerate(outputs)]
             if any(value is not None for value in given):
-                result = self._call(CallKind.VALIDATE, target, (given, *args), step=step)
+                result = self._call(CallKind.VALIDATE, check, (given, *args), step=step)
                 for i, value in enumerate(self._elements(result, [v is not None for v in given], step)):
                     checked[i] = checked[i] if value is None else value
         return checked
@@ -145,14 +145,14 @@ class BackwardRecorder:
         grads: list[Value],
         saved_values: list[Value],
         wanted: list[bool],
-        materializes: bool | None,
+        zeros: tuple[Any, ...],
         note: str = "",
     ) -> list[Value]:
         self._execute()
         ctx = self._placeholder(SourceKind.HOOK, context)
         if any(_is_packed(value) for value in saved_values):
-            return self._kept_function(ctx, grads, saved_values, wanted, materializes)
-        args = (ctx, grads, saved_values, tuple(wanted), materializes)
+            return self._kept_function(ctx, grads, saved_values, wanted, zeros)
+        args = (ctx, grads, saved_values, tuple(wanted), zeros)
         return self._elements(self._call(CallKind.FUNCTION, functions.call_backward, args, note=note), wanted)
 
     def aot_backward(self, aot: AotBackward, call: AotCall) -> list[Value]:
@@ -245,7 +245,7 @@ class BackwardRecorder:
         grads: list[Value],
         saved_values: list[Value],
         wanted: list[bool],
-        materializes: bool | None,
+        zeros: tuple[Any, ...],
     ) -> list[Value]:
         """Only the Function itself can unpack its saved tensors, as what they were and when it wants them."""
         if not self._graph_is_kept:
@@ -254,7 +254,7 @@ class BackwardRecorder:
         for value in saved_values:
             if value is not None and _is_packed(value):
                 self._graph.erase_node(value)
-        args = (ctx, grads, tuple(wanted), materializes, packed)
+        args = (ctx, grads, tuple(wanted), zeros, packed)
         return self._elements(self._call(CallKind.FUNCTION, functions.call_kept_backward, args), wanted)
 
     def add(self, old: Value, new: Value) -> Value:

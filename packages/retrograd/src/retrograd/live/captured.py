@@ -49,6 +49,8 @@ class CapturedBackward:
         needs_engine_frame: whether it must run while the engine's call is alive.
         has_aot_graphs: whether the backward of a compiled function was laid in: a function of values that
             the compiled forward saved, whose own history is not known either.
+        has_cpp_functions: whether a C++ function is called that may keep state on its context. The engine
+            hands over a copy of it: what a backward leaves there is lost to a later one.
     """
 
     def __init__(self, backward: BackwardGraph, request: EngineRequest) -> None:
@@ -59,6 +61,8 @@ class CapturedBackward:
         self.needs_engine_frame = backward.needs_engine_frame
         self.n_outputs = len(backward.outputs())
         self.has_aot_graphs = bool(backward.inlined)
+        kinds = {call.kind for _, call in backward.calls()}
+        self.has_cpp_functions = CallKind.CPP_FUNCTION in kinds
         self._unpacked: list[tuple[int, Source, Source]] = [
             (call.node_call, source_of(node.all_input_nodes[0]), source_of(node.all_input_nodes[1]))
             for node, call in backward.calls()

@@ -18,7 +18,13 @@ from retrograd._torch.boxed import copied
 from retrograd._torch.guards import InputGuard, changed_sizes
 from retrograd._torch.locks import ForkSafeLock
 from retrograd._torch.stance import compile_stance
-from retrograd._torch.thread_state import modes_of_lowering, why_interpreted_now, why_modes_differ
+from retrograd._torch.subclasses import SubclassBorder, SymbolicMetadataError, is_wrapper
+from retrograd._torch.thread_state import (
+    modes_of_lowering,
+    why_interpreted_now,
+    why_modes_differ,
+    without_torch_functions,
+)
 from retrograd._torch.tracing import NotTraceableError, is_batched, trace, why_not_traceable
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
@@ -43,7 +49,7 @@ class Lowered:
 
     Attributes:
         guard, modes: must hold. run: the backend's code, which takes the arguments at `fed` and whose results
-            stand at `given`. graph: the ATen graph.
+            stand at `given`. graph: the ATen graph. border: flattens tensor subclasses, if there are any.
         differentiable: records what was run, for a derivative; None where eager would record nothing.
         has_run: whether it has once. is_deterministic: None until it had to be found out.
     """
@@ -54,24 +60,38 @@ class Lowered:
     fed: tuple[int, ...]
     given: tuple[int | None, ...]
     graph: fx.Graph
+    border: SubclassBorder | None
     differentiable: Differentiable | None = None
     has_run: bool = False
     is_deterministic: bool | None = None
 
-    def __call__(self, args: list[Any]) -> list[Any]:
-        """The outputs; `args` is emptied."""
+    def guards(self) -> str:
+        """What must hold, for the report."""
+        return str(self.guard) if self.border is None else f"{self.border}; {self.guard}"
+
+    def flat(self, args: list[Any]) -> list[Any] | None:
+        """The values that its code takes, if `args` fit; None if they do not."""
+        flat = args if self.border is None else self.border.enter(args)
+        return flat if flat is not None and self.guard.check(flat) else None
+
+    @without_torch_functions
+    def __call__(self, args: list[Any], flat: list[Any]) -> list[Any]:
+        """The outputs; both lists are emptied."""
         if self.differentiable is None:
-            return self._outputs(args)
+            return self._outputs(args, flat)
         values = list(args)
         with torch.no_grad():
-            results = self._outputs(args)
+            results = self._outputs(args, flat)
         return self.differentiable(results, values)
 
-    def _outputs(self, args: list[Any]) -> list[Any]:
-        inputs = [args[i] for i in self.fed]
+    def _outputs(self, args: list[Any], flat: list[Any]) -> list[Any]:
+        passed = {} if self.border is None else self.border.passed_through(args)
+        inputs = [flat[i] for i in self.fed]
         args.clear()
+        flat.clear()
         results = self.run(inputs)
-        return [None if place is None else results[place] for place in self.given]
+        outputs = [None if place is None else results[place] for place in self.given]
+        return outputs if self.border is None else self.border.exit(outputs, passed)
 
 
 @dataclass(frozen=True)
@@ -125,14 +145,17 @@ class BoxedRunner:
         if self._interpret_because is not None:
             return self._interpret(args)
         now, self._postponed = self._postponed or why_interpreted_now(args), None
+        if now is None and torch.is_grad_enabled() and any(map(is_wrapper, args)):
+            now = "tensor subclasses in grad mode"
         if now is not None:
             return self._interpret_now(args, now)
-        lowered = self._lowered_for(args)
-        if lowered is None or lowered.is_deterministic is False:
+        found = self._lowered_for(args)
+        if found is None or found[0].is_deterministic is False:
             return self._interpret(args)
+        lowered, flat = found
         if lowered.is_deterministic is None and determinism_is_on():
             return self._ask_eager(lowered, args)
-        return self._run(lowered, args)
+        return self._run(lowered, args, flat)
 
     def _interpret(self, args: list[Any]) -> Sequence[Any]:
         return self._run_as_captured(args)
@@ -155,12 +178,12 @@ class BoxedRunner:
         lowered.is_deterministic = True
         return results
 
-    def _run(self, lowered: Lowered, args: list[Any]) -> Sequence[Any]:
+    def _run(self, lowered: Lowered, args: list[Any], flat: list[Any]) -> Sequence[Any]:
         """Run compiled code. Until it has run once its inputs are held, so that a failure costs nothing but
         the compilation; after that they are let go as it goes on, and a failure can only be reported."""
         held = None if lowered.has_run else list(args)
         try:
-            results = lowered(args)
+            results = lowered(args, flat)
         except Exception as error:
             counters["run_failures"] += 1
             out_of_memory = isinstance(error, torch.OutOfMemoryError)
@@ -185,13 +208,15 @@ class BoxedRunner:
 
     # lower
 
-    def _lowered_for(self, args: Sequence[Any]) -> Lowered | None:
-        """Code for these values, made now if need be; None if the function is to be interpreted."""
+    @without_torch_functions
+    def _lowered_for(self, args: list[Any]) -> tuple[Lowered, list[Any]] | None:
+        """Code for these values, made now if need be, and what it takes; None if the function is to be
+        interpreted."""
         try:
             modes = modes_of_lowering()
             for lowered in self._lowered:
-                if lowered.modes == modes and lowered.guard.check(args):
-                    return lowered
+                if lowered.modes == modes and (flat := lowered.flat(args)) is not None:
+                    return lowered, flat
             return self._lower(args)
         except LoweringError:
             raise
@@ -199,14 +224,15 @@ class BoxedRunner:
             self._give_up(_first_line(error), error)
             return None
 
-    def _lower(self, args: Sequence[Any]) -> Lowered | None:
+    def _lower(self, args: list[Any]) -> tuple[Lowered, list[Any]] | None:
         """A new lowering for these values; None if the function is to be interpreted this time."""
         if any(map(is_batched, args)):
             return None  # by the engine, for one backward with is_grads_batched
         if reason := next(filter(None, map(why_not_traceable, args)), None):
             self._give_up(reason)
             return None
-        because = self._note_changes(args)
+        border, flat = _border(args)
+        because = self._note_changes(args, flat, border)
         if len(self._lowered) >= self._config.recompile_limit:
             self._interpret_because = f"recompile limit of {self._config.recompile_limit} reached: {because}"
             self._tell("interpreted", "", self._interpret_because)
@@ -214,22 +240,27 @@ class BoxedRunner:
         if self._stance_refuses(because):
             return None
         with _one_at_a_time:
-            lowered = self._compile(args)
+            lowered = self._compile(flat, border)
         recompile = bool(self._lowered)
         self._lowered.insert(0, lowered)
         counters["lowerings"] += 1
         counters["recompiles"] += recompile
-        self._tell(self._backend.name, str(lowered.guard), because, lowered.graph, recompile)
-        return lowered
+        self._tell(self._backend.name, lowered.guards(), because, lowered.graph, recompile)
+        return lowered, flat
 
-    def _compile(self, args: Sequence[Any]) -> Lowered:
+    def _compile(self, args: Sequence[Any], border: SubclassBorder | None) -> Lowered:
+        run_flat = self._run_noted if border is None else border.flattened(self._run_noted)
+        decompositions = self._backend.decompositions()
         with self._log.stage("trace"):
-            traced = trace(self._run_noted, args, self._symbolic or None, self._backend.decompositions())
+            try:
+                traced = trace(run_flat, args, self._symbolic or None, decompositions)
+            except SymbolicMetadataError:
+                traced = trace(run_flat, args, None, decompositions)
         graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
         with self._log.stage("compile"):
             run = self._backend.compile(traced.gm, traced.example_inputs)
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
-        lowered = Lowered(guard, modes_of_lowering(), run, traced.fed, traced.given, graph)
+        lowered = Lowered(guard, modes_of_lowering(), run, traced.fed, traced.given, graph, border)
         if traced.history is not None:
             lowered.differentiable = Differentiable(
                 self._run_as_captured, args, traced.history, self._another
@@ -255,31 +286,31 @@ class BoxedRunner:
 
     # sizes that change
 
-    def _note_changes(self, args: Sequence[Any]) -> str:
+    def _note_changes(self, args: list[Any], flat: list[Any], border: SubclassBorder | None) -> str:
         """Sizes that differ from the last lowering become symbolic; says what failed."""
-        if not self._lowered:
-            self._symbolic = self._initially_symbolic(args)
-            return "first use"
-        if self._lowered[0].modes != modes_of_lowering():
-            return why_modes_differ(self._lowered[0].modes, modes_of_lowering())
-        last = self._lowered[0].guard
+        last = self._lowered[0] if self._lowered else None
+        if last is None or not _is_alike(last.border, args):
+            self._symbolic = self._initially_symbolic(flat, border.numbers if border else frozenset())
+            return "first use" if last is None else f"another class or metadata: {last.border} / {border}"
+        if last.modes != modes_of_lowering():
+            return why_modes_differ(last.modes, modes_of_lowering())
         if self._config.dynamic is not False:
-            for index, dims in changed_sizes(last.args_metadata, args).items():
+            for index, dims in changed_sizes(last.guard.args_metadata, flat).items():
                 self._symbolic[index] = self._symbolic.get(index, frozenset()) | dims
-        return last.why_not(args)
+        return last.guard.why_not(flat)
 
-    def _initially_symbolic(self, args: Sequence[Any]) -> Symbolic:
+    def _initially_symbolic(self, args: Sequence[Any], outer: frozenset[int]) -> Symbolic:
         """Sizes that reach the segment as numbers are those that the engine saw change: they are symbolic
-        from the start, and so are the tensors' dimensions of the same extent."""
+        from the start, and so are dimensions of the same extent (`outer`: those of subclass tensors)."""
         if self._config.dynamic is False:
             return {}
-        moving = {value for value in args if type(value) is int}
+        moving = {value for i, value in enumerate(args) if type(value) is int and i not in outer}
         symbolic: Symbolic = {}
         for i, value in enumerate(args):
             if isinstance(value, torch.Tensor):
                 dims = [d for d, s in enumerate(value.shape) if self._config.dynamic or s in moving]
                 symbolic[i] = frozenset(dims)
-            elif type(value) is int:
+            elif type(value) is int and (i not in outer or self._config.dynamic or value in moving):
                 symbolic[i] = frozenset({0})
         return {i: dims for i, dims in symbolic.items() if dims}
 
@@ -306,6 +337,21 @@ class BoxedRunner:
         because = f"{self._how.role}: {because}" if self._how.role else because
         live_log.debug("segment %d: %s, %s", self._number, how, because)
         self._log.lowered(LoweringReport(self._number, how, guards, because, graph, recompile))
+
+
+def _border(args: list[Any]) -> tuple[SubclassBorder | None, list[Any]]:
+    """The border of these values, if there is a subclass among them, and the flat values behind it."""
+    if not any(map(is_wrapper, args)):
+        return None, args
+    border = SubclassBorder(args)
+    flat = border.enter(args)
+    assert flat is not None
+    return border, flat
+
+
+def _is_alike(border: SubclassBorder | None, args: list[Any]) -> bool:
+    """Whether the values have the classes and metadata of those that `border` was made for."""
+    return not any(map(is_wrapper, args)) if border is None else border.enter(args) is not None
 
 
 def _first_line(error: Exception) -> str:

@@ -25,7 +25,7 @@ from retrograd.backends.eager import EagerBackend
 from retrograd.config import Config
 from retrograd.events import counters
 from retrograd.graph.backward_graph import BackwardGraph, SourceKind, call_of, source_of
-from retrograd.graph.hook_kind import CallKind
+from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.graph.report import BackwardReport
 from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment
 from retrograd.live.calls.gradients import accumulate_grad
@@ -167,9 +167,24 @@ def _accumulate(step: Accumulation, dying: frozenset[fx.Node], values: Values) -
     variable = values[variable_node]  # type: ignore[index]
     # The list is the only reference to the gradient if this is its last use: then it may be stolen.
     box = [values.pop(grad_node) if grad_node in dying else values[grad_node]]  # type: ignore[arg-type,index]
-    accumulate_grad(variable, box, bool(has_post_hooks))
+    kept = bool(has_post_hooks) and grad_node in values and _only_for_post_hooks(step.node)
+    accumulate_grad(variable, box, kept)
     for node in dying:
         values.pop(node, None)
+
+
+def _only_for_post_hooks(accumulation: fx.Node) -> bool:
+    """Whether the plan keeps the gradient for nothing but the post hooks of this AccumulateGrad node."""
+    grad = accumulation.args[1]
+    assert isinstance(grad, fx.Node)
+    later = [user for user in grad.users if accumulation < user]
+    own = call_of(accumulation).node_call
+    return all(
+        user.op == "call_function"
+        and call_of(user).hook is HookKind.NODE_POST
+        and call_of(user).node_call == own
+        for user in later
+    )
 
 
 def _call(

@@ -49,11 +49,11 @@ class SegmentRunner(BoxedRunner):
             return step_through(self._graph, args, self._log.node_ranges)
         return self._run_as_captured(args)
 
-    def _run(self, lowered: Lowered, args: list[Any]) -> Sequence[Any]:
+    def _run(self, lowered: Lowered, args: list[Any], flat: list[Any]) -> Sequence[Any]:
         if not profiling():
-            return super()._run(lowered, args)
+            return super()._run(lowered, args, flat)
         with self._log.segment_range(self._segment, self._number):
-            return super()._run(lowered, args)
+            return super()._run(lowered, args, flat)
 
     def _run_noted(self, args: list[Any]) -> Sequence[Any]:
         """As captured, while it is traced: ATen nodes get the names of their autograd nodes."""

@@ -112,11 +112,14 @@ class Session:
     # run
 
     def _run_collected(self, call: Collected, request: EngineRequest) -> Grads:
-        # With create_graph the graph is kept (see `why_not_collectable`): falling back is still possible.
+        # Falling back is still possible as long as the graph is kept, which create_graph implies here (see
+        # `why_not_collectable`).
         if request.create_graph and (node := call.artifact.node_without_history(call, request)):
             return self._fall_back(request.as_asked(), replace(_NO_HISTORY, node=node))
         if request.create_graph and call.artifact.has_aot_graphs:
             return self._fall_back(request.as_asked(), _NO_AOT_HISTORY)
+        if request.keep_graph and call.artifact.has_cpp_functions:
+            return self._fall_back(request.as_asked(), _NO_STATE)
         return self._checked(request.as_asked(), self._run_plan(call, request))
 
     def _run_plan(self, call: Collected, request: EngineRequest) -> Grads:
@@ -210,12 +213,18 @@ _WAY_OUT = {
     "create-graph-through-unpack-hooks": "run that operation outside of saved_tensors_hooks",
     "nested-too-deep": "nothing to do: the outer backwards are compiled, this one runs as eager runs it",
     "nested-in-engine-frame": "register a hook that stores the gradient instead of calling retain_grad()",
+    "cpp-function-kept": "declare `static constexpr bool is_traceable = true` if it keeps no state",
     "engine-busy": "run the backwards of several threads one after the other to have them compiled",
 }
 
 _NO_HISTORY = _reason(
     "create-graph-through-unpack-hooks",
     "torch does not tell the history of tensors saved behind unpack hooks",
+)
+
+_NO_STATE = _reason(
+    "cpp-function-kept",
+    "a C++ function that is not traceable may keep state for the next backward of the retained graph",
 )
 
 _NO_AOT_HISTORY = _reason(

@@ -11,11 +11,14 @@ from collections.abc import Sequence
 
 import torch
 
+from retrograd._torch.thread_state import without_torch_functions
+
 __all__ = ["epilogue", "prologue"]
 
 Geometry = tuple[Sequence[int], Sequence[int], int]
 
 
+@without_torch_functions
 def prologue(
     grad: torch.Tensor | None, base: Geometry, view: Geometry
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
@@ -36,6 +39,7 @@ def prologue(
     return result, part, part.clone(memory_format=torch.contiguous_format)
 
 
+@without_torch_functions
 def epilogue(
     needs: Sequence[bool],
     result: torch.Tensor | None,

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from retrograd._torch.function_flags import materializes_grads
 from retrograd._torch.queries import node_under_way
-from retrograd._torch.tensors import graph_is_kept, may_materialize, zeros_for_slot
+from retrograd._torch.tensors import graph_is_kept, zeros_for_slot
 from retrograd.live.calls.saved import ModifiedTensor, unpack
 
 __all__ = ["FunctionContext", "call_backward", "call_kept_backward"]
@@ -65,22 +67,34 @@ class FunctionContext:
         delattr(self._ctx, name)
 
 
+_context_classes: WeakKeyDictionary[type, type[FunctionContext]] = WeakKeyDictionary()
+
+
+def _context_class(cls: type) -> type[FunctionContext]:
+    """`FunctionContext` under the name of the context class that it stands for."""
+    if cls not in _context_classes:
+        names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        _context_classes[cls] = type(cls.__name__, (FunctionContext,), names)
+    return _context_classes[cls]
+
+
 def call_backward(
     ctx: Any,
     grads: Sequence[Grad],
     saved: Sequence[Any],
     is_tensor: Sequence[bool],
-    materializes: bool | None = None,
+    zeros: Sequence[Any],
 ) -> list[Grad]:
     """Run the Function's ``backward`` (or ``vjp``).
 
     Args:
         ctx: the Function's context, which is also its autograd node.
-        grads: gradients of the forward's outputs; undefined ones become zeros unless the forward called
-            ``ctx.set_materialize_grads(False)``.
+        grads: gradients of the forward's outputs; undefined ones become zeros unless
+            ``ctx.set_materialize_grads(False)`` was called.
         saved: saved tensors.
         is_tensor: for each argument of the forward, whether it was a tensor.
-        materializes: whether undefined gradients become zeros, where the engine told; None to ask `ctx`.
+        zeros: for each gradient that nothing produces, what the engine puts in its place: sizes, dtype,
+            device and layout of zeros, or (); None for a gradient that something may produce.
 
     Returns:
         One gradient per argument of the forward.
@@ -90,14 +104,14 @@ def call_backward(
             is neither a tensor nor None.
         Exception: whatever the user's backward raises, unchanged.
     """
-    return _call(ctx, FunctionContext(ctx, saved), grads, is_tensor, materializes)
+    return _call(ctx, _context_class(type(ctx))(ctx, saved), grads, is_tensor, zeros)
 
 
 def call_kept_backward(
     ctx: Any,
     grads: Sequence[Grad],
     is_tensor: Sequence[bool],
-    materializes: bool | None,
+    zeros: Sequence[Any],
     packed: Sequence[Any],
 ) -> list[Grad]:
     """As `call_backward`, on a context that the engine has not released: the backward itself unpacks the
@@ -109,20 +123,29 @@ def call_kept_backward(
     """
     given = ctx
     if node_under_way() is None:
-        given = FunctionContext(ctx, [unpack(*item) if type(item) is tuple else item for item in packed])
-    result = _call(ctx, given, grads, is_tensor, materializes)
+        unpacked = [unpack(*item) if type(item) is tuple else item for item in packed]
+        given = _context_class(type(ctx))(ctx, unpacked)
+    result = _call(ctx, given, grads, is_tensor, zeros)
     ctx.maybe_clear_saved_tensors()
     return result
 
 
 def _call(
-    ctx: Any, given: Any, grads: Sequence[Grad], is_tensor: Sequence[bool], materializes: bool | None
+    ctx: Any, given: Any, grads: Sequence[Grad], is_tensor: Sequence[bool], zeros: Sequence[Any]
 ) -> list[Grad]:
-    undefined = any(grad is None for grad in grads)
-    if undefined and (may_materialize(ctx) if materializes is None else materializes):
-        grads = [zeros_for_slot(ctx, i) if grad is None else grad for i, grad in enumerate(grads)]
+    grads = [_zeros(ctx, i, zeros[i]) if grad is None else grad for i, grad in enumerate(grads)]
     result = BackwardCFunction.apply(given, *grads)
     return _checked(ctx, result if type(result) is tuple else (result,), is_tensor)
+
+
+def _zeros(ctx: Any, slot: int, made: Any) -> Grad:
+    """What stands for an undefined gradient."""
+    if made is None:
+        return zeros_for_slot(ctx, slot) if materializes_grads(ctx) else None
+    if not made:
+        return None
+    sizes, dtype, device, layout = made
+    return torch.zeros(sizes, dtype=dtype, device=device, layout=layout)
 
 
 def _checked(ctx: Any, grads: tuple[Any, ...], is_tensor: Sequence[bool]) -> list[Grad]:

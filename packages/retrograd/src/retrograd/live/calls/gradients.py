@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import torch
 
+from retrograd._torch.layout_warning import warn_of_layout
 from retrograd._torch.tensors import (
+    accumulate_in_node,
     clone_for_layout_contract,
     is_only_reference,
     layout_contract_enforced,
     obeys_layout_contract,
 )
+from retrograd._torch.thread_state import without_torch_functions
 
 __all__ = ["accumulate_grad", "sum_gradients"]
 
 Grad = torch.Tensor | None
 
 
+@without_torch_functions
 def sum_gradients(*grads: Grad) -> Grad:
     """The sum in the order given; undefined gradients count for nothing. Sparse ones are added to dense
     ones, never the other way round."""
@@ -35,14 +39,16 @@ def sum_gradients(*grads: Grad) -> Grad:
     return total
 
 
-def accumulate_grad(variable: torch.Tensor, box: list[Grad], has_post_hooks: bool = False) -> None:
+@without_torch_functions
+def accumulate_grad(variable: torch.Tensor, box: list[Grad], kept_for_post_hooks: bool = False) -> None:
     """Write a gradient into ``variable.grad`` with eager's rules: steal, copy, or add.
 
     Args:
         variable: a leaf.
         box: the gradient, taken out of the list so that nobody but this function refers to it (a
             gradient that somebody else refers to is copied, not stolen).
-        has_post_hooks: unused here: the plan holds no reference for post hooks.
+        kept_for_post_hooks: whether the plan refers to the gradient too, to show it to the node's post hooks:
+            eager does the same, and steals it nevertheless.
     """
     grad = box.pop()
     if grad is None or not variable.requires_grad:
@@ -50,27 +56,44 @@ def accumulate_grad(variable: torch.Tensor, box: list[Grad], has_post_hooks: boo
     existing = variable.grad
     if existing is None:
         # `is_only_reference` counts this frame's one reference to `grad`.
-        stealable = not torch.is_grad_enabled() and is_only_reference(grad)
-        variable.grad = _first(variable, grad, stealable)
-    elif existing.is_sparse and not grad.is_sparse:
-        variable.grad = grad + existing
+        stealable = not torch.is_grad_enabled() and is_only_reference(grad, int(kept_for_post_hooks))
+        _write(variable, _first(variable, grad, stealable), grad)
+        return
+    if existing.is_sparse and not grad.is_sparse:
+        _write(variable, grad + existing, grad)
     elif torch.is_grad_enabled():
-        variable.grad = existing + grad
+        _write(variable, existing + grad, grad)
     else:
         existing += grad
+    warn_of_layout(existing, grad, variable)
+
+
+def _write(variable: torch.Tensor, total: torch.Tensor, grad: torch.Tensor) -> None:
+    """Make `total` the ``.grad``. Python refuses one of another size, dtype or layout than the leaf, which
+    eager's C++ does not: then torch's own node accumulates `grad`."""
+    try:
+        variable.grad = total
+    except RuntimeError:
+        accumulate_in_node(variable, grad)
 
 
 def _first(variable: torch.Tensor, grad: torch.Tensor, stealable: bool) -> torch.Tensor:
-    strided = grad.layout is torch.strided
-    if stealable and strided and variable.layout is not torch.sparse_csr:
-        if not layout_contract_enforced() or obeys_layout_contract(grad, variable):
-            return grad.detach()
-    elif stealable and grad.is_sparse and _values_are_exclusive(grad):
+    if stealable and _may_be_taken_over(variable, grad):
+        return grad.detach()
+    if stealable and grad.is_sparse and _parts_are_contiguous(grad):
         return torch.sparse_coo_tensor(grad._indices(), grad._values(), grad.shape, check_invariants=False)
-    if not strided or grad.is_nested:
+    if grad.layout is not torch.strided or grad.is_nested:
         return grad.clone()
     return clone_for_layout_contract(grad, variable)
 
 
-def _values_are_exclusive(grad: torch.Tensor) -> bool:
+def _may_be_taken_over(variable: torch.Tensor, grad: torch.Tensor) -> bool:
+    if grad.is_mkldnn:
+        return True
+    if grad.layout is not torch.strided or variable.layout is torch.sparse_csr:
+        return False
+    return not layout_contract_enforced() or obeys_layout_contract(grad, variable)
+
+
+def _parts_are_contiguous(grad: torch.Tensor) -> bool:
     return grad._indices().is_contiguous() and grad._values().is_contiguous()

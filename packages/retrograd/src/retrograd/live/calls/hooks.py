@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from retrograd._torch.hooks import call_cpp_tensor_pre_hooks, counts_other_hooks
+from retrograd._torch.thread_state import without_torch_functions
 
 __all__ = [
     "call_cpp_tensor_hook",
@@ -79,6 +80,7 @@ def _checked_tuple(hook: Callable[..., Any], before: Grads, after: Any) -> Grads
     return tuple(_checked(hook, b, a) for b, a in zip(before, after, strict=True))
 
 
+@without_torch_functions
 def _checked(hook: Callable[..., Any], before: Grad, after: Any) -> Grad:
     if after is None:
         return None

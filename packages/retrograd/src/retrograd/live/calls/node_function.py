@@ -1,11 +1,14 @@
-"""A built-in autograd node in functional form: ``(grads, *saved) -> grads``."""
+"""A built-in autograd node, and the check of a node's outputs, in functional form.
+
+In: ``(grads, *saved)``. Out: gradients.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["NodeFunction"]
+__all__ = ["NodeFunction", "OutputCheck"]
 
 
 class NodeFunction:
@@ -29,3 +32,32 @@ class NodeFunction:
 
     def __repr__(self) -> str:
         return f"autograd.{self.__name__}"
+
+
+class OutputCheck(NodeFunction):
+    """Checks the gradients that a node returned against what their consumers expect, and converts them.
+
+    Args:
+        fn: the engine's closure. node: name of the node, for the error.
+    """
+
+    #: how the closure begins an error, not knowing the node; eager names it.
+    _NAMELESS = "[Compiled Autograd Tracing:]"
+
+    def __init__(self, fn: Callable[..., Any], node: str) -> None:
+        super().__init__("validate_outputs", fn)
+        self._node = node
+
+    def __call__(self, grads: Sequence[Any], *saved: Any) -> Sequence[Any]:
+        """The gradients as their consumers take them.
+
+        Raises:
+            RuntimeError: a gradient that does not fit, in eager's words.
+        """
+        try:
+            return super().__call__(grads, *saved)
+        except RuntimeError as error:
+            text = str(error)
+            if not text.startswith(self._NAMELESS):
+                raise
+        raise RuntimeError(f"Function {self._node} returned an {text.removeprefix(self._NAMELESS)}")
