@@ -99,6 +99,24 @@ def the_same_nodes_twice_raise(f, module, events):
 
 
 @program
+def independent_outputs_one_after_the_other(f, module, events):
+    _, y, z = f(X)
+    y.sum().backward()
+    z.sum().backward()
+    y.sum().backward()
+
+
+@program
+def gradient_of_an_intermediate_alone(f, module, events):
+    h, y, _ = f(X)
+    handle = module.a.weight.register_hook(lambda grad: events.append("not to be called"))
+    (grad,) = torch.autograd.grad(h.sum() * 3 + y.sum(), h)
+    handle.remove()
+    events.append(seen(grad))
+    h.backward(grad)
+
+
+@program
 def kept_graph(f, module, events):
     _, y, _ = f(X)
     y.sum().backward(retain_graph=True)
@@ -305,8 +323,18 @@ def test_a_sum_loses_an_undefined_operand_and_what_hangs_from_it_alone_is_undefi
     assert not found.zeros
 
 
-def test_an_operation_that_mixes_makes_an_undefined_tangent_zeros() -> None:
-    found, nodes = flow({1}, "cat")
+def test_an_operation_that_mixes_has_zeros_in_place_of_what_is_undefined() -> None:
+    found, nodes = flow({1}, "cat", "b")
+    assert found.filled == {nodes["t2"]}
+    assert [name for name, node in nodes.items() if found.is_undefined(node)] == ["t2", "b"]
+    assert not found.zeros
+
+
+def test_where_sizes_are_not_known_the_tangent_itself_is_zeros() -> None:
+    graph, nodes = graph_of_two_tangents()
+    for node in nodes.values():
+        del node.meta["val"]
+    found = TangentFlow(graph, [[nodes["t1"]], [nodes["t2"]]], {1}, [[nodes["cat"]], [nodes["b"]]])
     assert found.zeros == {1}
     assert not any(map(found.is_undefined, nodes.values()))
 

@@ -92,7 +92,8 @@ class BackwardGraph:
             (numbers of the node's outputs) that are ready at its end. Eager would have run a node per step.
         totals: for an inlined node call and the number of one of the node's inputs, the whole gradient there:
             what arrives from outside together with what its own graph adds.
-        consumed: for an inlined node call, which of eager's nodes in it use up what they saved.
+        consumed: for an inlined node call, which of eager's nodes in it use up what they saved; also for
+            the gradient of each of its outputs alone, by number.
         intact: inlined node calls of which another part can be differentiated later, without
             ``retain_graph``.
     """
@@ -102,7 +103,7 @@ class BackwardGraph:
     needs_engine_frame: bool
     inlined: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     totals: Mapping[tuple[int, int], fx.Node | None] = field(default_factory=dict)
-    consumed: Mapping[int, frozenset[float]] = field(default_factory=dict)
+    consumed: Mapping[tuple[int, int | None], frozenset[float]] = field(default_factory=dict)
     intact: frozenset[int] = frozenset()
 
     def calls(self) -> Iterator[tuple[fx.Node, Call]]:

@@ -49,7 +49,7 @@ class BackwardRecorder:
         self._executed: set[int] = set()
         self._inlined: dict[int, tuple[tuple[int, ...], ...]] = {}
         self._totals: dict[tuple[int, int], Value] = {}
-        self._consumed: dict[int, frozenset[float]] = {}
+        self._consumed: dict[tuple[int, int | None], frozenset[float]] = {}
         self._intact: set[int] = set()
         self._moved: dict[Value, Value] = {}
         self._aot_names: Counter[str] = Counter()
@@ -175,7 +175,8 @@ class BackwardRecorder:
         here = self._node_calls[-1].index
         if inlined.leaves_a_part and not self._graph_is_kept:
             raise GraphNeededError(here)
-        self._consumed[here] = inlined.consumed
+        self._consumed[here, None] = inlined.consumed
+        self._consumed.update({(here, slot): keys for slot, keys in inlined.consumed_for.items()})
         if inlined.leaves_a_part:
             self._intact.add(here)
         tensors = (i for i, is_tensor in enumerate(call.wanted) if is_tensor)

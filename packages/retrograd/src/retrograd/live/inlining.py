@@ -8,6 +8,7 @@ autograd node for each forward operation, and accumulated a parameter's gradient
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class Inlined:
         steps: for each step, in order, the numbers of the gradients that are ready at its end.
         totals: by output of the forward, the whole gradient there, before its hooks.
         consumed: which of eager's nodes would have released what they saved; sequence numbers or the like.
+        consumed_for: by output of the forward, the same if only the gradient there is wanted.
         leaves_a_part: whether other outputs can still be differentiated afterwards, without ``retain_graph``.
     """
 
@@ -62,6 +64,7 @@ class Inlined:
     steps: tuple[tuple[int, ...], ...]
     totals: dict[int, Value]
     consumed: frozenset[float]
+    consumed_for: dict[int, frozenset[float]]
     leaves_a_part: bool
 
 
@@ -109,7 +112,7 @@ class _Inlining:
         keys = {
             min(map(self._flow.key.__getitem__, parts))
             for gradient, want in zip(self._aot.gradients, self._arriving.wanted, strict=True)
-            if want and (parts := _parts(gradient)) and not self._flow.is_undefined(parts[0])
+            if want and (parts := _parts(gradient)) and not all(map(self._flow.is_undefined, parts))
         }
         return sorted(keys, reverse=True) or [0.0]
 
@@ -133,8 +136,14 @@ class _Inlining:
             self._gradient(gradient) if want else None
             for gradient, want in zip(self._aot.gradients, self._arriving.wanted, strict=True)
         ]
-        consumed, leaves_a_part = self._flow.consumed(), self._flow.leaves_a_part()
-        return Inlined(gradients, self._steps(gradients), totals, consumed, leaves_a_part)
+        return Inlined(
+            gradients,
+            self._steps(gradients),
+            totals,
+            self._flow.consumed(),
+            {tangent.slot: self._flow.consumed_for(i) for i, tangent in enumerate(self._aot.tangents)},
+            self._flow.leaves_a_part(),
+        )
 
     # tangents
 
@@ -187,17 +196,26 @@ class _Inlining:
         if node.op == "get_attr":
             constant = aten.Constant(str(node.target), self._aot.constants[str(node.target)])
             return self._call(constant, (), node.name, step)
+        for empty in self._flow.filled.intersection(node.all_input_nodes):
+            self._env[empty] = self._zeros_like(empty, step)
         args = fx.map_arg(node.args, self._env.__getitem__)
         kwargs = fx.map_arg(node.kwargs, self._env.__getitem__)
         return self._call(aten.operation(node), args, node.name, step, kwargs)
 
+    def _zeros_like(self, node: fx.Node, step: int) -> Value:
+        fake = node.meta["val"]
+        make = functools.partial(torch.zeros, tuple(fake.shape), dtype=fake.dtype, device=fake.device)
+        return self._call(aten.Named("zeros", make), (), f"{node.name}_zeros", step)
+
     def _gradient(self, gradient: fx.Node | BuiltGradient | None) -> Value:
         parts = _parts(gradient)
-        if not parts or self._flow.is_undefined(parts[0]):
+        if all(map(self._flow.is_undefined, parts)):
             return None
         if isinstance(gradient, fx.Node):
             return self._env[gradient]
         assert gradient is not None
+        for empty in self._flow.filled.intersection(parts):
+            self._env[empty] = self._zeros_like(empty, self._last_step(parts))
         values = tuple(self._env[part] if isinstance(part, fx.Node) else part for part in gradient.parts)
         return self._call(aten.Named("subclass", gradient.build), values, "subclass", self._last_step(parts))
 

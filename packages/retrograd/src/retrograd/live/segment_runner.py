@@ -14,6 +14,7 @@ from retrograd._torch.boxed import boxed
 from retrograd._torch.profiling import profiling
 from retrograd.backends.base import Backend
 from retrograd.config import Config
+from retrograd.graph.backward_graph import call_of
 from retrograd.graph.report import LoweringReport
 from retrograd.graph.schedule import Segment
 from retrograd.live.left_modes import LeftModes
@@ -70,7 +71,9 @@ def runner_of(segment: Segment, number: int, config: Config, backend: Backend, l
     structure = structure_of(segment.nodes, segment.inputs, segment.outputs)
     if structure is None or _why_interpreted(segment, backend) is not None:
         return make()
-    runner, is_new = runners.get((config, number, structure), make)
+    # The runner knows its calls by node call: for profilers, and for modes that hooks leave switched.
+    node_calls = tuple(call_of(node).node_call for node in segment.nodes)
+    runner, is_new = runners.get((config, number, structure, node_calls), make)
     assert isinstance(runner, SegmentRunner)
     if not is_new:
         log.lowered(

@@ -57,7 +57,8 @@ def first_difference(before: BackwardGraph, now: BackwardGraph) -> str:
 
 
 def _target(node: fx.Node) -> Any:
-    return node.target.fn if isinstance(node.target, NodeFunction) else node.target
+    target = node.target
+    return (target.fn, *target.names) if isinstance(target, NodeFunction) else target
 
 
 def _name(node: fx.Node) -> str:

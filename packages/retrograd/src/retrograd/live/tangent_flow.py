@@ -6,8 +6,8 @@ output of the forward is complete.
 
 The graph was traced for tangents that are all there; AOTAutograd fills in zeros. Eager runs no node whose
 gradients are all undefined. A backward is linear in its tangents, so a value that hangs from undefined
-tangents only is undefined too, and a sum loses that operand. Where another operation mixes them, the tangent
-has to be zeros after all.
+tangents only is undefined too, and a sum loses that operand. Where another operation mixes them, the
+undefined operand has to be zeros after all; if its size is not known, the tangent that it hangs from.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class TangentFlow:
 
     Attributes:
         zeros: numbers of the undefined tangents that must be zeros.
+        filled: undefined values in whose place other operations want zeros.
         stands_for: a sum that lost its other operand -> the node that it equals.
         totals: for each tangent, the node at which the gradient that it belongs to is complete.
         order: the nodes to compute, in eager's order.
@@ -52,7 +53,7 @@ class TangentFlow:
         self._reach = self._reached_tangents()
         self._needed = _ancestors(part for parts in outputs for part in parts)
         self.zeros: set[int] = set()
-        undefined = set(undefined)
+        self._absent = undefined = set(undefined)
         while mixed := self._spread(undefined - self.zeros):
             self.zeros |= mixed
         self.totals = [self._total(number) for number in range(len(tangents))]
@@ -81,6 +82,7 @@ class TangentFlow:
     def _spread(self, tangents: set[int]) -> set[int]:
         """Find what is undefined if `tangents` are; returns those of them that must be zeros instead."""
         self._undefined = {node for number in tangents for node in self._tangents[number]}
+        self.filled: set[fx.Node] = set()
         self.stands_for: dict[fx.Node, fx.Node] = {}
         missing = sum(1 << number for number in tangents)
         for node in self._graph.nodes:
@@ -91,14 +93,23 @@ class TangentFlow:
             if not defined:
                 self._undefined.add(node)
             elif len(defined) < len(operands):
-                if not _is_sum(node):
+                if _is_sum(node):
+                    self.stands_for[node] = defined[0]
+                elif not self._fill(operands):
                     return self._numbers(operands, missing)
-                self.stands_for[node] = defined[0]
         for parts in self._outputs:
             found = {part in self._undefined for part in parts}
-            if len(found) > 1:
+            if len(found) > 1 and not self._fill(parts):
                 return self._numbers(parts, missing)
         return set()
+
+    def _fill(self, nodes: Iterable[fx.Node]) -> bool:
+        """Have zeros in place of the undefined ones of `nodes`, if their sizes are known."""
+        empty = [node for node in nodes if node in self._undefined]
+        if not all(map(has_static_value, empty)):
+            return False
+        self.filled.update(empty)
+        return True
 
     def _numbers(self, nodes: Iterable[fx.Node], missing: int) -> set[int]:
         """The missing tangents that the undefined ones of `nodes` hang from."""
@@ -114,11 +125,23 @@ class TangentFlow:
         """Keys of the eager nodes that would release what they saved."""
         return frozenset(self.key[node] for node in self.order if self._reads_saved(node))
 
+    def consumed_for(self, number: int) -> frozenset[float]:
+        """The same, if only the gradient of this tangent's output is wanted."""
+        before = _ancestors([self.totals[number]]).intersection(self.order)
+        return frozenset(self.key[node] for node in before if self._reads_saved(node))
+
     def leaves_a_part(self) -> bool:
-        """Whether what hangs from the undefined tangents can still be differentiated afterwards: eager would
-        not have run its nodes, and needs none of those that it ran."""
-        left = {self.key[node] for node in self._undefined if self._reads_saved(node)}
-        return bool(left) and not left & self.consumed()
+        """Whether what hangs from an undefined tangent can still be differentiated afterwards, because eager
+        would need none of the nodes that it ran now and that saved something."""
+        consumed = self.consumed()
+        return not consumed or any(not self._keys_behind(i) & consumed for i in self._absent)
+
+    def _keys_behind(self, tangent: int) -> set[float]:
+        """Keys of the eager nodes that a tangent alone would have run, and that saved something."""
+        bit = 1 << tangent
+        return {
+            self.key[node] for node, bits in self._reach.items() if bits & bit and self._reads_saved(node)
+        }
 
     def _reads_saved(self, node: fx.Node) -> bool:
         """Whether a node computes with something that comes from no tangent, so from the forward."""
@@ -178,6 +201,12 @@ class TangentFlow:
     def _ordered(self, live: set[fx.Node]) -> list[fx.Node]:
         nodes = [node for node in self._graph.nodes if node in live and node.op != "placeholder"]
         return sorted(nodes, key=lambda node: -self.key[node])
+
+
+def has_static_value(node: fx.Node) -> bool:
+    """Whether the graph tells the metadata of a node's value, and no size in it is symbolic."""
+    fake = node.meta.get("val")
+    return isinstance(fake, torch.Tensor) and all(isinstance(size, int) for size in fake.shape)
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:

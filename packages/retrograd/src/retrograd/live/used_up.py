@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from retrograd._torch.engine import EngineRequest, run_stock
+from retrograd._torch.live_graph import edge_of
 from retrograd._torch.window import window
 from retrograd.graph.backward_graph import BackwardGraph
 
@@ -31,16 +32,30 @@ def use_up(backward: BackwardGraph, request: EngineRequest, nodes: Callable[[], 
     Raises:
         RuntimeError: eager's, if a part has been used already.
     """
-    if not backward.consumed or not (_used or backward.intact):
+    if not backward.consumed or not (_used or backward.intact or request.added):
         return
-    contexts = {index: nodes()[index] for index in backward.consumed}
-    for index, keys in backward.consumed.items():
-        if _used.get(contexts[index], frozenset()) & keys:
+    found = nodes()
+    for index, keys in _used_now(backward, request, found).items():
+        before = _used.get(found[index], frozenset())
+        if before & keys:
             _raise_as_eager()
-    if not request.keep_graph:
-        for index in backward.intact:
-            before = _used.get(contexts[index], frozenset())
-            _used[contexts[index]] = before | backward.consumed[index]
+        # What the engine releases it watches itself.
+        if not request.keep_graph and (index in backward.intact or request.added):
+            _used[found[index]] = before | keys
+
+
+def _used_now(
+    backward: BackwardGraph, request: EngineRequest, nodes: Sequence[Any]
+) -> dict[int, frozenset[float]]:
+    """By inlined node call, what this backward uses: all of it, or what leads to an output asked for."""
+    used = {index: keys for (index, slot), keys in backward.consumed.items() if slot is None}
+    if request.added:
+        edges = [edge_of(tensor) for tensor in request.as_asked().inputs]
+        for index in used:
+            slots = [slot for node, slot in edges if node is nodes[index]]
+            if slots:
+                used[index] = frozenset().union(*(backward.consumed[index, slot] for slot in slots))
+    return used
 
 
 def _raise_as_eager() -> None:
