@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-__all__ = ["AotBackward", "AotCall", "BuiltGradient", "NotInlinedError", "Tangent"]
+__all__ = ["AotBackward", "AotCall", "BuiltGradient", "InlinedCall", "NotInlinedError", "Tangent"]
 
 
 class NotInlinedError(Exception):
@@ -88,3 +88,23 @@ class AotCall:
     objects: Sequence[int]
     wanted: Sequence[bool]
     zeros: Callable[[int], Callable[[], Any]] | None
+
+
+@dataclass(frozen=True)
+class InlinedCall:
+    """What became of a node call whose own graph was laid in. Eager would have run many nodes in its place.
+
+    Attributes:
+        steps: for each step, in order, which gradients (numbers of the node's edges) are ready at its end.
+        totals: by output of the forward, the whole gradient there: what arrives from outside together with
+            what the graph itself adds; before hooks.
+        consumed: which of eager's nodes would have released what they saved; sequence numbers or the like.
+        consumed_for: by output of the forward, the same if only the gradient there is wanted.
+        leaves_a_part: whether another part can be differentiated later, without ``retain_graph``.
+    """
+
+    steps: tuple[tuple[int, ...], ...]
+    totals: Mapping[int, fx.Node | None]
+    consumed: frozenset[float]
+    consumed_for: Mapping[int, frozenset[float]]
+    leaves_a_part: bool

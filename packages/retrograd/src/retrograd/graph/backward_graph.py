@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from retrograd.graph.aot_backward import InlinedCall
 from retrograd.graph.hook_kind import CallKind, HookKind
 
 __all__ = ["BackwardGraph", "Call", "NodeCall", "Source", "SourceKind", "call_of", "source_of"]
@@ -88,23 +89,13 @@ class BackwardGraph:
             ``.backward()``).
         node_calls: every node the engine executed, by index; those that only pass hooks are here too.
         needs_engine_frame: C++ hooks are called, which is possible only while the engine's call is alive.
-        inlined: node calls whose own graph was laid in: for each of their steps, in order, the gradients
-            (numbers of the node's outputs) that are ready at its end. Eager would have run a node per step.
-        totals: for an inlined node call and the number of one of the node's inputs, the whole gradient there:
-            what arrives from outside together with what its own graph adds.
-        consumed: for an inlined node call, which of eager's nodes in it use up what they saved; also for
-            the gradient of each of its outputs alone, by number.
-        intact: inlined node calls of which another part can be differentiated later, without
-            ``retain_graph``.
+        inlined: node calls whose own graph was laid in, that is functions that AOTAutograd compiled.
     """
 
     graph: fx.Graph
     node_calls: tuple[NodeCall, ...]
     needs_engine_frame: bool
-    inlined: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    totals: Mapping[tuple[int, int], fx.Node | None] = field(default_factory=dict)
-    consumed: Mapping[tuple[int, int | None], frozenset[float]] = field(default_factory=dict)
-    intact: frozenset[int] = frozenset()
+    inlined: Mapping[int, InlinedCall] = field(default_factory=dict)
 
     def calls(self) -> Iterator[tuple[fx.Node, Call]]:
         """The FX nodes that are calls, with their meaning, in graph order."""

@@ -119,14 +119,14 @@ class CapturedBackward:
 def _return_totals(backward: BackwardGraph, running: RunningBackward, request: EngineRequest) -> None:
     """``autograd.grad`` for an output of a compiled function that it also uses itself: the engine returns
     what arrives from outside, eager the whole gradient."""
-    if not backward.totals or not request.inputs:
+    if not backward.inlined or not request.inputs:
         return
     index = {node: i for i, node in enumerate(running.node_calls)}
     outputs = list(backward.outputs())
     for i, (node, slot) in enumerate(map(edge_of, request.inputs)):
-        place = index.get(node, -1), slot
-        if place[0] in backward.inlined or place in backward.totals:
-            outputs[i] = backward.totals.get(place)
+        inlined = backward.inlined.get(index.get(node, -1))
+        if inlined is not None:
+            outputs[i] = inlined.totals.get(slot)
     next(iter(reversed(backward.graph.nodes))).args = (tuple(outputs),)
 
 
@@ -154,7 +154,7 @@ def _positions(backward: BackwardGraph, live: LiveGraph) -> dict[tuple[int, int]
             raise LookupError(f"node call {call.index} is {call.name}, expected {live.nodes[i].name}")
     if len(walk) < len(backward.node_calls):
         raise LookupError(f"{len(backward.node_calls)} node calls, expected {len(walk)}")
-    steps = {walk[index]: parts for index, parts in backward.inlined.items()}
+    steps = {walk[index]: inlined.steps for index, inlined in backward.inlined.items()}
     stepwise, chains = with_steps(live, steps)
     place = {node: position for position, node in enumerate(eager_walk(stepwise))}
     return {

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from retrograd.graph.aot_backward import AotBackward, BuiltGradient, NotInlinedError
+from retrograd.graph.aot_backward import AotBackward, BuiltGradient, InlinedCall, NotInlinedError
 from retrograd.graph.hook_kind import CallKind
 from retrograd.live.calls import aten
 from retrograd.live.tangent_flow import TangentFlow
 
-__all__ = ["Arriving", "Inlined", "inline"]
+__all__ = ["Arriving", "inline"]
 
 Value = Any  # an FX node of the captured graph, a number, or None for an undefined gradient
 
@@ -47,27 +47,6 @@ class Arriving:
     zeros: Callable[[int], Callable[[], torch.Tensor]] | None
 
 
-@dataclass(frozen=True)
-class Inlined:
-    """The result.
-
-    Attributes:
-        gradients: one per input of the forward.
-        steps: for each step, in order, the numbers of the gradients that are ready at its end.
-        totals: by output of the forward, the whole gradient there, before its hooks.
-        consumed: which of eager's nodes would have released what they saved; sequence numbers or the like.
-        consumed_for: by output of the forward, the same if only the gradient there is wanted.
-        leaves_a_part: whether other outputs can still be differentiated afterwards, without ``retain_graph``.
-    """
-
-    gradients: list[Value]
-    steps: tuple[tuple[int, ...], ...]
-    totals: dict[int, Value]
-    consumed: frozenset[float]
-    consumed_for: dict[int, frozenset[float]]
-    leaves_a_part: bool
-
-
 class Emit(Protocol):
     """Adds a call to the captured graph."""
 
@@ -82,8 +61,11 @@ class Emit(Protocol):
     ) -> fx.Node: ...
 
 
-def inline(aot: AotBackward, arriving: Arriving, emit: Emit) -> Inlined:
+def inline(aot: AotBackward, arriving: Arriving, emit: Emit) -> tuple[list[Value], InlinedCall]:
     """Lay `aot` in.
+
+    Returns:
+        One gradient per argument of the forward; in the `InlinedCall` steps speak of these arguments.
 
     Raises:
         NotInlinedError: the graph and what arrives do not fit together; nothing has been added then.
@@ -120,7 +102,7 @@ class _Inlining:
         key = self._flow.key[node]
         return next((i for i, end in enumerate(self._ready) if end <= key), len(self._ready) - 1)
 
-    def run(self) -> Inlined:
+    def run(self) -> tuple[list[Value], InlinedCall]:
         totals: dict[int, Value] = {}
         entering = {tangent.slot for tangent in self._aot.tangents}
         for slot, grad in enumerate(self._arriving.grads):
@@ -136,8 +118,7 @@ class _Inlining:
             self._gradient(gradient) if want else None
             for gradient, want in zip(self._aot.gradients, self._arriving.wanted, strict=True)
         ]
-        return Inlined(
-            gradients,
+        return gradients, InlinedCall(
             self._steps(gradients),
             totals,
             self._flow.consumed(),

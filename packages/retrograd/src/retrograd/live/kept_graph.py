@@ -74,7 +74,7 @@ def forget_kept_classes() -> None:
 def _protocol(request: EngineRequest, finished: Finished) -> EngineProtocol:
     def noting(backward: BackwardGraph) -> CapturedBackward:
         nodes = RunningBackward(request).node_calls
-        kept = [*_kept_calls(backward), *backward.intact]
+        kept = [*_kept_calls(backward), *_intact_calls(backward)]
         _kept_classes.update(type(nodes[index]) for index in kept)
         return finished(backward, request)
 
@@ -148,13 +148,18 @@ def _kept_calls(backward: BackwardGraph) -> list[int]:
     return [call.node_call for node, call in backward.calls() if node.target is call_kept_backward]
 
 
+def _intact_calls(backward: BackwardGraph) -> list[int]:
+    """Node calls of which another part may be differentiated later."""
+    return [index for index, inlined in backward.inlined.items() if inlined.leaves_a_part]
+
+
 def _release_executed(
     request: EngineRequest, live: LiveGraph, artifact: CapturedBackward, already_run: bool
 ) -> None:
     """Release what eager would; what the plan still needs, it releases itself."""
     nodes = RunningBackward(request).node_calls
     own = {id(nodes[index]) for index in _kept_calls(artifact.backward)}
-    intact = {id(nodes[index]) for index in artifact.backward.intact}
+    intact = {id(nodes[index]) for index in _intact_calls(artifact.backward)}
     apart = {i for i, node in enumerate(live.nodes) if id(node.handle) in own | intact}
     begun = already_run
     groups = _levels(live, _executed(live, request.as_asked()), apart)

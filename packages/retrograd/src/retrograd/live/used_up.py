@@ -32,7 +32,8 @@ def use_up(backward: BackwardGraph, request: EngineRequest, nodes: Callable[[], 
     Raises:
         RuntimeError: eager's, if a part has been used already.
     """
-    if not backward.consumed or not (_used or backward.intact or request.added):
+    parts = [index for index, inlined in backward.inlined.items() if inlined.leaves_a_part]
+    if not backward.inlined or not (_used or parts or request.added):
         return
     found = nodes()
     for index, keys in _used_now(backward, request, found).items():
@@ -40,7 +41,7 @@ def use_up(backward: BackwardGraph, request: EngineRequest, nodes: Callable[[], 
         if before & keys:
             _raise_as_eager()
         # What the engine releases it watches itself.
-        if not request.keep_graph and (index in backward.intact or request.added):
+        if not request.keep_graph and (index in parts or request.added):
             _used[found[index]] = before | keys
 
 
@@ -48,13 +49,13 @@ def _used_now(
     backward: BackwardGraph, request: EngineRequest, nodes: Sequence[Any]
 ) -> dict[int, frozenset[float]]:
     """By inlined node call, what this backward uses: all of it, or what leads to an output asked for."""
-    used = {index: keys for (index, slot), keys in backward.consumed.items() if slot is None}
+    used = {index: inlined.consumed for index, inlined in backward.inlined.items()}
     if request.added:
         edges = [edge_of(tensor) for tensor in request.as_asked().inputs]
         for index in used:
             slots = [slot for node, slot in edges if node is nodes[index]]
             if slots:
-                used[index] = frozenset().union(*(backward.consumed[index, slot] for slot in slots))
+                used[index] = frozenset().union(*map(backward.inlined[index].consumed_for.__getitem__, slots))
     return used
 
 

@@ -1,0 +1,110 @@
+"""The FX graph of typed calls while it is being recorded.
+
+In: calls, one after the other, of the node call that is current. Out: FX nodes that carry their `Call`, and
+placeholders that carry their `Source`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from retrograd.graph.backward_graph import Call, NodeCall, Source, SourceKind
+from retrograd.graph.hook_kind import CallKind, HookKind
+
+__all__ = ["CallGraph", "Value", "is_from_hook"]
+
+Value = fx.Node | None
+
+
+class CallGraph:
+    """A graph under way.
+
+    Attributes:
+        graph: the FX graph. node_calls: so far; the last is current.
+        before_hooks: for the result of a tensor hook, the gradient that it was given.
+    """
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.node_calls: list[NodeCall] = []
+        self.before_hooks: dict[fx.Node, Value] = {}
+        self._placeholders: dict[Source, fx.Node] = {}
+        self._last_placeholder: fx.Node | None = None
+
+    @property
+    def current(self) -> int:
+        """Index of the current node call."""
+        return self.node_calls[-1].index
+
+    def placeholder(self, kind: SourceKind, index: int) -> fx.Node:
+        """The placeholder of one run-time argument, made when it is first asked for."""
+        source = Source(kind, index)
+        if source not in self._placeholders:
+            after = self._last_placeholder
+            point = self.graph.inserting_after(after) if after else self.graph.inserting_before()
+            with point:
+                node = self.graph.placeholder(f"{kind.value}_{index}")
+            node.meta["source"] = source
+            self._placeholders[source] = self._last_placeholder = node
+        return self._placeholders[source]
+
+    def call(
+        self,
+        kind: CallKind,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        hook: HookKind | None = None,
+        step: int = 0,
+        note: str = "",
+    ) -> fx.Node:
+        """Add one call."""
+        node = self.graph.call_function(target, args)
+        node.meta["call"] = Call(kind, self.current, hook, step, note)
+        return node
+
+    def emit(
+        self,
+        kind: CallKind,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        name: str | None = None,
+        step: int = 0,
+    ) -> fx.Node:
+        """Add one call that has a name of its own and keyword arguments."""
+        node = self.graph.create_node("call_function", target, args, kwargs, name)
+        node.meta["call"] = Call(kind, self.current, None, step)
+        return node
+
+    def elements(self, result: fx.Node, wanted: Sequence[bool], step: int = 0) -> list[Value]:
+        """The elements of a call's result; None where they are not wanted."""
+        return [
+            self.call(CallKind.PROJECT, operator.getitem, (result, i), step=step) if want else None
+            for i, want in enumerate(wanted)
+        ]
+
+    def tensor_hook(
+        self,
+        kind: HookKind,
+        target: Callable[..., Any],
+        hook: fx.Node | int,
+        grad: Value,
+        step: int = 0,
+    ) -> fx.Node:
+        """Add the call of a hook on one gradient."""
+        node = self.call(CallKind.HOOK, target, (hook, grad), kind, step)
+        self.before_hooks[node] = grad
+        return node
+
+
+def is_from_hook(value: Value, *kinds: HookKind) -> bool:
+    """Whether `value` comes from a hook of one of `kinds`."""
+    if value is None or value.op != "call_function":
+        return False
+    call = value.meta["call"]
+    source = value.args[0] if call.kind is CallKind.PROJECT else value
+    return isinstance(source, fx.Node) and source.op == "call_function" and source.meta["call"].hook in kinds
