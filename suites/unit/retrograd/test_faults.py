@@ -14,7 +14,7 @@ from torch._C._dynamo import compiled_autograd as engine_protocol
 
 import retrograd
 from retrograd._torch import hook_changes, queries
-from retrograd.live import lower
+from retrograd.live import lower, lowered
 from unit.retrograd.programs import Square, everything, leaf, observed
 
 STOCK_GATEWAY = torch.autograd.graph._engine_run_backward
@@ -51,9 +51,9 @@ STAGES: dict[str, tuple[object, str]] = {
     "guard": (lower, "InputGuard"),
     "guard check": (lower.InputGuard, "check"),
     "why not": (lower.InputGuard, "why_not"),
-    "decompositions": (lower.Backend, "decompositions"),
-    "compile": (lower.Backend, "compile"),
-    "run": (lower.Lowered, "__call__"),
+    "decompositions": (lowered.Backend, "decompositions"),
+    "compile": (lowered.Backend, "compile"),
+    "run": (lowered.Lowered, "__call__"),
 }
 
 
@@ -61,7 +61,7 @@ STAGES: dict[str, tuple[object, str]] = {
 def planted(stage: str, monkeypatch: pytest.MonkeyPatch):
     """Every call of this stage raises."""
     owner, name = STAGES[stage]
-    if owner is lower.Backend:
+    if owner is lowered.Backend:
         owner = retrograd.backends.eager.AtenBackend
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, failing)

@@ -117,6 +117,20 @@ def gradient_of_an_intermediate_alone(f, module, events):
 
 
 @program
+def hooks_that_come_and_go_while_it_runs(f, module, events):
+    _, y, z = f(X)
+    gone = y.register_hook(lambda grad: events.append("gone"))
+
+    def change(grad):
+        events.append("z")
+        gone.remove()
+        y.register_hook(lambda grad: (events.append("came"), grad * 2)[1])
+
+    z.register_hook(change)
+    (y.sum() + z.sum()).backward()
+
+
+@program
 def kept_graph(f, module, events):
     _, y, _ = f(X)
     y.sum().backward(retain_graph=True)

@@ -8,10 +8,13 @@
   derivatives)
 - reading it: `live_graph` (the autograd graph), `saved` (saved tensors with their history), `queries` (what
   user code asks about the running backward)
+- telling: `structured_trace` (for tlparse), `profiling` (ranges), `provenance` (which autograd node an ATen
+  node comes from)
 - other settings of torch: `stance` (may we compile), `stock_compiler` (stock compiled autograd beside ours)
 - user code's effects: `hooks`, `hook_changes` (hooks that come and go), `versions` (saved tensors changed in
-  place), `thread_state` (modes left switched), `tensors` (references, layouts),
-  `function_flags` (what a custom Function wants for undefined gradients)
-- lowering: `tracing`, `guards`, `subclasses` and `subclass_metadata` (wrapper subclasses at the border of a
-  segment), `boxed`, `inductor`
+  place), `thread_state` (modes left switched), `streams` (CUDA streams beside the current one), `tensors`
+  (references, layouts), `layout_warning`, `function_flags` (what a custom Function wants for undefined
+  gradients)
+- lowering: `tracing`, `history` (what eager would record of a segment), `guards`, `subclasses` and
+  `subclass_metadata` (wrapper subclasses at the border of a segment), `boxed`, `inductor`
 """

@@ -66,6 +66,7 @@ class Call:
         hook: which kind of hook, for hook calls.
         step: for the calls of an inlined node, which of its steps (see `BackwardGraph.inlined`).
         note: why the call is what it is, where its kind does not say enough.
+        enters: for the call that takes a gradient into an inlined node, and for hooks on it: its number.
     """
 
     kind: CallKind
@@ -73,6 +74,7 @@ class Call:
     hook: HookKind | None = None
     step: int = 0
     note: str = ""
+    enters: int | None = None
 
     @property
     def place(self) -> tuple[int, int]:

@@ -89,19 +89,22 @@ class CompiledFunctions:
         """The gradients before their tensor hooks, and the hooks, to be called later."""
         bare: list[Value] = []
         late: list[list[_LateHook]] = []
-        for grad in grads:
+        for slot, grad in enumerate(grads):
             chain: list[fx.Node] = []
             while grad is not None and is_from_hook(grad, HookKind.TENSOR_PRE, HookKind.RETAIN_GRAD):
                 chain.append(grad)
                 grad = self._calls.before_hooks[grad]
             bare.append(grad)
-            late.append([functools.partial(self._hook_again, node) for node in reversed(chain)])
+            late.append([functools.partial(self._hook_again, node, slot) for node in reversed(chain)])
         return bare, late
 
-    def _hook_again(self, hook: fx.Node, value: Value, step: int) -> fx.Node:
-        """Call the hook of `hook` with `value` instead."""
+    def _hook_again(self, hook: fx.Node, slot: int, value: Value, step: int) -> fx.Node:
+        """Call the hook of `hook`, on output `slot`, with `value` instead."""
         target: Any = hook.target if value is not None else hooks.call_hook_of_unreached
-        return self._calls.tensor_hook(hook.meta["call"].hook, target, hook.args[0], value, step)  # type: ignore[arg-type]
+        kind = hook.meta["call"].hook
+        node = self._calls.tensor_hook(kind, target, hook.args[0], value, step)  # type: ignore[arg-type]
+        node.meta["call"] = replace(node.meta["call"], enters=slot)
+        return node
 
     def _erase_moved_hooks(self, grads: Sequence[Value], bare: Sequence[Value]) -> None:
         for grad, before in zip(grads, bare, strict=True):

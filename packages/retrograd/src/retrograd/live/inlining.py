@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
 from retrograd.graph.aot_backward import AotBackward, BuiltGradient, InlinedCall, NotInlinedError
+from retrograd.graph.backward_graph import call_of
 from retrograd.graph.hook_kind import CallKind
 from retrograd.live.calls import aten
 from retrograd.live.tangent_flow import TangentFlow
@@ -108,12 +109,12 @@ class _Inlining:
         for slot, grad in enumerate(self._arriving.grads):
             if slot not in entering:
                 self._hooked(grad, slot)
-        for number in range(len(self._aot.tangents)):
-            self._arrive(number)
-            self._complete(self._tangents[number][0], totals)
+        self._owner = {node: i for i, nodes in enumerate(self._tangents) for node in nodes}
         for node in self._flow.order:
+            self._arrive_for(node.all_input_nodes, self._step(node), totals)
             self._env[node] = self._value(node)
             self._complete(node, totals)
+        self._arrive_for([node for nodes in self._tangents for node in nodes], len(self._ready) - 1, totals)
         gradients = [
             self._gradient(gradient) if want else None
             for gradient, want in zip(self._aot.gradients, self._arriving.wanted, strict=True)
@@ -128,22 +129,31 @@ class _Inlining:
 
     # tangents
 
-    def _arrive(self, number: int) -> None:
+    def _arrive_for(self, nodes: Iterable[fx.Node], step: int, totals: dict[int, Value]) -> None:
+        """Take those tangents in that are among `nodes`: eager does so when it comes to their outputs."""
+        for node in nodes:
+            if node in self._owner and node not in self._env:
+                number = self._owner[node]
+                self._arrive(number, step)
+                self._complete(self._tangents[number][0], totals)
+
+    def _arrive(self, number: int, step: int) -> None:
         tangent, placeholders = self._aot.tangents[number], self._tangents[number]
         grad = self._arriving.grads[tangent.slot]
         if tangent.leaves > 1:
-            grad = self._hooked(grad, tangent.slot)
+            grad = self._hooked(grad, tangent.slot, step)
         if grad is None and number in self._flow.zeros:
             assert self._arriving.zeros is not None
-            grad = self._call(aten.Named("zeros", self._arriving.zeros(tangent.slot)), (), "zeros")
+            grad = self._call(aten.Named("zeros", self._arriving.zeros(tangent.slot)), (), "zeros", step)
         if grad is None:
             self._env.update(dict.fromkeys(placeholders))
             return
         name = placeholders[0].name
         make_zeros = self._arriving.zeros and self._arriving.zeros(tangent.slot)
-        leaves = self._call(aten.Tangent(tangent.read, make_zeros), (grad,), f"{name}_read")
+        leaves = self._call(aten.Tangent(tangent.read, make_zeros), (grad,), f"{name}_read", step)
+        leaves.meta["call"] = replace(call_of(leaves), enters=tangent.slot)
         for i, placeholder in enumerate(placeholders):
-            self._env[placeholder] = self._call(aten.pick, (leaves, i), placeholder.name)
+            self._env[placeholder] = self._call(aten.pick, (leaves, i), placeholder.name, step)
 
     def _complete(self, node: fx.Node, totals: dict[int, Value]) -> None:
         """If the gradient of an output is whole with `node`, note it and call its hooks."""

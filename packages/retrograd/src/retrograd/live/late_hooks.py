@@ -74,7 +74,8 @@ def _by_node_call(
     here = call_of(current.node)
     for hook in late:
         index = next((i for i, node in enumerate(running.node_calls) if node is hook.node), None)
-        if index is None or (index == here.node_call and hook.kind is here.hook):
+        ours = here.enters is None or here.enters == hook.slot
+        if index is None or (index == here.node_call and hook.kind is here.hook and ours):
             continue
         came.setdefault(index, []).append(Insertion(hook.kind, hook.slot, len(kept)))
         kept.append(hook.hook)
@@ -84,7 +85,7 @@ def _by_node_call(
 def _same_hooks(node: fx.Node, other: fx.Node) -> bool:
     """Whether two hook calls are of one kind at one node: eager took their snapshot together."""
     one, two = call_of(node), call_of(other)
-    return (one.node_call, one.hook) == (two.node_call, two.hook)
+    return (one.node_call, one.hook, one.enters) == (two.node_call, two.hook, two.enters)
 
 
 def _nodes(steps: Sequence[Step]) -> Iterator[fx.Node]:

@@ -18,7 +18,8 @@ from retrograd.graph.backward_graph import call_of
 from retrograd.graph.report import LoweringReport
 from retrograd.graph.schedule import Segment
 from retrograd.live.left_modes import LeftModes
-from retrograd.live.lower import BoxedRunner, How, Lowered
+from retrograd.live.lower import BoxedRunner
+from retrograd.live.lowered import How, Lowered
 from retrograd.live.plan_log import PlanLog
 from retrograd.live.sharing import runners
 from retrograd.live.step_through import step_through

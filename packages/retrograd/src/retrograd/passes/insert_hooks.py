@@ -87,8 +87,9 @@ class _Rest:
         self._new.update(zip(computed, placeholders, strict=True))
         count = sum(map(len, came.values()))
         self._hooks = [self._placeholder(f"late_hook_{i}", len(computed) + i) for i in range(count)]
+        waiting = {index: list(hooks) for index, hooks in came.items()}
         for index, nodes in self._blocks(done):
-            self._block(nodes, came.get(index, ()), went)
+            self._block(nodes, waiting.get(index, []), went)
         self._graph.output(tuple(self._value(node) for node in self._backward.outputs()))
         return self._backward.with_graph(self._graph), [*placeholders, *self._hooks]
 
@@ -98,17 +99,21 @@ class _Rest:
         return node
 
     def _blocks(self, done: Collection[fx.Node]) -> list[tuple[int, list[fx.Node]]]:
-        blocks: dict[int, list[fx.Node]] = {}
+        """What is left of each node call, and of each step of those that were inlined."""
+        blocks: dict[tuple[int, int], list[fx.Node]] = {}
         for node, call in self._backward.calls():
             if node not in done:
-                blocks.setdefault(call.node_call, []).append(node)
-        return list(blocks.items())
+                blocks.setdefault(call.place, []).append(node)
+        return [(index, nodes) for (index, _), nodes in blocks.items()]
 
-    def _block(self, nodes: list[fx.Node], came: Sequence[Insertion], went: Collection[fx.Node]) -> None:
-        """One node call: its hooks before, the node, its hooks after, then the sums that it feeds."""
-        waiting = list(came)
+    def _block(self, nodes: list[fx.Node], waiting: list[Insertion], went: Collection[fx.Node]) -> None:
+        """One node call: its hooks before, the node, its hooks after, then the sums that it feeds.
+
+        Hooks that are called are taken out of `waiting`."""
         own = [node for node in nodes if call_of(node).kind is not CallKind.SUM]
         for node in own:
+            if call_of(node).hook is None:
+                self._insert_at_entry(node, own, waiting)
             stage = _stage(node)
             if stage is not None:
                 waiting = self._insert_before(node, stage, waiting)
@@ -116,10 +121,24 @@ class _Rest:
                 self._leave_out(node)
             else:
                 self._copy(node)
+            if call_of(node).hook is not None:
+                self._insert_at_entry(node, own, waiting)
         self._insert_after(own, waiting)
         for node in nodes:
             if call_of(node).kind is CallKind.SUM:
                 self._copy(node)
+
+    def _insert_at_entry(self, node: fx.Node, own: Sequence[fx.Node], waiting: list[Insertion]) -> None:
+        """Hooks on a gradient that enters an inlined node: before it does so, or after those that it has."""
+        call = call_of(node)
+        hooks = [n for n in own if call_of(n).hook is not None and call_of(n).enters == call.enters]
+        if call.enters is None or node is not (hooks[-1] if hooks else node):
+            return
+        grad = node if hooks else node.args[0]
+        for hook in [h for h in waiting if h.kind is HookKind.TENSOR_PRE and h.slot == call.enters]:
+            waiting.remove(hook)
+            args = (self._hooks[hook.number], self._value(grad))
+            self._rename(grad, self._call(self._targets.tensor, args, call, hook.kind))
 
     def _insert_before(self, node: fx.Node, stage: int, waiting: list[Insertion]) -> list[Insertion]:
         """Insert the hooks whose turn is before `node`; returns those still waiting."""
