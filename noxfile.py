@@ -39,8 +39,8 @@ SAMPLES = ("op_db", "module_db")
 DTYPES = ("op_db:float64", "op_db:bfloat16", "op_db:complex64", "module_db:float64")
 WHOLE_RUN: tuple[Leg, ...] = (
     (EXACT, PROGRAMS + MODELS + SAMPLES, None),
-    (INDUCTOR, PROGRAMS + MODELS, None),
-    (STOCK + STOCK_FORWARD, PROGRAMS, None),
+    (INDUCTOR, PROGRAMS + MODELS, 250),
+    (STOCK + STOCK_FORWARD, PROGRAMS, 250),
     (INDUCTOR + STOCK, SAMPLES, 40),
     (EXACT, DTYPES, 1500),
     (BEHIND_STOCK, PROGRAMS, None),
