@@ -40,11 +40,8 @@ def tensors_on_context(ctx: Any) -> list[torch.Tensor]:
     return list(getattr(ctx, "_tensors_no_vc_check", ()))
 
 
-def read_aot_backward(ctx: Any, state: int | None = None) -> AotBackward:
+def read_aot_backward(ctx: Any) -> AotBackward:
     """The backward graph behind `ctx`.
-
-    Args:
-        ctx: the context. state: position of its ``BackwardState``, if it has one: hooks that Dynamo traced.
 
     Raises:
         NotInlinedError: there is no graph, or it does what a functional graph cannot hold.
@@ -52,11 +49,8 @@ def read_aot_backward(ctx: Any, state: int | None = None) -> AotBackward:
     compiled = ctx._forward_cls
     metadata = compiled.metadata
     module = _module(compiled)
-    if state is not None:
-        raise NotInlinedError("it was traced with hooks inside")
     for reason in _obstacles(module, metadata):
         raise NotInlinedError(reason)
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     return AotBackward(
         name=f"aot{compiled._aot_id}",
         graph=module.graph,
@@ -65,7 +59,6 @@ def read_aot_backward(ctx: Any, state: int | None = None) -> AotBackward:
             for node in module.graph.nodes
             if node.op == "get_attr"
         },
-        n_placeholders=len(placeholders),
         tangents=_tangents(metadata),
         gradients=_gradients(module, compiled),
         kept_on_context=len(tensors_on_context(ctx)),

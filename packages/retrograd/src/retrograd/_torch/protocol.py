@@ -208,7 +208,7 @@ class EngineProtocol:
         saved: Any,
         context: int,
         ctx: Any,
-        state: int | None,
+        _state: int | None,
         objects: Sequence[int] = (),
     ) -> tuple[Any, ...]:
         wanted = [entry is not None for entry in metadata]
@@ -226,7 +226,7 @@ class EngineProtocol:
                 make_zeros = None if self._symbols else functools.partial(zeros_of_slot, ctx)
                 call = AotCall(context, values, sizes, read, objects, wanted, make_zeros)
                 try:
-                    return self._recorder.aot_backward(read_aot_backward(ctx, state), call)
+                    return self._recorder.aot_backward(read_aot_backward(ctx), call)
                 except NotInlinedError as reason:
                     note = f"AOT backward as one call: {reason}"
             return self._recorder.function(context, values, read, wanted, zeros, note)

@@ -52,7 +52,6 @@ class AotBackward:
         graph: ATen calls; nodes carry ``seq_nr``, the sequence number of the forward operation that they
             differentiate.
         constants: the values of its ``get_attr`` nodes.
-        n_placeholders: as counted in `graph`.
         tangents: the cotangents it takes.
         gradients: one entry per input of the forward: None, a node of `graph`, or a `BuiltGradient`.
         kept_on_context: how many saved tensors stand on the context itself, not among the saved tensors.
@@ -61,7 +60,6 @@ class AotBackward:
     name: str
     graph: fx.Graph
     constants: Mapping[str, Any]
-    n_placeholders: int
     tangents: tuple[Tangent, ...]
     gradients: tuple[fx.Node | BuiltGradient | None, ...]
     kept_on_context: int

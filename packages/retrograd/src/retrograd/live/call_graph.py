@@ -52,51 +52,44 @@ class CallGraph:
             self._placeholders[source] = self._last_placeholder = node
         return self._placeholders[source]
 
+    def add(
+        self,
+        call: Call,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        name: str | None = None,
+    ) -> fx.Node:
+        """Add one call; `name` is for its node."""
+        node = self.graph.create_node("call_function", target, args, kwargs, name)
+        node.meta["call"] = call
+        return node
+
     def call(
         self,
         kind: CallKind,
         target: Callable[..., Any],
         args: tuple[Any, ...],
         hook: HookKind | None = None,
-        step: int = 0,
         note: str = "",
     ) -> fx.Node:
-        """Add one call."""
-        node = self.graph.call_function(target, args)
-        node.meta["call"] = Call(kind, self.current, hook, step, note)
-        return node
-
-    def emit(
-        self,
-        kind: CallKind,
-        target: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
-        name: str | None = None,
-        step: int = 0,
-    ) -> fx.Node:
-        """Add one call that has a name of its own and keyword arguments."""
-        node = self.graph.create_node("call_function", target, args, kwargs, name)
-        node.meta["call"] = Call(kind, self.current, None, step)
-        return node
+        """Add one call of the current node call."""
+        return self.add(Call(kind, self.current, hook, note=note), target, args)
 
     def elements(self, result: fx.Node, wanted: Sequence[bool], step: int = 0) -> list[Value]:
         """The elements of a call's result; None where they are not wanted."""
         return [
-            self.call(CallKind.PROJECT, operator.getitem, (result, i), step=step) if want else None
+            self.add(Call(CallKind.PROJECT, self.current, step=step), operator.getitem, (result, i))
+            if want
+            else None
             for i, want in enumerate(wanted)
         ]
 
     def tensor_hook(
-        self,
-        kind: HookKind,
-        target: Callable[..., Any],
-        hook: fx.Node | int,
-        grad: Value,
-        step: int = 0,
+        self, call: Call, target: Callable[..., Any], hook: fx.Node | int, grad: Value
     ) -> fx.Node:
         """Add the call of a hook on one gradient."""
-        node = self.call(CallKind.HOOK, target, (hook, grad), kind, step)
+        node = self.add(call, target, (hook, grad))
         self.before_hooks[node] = grad
         return node
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from retrograd.graph.aot_backward import AotBackward, AotCall, InlinedCall
-from retrograd.graph.backward_graph import BackwardGraph, NodeCall, SourceKind
+from retrograd.graph.backward_graph import BackwardGraph, Call, NodeCall, SourceKind
 from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.live.call_graph import CallGraph, Value
 from retrograd.live.calls import copy_slices, functions, gradients, hooks, saved
@@ -82,7 +82,8 @@ class BackwardRecorder:
         for step, slots in enumerate(inlined.steps if inlined else (range(len(outputs)),)):
             given = [value if i in slots else None for i, value in enumerate(outputs)]
             if any(value is not None for value in given):
-                result = self._calls.call(CallKind.VALIDATE, check, (given, *args), step=step)
+                call = Call(CallKind.VALIDATE, self._calls.current, step=step)
+                result = self._calls.add(call, check, (given, *args))
                 for i, value in enumerate(self._calls.elements(result, [v is not None for v in given], step)):
                     checked[i] = checked[i] if value is None else value
         return checked
@@ -158,12 +159,13 @@ class BackwardRecorder:
     # hooks
 
     def tensor_hook(self, kind: HookKind, grads: list[Value], hook: int, slot: int) -> list[Value]:
+        call = Call(CallKind.HOOK, self._calls.current, kind)
         if kind is HookKind.RETAIN_GRAD:
             self._needs_engine_frame = True
-            node = self._calls.tensor_hook(kind, hooks.call_cpp_tensor_hook, hook, grads[slot])
+            node = self._calls.tensor_hook(call, hooks.call_cpp_tensor_hook, hook, grads[slot])
         else:
             own = self._calls.placeholder(SourceKind.HOOK, hook)
-            node = self._calls.tensor_hook(kind, hooks.call_tensor_hook, own, grads[slot])
+            node = self._calls.tensor_hook(call, hooks.call_tensor_hook, own, grads[slot])
         return [node if i == slot else grad for i, grad in enumerate(grads)]
 
     def node_pre_hook(self, grads: list[Value], hook: int) -> list[Value]:

@@ -17,7 +17,7 @@ from torch import fx
 
 from retrograd._torch.aot_functions import tensors_on_context
 from retrograd.graph.aot_backward import AotBackward, AotCall, InlinedCall, NotInlinedError
-from retrograd.graph.backward_graph import SourceKind
+from retrograd.graph.backward_graph import SourceKind, call_of
 from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.live.call_graph import CallGraph, Value, is_from_hook
 from retrograd.live.calls import hooks
@@ -59,7 +59,7 @@ class CompiledFunctions:
         objects = [self._calls.placeholder(SourceKind.HOOK, index) for index in call.objects]
         arriving = Arriving(bare, [*call.sizes, *call.saved, *kept, *objects], late, call.wanted, call.zeros)
         try:
-            gradients, inlined = inline(self._numbered(aot), arriving, self._calls.emit)
+            gradients, inlined = inline(self._numbered(aot), arriving, self._calls)
         except NotInlinedError:
             for node in kept:
                 self._calls.graph.erase_node(node)
@@ -101,10 +101,8 @@ class CompiledFunctions:
     def _hook_again(self, hook: fx.Node, slot: int, value: Value, step: int) -> fx.Node:
         """Call the hook of `hook`, on output `slot`, with `value` instead."""
         target: Any = hook.target if value is not None else hooks.call_hook_of_unreached
-        kind = hook.meta["call"].hook
-        node = self._calls.tensor_hook(kind, target, hook.args[0], value, step)  # type: ignore[arg-type]
-        node.meta["call"] = replace(node.meta["call"], enters=slot)
-        return node
+        call = replace(call_of(hook), step=step, enters=slot)
+        return self._calls.tensor_hook(call, target, hook.args[0], value)  # type: ignore[arg-type]
 
     def _erase_moved_hooks(self, grads: Sequence[Value], bare: Sequence[Value]) -> None:
         for grad, before in zip(grads, bare, strict=True):

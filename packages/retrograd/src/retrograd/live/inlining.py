@@ -1,6 +1,6 @@
 """Lay the graph of an AOT-compiled backward into a captured backward, node by node.
 
-In: an `AotBackward`, the values that the engine handed over for it, and a way to add calls. Out: its
+In: an `AotBackward`, the values that the engine handed over for it, and the graph under way. Out: its
 gradients as values, and in which step of it each is ready. Steps are those of eager: it would have run one
 autograd node for each forward operation, and accumulated a parameter's gradient as soon as it was there
 (pytorch#144376).
@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import functools
 import operator
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from retrograd.graph.aot_backward import AotBackward, BuiltGradient, InlinedCall, NotInlinedError
-from retrograd.graph.backward_graph import call_of
+from retrograd.graph.backward_graph import Call
 from retrograd.graph.hook_kind import CallKind
+from retrograd.live.call_graph import CallGraph
 from retrograd.live.calls import aten
 from retrograd.live.tangent_flow import TangentFlow
 
@@ -48,22 +50,8 @@ class Arriving:
     zeros: Callable[[int], Callable[[], torch.Tensor]] | None
 
 
-class Emit(Protocol):
-    """Adds a call to the captured graph."""
-
-    def __call__(
-        self,
-        kind: CallKind,
-        target: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
-        name: str | None = None,
-        step: int = 0,
-    ) -> fx.Node: ...
-
-
-def inline(aot: AotBackward, arriving: Arriving, emit: Emit) -> tuple[list[Value], InlinedCall]:
-    """Lay `aot` in.
+def inline(aot: AotBackward, arriving: Arriving, calls: CallGraph) -> tuple[list[Value], InlinedCall]:
+    """Lay `aot` in, as calls of the current node call of `calls`.
 
     Returns:
         One gradient per argument of the forward; in the `InlinedCall` steps speak of these arguments.
@@ -71,12 +59,12 @@ def inline(aot: AotBackward, arriving: Arriving, emit: Emit) -> tuple[list[Value
     Raises:
         NotInlinedError: the graph and what arrives do not fit together; nothing has been added then.
     """
-    return _Inlining(aot, arriving, emit).run()
+    return _Inlining(aot, arriving, calls).run()
 
 
 class _Inlining:
-    def __init__(self, aot: AotBackward, arriving: Arriving, emit: Emit) -> None:
-        self._aot, self._arriving, self._emit = aot, arriving, emit
+    def __init__(self, aot: AotBackward, arriving: Arriving, calls: CallGraph) -> None:
+        self._aot, self._arriving, self._calls = aot, arriving, calls
         placeholders = [node for node in aot.graph.nodes if node.op == "placeholder"]
         first = len(arriving.placeholders)
         self._tangents = list(_groups(placeholders[first:], [tangent.leaves for tangent in aot.tangents]))
@@ -88,20 +76,27 @@ class _Inlining:
         self._flow = TangentFlow(aot.graph, self._tangents, undefined, outputs)
         if self._flow.zeros and arriving.zeros is None:
             raise NotInlinedError("an undefined gradient has to be zeros of a size that is not known")
-        self._ready = self._readiness()
+        self._owner = {node: i for i, nodes in enumerate(self._tangents) for node in nodes}
+        self._whole: dict[fx.Node, list[int]] = {}
+        for number, total in enumerate(self._flow.totals):
+            self._whole.setdefault(total, []).append(number)
+        self._ends = self._readiness()
 
     def _readiness(self) -> list[float]:
-        """After which keys a gradient is ready, descending: the ends of the steps."""
+        """After which keys a gradient is ready, negated, so that they ascend: the ends of the steps."""
         keys = {
             min(map(self._flow.key.__getitem__, parts))
             for gradient, want in zip(self._aot.gradients, self._arriving.wanted, strict=True)
             if want and (parts := _parts(gradient)) and not all(map(self._flow.is_undefined, parts))
         }
-        return sorted(keys, reverse=True) or [0.0]
+        return sorted(-key for key in keys) or [0.0]
 
     def _step(self, node: fx.Node) -> int:
-        key = self._flow.key[node]
-        return next((i for i, end in enumerate(self._ready) if end <= key), len(self._ready) - 1)
+        return self._step_at(self._flow.key[node])
+
+    def _step_at(self, key: float) -> int:
+        """The step in which what has `key` runs: the first that does not end before it."""
+        return min(bisect_left(self._ends, -key), len(self._ends) - 1)
 
     def run(self) -> tuple[list[Value], InlinedCall]:
         totals: dict[int, Value] = {}
@@ -109,12 +104,11 @@ class _Inlining:
         for slot, grad in enumerate(self._arriving.grads):
             if slot not in entering:
                 self._hooked(grad, slot)
-        self._owner = {node: i for i, nodes in enumerate(self._tangents) for node in nodes}
         for node in self._flow.order:
             self._arrive_for(node.all_input_nodes, self._step(node), totals)
             self._env[node] = self._value(node)
             self._complete(node, totals)
-        self._arrive_for([node for nodes in self._tangents for node in nodes], len(self._ready) - 1, totals)
+        self._arrive_for(self._owner, len(self._ends) - 1, totals)
         gradients = [
             self._gradient(gradient) if want else None
             for gradient, want in zip(self._aot.gradients, self._arriving.wanted, strict=True)
@@ -150,16 +144,15 @@ class _Inlining:
             return
         name = placeholders[0].name
         make_zeros = self._arriving.zeros and self._arriving.zeros(tangent.slot)
-        leaves = self._call(aten.Tangent(tangent.read, make_zeros), (grad,), f"{name}_read", step)
-        leaves.meta["call"] = replace(call_of(leaves), enters=tangent.slot)
+        call = Call(CallKind.ATEN, self._calls.current, step=step, enters=tangent.slot)
+        read = aten.tangent(tangent.read, make_zeros)
+        leaves = self._calls.add(call, read, (grad,), name=f"{self._aot.name}_{name}_read")
         for i, placeholder in enumerate(placeholders):
-            self._env[placeholder] = self._call(aten.pick, (leaves, i), placeholder.name, step)
+            self._env[placeholder] = self._call(operator.getitem, (leaves, i), placeholder.name, step)
 
     def _complete(self, node: fx.Node, totals: dict[int, Value]) -> None:
         """If the gradient of an output is whole with `node`, note it and call its hooks."""
-        for number, total in enumerate(self._flow.totals):
-            if total is not node:
-                continue
+        for number in self._whole.get(node, ()):
             slot = self._aot.tangents[number].slot
             totals[slot] = self._env[node]
             if self._aot.tangents[number].leaves == 1:
@@ -175,8 +168,7 @@ class _Inlining:
     def _step_of_users(self, node: fx.Node) -> int:
         """Eager calls the hooks of an output when it comes to the node that made it."""
         keys = [self._flow.key[user] for user in node.users if user in self._flow.key and user.op != "output"]
-        key = max(keys, default=float("-inf"))
-        return next((i for i, end in enumerate(self._ready) if end <= key), len(self._ready) - 1)
+        return self._step_at(max(keys, default=float("-inf")))
 
     # nodes
 
@@ -185,7 +177,7 @@ class _Inlining:
             return self._env[self._flow.stands_for[node]]
         step = self._step(node)
         if node.op == "get_attr":
-            constant = aten.Constant(str(node.target), self._aot.constants[str(node.target)])
+            constant = aten.constant(str(node.target), self._aot.constants[str(node.target)])
             return self._call(constant, (), node.name, step)
         for empty in self._flow.filled.intersection(node.all_input_nodes):
             self._env[empty] = self._zeros_like(empty, step)
@@ -214,7 +206,7 @@ class _Inlining:
         return max(map(self._step, parts))
 
     def _steps(self, gradients: Sequence[Value]) -> tuple[tuple[int, ...], ...]:
-        steps: list[list[int]] = [[] for _ in self._ready]
+        steps: list[list[int]] = [[] for _ in self._ends]
         for i, (gradient, value) in enumerate(zip(self._aot.gradients, gradients, strict=True)):
             steps[0 if value is None else self._last_step(_parts(gradient))].append(i)
         return tuple(tuple(self._like_edges(step)) for step in steps)
@@ -243,7 +235,8 @@ class _Inlining:
         step: int = 0,
         kwargs: dict[str, Any] | None = None,
     ) -> fx.Node:
-        return self._emit(CallKind.ATEN, target, args, kwargs, f"{self._aot.name}_{name}", step)
+        call = Call(CallKind.ATEN, self._calls.current, step=step)
+        return self._calls.add(call, target, args, kwargs, f"{self._aot.name}_{name}")
 
 
 def _parts(gradient: fx.Node | BuiltGradient | None) -> list[fx.Node]:

@@ -106,7 +106,7 @@ class TangentFlow:
     def _fill(self, nodes: Iterable[fx.Node]) -> bool:
         """Have zeros in place of the undefined ones of `nodes`, if their sizes are known."""
         empty = [node for node in nodes if node in self._undefined]
-        if not all(map(has_static_value, empty)):
+        if not all(map(_has_static_value, empty)):
             return False
         self.filled.update(empty)
         return True
@@ -165,10 +165,6 @@ class TangentFlow:
             current = user
         return current
 
-    def has_contributions(self, number: int) -> bool:
-        """Whether the graph itself adds to the gradient of this tangent's output."""
-        return self.totals[number] is not self._tangents[number][0]
-
     # order
 
     def _keys(self) -> dict[fx.Node, float]:
@@ -203,7 +199,7 @@ class TangentFlow:
         return sorted(nodes, key=lambda node: -self.key[node])
 
 
-def has_static_value(node: fx.Node) -> bool:
+def _has_static_value(node: fx.Node) -> bool:
     """Whether the graph tells the metadata of a node's value, and no size in it is symbolic."""
     fake = node.meta.get("val")
     return isinstance(fake, torch.Tensor) and all(isinstance(size, int) for size in fake.shape)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import fx
 from retrograd._torch.thread_state import as_if_autocast
 from retrograd._torch.tracing import is_operator
 
-__all__ = ["Constant", "Named", "Tangent", "operation", "pick"]
+__all__ = ["Named", "constant", "operation", "tangent"]
 
 
 class Named:
@@ -32,51 +33,23 @@ class Named:
         return self._fn(*args, **kwargs)
 
 
-class Constant(Named):
-    """A value that the traced graph holds: a tensor, or the body of a higher-order operator."""
-
-    def __init__(self, name: str, value: Any) -> None:
-        super().__init__(name, lambda: value)
+def constant(name: str, value: Any) -> Named:
+    """Gives a value that the traced graph holds: a tensor, or the body of a higher-order operator."""
+    return Named(name, lambda: value)
 
 
-class _Operation(Named):
-    """An operation of a traced graph.
-
-    Args:
-        name: shown in graphs.
-        fn: the operation.
-        dtype: what it made when it was traced; None if that is not known or not one tensor.
-    """
-
-    def __init__(self, name: str, fn: Callable[..., Any], dtype: torch.dtype | None) -> None:
-        super().__init__(name, fn)
-        self._dtype = dtype
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The operation's result."""
-        return as_if_autocast(self._dtype, self._fn, *args, **kwargs)
-
-
-class Tangent(Named):
-    """A gradient as the traced graph wants it.
+def tangent(read: Callable[[Any], list[Any]], zeros: Callable[[], torch.Tensor] | None) -> Named:
+    """Takes a gradient in.
 
     Args:
         read: brings it into the layout and class that the graph was traced for.
         zeros: makes what stands for it if user code returned None.
     """
-
-    def __init__(self, read: Callable[[Any], list[Any]], zeros: Callable[[], torch.Tensor] | None) -> None:
-        super().__init__("tangent", read)
-        self._zeros = zeros
-
-    def __call__(self, *grads: Any, **_: Any) -> Any:
-        """The values that the graph takes."""
-        (grad,) = grads
-        return self._fn(self._zeros() if grad is None and self._zeros else grad)
+    return Named("tangent", lambda grad: read(zeros() if grad is None and zeros else grad))
 
 
-def operation(node: fx.Node) -> Callable[..., Any]:
-    """What runs an operation that stands in an AOT graph.
+def operation(node: fx.Node) -> Named:
+    """Runs an operation that stands in an AOT graph, under autocast as eager would.
 
     Inductor gives the saved tensors of the forward strides of its own choice; the backward was traced before
     that, so that a ``view`` in it may have to copy.
@@ -88,9 +61,5 @@ def operation(node: fx.Node) -> Callable[..., Any]:
     if not is_operator(target):
         return Named(name, target)
     traced = node.meta.get("val")
-    return _Operation(name, target, traced.dtype if isinstance(traced, torch.Tensor) else None)
-
-
-def pick(values: Sequence[Any], i: int) -> Any:
-    """Element `i`."""
-    return values[i]
+    dtype = traced.dtype if isinstance(traced, torch.Tensor) else None
+    return Named(name, functools.partial(as_if_autocast, dtype, target))
