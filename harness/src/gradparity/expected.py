@@ -23,20 +23,26 @@ FIELDS = ("subject", "case", "verdict", "reason", "link", "date")
 FALLBACK_FIELDS = ("subject", "cases", "code", "reason", "date")
 
 
-@dataclass(frozen=True)
-class Expected:
-    """One known divergence. `case` is a glob over whole addresses, `subject` over subject names."""
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """What every entry says. `case` is a glob over whole addresses, `subject` over subject names."""
 
     subject: str
     case: str
-    verdict: Verdict
     reason: str
-    link: str
     date: str
 
     def matches(self, row: Row) -> bool:
         """Whether the entry speaks about this row's case and subject."""
         return fnmatchcase(row.subject, self.subject) and fnmatchcase(row.case, self.case)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected(_Entry):
+    """One known divergence."""
+
+    verdict: Verdict
+    link: str
 
     def explains(self, row: Row) -> bool:
         """Whether the row is the divergence that the entry expects."""
@@ -47,22 +53,14 @@ class Expected:
         return f"{self.verdict} {self.subject} {self.case} ({self.date}): {self.reason}"
 
 
-@dataclass(frozen=True)
-class KnownFallback:
+@dataclass(frozen=True, kw_only=True)
+class KnownFallback(_Entry):
     """One fallback for one glob over cases. `code` is the reason's; `sometimes`: whether it depends on
     timing; then it is never stale.
     """
 
-    subject: str
-    case: str
     code: str
-    reason: str
-    date: str
     sometimes: bool = False
-
-    def matches(self, row: Row) -> bool:
-        """Whether the entry speaks about this row's case and subject."""
-        return fnmatchcase(row.subject, self.subject) and fnmatchcase(row.case, self.case)
 
     def explains(self, row: Row) -> bool:
         """Whether the row has the fallback that the entry lists."""
