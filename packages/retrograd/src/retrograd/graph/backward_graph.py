@@ -115,6 +115,10 @@ class BackwardGraph:
         """The values returned to the caller of ``autograd.grad``."""
         return tuple(next(iter(reversed(self.graph.nodes))).args[0])
 
+    def intact_calls(self) -> list[int]:
+        """Inlined node calls of which another part can be differentiated later."""
+        return [index for index, inlined in self.inlined.items() if inlined.leaves_a_part]
+
     def with_graph(self, graph: fx.Graph) -> BackwardGraph:
         """The same capture with its calls laid out anew."""
         return replace(self, graph=graph)

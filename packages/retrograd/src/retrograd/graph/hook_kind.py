@@ -38,6 +38,11 @@ class CallKind(enum.Enum):
         """Whether the call reads and writes nothing but its arguments and results."""
         return self in _FUNCTIONAL
 
+    @property
+    def is_node(self) -> bool:
+        """Whether the call stands for an autograd node (an inlined node is many calls of `ATEN`)."""
+        return self in _NODES
+
 
 _FUNCTIONAL = frozenset(
     {
@@ -47,5 +52,15 @@ _FUNCTIONAL = frozenset(
         CallKind.COPY_SLICES,
         CallKind.SUM,
         CallKind.PROJECT,
+    }
+)
+
+_NODES = frozenset(
+    {
+        CallKind.NODE,
+        CallKind.CPP_FUNCTION,
+        CallKind.FUNCTION,
+        CallKind.COPY_SLICES,
+        CallKind.ACCUMULATE,
     }
 )

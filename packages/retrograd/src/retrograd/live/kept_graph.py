@@ -1,7 +1,7 @@
 """Backwards whose plan needs autograd nodes that still have their saved tensors, or must leave some intact.
 
 In: an `EngineRequest`. Out: what the engine collected, and everything released that eager would release, and
-nothing else. Two cases need it when the graph is not to be retained:
+nothing else. Three cases need it when the graph is not to be retained:
 
 - an ``autograd.Function`` behind saved-tensor hooks: only its own context can unpack them;
 - a gradient of an intermediate tensor: the engine would release that tensor's node too, which eager does not
@@ -40,8 +40,9 @@ __all__ = ["collect_and_release", "forget_kept_classes"]
 
 Finished = Callable[[BackwardGraph, EngineRequest], CapturedBackward]
 
-#: classes of autograd nodes that were met behind saved-tensor hooks. The engine's cache does not tell before
-#: it releases, so a graph with one of them is always collected with the graph kept.
+#: classes of autograd nodes that needed it: Functions behind saved-tensor hooks, and compiled functions. The
+#: engine's cache does not tell before it releases, so a graph with one of them is always collected with the
+#: graph kept.
 _kept_classes: weakref.WeakSet[type] = weakref.WeakSet()
 
 
@@ -73,9 +74,9 @@ def forget_kept_classes() -> None:
 
 def _protocol(request: EngineRequest, finished: Finished) -> EngineProtocol:
     def noting(backward: BackwardGraph) -> CapturedBackward:
-        nodes = RunningBackward(request).node_calls
-        kept = [*_kept_calls(backward), *_intact_calls(backward)]
-        _kept_classes.update(type(nodes[index]) for index in kept)
+        if kept := [*_kept_calls(backward), *backward.intact_calls()]:
+            nodes = RunningBackward(request).node_calls
+            _kept_classes.update(type(nodes[index]) for index in kept)
         return finished(backward, request)
 
     return EngineProtocol(BackwardRecorder(noting, request.keep_graph))
@@ -148,18 +149,13 @@ def _kept_calls(backward: BackwardGraph) -> list[int]:
     return [call.node_call for node, call in backward.calls() if node.target is call_kept_backward]
 
 
-def _intact_calls(backward: BackwardGraph) -> list[int]:
-    """Node calls of which another part may be differentiated later."""
-    return [index for index, inlined in backward.inlined.items() if inlined.leaves_a_part]
-
-
 def _release_executed(
     request: EngineRequest, live: LiveGraph, artifact: CapturedBackward, already_run: bool
 ) -> None:
     """Release what eager would; what the plan still needs, it releases itself."""
     nodes = RunningBackward(request).node_calls
     own = {id(nodes[index]) for index in _kept_calls(artifact.backward)}
-    intact = {id(nodes[index]) for index in _intact_calls(artifact.backward)}
+    intact = {id(nodes[index]) for index in artifact.backward.intact_calls()}
     apart = {i for i, node in enumerate(live.nodes) if id(node.handle) in own | intact}
     begun = already_run
     groups = _levels(live, _executed(live, request.as_asked()), apart)

@@ -32,8 +32,10 @@ def use_up(backward: BackwardGraph, request: EngineRequest, nodes: Callable[[], 
     Raises:
         RuntimeError: eager's, if a part has been used already.
     """
-    parts = [index for index, inlined in backward.inlined.items() if inlined.leaves_a_part]
-    if not backward.inlined or not (_used or parts or request.added):
+    if not backward.inlined:
+        return
+    parts = backward.intact_calls()
+    if not (_used or parts or request.added):
         return
     found = nodes()
     for index, keys in _used_now(backward, request, found).items():

@@ -13,8 +13,6 @@ from retrograd.graph.hook_kind import CallKind
 
 __all__ = ["without_last_outputs"]
 
-_EXECUTES = (CallKind.NODE, CallKind.CPP_FUNCTION, CallKind.FUNCTION, CallKind.COPY_SLICES, CallKind.ATEN)
-
 
 def without_last_outputs(backward: BackwardGraph, count: int) -> BackwardGraph:
     """`backward` without its last `count` outputs."""
@@ -38,7 +36,7 @@ def without_last_outputs(backward: BackwardGraph, count: int) -> BackwardGraph:
 
 def _hooks_only_for(backward: BackwardGraph, dropped: tuple[fx.Node | None, ...]) -> set[fx.Node]:
     """Hooks on the dropped gradients, which belong to node calls that execute nothing."""
-    executed = {call.node_call for _, call in backward.calls() if call.kind in _EXECUTES}
+    executed = {c.node_call for _, c in backward.calls() if c.kind.is_node or c.kind is CallKind.ATEN}
     hooks: set[fx.Node] = set()
     for output in dropped:
         while output is not None and output.op == "call_function" and call_of(output).kind is CallKind.HOOK:

@@ -21,10 +21,6 @@ from retrograd.graph.hook_kind import CallKind, HookKind
 
 __all__ = ["HookTargets", "Insertion", "insert_hooks"]
 
-_EXECUTES = frozenset(
-    {CallKind.NODE, CallKind.CPP_FUNCTION, CallKind.FUNCTION, CallKind.COPY_SLICES, CallKind.ACCUMULATE}
-)
-
 
 @dataclass(frozen=True)
 class Insertion:
@@ -74,7 +70,6 @@ class _Rest:
         self._graph = fx.Graph()
         self._new: dict[fx.Node, Any] = {}
         self._hooks: list[fx.Node] = []
-        self._grads: dict[int, tuple[Any, ...]] = {}
 
     def run(
         self,
@@ -160,7 +155,7 @@ class _Rest:
             self._project(self._call(self._targets.node_pre, args, call, hook.kind), old, call)
 
     def _insert_after(self, nodes: list[fx.Node], waiting: list[Insertion]) -> None:
-        executed = next((node for node in nodes if call_of(node).kind in _EXECUTES), None)
+        executed = next((node for node in nodes if call_of(node).kind.is_node), None)
         if executed is None:
             return
         call = call_of(executed)
@@ -223,7 +218,7 @@ _STAGES = {
 def _stage(node: fx.Node) -> int | None:
     """The place of a call that has gradients going in; None for all others."""
     call = call_of(node)
-    if call.kind in _EXECUTES and node.target is not None and _gradients(node):
+    if call.kind.is_node and node.target is not None and _gradients(node):
         return 2
     return 1 if call.hook is HookKind.NODE_PRE else None
 
