@@ -1,0 +1,169 @@
+"""The joint graph of a function: (primals, cotangents) -> (outputs, updated primals, gradients).
+
+In: made by ``aot.capture``; changed by passes. Out: read by ``aot.partition`` and ``aot.export``.
+
+Eager's autograd graph of a function is divided into *regions*, so that what a user can see of it stays: a border
+runs through every *junction*, which is a differentiable output of the function, or a tensor inside it where the
+graphs of two outputs meet. A region takes the cotangents of its roots and gives gradients for its destinations:
+primals, or junctions further down. A function with one output has one region.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = [
+    "Cotangent",
+    "Destination",
+    "Gradient",
+    "InputRole",
+    "JointSignature",
+    "Junction",
+    "Output",
+    "OutputRole",
+    "Primal",
+    "PrimalKind",
+    "Region",
+    "Step",
+    "Updated",
+]
+
+
+class PrimalKind(enum.Enum):
+    """Where a primal comes from."""
+
+    ARGUMENT = "argument"
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    SIZE = "size"  # a symbolic integer
+
+
+@dataclass(frozen=True)
+class Primal:
+    """An input: position among the flat inputs, and a name for people (``args[0]``, ``layer.weight``)."""
+
+    index: int
+    name: str
+    kind: PrimalKind = PrimalKind.ARGUMENT
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} {self.name}"
+
+
+@dataclass(frozen=True)
+class Cotangent:
+    """What flows backward into a junction."""
+
+    junction: int
+
+    def __str__(self) -> str:
+        return f"cotangent of junction {self.junction}"
+
+
+@dataclass(frozen=True)
+class Output:
+    """A value that the function computes: its position among the graph's forward outputs."""
+
+    index: int
+
+    def __str__(self) -> str:
+        return f"output {self.index}"
+
+
+@dataclass(frozen=True)
+class Updated:
+    """The new value of a primal that the function changes in place."""
+
+    primal: int
+
+    def __str__(self) -> str:
+        return f"new value of primal {self.primal}"
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a gradient goes: a primal, or (if `is_junction`) a junction further down."""
+
+    index: int
+    is_junction: bool = False
+
+    def __str__(self) -> str:
+        return f"{'junction' if self.is_junction else 'primal'} {self.index}"
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What one region adds to the gradient of one destination."""
+
+    region: int
+    of: Destination
+
+    def __str__(self) -> str:
+        return f"gradient of {self.of} from region {self.region}"
+
+
+InputRole = Primal | Cotangent
+OutputRole = Output | Updated | Gradient
+
+
+@dataclass(frozen=True)
+class Junction:
+    """A tensor at which regions meet.
+
+    Attributes:
+        value: position, among the graph's outputs, of the tensor, if the user sees it (an `Output` or `Updated`);
+            None for one that is hidden.
+    """
+
+    value: int | None
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of eager's autograd graph that runs as one node.
+
+    Attributes:
+        roots: junctions whose cotangents it takes.
+        destinations: what it gives gradients for.
+    """
+
+    roots: tuple[int, ...]
+    destinations: tuple[Destination, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a whole backward, in eager's order: a region runs, or (if `is_leaf`) the gradient of a primal
+    is complete and handed on to it."""
+
+    index: int
+    is_leaf: bool = False
+
+
+@dataclass(frozen=True)
+class JointSignature:
+    """What every placeholder and every output of a joint graph means.
+
+    Attributes:
+        inputs: one role per placeholder, primals first.
+        outputs: one role per output: `Output` and `Updated` first, then `Gradient`, region by region.
+        junctions, regions: eager's structure.
+        order: the steps of a backward that takes all cotangents, as eager would order them.
+    """
+
+    inputs: tuple[InputRole, ...]
+    outputs: tuple[OutputRole, ...]
+    junctions: tuple[Junction, ...] = ()
+    regions: tuple[Region, ...] = ()
+    order: tuple[Step, ...] = ()
+
+    @property
+    def primals(self) -> tuple[Primal, ...]:
+        """The primals, in the order of their placeholders."""
+        return tuple(role for role in self.inputs if isinstance(role, Primal))
+
+    @property
+    def forward_count(self) -> int:
+        """How many outputs belong to the forward."""
+        return sum(not isinstance(role, Gradient) for role in self.outputs)
