@@ -45,10 +45,33 @@ class Fake(ModuleType):
         self.was_reset += 1
 
 
+class FakeAot(ModuleType):
+    """As much of retrograd.aot as the adapter uses: what it compiles says with what."""
+
+    def __init__(self) -> None:
+        super().__init__("retrograd.aot")
+        self.reasons: list[Reason] = []
+        self.made: list[tuple[str, object, dict[str, object]]] = []
+
+    def explain(self) -> SimpleNamespace:
+        return SimpleNamespace(fallbacks=Counter(self.reasons))
+
+    def function(self, target: object, **options: object) -> object:
+        self.made.append(("function", target, options))
+        return target
+
+    def module(self, target: object, **options: object) -> object:
+        self.made.append(("module", target, options))
+        return target
+
+
 @pytest.fixture
 def fake(monkeypatch) -> Fake:
     module = Fake()
+    module.aot = FakeAot()
     monkeypatch.setitem(sys.modules, "retrograd", module)
+    monkeypatch.setitem(sys.modules, "retrograd.aot", module.aot)
+    monkeypatch.setitem(sys.modules, "retrograd.dynamo", ModuleType("retrograd.dynamo"))
     return module
 
 
@@ -58,15 +81,26 @@ def test_which_subjects_promise_bits_and_which_answer_for_divergences(fake) -> N
         "eager",
         "retrograd-live:eager",
         "retrograd-live+aot_eager:eager",
+        "retrograd-aot:eager",
+        "retrograd-aot+dynamic:eager",
+        "retrograd-live+retrograd-aot:eager",
+        "retrograd-compile:eager",
     }
     assert {name for name, subject in made.items() if subject.accountable} == {
-        name for name in NAMED if name.startswith("retrograd-live")
+        name for name in NAMED if name.startswith("retrograd-")
+    }
+    assert {name for name, subject in made.items() if subject.may_refuse and subject.accountable} == {
+        name
+        for name in NAMED
+        if name.startswith(("retrograd-compile", "retrograd-live+aot", "retrograd-live+ind"))
     }
     assert {name: subject.stock.name for name, subject in made.items() if subject.stock} == {
         "retrograd-live+aot_eager:eager": "stock-compile:aot_eager",
         "retrograd-live+aot_eager:inductor": "stock-compile:aot_eager",
         "retrograd-live+inductor:eager": "stock-compile:inductor",
         "retrograd-live+inductor:inductor": "stock-compile:inductor",
+        "retrograd-compile:eager": "stock-compile:eager",
+        "retrograd-compile:inductor": "stock-compile:eager",
     }
     assert all(subject.name == name for name, subject in made.items())
 
@@ -157,3 +191,86 @@ def test_behind_a_stock_forward_both_halves_are_compiled(fake) -> None:
     assert fake.backends == ["inductor"]
     assert subject.stock.compiles() > 0
     assert torch.allclose(x.grad, 2 * x.detach().cos())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("retrograd-aot:eager", {"backend": "eager", "dynamic": None}),
+        ("retrograd-aot:inductor", {"backend": "inductor", "dynamic": None}),
+        ("retrograd-aot+dynamic:eager", {"backend": "eager", "dynamic": True}),
+        ("retrograd-live+retrograd-aot:eager", {"backend": "eager"}),
+    ],
+)
+def test_modules_and_functions_go_their_own_ways_through_the_aot_path(fake, name, options) -> None:
+    subject, layer, function = resolve(name), torch.nn.Identity(), abs
+    assert subject.compile(layer) is layer
+    assert subject.compile(function) is function
+    assert fake.aot.made == [("module", layer, options), ("function", function, options)]
+
+
+@pytest.mark.parametrize("name", ["retrograd-aot:eager", "retrograd-compile:eager", "compile:retrograd"])
+def test_the_aot_adapters_report_new_fallbacks_only(fake, name) -> None:
+    fake.aot.reasons = [Reason("old", "old reason")]
+    fake.counters.update(aot_fallbacks=1, aot_captures=1)
+    subject = resolve(name)
+    subject.begin()
+    assert subject.notes() == ("no function of this case was captured",)
+    fake.counters.update(aot_captures=1, aot_compiles=2)
+    assert subject.notes() == ()
+    fake.aot.reasons += [Reason("new-one", "new reason\nin detail")]
+    fake.counters.update(aot_fallbacks=1)
+    assert subject.notes() == ("fallback: [new-one] new reason",)
+
+
+def test_compiled_graphs_of_the_aot_path_are_counted(fake) -> None:
+    direct, behind = resolve("retrograd-aot:eager"), resolve("retrograd-live+retrograd-aot:eager")
+    direct.begin()
+    behind.begin()
+    fake.counters.update(aot_compiles=2, lowerings=3)
+    assert direct.compiles() == 2
+    assert behind.compiles() == 5
+
+
+def test_the_live_path_over_the_aot_path_reports_both(fake) -> None:
+    subject = resolve("retrograd-live+retrograd-aot:eager")
+    subject.begin()
+    fake.reasons, fake.aot.reasons = [Reason("live", "of one")], [Reason("ahead", "of the other")]
+    fake.counters.update(fallbacks=1, aot_fallbacks=1, runs=1, aot_captures=1)
+    assert subject.notes() == ("fallback: [live] of one", "fallback: [ahead] of the other")
+    with subject.backward():
+        pass
+    assert fake.backends == ["eager"]
+
+
+@pytest.mark.parametrize("name", ["retrograd-aot:eager", "retrograd-compile:eager"])
+def test_only_a_cold_case_resets_the_aot_path(fake, name) -> None:
+    subject = resolve(name)
+    subject.reset(cold=False)
+    assert fake.was_reset == 0
+    subject.reset(cold=True)
+    assert fake.was_reset == 1
+
+
+@pytest.mark.parametrize(
+    ("missing", "name"),
+    [
+        ("retrograd", "retrograd-aot:eager"),
+        ("retrograd.aot", "retrograd-live+retrograd-aot:eager"),
+        ("retrograd.dynamo", "compile:retrograd"),
+    ],
+)
+def test_parts_of_retrograd_that_are_missing(fake, monkeypatch, missing, name) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(
+        UnavailableError, match=rf"(?s)subject {name.replace('+', '.')}.*pip install retrograd"
+    ):
+        resolve(name)
+
+
+def test_torch_compile_gets_retrograds_backend_and_options(fake, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda target, **options: asked.append(options) or target)
+    for name in ("retrograd-compile:inductor", "compile:retrograd"):
+        resolve(name).compile(abs)
+    assert asked == [{"backend": "retrograd", "options": {"backend": "inductor"}}, {"backend": "retrograd"}]

@@ -14,6 +14,7 @@ import gradparity.corpus.scenarios as _scenarios  # noqa: F401 - importing the p
 from gradparity.case import Case
 from gradparity.corpus.autograd_function_db import autograd_function_db
 from gradparity.corpus.base import Corpus, Program
+from gradparity.corpus.hop_db import hop_db
 from gradparity.corpus.models import ModelCorpus
 from gradparity.corpus.module_db import ModuleCorpus
 from gradparity.corpus.op_db import op_db
@@ -30,6 +31,7 @@ NAMED: dict[str, Callable[[], Corpus]] = {
     "module_db": ModuleCorpus,
     "module_db:float64": partial(ModuleCorpus, torch.float64),
     "autograd_function_db": autograd_function_db,
+    "hop_db": hop_db,
     "models": ModelCorpus,
 }
 

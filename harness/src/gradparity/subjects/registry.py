@@ -1,7 +1,8 @@
 """Names of subjects.
 
 In: "eager", "stock-ca:inductor", "retrograd-live:eager",
-"retrograd-live+aot_eager:eager", "compile:<backend>", "planted:<fault>",
+"retrograd-live+aot_eager:eager", "retrograd-aot:eager", "retrograd-compile:eager",
+"compile:<backend>", "planted:<fault>",
 "import:<module>:<class>". Out: a Subject. Raises UnknownNameError for anything else.
 """
 
@@ -14,6 +15,8 @@ from gradparity.errors import UnknownNameError
 from gradparity.subjects.base import Subject
 from gradparity.subjects.eager import Eager
 from gradparity.subjects.planted import FAULTS, planted
+from gradparity.subjects.retrograd_aot import BACKENDS as AOT_BACKENDS
+from gradparity.subjects.retrograd_aot import RetrogradAot, RetrogradCompile, RetrogradLiveOverAot
 from gradparity.subjects.retrograd_behind_stock import FORWARDS, RetrogradBehindStock
 from gradparity.subjects.retrograd_live import BACKENDS, RetrogradLive
 from gradparity.subjects.stock import StockCompile, StockCompiledAutograd
@@ -32,6 +35,16 @@ NAMED: dict[str, Callable[[str], Subject]] = {
         f"retrograd-live+{forward}:{backend}": lambda name: RetrogradBehindStock(name, *_halves(name))
         for forward in FORWARDS
         for backend in ("eager", "inductor")
+    },
+    **{
+        f"retrograd-aot:{backend}": lambda name: RetrogradAot(name, name.split(":")[1])
+        for backend in AOT_BACKENDS
+    },
+    "retrograd-aot+dynamic:eager": lambda name: RetrogradAot(name, "eager", dynamic=True),
+    "retrograd-live+retrograd-aot:eager": lambda name: RetrogradLiveOverAot(name, "eager"),
+    **{
+        f"retrograd-compile:{backend}": lambda name: RetrogradCompile(name, name.split(":")[1])
+        for backend in AOT_BACKENDS
     },
 }
 
@@ -63,6 +76,8 @@ def _halves(name: str) -> tuple[str, str]:
 
 
 def _compile(name: str, backend: str) -> Subject:
+    if backend == "retrograd":
+        return RetrogradCompile(name)
     import torch._dynamo
 
     known: list[str] = torch._dynamo.list_backends(exclude_tags=None)

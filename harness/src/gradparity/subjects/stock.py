@@ -62,10 +62,6 @@ class DynamoSubject(Subject):
 class StockCompile(DynamoSubject):
     """torch.compile of the program's functions and modules; plain backward."""
 
-    def __init__(self, name: str, backend: str) -> None:
-        super().__init__(name, backend)
-        self.accountable = backend.startswith("retrograd")
-
     def compile(self, target: T) -> T:
         """The function or module under torch.compile."""
         compiler: Any = torch.compile

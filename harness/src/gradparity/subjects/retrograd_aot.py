@@ -1,0 +1,183 @@
+"""retrograd's staged AOT pipeline as subjects: called directly, behind its live path, through torch.compile.
+
+In: retrograd's backend for the graphs. Out: the subjects "retrograd-aot:eager|inductor",
+"retrograd-aot+dynamic:eager", "retrograd-live+retrograd-aot:eager" and "retrograd-compile:eager|inductor".
+What Dynamo has lost before it calls a backend is stock's own: the subject `stock` runs Dynamo's graph as
+eager does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from gradparity.errors import UnavailableError
+from gradparity.subjects.base import Subject
+from gradparity.subjects.retrograd_live import RetrogradLive
+from gradparity.subjects.stock import DynamoSubject, StockCompile
+
+T = TypeVar("T")
+
+BACKENDS = ("eager", "inductor")
+
+
+class AotJournal:
+    """What retrograd's AOT path did since `begin`: graphs compiled, calls run as eager runs them, and why.
+
+    Raises UnavailableError when retrograd, or its AOT path, is not installed.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._aot = imported("retrograd.aot", name)
+        self._counters: Counter[str] = imported("retrograd", name).counters
+        self._before: Counter[str] = Counter()
+        self._reasons: Counter[Any] = Counter()
+
+    def begin(self) -> None:
+        """Remembers counters and reasons so far."""
+        self._before = Counter(self._counters)
+        self._reasons = Counter(self._aot.explain().fallbacks)
+
+    def compiles(self) -> int:
+        """Graphs given to a backend since `begin`."""
+        return self._since("aot_compiles")
+
+    def notes(self) -> tuple[str, ...]:
+        """One note per reason for a fallback since `begin`; one if nothing was captured at all."""
+        idle = () if self._since("aot_captures") else ("no function of this case was captured",)
+        if not self._since("aot_fallbacks"):
+            return idle
+        reasons = Counter(self._aot.explain().fallbacks) - self._reasons
+        notes = [f"fallback: [{reason.code}] {str(reason).splitlines()[0]}" for reason in reasons]
+        return (*(notes or ["fallback: no reason given"]), *idle)
+
+    def _since(self, key: str) -> int:
+        return int(self._counters[key] - self._before[key])
+
+
+class RetrogradAot(Subject):
+    """Functions and modules through retrograd.aot; their backward as the engine runs it."""
+
+    accountable = True
+
+    def __init__(self, name: str, backend: str, dynamic: bool | None = None) -> None:
+        super().__init__(name)
+        self.backend = backend
+        self.bitwise = backend == "eager"
+        self._options = {"backend": backend, "dynamic": dynamic}
+        self._retrograd = imported("retrograd", name)
+        self._journal = AotJournal(name)
+
+    def compile(self, target: T) -> T:
+        """The function or module behind all stages of the AOT path."""
+        return compiled_ahead(target, **self._options)
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Eager's random numbers in Inductor's code too; nothing to set for the other backend."""
+        if self.backend != "inductor":
+            yield
+            return
+        import torch._inductor.config as inductor_config
+
+        with inductor_config.patch(fallback_random=True):
+            yield
+
+    def begin(self) -> None:
+        """Remembers what the AOT path has done so far."""
+        self._journal.begin()
+
+    def compiles(self) -> int:
+        """Graphs compiled since `begin`."""
+        return self._journal.compiles()
+
+    def notes(self) -> tuple[str, ...]:
+        """Fallbacks since `begin`."""
+        return self._journal.notes()
+
+    def reset(self, cold: bool) -> None:
+        """Caches stay warm between cases, as they do for users, unless a case asks."""
+        if cold:
+            self._retrograd.reset()
+
+
+class RetrogradLiveOverAot(RetrogradLive):
+    """Functions and modules through retrograd.aot; backward inside retrograd.compiled_autograd."""
+
+    def __init__(self, name: str, backend: str) -> None:
+        super().__init__(name, backend)
+        self._journal = AotJournal(name)
+
+    def compile(self, target: T) -> T:
+        """The function or module behind all stages of the AOT path."""
+        return compiled_ahead(target, backend=self.backend)
+
+    def begin(self) -> None:
+        """Remembers what both paths have done so far."""
+        super().begin()
+        self._journal.begin()
+
+    def compiles(self) -> int:
+        """Segments lowered and graphs compiled since `begin`."""
+        return super().compiles() + self._journal.compiles()
+
+    def notes(self) -> tuple[str, ...]:
+        """Fallbacks of both paths since `begin`."""
+        return (*super().notes(), *self._journal.notes())
+
+
+class RetrogradCompile(DynamoSubject):
+    """torch.compile with the backend "retrograd"; plain backward. Its own options where none are named."""
+
+    accountable = True
+
+    def __init__(self, name: str, inner: str | None = None) -> None:
+        super().__init__(name, "retrograd")
+        imported("retrograd.dynamo", name)  # registers the backend where the package is not installed
+        self.bitwise = inner == "eager"
+        self.stock = StockCompile("stock-compile:eager", "eager")
+        self._options = {} if inner is None else {"options": {"backend": inner}}
+        self._retrograd = imported("retrograd", name)
+        self._journal = AotJournal(name)
+
+    def compile(self, target: T) -> T:
+        """The function or module under torch.compile."""
+        compiler: Any = torch.compile
+        compiled: T = compiler(target, backend=self.backend, **self._options)
+        return compiled
+
+    def begin(self) -> None:
+        """Remembers what Dynamo and the AOT path have done so far."""
+        super().begin()
+        self._journal.begin()
+
+    def notes(self) -> tuple[str, ...]:
+        """Fallbacks since `begin`."""
+        return self._journal.notes()
+
+    def reset(self, cold: bool) -> None:
+        """Dynamo always forgets; retrograd keeps its caches, unless a case asks."""
+        super().reset(cold)
+        if cold:
+            self._retrograd.reset()
+
+
+def compiled_ahead(target: T, **options: Any) -> T:
+    """`retrograd.aot.module` of a module, `retrograd.aot.function` of anything else."""
+    aot = importlib.import_module("retrograd.aot")
+    compiler: Any = aot.module if isinstance(target, torch.nn.Module) else aot.function
+    compiled: T = compiler(target, **options)
+    return compiled
+
+
+def imported(module: str, name: str) -> Any:
+    """A part of retrograd. Raises UnavailableError, which names the subject, if it cannot be imported."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UnavailableError(f"subject {name}", str(error), "pip install retrograd") from error
