@@ -13,6 +13,7 @@ from gradparity.corpus.scenario import registered, scenario
 from gradparity.differential import compare
 from gradparity.errors import CaseError, UnknownNameError
 from gradparity.probe import Probe
+from gradparity.subjects.base import Subject
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Verdict
 
@@ -156,3 +157,26 @@ def test_a_scenario_needs_a_sentence_and_an_own_name() -> None:
         again.__name__ = taken
         with pytest.raises(CaseError, match="two scenarios"):
             scenario()(again)
+
+
+def test_every_higher_order_operator_with_samples_here_has_a_gradient() -> None:
+    found = corpus("hop_db")
+    assert {"map.nested", "cond.simple", "invoke_subgraph.simple"} <= set(found.chunks())
+    assert not {"scan.simple", "while_loop.simple"} & set(found.chunks())
+    for chunk in found.chunks():
+        for item in found.programs(chunk, CPU, 0):
+            grads = compare(item, resolve("eager"), CPU).evidence.eager.grads
+            assert grads, chunk
+            assert all(grad.value is not None for grad in grads), chunk
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_models_are_given_to_the_subject_to_compile(name: str) -> None:
+    pytest.importorskip("transformers", reason="the extra 'models' is not installed")
+
+    class Refuses(Subject):
+        def compile(self, target):
+            raise LookupError(type(target).__name__)
+
+    found = compare(program(Case("models", name), CPU), Refuses("refuses"), CPU)
+    assert found.row.symptom == "raises LookupError"

@@ -65,6 +65,9 @@ from gradparity.corpus.scenarios import (
     accumulation_forms,
     accumulation_kinds,
     aliasing,
+    aot_aliased_inputs,
+    aot_metadata,
+    aot_mutation,
     between_steps,
     branching,
     callbacks,
@@ -161,5 +164,8 @@ TOPICS = (
     hooks_in_training,
     training_loops,
     training_models,
+    aot_mutation,
+    aot_metadata,
+    aot_aliased_inputs,
 )
 """Every topic, one module each."""

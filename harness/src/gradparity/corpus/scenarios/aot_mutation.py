@@ -1,0 +1,290 @@
+"""Functions compiled ahead that change their inputs' data: with and without history, in part, under no_grad.
+
+In: a probe, whose `compile` is the identity for eager. Out: what the caller's tensors hold afterwards, their
+history and versions, and gradients that flow through what was written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradparity.corpus.scenario import scenario
+from gradparity.corpus.scenarios.storages import history, share
+from gradparity.probe import Probe
+
+TAGS = ("compiled", "aot", "in-place")
+
+
+@scenario(tags=TAGS)
+def aot_input_scaled_in_place(p: Probe) -> None:
+    """An input without history is scaled: the caller's own tensor holds the result, and its version moved."""
+    a, w = p.randn(3), p.leaf("w", p.randn(3, requires_grad=True))
+    before, place = a._version, a.data_ptr()
+
+    def run(a: Tensor, w: Tensor) -> Tensor:
+        a.mul_(2)
+        return a * w
+
+    out = p.compile(run)(a, w)
+    p.value("a", a)
+    p.event("moved", a._version > before, a.data_ptr() == place, *history(a))
+    with p.backward():
+        out.sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_input_changed_twice(p: Probe) -> None:
+    """An input is changed, read and changed again: the result was computed from the state in between."""
+    a, w = p.randn(3), p.leaf("w", p.randn(3, requires_grad=True))
+
+    def run(a: Tensor, w: Tensor) -> Tensor:
+        a.add_(1)
+        middle = a.exp() * w
+        a.mul_(3)
+        return middle
+
+    out = p.compile(run)(a, w)
+    p.value("a", a)
+    with p.backward():
+        out.sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_result_written_to_a_given_tensor(p: Probe) -> None:
+    """With `out=` the result is the very tensor that was passed."""
+    a, b, target = p.randn(3), p.randn(3), torch.zeros(3, dtype=p.dtype, device=p.device)
+    out = p.compile(lambda x, y, into: torch.mul(x, y, out=into))(a, b, target)
+    p.value("target", target)
+    p.event("is target", out is target, share(out, target))
+
+
+@scenario(tags=TAGS)
+def aot_changed_intermediate_is_returned(p: Probe) -> None:
+    """A function that changes its input in place and returns it returns the same object."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+    h = x * 1
+    out = p.compile(lambda a: a.mul_(2))(h)
+    p.event("same object", out is h, *history(h))
+    with p.backward():
+        (out * h).sum().backward()
+
+
+@scenario(tags=(*TAGS, "errors"))
+def aot_leaf_changed_in_place(p: Probe) -> None:
+    """A leaf that requires grad cannot be changed in place where it is differentiated: a RuntimeError."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+    p.compile(lambda a: a.mul_(2).sum())(x)
+
+
+@scenario(tags=(*TAGS, "errors"))
+def aot_view_of_a_leaf_changed_in_place(p: Probe) -> None:
+    """Nor can a view of such a leaf."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+
+    def run(a: Tensor) -> Tensor:
+        a[0] = 1.0
+        return a.sum()
+
+    p.compile(run)(x)
+
+
+@scenario(tags=TAGS)
+def aot_leaf_changed_under_no_grad(p: Probe) -> None:
+    """Under no_grad a parameter may be changed; what follows is differentiated at its new value."""
+    w = p.leaf("w", p.randn(3, requires_grad=True))
+
+    def run(a: Tensor) -> Tensor:
+        with torch.no_grad():
+            a.clamp_(min=0.25)
+        return a.square().sum()
+
+    out = p.compile(run)(w)
+    p.value("w", w.detach())
+    p.event("still a leaf", *history(w))
+    with p.backward():
+        out.backward()
+
+
+@scenario(tags=TAGS)
+def aot_history_is_written_into_an_input(p: Probe) -> None:
+    """A buffer to which something differentiable is added requires grad afterwards, and is no leaf."""
+    x, total = p.leaf("x", p.randn(3, requires_grad=True)), p.randn(3)
+
+    def run(into: Tensor, a: Tensor) -> Tensor:
+        into.add_(a.sin())
+        return into.max()
+
+    largest = p.compile(run)(total, x)
+    p.event("total", *history(total), total.grad_fn is not None)
+    with p.backward():
+        (total.square().sum() + largest).backward()
+
+
+@scenario(tags=TAGS)
+def aot_slice_of_an_input_is_assigned(p: Probe) -> None:
+    """Assigning to a slice cuts that part of the old history off and brings in the new one."""
+    x, y = (p.leaf(name, p.randn(4, requires_grad=True)) for name in ("x", "y"))
+
+    def run(into: Tensor, part: Tensor) -> Tensor:
+        into[1:3] = part[:2] * 2
+        return into.exp()
+
+    h = x * 3
+    out = p.compile(run)(h, y)
+    p.value("h", h.detach())
+    with p.backward():
+        (out + h).sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_input_zeroed_and_filled(p: Probe) -> None:
+    """An intermediate is cleared and filled anew: nothing flows to where it came from, all to the source."""
+    x, y = (p.leaf(name, p.randn(3, requires_grad=True)) for name in ("x", "y"))
+
+    def run(into: Tensor, source: Tensor) -> None:
+        into.zero_()
+        into.copy_(source.tanh())
+
+    h = x * 2
+    result = p.compile(run)(h, y)
+    p.event("returns", result)
+    with p.backward():
+        h.sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_detached_alias_is_written(p: Probe) -> None:
+    """Writing through `detach()` changes the value and the version, and leaves the history alone."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+
+    def run(a: Tensor) -> Tensor:
+        a.detach().mul_(2)
+        return a.sin()
+
+    h = x + 1
+    before = h._version
+    out = p.compile(run)(h)
+    p.value("h", h.detach())
+    p.event("moved", h._version > before)
+    with p.backward():
+        (out + h).sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_data_attribute_is_written(p: Probe) -> None:
+    """Writing through `.data` changes the value and neither the version nor the history."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+    weight = p.randn(3)
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        b.data.mul_(2)
+        return a * b
+
+    before = weight._version
+    out = p.compile(run)(x, weight)
+    p.value("weight", weight)
+    p.event("moved", weight._version > before)
+    with p.backward():
+        out.sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_intermediate_changed_under_no_grad(p: Probe) -> None:
+    """An intermediate changed under no_grad keeps its history, and what follows sees the new value."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+
+    def run(a: Tensor) -> Tensor:
+        with torch.no_grad():
+            a.add_(10)
+        return a.square()
+
+    h = x * 3
+    out = p.compile(run)(h)
+    p.value("h", h.detach())
+    with p.backward():
+        out.sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_counter_over_three_calls(p: Probe) -> None:
+    """An integer counter that the function advances counts every call, not only the first."""
+    x, count = p.leaf("x", p.randn(3, requires_grad=True)), p.tensor(0)
+
+    def run(a: Tensor, n: Tensor) -> Tensor:
+        n.add_(1)
+        return a / n
+
+    call = p.compile(run)
+    for step in range(3):
+        with p.backward():
+            call(x, count.clone() if step == 2 else count).sum().backward()
+        p.value(f"count{step}", count)
+
+
+@scenario(tags=TAGS, fp64=False)
+def aot_input_filled_with_random_numbers(p: Probe) -> None:
+    """Noise that the function draws into its input is the noise that eager draws."""
+    x, noise = p.leaf("x", p.randn(4, requires_grad=True)), torch.empty(4)
+
+    def run(a: Tensor, into: Tensor) -> Tensor:
+        into.normal_()
+        return a * into.abs()
+
+    out = p.compile(run)(x, noise)
+    p.value("noise", noise)
+    with p.backward():
+        out.sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_rows_added_to_an_input(p: Probe) -> None:
+    """Rows are added at indices, one of them twice: the gradient picks the same rows."""
+    table, rows = p.randn(4, 2), p.leaf("rows", p.randn(3, 2, requires_grad=True))
+
+    def run(into: Tensor, where: Tensor, what: Tensor) -> Tensor:
+        into.index_add_(0, where, what * 2)
+        return into.sin()
+
+    out = p.compile(run)(table, p.tensor([1, 3, 1]), rows)
+    p.value("table", table.detach())
+    with p.backward():
+        (out.sum() + table[1].sum()).backward()
+
+
+@scenario(tags=(*TAGS, "no-grad"))
+def aot_mutation_without_any_gradient(p: Probe) -> None:
+    """A function that only updates its inputs under no_grad, as an optimizer does, in three steps."""
+    weight, grad, state = p.randn(3), p.randn(3), p.randn(3)
+
+    def run(weight: Tensor, grad: Tensor, state: Tensor) -> None:
+        state.mul_(0.9).add_(grad, alpha=0.1)
+        weight.sub_(state, alpha=0.5)
+
+    call = p.compile(run)
+    with torch.no_grad():
+        for step in range(3):
+            call(weight, grad, state)
+            p.value(f"step{step}", (weight.clone(), state.clone()))
+
+
+@scenario(tags=TAGS)
+def aot_mutation_before_an_exception(p: Probe) -> None:
+    """A call that raises after a change in place leaves the change behind, as does the next, sound one."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+    seen = p.randn(3)
+
+    def run(a: Tensor, b: Tensor, other: Tensor) -> Tensor:
+        b.add_(1)
+        return a @ other
+
+    call = p.compile(run)
+    try:
+        call(x, seen, p.randn(4))
+    except RuntimeError as error:
+        p.event("raised", type(error).__name__)
+    p.value("changed once", seen)
+    out = call(x, seen, p.randn(3))
+    p.value("changed twice", seen)
+    with p.backward():
+        out.backward()
