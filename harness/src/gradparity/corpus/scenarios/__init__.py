@@ -66,8 +66,12 @@ from gradparity.corpus.scenarios import (
     accumulation_kinds,
     aliasing,
     aot_aliased_inputs,
+    aot_aliased_outputs,
+    aot_kinds_of_tensors,
     aot_metadata,
     aot_mutation,
+    aot_structures,
+    aot_subclasses,
     between_steps,
     branching,
     callbacks,
@@ -167,5 +171,9 @@ TOPICS = (
     aot_mutation,
     aot_metadata,
     aot_aliased_inputs,
+    aot_aliased_outputs,
+    aot_structures,
+    aot_kinds_of_tensors,
+    aot_subclasses,
 )
 """Every topic, one module each."""

@@ -1,0 +1,157 @@
+"""Tensor subclasses through functions compiled ahead: in, out, mixed, changed in place, as gradients.
+
+In: a probe, whose `compile` is the identity for eager. Out: classes and parts of values and gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from gradparity.corpus.scenario import scenario
+from gradparity.corpus.scenarios.subclass_kinds import Scaled
+from gradparity.probe import Probe
+
+TAGS = ("compiled", "aot", "subclass")
+
+
+def _two(p: Probe, *shape: int) -> Tensor:
+    """A leaf of two parts."""
+    made: Tensor = TwoTensor(p.randn(*shape), p.randn(*shape)).requires_grad_()
+    return made
+
+
+@scenario(tags=TAGS)
+def aot_subclass_in_and_out(p: Probe) -> None:
+    """A leaf of two parts gives a result and a gradient of two parts."""
+    x = p.leaf("x", _two(p, 3))
+    y = p.compile(lambda a: (a * 2).sin())(x)
+    p.value("y", y.detach())
+    y.register_hook(p.hook("y"))
+    with p.backward():
+        y.sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_subclass_and_plain_inputs(p: Probe) -> None:
+    """A leaf of two parts and a plain one meet; a plain input goes straight to a plain output."""
+    x, w = p.leaf("x", _two(p, 2, 3)), p.leaf("w", p.randn(3, requires_grad=True))
+    both, plain = p.compile(lambda a, b: (a * b, b.exp()))(x, w)
+    p.event("classes", type(both).__name__, type(plain).__name__)
+    with p.backward():
+        plain.sum().backward()
+        p.value("plain grad", w.grad)
+        w.grad = None
+        both.sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_subclass_and_plain_in_turn(p: Probe) -> None:
+    """One compiled function gets a plain tensor, one of two parts, and a plain one again."""
+    call = p.compile(lambda a: a.exp() * a)
+    for step in range(3):
+        x = p.leaf(f"x{step}", _two(p, 3) if step == 1 else p.randn(3, requires_grad=True))
+        out = call(x)
+        p.event(f"class{step}", type(out).__name__)
+        with p.backward():
+            out.sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_plain_cotangent_then_one_of_two_parts(p: Probe) -> None:
+    """An output of two parts takes a plain cotangent and one of its own class, in either order."""
+    x = p.leaf("x", _two(p, 3))
+    y = p.compile(lambda a: a * 3)(x)
+    with p.backward():
+        p.value("plain", torch.autograd.grad(y, x, p.randn(3), retain_graph=True))
+        own = TwoTensor(p.randn(3), p.randn(3))
+        p.value("own", torch.autograd.grad(y, x, own, retain_graph=True))
+        p.value("plain again", torch.autograd.grad(y, x, p.randn(3)))
+
+
+@scenario(tags=TAGS)
+def aot_plain_output_with_a_cotangent_of_two_parts(p: Probe) -> None:
+    """A plain output takes a cotangent of two parts: the plain leaf's gradient has two parts."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+    y = p.compile(lambda a: a.sin() * 2)(x)
+    with p.backward():
+        p.value("grad", torch.autograd.grad(y, x, TwoTensor(p.randn(3), p.randn(3))))
+
+
+@scenario(tags=(*TAGS, "in-place"))
+def aot_subclass_changed_in_place(p: Probe) -> None:
+    """An input of two parts is changed in place: both parts of the caller's tensor are."""
+    a, w = TwoTensor(p.randn(3), p.randn(3)), p.leaf("w", _two(p, 3))
+
+    def run(a: Tensor, w: Tensor) -> Tensor:
+        a.mul_(2)
+        return a * w
+
+    out = p.compile(run)(a, w)
+    p.value("a", a)
+    with p.backward():
+        out.sum().backward()
+
+
+@scenario(tags=(*TAGS, "views"))
+def aot_view_of_a_subclass(p: Probe) -> None:
+    """A view of an input of two parts shares the memory of both."""
+    x = p.leaf("x", _two(p, 2, 3))
+    h = x * 2
+    row = p.compile(lambda a: a[0])(h)
+    p.event("class", type(row).__name__, tuple(row.stride()))
+    with p.backward():
+        (row * row).sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_parts_are_taken_out_inside(p: Probe) -> None:
+    """A function that makes a tensor of two parts from plain inputs inside, and returns a plain result."""
+    x, y = (p.leaf(name, p.randn(3, requires_grad=True)) for name in ("x", "y"))
+
+    def run(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return TwoTensor(a.detach(), b.detach()) * a.sum(), a * b
+
+    both, plain = p.compile(run)(x, y)
+    p.value("both", both.detach())
+    with p.backward():
+        plain.sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_subclass_parameters(p: Probe) -> None:
+    """A layer whose weight has two parts, over two steps of training."""
+    layer = nn.Linear(3, 2, bias=False)
+    weight = TwoTensor(p.randn(2, 3), p.randn(2, 3))
+    layer.weight = nn.Parameter(weight)
+    p.leaf("weight", layer.weight)
+    run = p.compile(layer)
+    for _ in range(2):
+        with p.backward():
+            run(p.randn(4, 3)).square().sum().backward()
+        with torch.no_grad():
+            layer.weight.sub_(layer.weight.grad * 0.1)
+    p.value("weight", layer.weight.detach())
+
+
+@scenario(tags=TAGS)
+def aot_metadata_of_a_subclass_changes(p: Probe) -> None:
+    """A subclass with a unit: another unit in the next call gives another result."""
+    call = p.compile(lambda a: a * a)
+    for step, unit in enumerate((2.0, 3.0, 2.0)):
+        x = p.leaf(f"x{step}", Scaled(p.randn(3), unit).requires_grad_())
+        out = call(x)
+        p.event(f"unit{step}", type(out).__name__, out.unit)
+        with p.backward():
+            out.sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_subclass_in_a_subclass(p: Probe) -> None:
+    """Two parts of which each has two parts."""
+    inner = [TwoTensor(p.randn(2), p.randn(2)) for _ in range(2)]
+    x = p.leaf("x", TwoTensor(*inner).requires_grad_())
+    out = p.compile(lambda a: a.sin() * a)(x)
+    with p.backward():
+        out.sum().backward()
