@@ -67,9 +67,13 @@ from gradparity.corpus.scenarios import (
     aliasing,
     aot_aliased_inputs,
     aot_aliased_outputs,
+    aot_graph_uses,
     aot_kinds_of_tensors,
     aot_metadata,
     aot_mutation,
+    aot_order,
+    aot_random,
+    aot_sizes,
     aot_structures,
     aot_subclasses,
     between_steps,
@@ -175,5 +179,9 @@ TOPICS = (
     aot_structures,
     aot_kinds_of_tensors,
     aot_subclasses,
+    aot_random,
+    aot_sizes,
+    aot_order,
+    aot_graph_uses,
 )
 """Every topic, one module each."""

@@ -225,7 +225,7 @@ def aot_counter_over_three_calls(p: Probe) -> None:
 @scenario(tags=TAGS, fp64=False)
 def aot_input_filled_with_random_numbers(p: Probe) -> None:
     """Noise that the function draws into its input is the noise that eager draws."""
-    x, noise = p.leaf("x", p.randn(4, requires_grad=True)), torch.empty(4)
+    x, noise = p.leaf("x", p.randn(4, requires_grad=True)), torch.empty(4, device=p.device)
 
     def run(a: Tensor, into: Tensor) -> Tensor:
         into.normal_()

@@ -1,0 +1,221 @@
+"""Uses of the graph behind a function compiled ahead: in part, again, for intermediates, for second orders.
+
+In: a probe, whose `compile` is the identity for eager. Out: gradients, None where nothing flows,
+eager's errors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from gradparity.corpus.scenario import scenario
+from gradparity.probe import Probe
+
+TAGS = ("compiled", "aot")
+
+
+def _three(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Three outputs: of the first leaf, of the second and the first output, of the third alone."""
+    first = a.sin()
+    return first, (first * b).exp(), c.cos()
+
+
+@scenario(tags=(*TAGS, "inputs"), issue="pytorch#131794")
+def aot_every_subset_of_outputs(p: Probe) -> None:
+    """Every choice of outputs in the loss gives gradients to exactly those leaves that it reaches."""
+    call = p.compile(_three)
+    for chosen in ("0", "1", "2", "01", "02", "12", "012"):
+        leaves = [p.leaf(f"{chosen}{name}", p.randn(2, requires_grad=True)) for name in "abc"]
+        outs = call(*leaves)
+        with p.backward():
+            torch.autograd.backward([outs[int(number)].sum() for number in chosen])
+
+
+@scenario(tags=(*TAGS, "retain-graph"))
+def aot_independent_outputs_one_after_the_other(p: Probe) -> None:
+    """Outputs that share nothing are differentiated in three backwards, last one first."""
+    leaves = [p.leaf(name, p.randn(2, requires_grad=True)) for name in "abc"]
+    outs = p.compile(lambda a, b, c: (a.sin(), b.exp(), c.cos()))(*leaves)
+    with p.backward():
+        for number in (2, 0, 1):
+            outs[number].sum().backward()
+            p.value(f"after{number}", tuple(leaf.grad for leaf in leaves))
+
+
+@scenario(tags=(*TAGS, "retain-graph", "errors"))
+def aot_outputs_that_share_a_saved_tensor(p: Probe) -> None:
+    """Outputs that share a node cannot be differentiated one after the other without `retain_graph`."""
+    x = p.leaf("x", p.randn(2, requires_grad=True))
+
+    def run(a: Tensor) -> tuple[Tensor, Tensor]:
+        shared = a.sin()
+        return shared.exp(), shared.cos()
+
+    one, two = p.compile(run)(x)
+    with p.backward():
+        one.sum().backward()
+        p.event("first done")
+        two.sum().backward()
+
+
+@scenario(tags=(*TAGS, "retain-graph", "errors"))
+def aot_second_backward_without_retain(p: Probe) -> None:
+    """A second backward through a graph that was freed is a RuntimeError."""
+    x = p.leaf("x", p.randn(2, requires_grad=True))
+    out = p.compile(lambda a: a.sin())(x)
+    with p.backward():
+        out.sum().backward()
+        out.sum().backward()
+
+
+@scenario(tags=(*TAGS, "retain-graph"))
+def aot_graph_kept_by_part(p: Probe) -> None:
+    """A kept graph is differentiated by one output, by the other, by both, and then freed."""
+    leaves = [p.leaf(name, p.randn(2, requires_grad=True)) for name in "abc"]
+    one, two, three = p.compile(_three)(*leaves)
+    with p.backward():
+        for step, roots in enumerate(((one,), (two,), (three, one), (two, one, three))):
+            torch.autograd.backward([root.sum() for root in roots], retain_graph=step < 3)
+            p.value(f"step{step}", tuple(leaf.grad for leaf in leaves))
+
+
+@scenario(tags=(*TAGS, "inputs"))
+def aot_unused_input_allowed(p: Probe) -> None:
+    """With `allow_unused` an input of the function that its used output does not depend on gets None."""
+    x, y = (p.leaf(name, p.randn(2, requires_grad=True)) for name in "xy")
+    one, _ = p.compile(lambda a, b: (a.sin(), b.exp()))(x, y)
+    with p.backward():
+        p.value("grads", torch.autograd.grad(one.sum(), [x, y], allow_unused=True))
+
+
+@scenario(tags=(*TAGS, "inputs", "errors"))
+def aot_unused_input_refused(p: Probe) -> None:
+    """Without it, that is a RuntimeError."""
+    x, y = (p.leaf(name, p.randn(2, requires_grad=True)) for name in "xy")
+    one, _ = p.compile(lambda a, b: (a.sin(), b.exp()))(x, y)
+    with p.backward():
+        torch.autograd.grad(one.sum(), [x, y])
+
+
+@scenario(tags=(*TAGS, "inputs"))
+def aot_unused_inputs_as_zeros(p: Probe) -> None:
+    """With `materialize_grads` it gets zeros."""
+    x, y = (p.leaf(name, p.randn(2, requires_grad=True)) for name in "xy")
+    one, _ = p.compile(lambda a, b: (a.sin(), b.exp()))(x, y)
+    with p.backward():
+        p.value("grads", torch.autograd.grad(one.sum(), [x, y], materialize_grads=True))
+
+
+@scenario(tags=(*TAGS, "inputs"))
+def aot_argument_that_the_function_ignores(p: Probe) -> None:
+    """An argument that nothing is computed from has no gradient, with or without others."""
+    x, y = (p.leaf(name, p.randn(2, requires_grad=True)) for name in "xy")
+    out = p.compile(lambda a, b: a.sin())(x, y)
+    with p.backward():
+        p.value("grads", torch.autograd.grad(out.sum(), [x, y], allow_unused=True, retain_graph=True))
+        out.sum().backward()
+
+
+@scenario(tags=(*TAGS, "inputs", "hooks"), issue="pytorch#132929")
+def aot_gradients_of_all_returned_intermediates(p: Probe) -> None:
+    """A network that returns every layer's result can be differentiated by each of them."""
+    layers = [p.module(nn.Linear(3, 3), f"layer{i}") for i in range(3)]
+
+    def run(x: Tensor) -> list[Tensor]:
+        results = []
+        for layer in layers:
+            x = layer(x).tanh()
+            results.append(x)
+        return results
+
+    results = p.compile(run)(p.randn(2, 3))
+    for number, result in enumerate(results):
+        result.register_hook(p.hook(f"result{number}"))
+    with p.backward():
+        p.value("grads", torch.autograd.grad(results[-1].sum(), results[:-1], retain_graph=True))
+        (results[-1].sum() + results[0].sum()).backward()
+
+
+@scenario(tags=(*TAGS, "retain-grad"), issue="pytorch#91468")
+def aot_retain_grad_on_all_outputs(p: Probe) -> None:
+    """`retain_grad` on outputs that feed one another keeps the whole gradient of each."""
+    leaves = [p.leaf(name, p.randn(2, requires_grad=True)) for name in "abc"]
+    outs = p.compile(_three)(*leaves)
+    for out in outs:
+        out.retain_grad()
+    with p.backward():
+        (outs[1] * outs[0]).sum().backward()
+    p.value("grads", tuple(out.grad for out in outs))
+
+
+@scenario(tags=(*TAGS, "higher-order"), issue="pytorch#91469")
+def aot_third_derivative(p: Probe) -> None:
+    """The gradient of the gradient of the gradient."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+    out = p.compile(lambda a: (a.sin() * a.exp()).sum())(x)
+    with p.backward():
+        for order in range(3):
+            (grad,) = torch.autograd.grad(out, x, create_graph=True)
+            p.value(f"order{order}", grad.detach())
+            out = grad.sum()
+
+
+@scenario(tags=(*TAGS, "higher-order"))
+def aot_gradient_penalty_training(p: Probe) -> None:
+    """Three steps with a penalty on the gradient of the input, through a compiled critic."""
+    critic = p.module(nn.Sequential(nn.Linear(3, 4), nn.Softplus(), nn.Linear(4, 1)))
+    run, optimizer = p.compile(critic), torch.optim.SGD(critic.parameters(), lr=0.1)
+    for step in range(3):
+        x = p.randn(4, 3, requires_grad=True)
+        score = run(x).sum()
+        with p.backward():
+            (grad,) = torch.autograd.grad(score, x, create_graph=True)
+            loss = score + (grad.norm(dim=1) - 1).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+        p.value(f"loss{step}", loss)
+        optimizer.step()
+
+
+@scenario(tags=(*TAGS, "higher-order"))
+def aot_hessian_row_by_row(p: Probe) -> None:
+    """A Hessian, one row after the other, from a kept graph of second order."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+    loss = p.compile(lambda a: (a.prod() * a.sin()).sum())(x)
+    with p.backward():
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        rows = [torch.autograd.grad(part, x, retain_graph=True)[0] for part in grad]
+    p.value("hessian", torch.stack(rows))
+
+
+@scenario(tags=(*TAGS, "higher-order", "inputs"))
+def aot_second_derivative_of_some_inputs(p: Probe) -> None:
+    """Mixed second derivatives; where one does not depend on an input, `allow_unused` gives None."""
+    x, y, z = (p.leaf(name, p.randn(2, requires_grad=True)) for name in "xyz")
+    loss = p.compile(lambda a, b, c: (a.square() * b + c).sum())(x, y, z)
+    with p.backward():
+        first = torch.autograd.grad(loss, [x, y], create_graph=True)
+        p.value("mixed", torch.autograd.grad(first[0].sum() + first[1].sum(), [x, y, z], allow_unused=True))
+
+
+@scenario(tags=(*TAGS, "retain-graph"))
+def aot_graph_outlives_its_inputs(p: Probe) -> None:
+    """Of two calls one result is dropped unused; the other is used after its input went."""
+    w = p.leaf("w", p.randn(3, requires_grad=True))
+    call = p.compile(lambda a, b: (a @ b).exp())
+    kept = call(p.randn(2, 3), w)
+    call(p.randn(2, 3), w)
+    with p.backward():
+        kept.sum().backward()
+
+
+@scenario(tags=(*TAGS, "accumulation"))
+def aot_accumulates_into_a_given_gradient(p: Probe) -> None:
+    """A `.grad` that is there already is added to in place; one of another layout keeps its layout."""
+    x, y = (p.leaf(name, p.randn(2, 3, requires_grad=True)) for name in "xy")
+    x.grad, y.grad = p.randn(2, 3), p.randn(3, 2).t()
+    before = x.grad
+    with p.backward():
+        p.compile(lambda a, b: (a * b).sin())(x, y).sum().backward()
+    p.event("in place", x.grad is before, tuple(y.grad.stride()))
