@@ -70,9 +70,12 @@ from gradparity.corpus.scenarios import (
     aot_graph_uses,
     aot_kinds_of_tensors,
     aot_metadata,
+    aot_modes,
+    aot_modules,
     aot_mutation,
     aot_order,
     aot_random,
+    aot_saved,
     aot_sizes,
     aot_structures,
     aot_subclasses,
@@ -183,5 +186,8 @@ TOPICS = (
     aot_sizes,
     aot_order,
     aot_graph_uses,
+    aot_modes,
+    aot_modules,
+    aot_saved,
 )
 """Every topic, one module each."""
