@@ -55,6 +55,7 @@ AREAS = (
     _area("8 modes", "modes", "autocast", "islands", topics=("modes", "mode_switches")),
     _area("9 dynamic shapes", "shapes", "steps", "data-dependent"),
     _area("10 devices and memory", "memory", "device"),
+    _area("11 compiled ahead of time", "aot"),
     _area("training scripts", "training"),
 )
 """In the order in which a reader would ask. Logs and switches are no programs: they have tests."""

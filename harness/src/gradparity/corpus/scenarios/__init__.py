@@ -67,6 +67,9 @@ from gradparity.corpus.scenarios import (
     aliasing,
     aot_aliased_inputs,
     aot_aliased_outputs,
+    aot_checkpoints,
+    aot_cotangents,
+    aot_functions,
     aot_graph_uses,
     aot_kinds_of_tensors,
     aot_metadata,
@@ -189,5 +192,8 @@ TOPICS = (
     aot_modes,
     aot_modules,
     aot_saved,
+    aot_functions,
+    aot_cotangents,
+    aot_checkpoints,
 )
 """Every topic, one module each."""

@@ -204,6 +204,18 @@ def aot_anomaly_mode_around_forward_and_backward(p: Probe) -> None:
             out.backward()
 
 
+@scenario(tags=TAGS, issue="pytorch#149897")
+def aot_anomaly_mode_names_the_node(p: Probe) -> None:
+    """The error names the operation of the forward that made the NaN."""
+    x = p.leaf("x", p.tensor([-1.0, 4.0], requires_grad=True))
+    call = p.compile(lambda a: ((a * 2).sqrt() * 0).sum())
+    with torch.autograd.detect_anomaly(), p.backward():
+        try:
+            call(x).backward()
+        except RuntimeError as error:
+            p.event("text", str(error))
+
+
 @scenario(tags=TAGS)
 def aot_anomaly_mode_for_a_sound_backward(p: Probe) -> None:
     """Under anomaly detection a sound backward gives the usual gradients."""

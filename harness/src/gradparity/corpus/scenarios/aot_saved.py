@@ -1,10 +1,12 @@
-"""Tensors that change before the backward of functions compiled ahead: an error if they were saved, only then.
+"""Tensors that change before the backward of functions compiled ahead: an error if they were saved.
 
 In: a probe, whose `compile` is the identity for eager. Out: eager's RuntimeError, or gradients where
 nobody saved what was changed.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -152,6 +154,29 @@ def aot_data_of_a_saved_tensor_changed(p: Probe) -> None:
     w.data.mul_(2)
     with p.backward():
         out.sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_what_the_errors_say(p: Probe) -> None:
+    """What a changed tensor, a freed graph and an unused input are refused with begins with eager's words."""
+    x, w = (p.leaf(name, p.randn(3, requires_grad=True)) for name in "xw")
+    call = p.compile(lambda a, b: ((a * b).exp(), b.sin()))
+
+    def refused(name: str, *roots: Tensor, **inputs: Any) -> None:
+        try:
+            with p.backward():
+                torch.autograd.grad([root.sum() for root in roots], **inputs)
+        except RuntimeError as error:
+            p.event(name, str(error).split(":")[0].split(".")[0])
+
+    changed, _ = call(x, w)
+    changed.mul_(2)
+    refused("changed", changed, inputs=[x])
+    first, second = call(x, w)
+    refused("unused", second, inputs=[x])
+    refused("sound", first, inputs=[x])
+    refused("freed", first, inputs=[x])
+    refused("no leaf", call(x.detach(), w.detach())[0], inputs=[x])
 
 
 @scenario(tags=TAGS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -157,6 +158,19 @@ def aot_size_that_depends_on_values(p: Probe) -> None:
         with p.backward():
             out.sum().backward()
         p.value(f"grad{step}", x.grad)
+
+
+@scenario(tags=TAGS)
+def aot_dimension_marked_as_dynamic(p: Probe) -> None:
+    """A dimension that the caller marks as dynamic changes from call to call."""
+    w = p.leaf("w", p.randn(3, requires_grad=True))
+    call = p.compile(lambda a, b: (a * b).sum(0).tanh() * a.shape[0])
+    for step, rows in enumerate((4, 7, 2)):
+        batch = p.randn(rows, 3)
+        torch._dynamo.mark_dynamic(batch, 0)
+        with p.backward():
+            call(batch, w).sum().backward()
+        p.value(f"grad{step}", w.grad)
 
 
 @scenario(tags=TAGS)

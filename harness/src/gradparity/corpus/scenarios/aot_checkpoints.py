@@ -1,0 +1,116 @@
+"""Checkpoints inside functions compiled ahead: of both kinds, nested, by policy, over the parts of a network.
+
+In: a probe, whose `compile` is the identity for eager. Out: gradients, and the order in which they are there.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
+
+from gradparity.corpus.scenario import scenario
+from gradparity.corpus.scenarios.watch import watch_parameters
+from gradparity.probe import Probe
+
+TAGS = ("compiled", "aot", "checkpoint")
+
+
+@scenario(tags=(*TAGS, "hooks", "order"))
+def aot_checkpointed_layers(p: Probe) -> None:
+    """Every layer in a checkpoint of its own: parameters are accumulated from the last layer to the first."""
+    layers = p.module(nn.ModuleList(nn.Linear(3, 3) for _ in range(3)))
+    watch_parameters(p, layers)
+
+    def run(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = checkpoint(lambda h, layer=layer: layer(h).tanh(), x, use_reentrant=False)
+        return x
+
+    with p.backward():
+        p.compile(run)(p.randn(2, 3, requires_grad=True)).sum().backward()
+
+
+@scenario(tags=(*TAGS, "reentrant", "hooks", "order"))
+def aot_reentrant_checkpoints_in_a_row(p: Probe) -> None:
+    """The same with reentrant checkpoints, whose backwards run inside the backward."""
+    layers = p.module(nn.ModuleList(nn.Linear(3, 3) for _ in range(2)))
+    watch_parameters(p, layers)
+
+    def run(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = checkpoint(lambda h, layer=layer: layer(h).tanh(), x, use_reentrant=True)
+        return x
+
+    with p.backward():
+        p.compile(run)(p.randn(2, 3, requires_grad=True)).sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_checkpoint_within_a_checkpoint(p: Probe) -> None:
+    """A checkpoint inside a checkpoint gives the gradients of none."""
+    x, w = (p.leaf(name, p.randn(3, requires_grad=True)) for name in "xw")
+
+    def inner(h: Tensor) -> Tensor:
+        return (h * w).sin()
+
+    def outer(h: Tensor) -> Tensor:
+        return checkpoint(inner, h.exp(), use_reentrant=False) * h
+
+    with p.backward():
+        p.compile(lambda a: checkpoint(outer, a, use_reentrant=False).sum())(x).backward()
+
+
+def _keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Products are kept, all else is computed again."""
+    is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@scenario(tags=TAGS)
+def aot_checkpoint_by_policy(p: Probe) -> None:
+    """A selective checkpoint that keeps matrix products, over two steps."""
+    model = p.module(nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 3)))
+    contexts = partial(create_selective_checkpoint_contexts, _keep_products)
+    run = p.compile(lambda x: checkpoint(model, x, use_reentrant=False, context_fn=contexts).sin())
+    for step in range(2):
+        with p.backward():
+            run(p.randn(2, 3)).sum().backward()
+        p.value(f"grad{step}", model[0].weight.grad)
+
+
+@scenario(tags=TAGS)
+def aot_checkpoint_over_parts_of_a_network(p: Probe) -> None:
+    """`checkpoint_sequential` inside a compiled function."""
+    model = p.module(nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4))))
+    x = p.leaf("x", p.randn(2, 3, requires_grad=True))
+    with p.backward():
+        p.compile(lambda a: checkpoint_sequential(model, 2, a, use_reentrant=False))(x).sum().backward()
+
+
+@scenario(tags=(*TAGS, "higher-order"))
+def aot_checkpoint_differentiated_twice(p: Probe) -> None:
+    """The second derivative through a checkpoint inside a compiled function."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+    out = p.compile(lambda a: checkpoint(lambda h: h.sin() * h, a, use_reentrant=False).sum())(x)
+    with p.backward():
+        (grad,) = torch.autograd.grad(out, x, create_graph=True)
+        grad.square().sum().backward()
+
+
+@scenario(tags=(*TAGS, "retain-graph"))
+def aot_checkpoint_in_a_kept_graph(p: Probe) -> None:
+    """A kept graph with a checkpoint, used three times."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+    out = p.compile(lambda a: checkpoint(lambda h: (h.sin() * h).exp(), a, use_reentrant=False))(x)
+    with p.backward():
+        for step in range(3):
+            p.value(f"grad{step}", torch.autograd.grad(out.sum(), x, retain_graph=True))
