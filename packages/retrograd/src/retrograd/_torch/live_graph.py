@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from retrograd._torch.engine import EngineRequest
 from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
 
-__all__ = ["edge_of", "forward_line", "read_live_graph", "read_ranks"]
+__all__ = ["edge_of", "forward_line", "graph_below", "read_live_graph", "read_ranks"]
 
 
 def read_ranks(request: EngineRequest) -> tuple[int, ...]:
@@ -36,8 +38,8 @@ def read_ranks(request: EngineRequest) -> tuple[int, ...]:
     return tuple(sorted(range(len(numbers)), key=numbers.__getitem__))
 
 
-def read_live_graph(request: EngineRequest) -> LiveGraph:
-    """The graph of `request`, in order of discovery from its roots."""
+def graph_below(edges: Iterable[tuple[Any, int]]) -> LiveGraph:
+    """The graph below `edges` (a node and which of its inputs), in order of discovery."""
     index: dict[Any, int] = {}
     handles: list[Any] = []
 
@@ -47,17 +49,23 @@ def read_live_graph(request: EngineRequest) -> LiveGraph:
             handles.append(handle)
         return index[handle]
 
-    roots = tuple(Edge(number(node), slot) for node, slot in map(edge_of, request.tensors))
+    roots = tuple(Edge(number(node), slot) for node, slot in edges)
     nodes: list[LiveNode] = []
     while len(nodes) < len(handles):
         handle = handles[len(nodes)]
-        edges = tuple(
+        below = tuple(
             None if node is None else Edge(number(node), slot) for node, slot in handle.next_functions
         )
-        nodes.append(LiveNode(handle, handle.name(), handle._sequence_nr(), edges))
+        nodes.append(LiveNode(handle, handle.name(), handle._sequence_nr(), below))
+    return LiveGraph(tuple(nodes), roots, None)
+
+
+def read_live_graph(request: EngineRequest) -> LiveGraph:
+    """The graph of `request`, in order of discovery from its roots."""
+    graph = graph_below(map(edge_of, request.tensors))
+    index = {node.handle: number for number, node in enumerate(graph.nodes)}
     targets = [index[node] for node, _ in map(edge_of, request.inputs) if node in index]
-    wanted = _wanted(nodes, targets) if request.inputs else None
-    return LiveGraph(tuple(nodes), roots, wanted)
+    return replace(graph, wanted=_wanted(graph.nodes, targets)) if request.inputs else graph
 
 
 def forward_line(node: Any) -> str:

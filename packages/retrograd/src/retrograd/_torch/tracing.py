@@ -31,6 +31,7 @@ __all__ = [
     "arguments_read",
     "is_batched",
     "is_operator",
+    "quiet_fakes",
     "trace",
     "why_not_traceable",
 ]
@@ -134,7 +135,7 @@ def trace(
         return tuple(present)
 
     example_inputs = tuple(fakes[i] for i in fed)
-    with enable_python_dispatcher(), _quiet_fakes():
+    with enable_python_dispatcher(), quiet_fakes():
         history = history_of(fn, fakes) if torch.is_grad_enabled() else None
     gm = _functional_graph(flat, example_inputs, decompositions)
     if history is not None and (drawn := _random(gm)):
@@ -184,7 +185,7 @@ def _functional_graph(
 
 
 @contextmanager
-def _quiet_fakes() -> Iterator[None]:
+def quiet_fakes() -> Iterator[None]:
     """torch logs an operation that fails on fake tensors as an error; here it becomes a reason."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
@@ -198,7 +199,7 @@ def _quiet_fakes() -> Iterator[None]:
 def _make_fx(
     fn: Callable[..., Any], example_inputs: tuple[Any, ...], decompositions: Mapping[Any, Callable[..., Any]]
 ) -> fx.GraphModule:
-    with enable_python_dispatcher(), _quiet_fakes(), saved_tensors_unseen(), noting():
+    with enable_python_dispatcher(), quiet_fakes(), saved_tensors_unseen(), noting():
         gm = make_fx(fn, decomposition_table=dict(decompositions), tracing_mode="real")(*example_inputs)
     gm.graph.eliminate_dead_code()
     gm.recompile()

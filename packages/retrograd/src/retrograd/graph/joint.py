@@ -1,4 +1,4 @@
-"""The joint graph of a function: (primals, cotangents) -> (outputs, updated primals, gradients).
+"""The joint graph of a function: (primals, cotangents) -> (outputs, gradients).
 
 In: made by ``aot.capture``; changed by passes. Out: read by ``aot.partition`` and ``aot.export``.
 
@@ -26,7 +26,6 @@ __all__ = [
     "PrimalKind",
     "Region",
     "Step",
-    "Updated",
 ]
 
 
@@ -41,11 +40,16 @@ class PrimalKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Primal:
-    """An input: position among the flat inputs, and a name for people (``args[0]``, ``layer.weight``)."""
+    """An input: its number among the primals, and a name for people (``args[0]``, ``layer.weight``).
+
+    A wrapper subclass has several placeholders, its inner tensors: `part` numbers them. So it is with the other
+    roles.
+    """
 
     index: int
     name: str
     kind: PrimalKind = PrimalKind.ARGUMENT
+    part: int = 0
 
     def __str__(self) -> str:
         return f"{self.kind.value} {self.name}"
@@ -56,6 +60,7 @@ class Cotangent:
     """What flows backward into a junction."""
 
     junction: int
+    part: int = 0
 
     def __str__(self) -> str:
         return f"cotangent of junction {self.junction}"
@@ -63,22 +68,13 @@ class Cotangent:
 
 @dataclass(frozen=True)
 class Output:
-    """A value that the function computes: its position among the graph's forward outputs."""
+    """A value that the forward half computes: its number among those."""
 
     index: int
+    part: int = 0
 
     def __str__(self) -> str:
         return f"output {self.index}"
-
-
-@dataclass(frozen=True)
-class Updated:
-    """The new value of a primal that the function changes in place."""
-
-    primal: int
-
-    def __str__(self) -> str:
-        return f"new value of primal {self.primal}"
 
 
 @dataclass(frozen=True)
@@ -98,13 +94,14 @@ class Gradient:
 
     region: int
     of: Destination
+    part: int = 0
 
     def __str__(self) -> str:
         return f"gradient of {self.of} from region {self.region}"
 
 
 InputRole = Primal | Cotangent
-OutputRole = Output | Updated | Gradient
+OutputRole = Output | Gradient
 
 
 @dataclass(frozen=True)
@@ -112,11 +109,13 @@ class Junction:
     """A tensor at which regions meet.
 
     Attributes:
-        value: position, among the graph's outputs, of the tensor, if the user sees it (an `Output` or `Updated`);
-            None for one that is hidden.
+        value: the forward value that it belongs to (`Output.index`). One that the user does not see has a stand-in
+            of its shape without elements.
+        is_visible: whether the user sees it.
     """
 
-    value: int | None
+    value: int
+    is_visible: bool = True
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ class JointSignature:
 
     Attributes:
         inputs: one role per placeholder, primals first.
-        outputs: one role per output: `Output` and `Updated` first, then `Gradient`, region by region.
+        outputs: one role per output: `Output` first, then `Gradient`, region by region.
         junctions, regions: eager's structure.
         order: the steps of a backward that takes all cotangents, as eager would order them.
     """

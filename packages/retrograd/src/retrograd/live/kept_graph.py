@@ -33,7 +33,7 @@ from retrograd.graph.live_graph import LiveGraph
 from retrograd.live.calls.functions import call_kept_backward
 from retrograd.live.capture import BackwardRecorder, GraphNeededError
 from retrograd.live.captured import CapturedBackward
-from retrograd.live.eager_order import ROOT, eager_walk
+from retrograd.graph.eager_order import ROOT, eager_walk
 from retrograd.live.running import RunningBackward
 
 __all__ = ["collect_and_release", "forget_kept_classes"]

@@ -1,0 +1,130 @@
+"""Autograd nodes, called by hand.
+
+In: nodes of an autograd graph (``grad_fn``) and gradients. Out: the gradients they give for each of their edges,
+as ``Engine::evaluate_function`` and ``validate_outputs`` (``torch/csrc/autograd/engine.cpp``) would hand them on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from retrograd._torch.function_flags import materializes_grads
+
+__all__ = [
+    "NodeCallError",
+    "call_node",
+    "edge_of",
+    "edges_of",
+    "fitted",
+    "input_count",
+    "leaf_of",
+    "saved_tensors_of",
+    "zeros_like_input",
+]
+
+
+class NodeCallError(Exception):
+    """A node gave what the engine would refuse; the text is the engine's."""
+
+
+def edge_of(tensor: torch.Tensor) -> tuple[Any, int] | None:
+    """Where the gradient of `tensor` flows; None for one that does not require grad."""
+    if not tensor.requires_grad:
+        return None
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def edges_of(node: Any) -> tuple[tuple[Any, int] | None, ...]:
+    """One entry per gradient of the node."""
+    return tuple(None if below is None else (below, slot) for below, slot in node.next_functions)
+
+
+def leaf_of(node: Any) -> torch.Tensor | None:
+    """The tensor into whose ``.grad`` the node accumulates; None for other nodes."""
+    return getattr(node, "variable", None)
+
+
+def input_count(node: Any) -> int:
+    """How many gradients the node takes."""
+    return len(node._input_metadata)
+
+
+def zeros_like_input(node: Any, slot: int) -> torch.Tensor:
+    """Zeros of the shape, dtype and device that the node's input `slot` has."""
+    metadata = node._input_metadata[slot]
+    return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
+
+
+def fitted(node: Any, slot: int, grad: torch.Tensor) -> torch.Tensor:
+    """`grad` as the engine makes it fit the node's input: summed to its shape, cast to its dtype.
+
+    Raises:
+        NodeCallError: it cannot be made to fit.
+    """
+    metadata = node._input_metadata[slot]
+    shape = tuple(metadata.shape)
+    if tuple(grad.shape) != shape:
+        if not _is_expanded(shape, tuple(grad.shape)):
+            raise NodeCallError(f"got {list(grad.shape)} but expected shape compatible with {list(shape)}")
+        grad = grad.sum_to_size(shape)
+    if grad.dtype != metadata.dtype:
+        grad = grad.to(metadata.dtype)
+    return grad
+
+
+def call_node(node: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Run the node; one gradient per edge, not fitted yet.
+
+    Raises:
+        NodeCallError: a Python Function returned too few or too many gradients, or what is none.
+        Exception: what the node raises.
+    """
+    if not hasattr(node, "apply"):
+        results = node(*grads)
+        return list(results) if isinstance(results, tuple) else [results]
+    if materializes_grads(node):
+        grads = [zeros_like_input(node, i) if grad is None else grad for i, grad in enumerate(grads)]
+    results = node.apply(*grads)
+    return _by_edge(node, results if isinstance(results, (tuple, list)) else (results,))
+
+
+def _by_edge(node: Any, results: Sequence[Any]) -> list[torch.Tensor | None]:
+    """A Function's gradients, one per argument of its forward, sorted to its edges, one per tensor."""
+    wanted = node.needs_input_grad
+    if len(results) < len(wanted) or any(result is not None for result in results[len(wanted) :]):
+        raise NodeCallError(
+            f"function {node.name()} returned an incorrect number of gradients (expected {len(wanted)}, "
+            f"got {len(results)})"
+        )
+    values = iter([result for result, want in zip(results, wanted, strict=False) if want])
+    grads = [None if edge is None else next(values) for edge in edges_of(node)]
+    for grad in grads:
+        if grad is not None and not isinstance(grad, torch.Tensor):
+            raise NodeCallError(f"function {node.name()} returned {type(grad).__name__}, not a tensor")
+    return grads
+
+
+def saved_tensors_of(node: Any) -> list[torch.Tensor]:
+    """The tensors that the node keeps for its own call.
+
+    Raises:
+        RuntimeError: one was changed in place since.
+    """
+    if hasattr(node, "saved_tensors") and hasattr(node, "apply"):
+        return [value for value in node.saved_tensors if isinstance(value, torch.Tensor)]
+    values = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+    flat = [v for value in values for v in (value if isinstance(value, (tuple, list)) else [value])]
+    return [value for value in flat if isinstance(value, torch.Tensor)]
+
+
+def _is_expanded(shape: tuple[Any, ...], larger: tuple[Any, ...]) -> bool:
+    """Whether a tensor of `shape` broadcasts to `larger`, as ``at::is_expandable_to`` says."""
+    if len(shape) > len(larger):
+        return False
+    pairs = zip(reversed(shape), reversed(larger), strict=False)
+    return all(small == large or small == 1 for small, large in pairs)

@@ -1,0 +1,65 @@
+"""Fake tensors of real ones, with static or symbolic sizes.
+
+In: real tensors and which of their dimensions may change. Out: fakes, all of one mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from retrograd._torch.functional import inner_tensors
+from retrograd._torch.subclasses import is_wrapper
+
+__all__ = ["fake_mode_of", "fake_of", "is_fake", "new_fake_mode", "why_not_fakeable"]
+
+
+def new_fake_mode(symbolic: bool) -> FakeTensorMode:
+    """A fake mode of our own; with a shape environment if sizes may be symbolic."""
+    return FakeTensorMode(shape_env=ShapeEnv() if symbolic else None, allow_non_fake_inputs=True)
+
+
+def is_fake(value: torch.Tensor) -> bool:
+    """Whether the tensor, or what it wraps, is fake."""
+    return any(isinstance(inner, FakeTensor) for inner in inner_tensors(value))
+
+
+def fake_mode_of(value: torch.Tensor) -> FakeTensorMode | None:
+    """The mode of a fake tensor."""
+    fakes = [inner for inner in inner_tensors(value) if isinstance(inner, FakeTensor)]
+    return fakes[0].fake_mode if fakes else None
+
+
+def fake_of(mode: FakeTensorMode, value: torch.Tensor, name: str, symbolic: Iterable[int]) -> Any:
+    """A fake of `value` whose dimensions in `symbolic` are symbolic. It has no history and requires no grad."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        bare = value.detach()
+    source, dims = ConstantSource(name), frozenset(symbolic)
+    if mode.shape_env is None or is_wrapper(value):
+        return mode.from_tensor(bare, static_shapes=True, source=source)
+    kinds = [DimDynamic.DUCK if dim in dims else DimDynamic.STATIC for dim in range(value.dim())]
+    context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=kinds)
+    return mode.from_tensor(bare, symbolic_context=context, source=source)
+
+
+def why_not_fakeable(value: torch.Tensor) -> str | None:
+    """Why a tensor cannot stand in a joint graph; None if it can."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return "a tensor wrapped by a functorch transform"
+    for inner in inner_tensors(value) if is_wrapper(value) else [value]:
+        if type(inner).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not isinstance(
+            inner, FakeTensor
+        ):
+            return f"tensor subclass {type(inner).__name__}, which cannot be flattened"
+        if inner.layout is not torch.strided:
+            return f"{inner.layout} tensor"
+        if inner.is_quantized or inner.is_nested:
+            return "quantized tensor" if inner.is_quantized else "nested tensor"
+        if inner.is_neg() or inner.is_conj():
+            return "lazily conjugated or negated tensor"
+    return None

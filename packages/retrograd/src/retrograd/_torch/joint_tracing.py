@@ -1,0 +1,119 @@
+"""Trace a function together with its backward into one graph.
+
+In: a body that is given a `JointTracer`. Out: the FX graph of what the body did. The body makes the placeholders
+itself, in whatever order it comes to need them; in the graph they stand first.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
+
+from retrograd._torch.functional import functional_mode
+from retrograd._torch.history import saved_tensors_unseen
+from retrograd._torch.tracing import quiet_fakes
+
+__all__ = ["JointTracer", "trace_joint"]
+
+Decompositions = Mapping[Any, Callable[..., Any]]
+
+
+class JointTracer:
+    """What the body of a trace works with.
+
+    Attributes:
+        placeholders: in the order in which they are to stand in the graph.
+    """
+
+    def __init__(self, tracer: Any) -> None:
+        self._tracer = tracer
+        self._create_node = tracer.create_node
+        self._note: dict[str, Any] = {}
+        self._names: dict[int, int] = {}
+        tracer.create_node = self._created
+
+    def placeholder(self, name: str, value: Any) -> Any:
+        """`value` (a fake tensor or a symbolic integer) as a new input of the graph."""
+        proxy = self._tracer.create_proxy("placeholder", name, (), {})
+        proxy.node.meta["val"] = value
+        track_tensor_tree(value, proxy, constant=None, tracer=self._tracer)
+        return value
+
+    @contextmanager
+    def noting(self, **note: Any) -> Iterator[None]:
+        """Every node made inside carries these entries in its metadata."""
+        before = self._note
+        self._note = {**before, **note}
+        try:
+            yield
+        finally:
+            self._note = before
+
+    def _created(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        node: fx.Node = self._create_node(kind, *args, **kwargs)
+        if kind == "call_function":
+            node.meta.update(self._note)
+            if "is_backward" not in self._note:
+                node.meta.setdefault("seq_nr", torch.autograd._get_sequence_nr())
+                node.meta["grad_mode"] = torch.is_grad_enabled()
+                if "stack_trace" not in node.meta and (line := _users_line()):
+                    node.meta["stack_trace"] = line
+        return node
+
+
+def trace_joint(
+    body: Callable[[JointTracer], Sequence[Any]], fake_mode: FakeTensorMode, decompositions: Decompositions
+) -> fx.GraphModule:
+    """Trace `body`, which returns plain (not functional) values.
+
+    Raises:
+        Exception: whatever an operation raises on fake tensors.
+    """
+
+    def traced() -> tuple[Any, ...]:
+        mode = get_proxy_mode()
+        assert mode is not None
+        return tuple(body(JointTracer(mode.tracer)))
+
+    with fake_mode, enable_python_dispatcher(), quiet_fakes(), saved_tensors_unseen():
+        gm = make_fx(traced, decomposition_table=dict(decompositions), tracing_mode="real")()
+    _placeholders_first(gm.graph)
+    gm.recompile()
+    return gm
+
+
+def open_functional() -> Any:
+    """The mode in which the body runs the user's function and the backward."""
+    return functional_mode()
+
+
+def _placeholders_first(graph: fx.Graph) -> None:
+    anchor = next(iter(graph.nodes))
+    for node in [node for node in graph.nodes if node.op == "placeholder"]:
+        if node is anchor:
+            anchor = anchor.next
+        else:
+            anchor.prepend(node)
+
+
+_TORCH = tuple(path + "/" for path in torch.__path__)
+_OURS = __file__.rsplit("/_torch/", 1)[0] + "/"
+
+
+def _users_line() -> str:
+    """The innermost line of code that is neither torch's nor ours, as a stack trace of one entry."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_OURS, *_TORCH, "<")):
+            return f'  File "{name}", line {frame.f_lineno}, in {frame.f_code.co_name}\n'
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

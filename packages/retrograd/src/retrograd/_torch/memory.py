@@ -1,0 +1,48 @@
+"""Which tensors share memory, and what they are views of.
+
+In: real or fake tensors. Out: groups, bases, and views made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from retrograd._torch.functional import inner_tensors
+
+__all__ = ["common_base", "groups_sharing_memory"]
+
+
+def groups_sharing_memory(tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, ...]]:
+    """Keys of tensors that share a storage with another one, group by group."""
+    by_storage: dict[int, list[int]] = {}
+    for key, tensor in tensors.items():
+        for inner in inner_tensors(tensor):
+            if inner.layout is torch.strided and not _is_empty(inner):
+                by_storage.setdefault(inner.untyped_storage()._cdata, []).append(key)
+    groups = {tuple(dict.fromkeys(keys)) for keys in by_storage.values()}
+    return [group for group in sorted(groups) if len(group) > 1]
+
+
+def _is_empty(tensor: torch.Tensor) -> bool:
+    size = tensor.untyped_storage().nbytes()
+    return isinstance(size, int) and size == 0
+
+
+def common_base(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The tensor of which all are views, as autograd sees it; else all of their memory, if none is
+    differentiable; else None. Only for plain tensors of one dtype."""
+    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
+        return None
+    if len({t.dtype for t in tensors}) > 1:
+        return None
+    bases = [t._base if t._is_view() and t._base is not None else t for t in tensors]
+    if all(base is bases[0] for base in bases):
+        return bases[0] if bases[0].dtype == tensors[0].dtype else None
+    if any(t.requires_grad for t in tensors):
+        return None
+    storage = tensors[0].untyped_storage()
+    with torch.no_grad():
+        flat = torch.empty(0, dtype=tensors[0].dtype, device=tensors[0].device)
+        return flat.set_(storage, 0, (storage.nbytes() // flat.element_size(),), (1,))

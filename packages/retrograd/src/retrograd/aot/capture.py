@@ -1,0 +1,154 @@
+"""Second stage: a `CaptureState` becomes a `JointGraph`.
+
+In: a function and fake inputs. Out: one graph that computes the outputs and, of cotangents, the gradients; what
+the call does in place, and which outputs share memory with what.
+
+The function runs once, functionalised, with autograd on. Then the autograd graph that it left is divided into
+regions, and each region is run by hand, so that the joint graph adds up gradients as eager does. If the run shows
+that an input has to enter otherwise (one that is not a leaf and is changed in place; two that share memory, one
+of which is changed), it is repeated so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from retrograd._torch.autograd_nodes import NodeCallError
+from retrograd._torch.joint_tracing import JointTracer, trace_joint
+from retrograd._torch.lifting import HookInTraceError
+from retrograd.aot.analyse import Analysis, RefusedError, analyse
+from retrograd.aot.differentiate import Differentiated, differentiate
+from retrograd.aot.enter import EntryPlan, Inputs
+from retrograd.aot.joint import JointGraph
+from retrograd.aot.modules import StateReplacedError
+from retrograd.aot.tidy import tidy
+from retrograd.errors import CaptureError, Reason, RetrogradError
+from retrograd.graph.capture_state import CaptureState
+from retrograd.graph.joint import Cotangent, JointSignature, Junction, Output, Region
+
+__all__ = ["capture"]
+
+_REASONS = {
+    HookInTraceError: "hook-in-trace",
+    StateReplacedError: "state-replaced",
+    RefusedError: "not-representable",
+    NodeCallError: "node-refused",
+}
+
+
+def capture(state: CaptureState, *, single_region: bool = False) -> JointGraph:
+    """Capture the function of `state`.
+
+    Args:
+        state: from `create_state`.
+        single_region: differentiate all outputs together, as stock AOTAutograd does, instead of keeping eager's
+            structure.
+
+    Returns:
+        The joint graph. If nothing requires grad (or grad mode is off) it has no backward half.
+
+    Raises:
+        CaptureError: the function does what a graph cannot hold; the cause is chained.
+    """
+    plan = EntryPlan()
+    while True:
+        attempt = _Attempt(state, plan, single_region)
+        try:
+            gm = trace_joint(attempt.body, state.fake_mode, state.decompositions)
+        except RetrogradError:
+            raise
+        except Exception as error:
+            if (larger := plan.with_copies(state)) != plan:
+                plan = larger
+                continue
+            raise _capture_error(state, error) from error
+        if attempt.amended == plan:
+            return attempt.result(gm)
+        plan = attempt.amended
+
+
+def _capture_error(state: CaptureState, error: Exception) -> CaptureError:
+    code = next((code for kind, code in _REASONS.items() if isinstance(error, kind)), "trace-failed")
+    text = str(error).strip().splitlines()
+    found = f"{type(error).__name__}: {text[0]}" if code == "trace-failed" and text else (text or [""])[0]
+    return CaptureError(
+        Reason(
+            code,
+            f"cannot capture {state.name}: {found}",
+            "aot.capture",
+            way_out="call it eagerly, or keep the part that cannot be captured out of the function",
+        )
+    )
+
+
+@dataclass
+class _Attempt:
+    """One run of the function."""
+
+    state: CaptureState
+    plan: EntryPlan
+    single_region: bool
+
+    def body(self, tracer: JointTracer) -> Sequence[Any]:
+        self.amended = self.plan
+        self.inputs = inputs = Inputs(self.state, self.plan, tracer)
+        with inputs.functional():
+            result = inputs.call()
+            flat, self.out_spec = pytree.tree_flatten(result)
+            self.analysis = analyse(inputs, flat)
+            self.amended = self.plan.amended(self.state, self.analysis)
+            if self.amended != self.plan:
+                return ()
+            self.backward = differentiate(tracer, inputs, self.analysis, self.single_region)
+            return self._outputs(self.analysis, self.backward)
+
+    def _outputs(self, analysis: Analysis, backward: Differentiated) -> list[Any]:
+        forward = [part for value in analysis.values for part in value.parts()]
+        stand_ins = [part for value in backward.stand_ins for part in value.parts()]
+        return [*forward, *stand_ins, *backward.parts()]
+
+    def result(self, gm: fx.GraphModule) -> JointGraph:
+        values = tuple(
+            replace(value.described(), junction=self.backward.junction_of(number))
+            for number, value in enumerate([*self.analysis.values, *self.backward.stand_ins])
+        )
+        gm.meta["signature"] = signature = self._signature(values)
+        tidy(gm)
+        return JointGraph(
+            state=self.state,
+            gm=gm,
+            signature=signature,
+            primals=tuple(self.inputs.primals),
+            values=values,
+            updates=self.analysis.updates,
+            outputs=self.analysis.outputs,
+            out_spec=self.out_spec,
+            gradients=self.backward.wrappings(),
+        )
+
+    def _signature(self, values: Sequence[Any]) -> JointSignature:
+        forward = [
+            Output(number, part) for number, value in enumerate(values) for part in range(value.wrapping.count)
+        ]
+        structure = self.backward.structure
+        cotangents = [
+            Cotangent(junction, part)
+            for junction, wrapping in self.backward.cotangents
+            for part in range(wrapping.count)
+        ]
+        visible = len(self.backward.visible)
+        return JointSignature(
+            inputs=(*self.inputs.roles, *cotangents),
+            outputs=(*forward, *self.backward.roles()),
+            junctions=tuple(
+                Junction(value, number < visible) for number, value in enumerate(self.backward.junction_values)
+            ),
+            regions=tuple(Region(region.roots, region.destinations) for region in structure.regions),
+            order=structure.order,
+        )
+

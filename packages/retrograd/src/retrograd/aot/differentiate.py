@@ -1,0 +1,207 @@
+"""Run eager's autograd graph by hand, inside a trace.
+
+In: the values that a traced function left, with their ``grad_fn``. Out: `Differentiated`: regions, the cotangents that
+they take as new inputs of the graph, and the gradients that they give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from retrograd._torch.autograd_nodes import call_node, edge_of, fitted, input_count, leaf_of
+from retrograd._torch.functional import plain, to_functional
+from retrograd._torch.joint_tracing import JointTracer
+from retrograd._torch.live_graph import graph_below
+from retrograd._torch.wrappers import Wrapping, built, parts_of, wrapping_of
+from retrograd.aot.analyse import Analysis, RefusedError, TracedValue
+from retrograd.aot.enter import Inputs
+from retrograd.aot.structure import RegionNodes, Structure, divide
+from retrograd.graph.joint import Destination, Gradient
+from retrograd.graph.live_graph import Edge, LiveGraph
+
+__all__ = ["Differentiated", "differentiate"]
+
+
+@dataclass
+class Differentiated:
+    """The backward half.
+
+    Attributes:
+        structure: junctions, regions, order.
+        visible: by visible junction, the number of its value.
+        stand_ins: values that stand for hidden junctions.
+        cotangents: junction and make-up of each cotangent, in the order of the placeholders.
+        grads: by region, the functional gradient of each destination, or None.
+    """
+
+    structure: Structure = Structure((), (), ())
+    visible: tuple[int, ...] = ()
+    junction_values: tuple[int, ...] = ()
+    stand_ins: list[TracedValue] = field(default_factory=list)
+    cotangents: list[tuple[int, Wrapping]] = field(default_factory=list)
+    grads: list[dict[Destination, Any]] = field(default_factory=list)
+
+    def junction_of(self, value: int) -> int | None:
+        """The junction of a forward value."""
+        return self.junction_values.index(value) if value in self.junction_values else None
+
+    def _defined(self) -> Iterator[tuple[int, Destination, Any]]:
+        for number, grads in enumerate(self.grads):
+            for destination, grad in grads.items():
+                if grad is not None:
+                    yield number, destination, plain(grad)
+
+    def parts(self) -> list[Any]:
+        """The gradients, as plain values."""
+        return [part for _, _, grad in self._defined() for part in parts_of(grad, wrapping_of(grad))]
+
+    def roles(self) -> list[Gradient]:
+        """What each of `parts` is."""
+        return [
+            Gradient(region, destination, part)
+            for region, destination, grad in self._defined()
+            for part in range(wrapping_of(grad).count)
+        ]
+
+    def wrappings(self) -> dict[tuple[int, Destination], Wrapping]:
+        """How each gradient is made up."""
+        return {(region, there): wrapping_of(grad) for region, there, grad in self._defined()}
+
+
+def differentiate(
+    tracer: JointTracer, inputs: Inputs, analysis: Analysis, single_region: bool
+) -> Differentiated:
+    """Trace the backward of all differentiable values.
+
+    Raises:
+        RefusedError: the autograd graph ends in something that is no input.
+        NodeCallError: an autograd node gives what the engine would refuse.
+        Exception: whatever a node raises.
+    """
+    edges = {
+        number: edge
+        for number, value in enumerate(analysis.values)
+        if (edge := _edge(value)) is not None
+    }
+    if not edges:
+        return Differentiated()
+    if len(set(edges.values())) < len(edges):
+        raise RefusedError("two of its outputs have one and the same place in the autograd graph")
+    graph = graph_below(edges.values())
+    primals = _accumulated(graph, inputs)
+    structure = divide(graph, primals, single_region)
+    stand_ins = [_stand_in(graph, edge) for edge in structure.junctions[len(edges) :]]
+    count = len(analysis.values)
+    values = (*edges, *range(count, count + len(stand_ins)))
+    made = Differentiated(structure, tuple(edges), values, stand_ins)
+    traced = [*analysis.values, *stand_ins]
+    for number, region in enumerate(structure.regions):
+        walk = _Walk(tracer, graph, primals, structure, number)
+        roots = {root: traced[values[root]] for root in region.roots}
+        made.grads.append(walk.run(region, roots, made.cotangents))
+    return made
+
+
+def _edge(value: TracedValue) -> tuple[Any, int] | None:
+    if not isinstance(value.value, torch.Tensor) or not value.is_seen or value.is_new_leaf:
+        return None
+    return edge_of(value.value)
+
+
+def _accumulated(graph: LiveGraph, inputs: Inputs) -> dict[int, int]:
+    """By node that accumulates, the primal that it does it for."""
+    numbers = {id(leaf): number for number, leaf in enumerate(inputs.leaves) if leaf is not None}
+    found = {}
+    for index, node in enumerate(graph.nodes):
+        if (leaf := leaf_of(node.handle)) is not None:
+            if id(leaf) not in numbers:
+                raise RefusedError("it makes a leaf that requires grad and computes with it")
+            found[index] = numbers[id(leaf)]
+    return found
+
+
+def _stand_in(graph: LiveGraph, edge: Edge) -> TracedValue:
+    """A tensor without elements that looks like what flows through a hidden junction."""
+    metadata = graph.nodes[edge.node].handle._input_metadata[edge.slot]
+    if metadata.is_tensor_subclass:
+        raise RefusedError("two outputs share a tensor subclass that is none of them")
+    shape = tuple(metadata.shape)
+    made = torch.empty_strided(shape, (0,) * len(shape), dtype=metadata.dtype, device=metadata.device)
+    return TracedValue(made, is_visible=False)
+
+
+@dataclass
+class _Walk:
+    """One region, run in eager's order."""
+
+    tracer: JointTracer
+    graph: LiveGraph
+    primals: Mapping[int, int]
+    structure: Structure
+    number: int
+
+    def run(
+        self,
+        region: RegionNodes,
+        roots: Mapping[int, TracedValue],
+        cotangents: list[tuple[int, Wrapping]],
+    ) -> dict[Destination, Any]:
+        """Gradients for the destinations of `region`; notes the cotangents that it takes."""
+        self._grads: dict[int, list[Any]] = {}
+        self._found: dict[Destination, Any] = dict.fromkeys(region.destinations)
+        self._inside = frozenset(region.nodes)
+        self._junctions = {edge: number for number, edge in enumerate(self.structure.junctions)}
+        with torch.no_grad(), self.tracer.noting(is_backward=True, region=self.number):
+            for root in region.roots:
+                cotangent = self._cotangent(root, roots[root].value, cotangents)
+                self._add(self.structure.junctions[root], cotangent)
+            for node in region.nodes:
+                self._call(node)
+        return self._found
+
+    def _cotangent(self, root: int, value: torch.Tensor, made: list[tuple[int, Wrapping]]) -> Any:
+        bare = plain(value)
+        wrapping: Wrapping = wrapping_of(bare)
+        made.append((root, wrapping))
+        parts = []
+        for part, like in enumerate(parts_of(bare, wrapping)):
+            suffix = f"_{part}" if wrapping.count > 1 else ""
+            parts.append(self.tracer.placeholder(f"cotangent_{root}{suffix}", _cotangent_like(like)))
+        return to_functional(built(wrapping, iter(parts)))
+
+    def _call(self, index: int) -> None:
+        node = self.graph.nodes[index]
+        grads = self._grads.pop(index, [None] * input_count(node.handle))
+        if all(grad is None for grad in grads):
+            return
+        with self.tracer.noting(seq_nr=node.sequence, autograd_node=node.name):
+            for edge, grad in zip(node.edges, self._results(node.handle, grads), strict=True):
+                if edge is not None and grad is not None:
+                    self._add(edge, fitted(self.graph.nodes[edge.node].handle, edge.slot, grad))
+
+    def _results(self, handle: Any, grads: Sequence[Any]) -> Sequence[Any]:
+        return call_node(handle, grads)
+
+    def _add(self, edge: Edge, grad: Any) -> None:
+        if edge.node in self.primals:
+            self._sum(self._found, Destination(self.primals[edge.node]), grad)
+        elif edge.node not in self._inside:
+            self._sum(self._found, Destination(self._junctions[edge], True), grad)
+        else:
+            slots = self._grads.setdefault(
+                edge.node, [None] * input_count(self.graph.nodes[edge.node].handle)
+            )
+            slots[edge.slot] = grad if slots[edge.slot] is None else slots[edge.slot] + grad
+
+    def _sum(self, sums: dict[Destination, Any], there: Destination, grad: Any) -> None:
+        sums[there] = grad if sums.get(there) is None else sums[there] + grad
+
+
+def _cotangent_like(value: torch.Tensor) -> torch.Tensor:
+    """A fake cotangent: laid out like its value if that is dense, else contiguous."""
+    with torch.no_grad():
+        return torch.empty_like(value.detach(), memory_format=torch.preserve_format)

@@ -1,0 +1,190 @@
+"""First stage: a function and its inputs become a `CaptureState`.
+
+In: a function or module, its arguments, and which sizes may change. Out: `CaptureState`, with fake inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from retrograd._torch.ambient import Ambient
+from retrograd._torch.fakes import fake_mode_of, fake_of, is_fake, new_fake_mode, why_not_fakeable
+from retrograd._torch.memory import common_base, groups_sharing_memory
+from retrograd.aot.modules import ModuleState
+from retrograd.errors import CaptureError, Reason
+from retrograd.graph.capture_state import AliasGroup, CaptureState, Leaf, MemberView
+from retrograd.graph.joint import PrimalKind
+
+__all__ = ["Dynamic", "create_state", "state_of_flat"]
+
+#: ``True``: every size may change; ``None`` or ``False``: none; or, by number of the flat input, which dimensions.
+Dynamic = bool | None | Mapping[int, frozenset[int]]
+
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
+
+
+def create_state(
+    fn_or_module: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic: Dynamic = None,
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+    fake_mode: Any = None,
+) -> CaptureState:
+    """Prepare `fn_or_module` to be captured on inputs like these.
+
+    Args:
+        fn_or_module: called as ``fn_or_module(*args, **kwargs)``. Parameters and buffers of a module are inputs.
+        args, kwargs: pytrees of tensors and constants.
+        dynamic: ``True``: all sizes (but 0 and 1) are symbolic; a mapping from the number of a flat input to
+            dimensions: those; otherwise sizes are static.
+        decompositions: by operator, as ``make_fx`` takes them.
+        fake_mode: the mode of inputs that are fake already; its shape environment gets the guards.
+
+    Raises:
+        CaptureError: an input that cannot stand in a graph, or that is fake without (or real with) `fake_mode`.
+    """
+    flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+    paths, _ = pytree.tree_flatten_with_path((tuple(args), dict(kwargs or {})))
+    names = [_argument_name(path) for path, _ in paths]
+    state = ModuleState.of(fn_or_module) if isinstance(fn_or_module, nn.Module) else ModuleState()
+    name = type(fn_or_module).__name__ if state.module else getattr(fn_or_module, "__name__", "function")
+
+    def call(leaves: Sequence[Any]) -> Any:
+        inputs, keywords = pytree.tree_unflatten(list(leaves[len(state.tensors) :]), spec)
+        with state.replaced(leaves[: len(state.tensors)]):
+            return fn_or_module(*inputs, **keywords)
+
+    leaves = [*state.tensors, *flat]
+    kinds = [*state.kinds, *[PrimalKind.ARGUMENT] * len(flat)]
+    return state_of_flat(
+        call,
+        leaves,
+        name=name,
+        names=[*state.names, *names],
+        kinds=kinds,
+        dynamic=dynamic,
+        decompositions=decompositions or {},
+        fake_mode=fake_mode,
+    )
+
+
+def state_of_flat(
+    call: Callable[[Sequence[Any]], Any],
+    leaves: Sequence[Any],
+    *,
+    name: str,
+    names: Sequence[str],
+    kinds: Sequence[PrimalKind],
+    dynamic: Dynamic = None,
+    decompositions: Mapping[Any, Callable[..., Any]],
+    fake_mode: Any = None,
+) -> CaptureState:
+    """The same for a function of flat inputs, which have names and kinds."""
+    fakes = _Fakes(name, fake_mode, dynamic)
+    made = tuple(
+        fakes.leaf(i, value, leaf_name, kind)
+        for i, (value, leaf_name, kind) in enumerate(zip(leaves, names, kinds, strict=True))
+    )
+    return CaptureState(
+        name=name,
+        call=call,
+        leaves=made,
+        ambient=Ambient.now(),
+        fake_mode=fakes.mode,
+        aliases=tuple(fakes.groups(made, leaves)),
+        decompositions=decompositions,
+        free=fakes.free,
+    )
+
+
+def _argument_name(path: Sequence[Any]) -> str:
+    """``args[0]['x']``, or the keyword itself."""
+    which, *rest = path
+    if which.idx == 0:
+        return "args" + pytree.keystr(tuple(rest))
+    return rest[0].key + pytree.keystr(tuple(rest[1:]))
+
+
+@dataclass
+class _Fakes:
+    """Makes leaves of the inputs of one function."""
+
+    function: str
+    given: Any
+    dynamic: Dynamic
+
+    def __post_init__(self) -> None:
+        self.mode = self.given or new_fake_mode(bool(self.dynamic))
+        self._first: dict[int, int] = {}
+
+    def leaf(self, index: int, value: Any, name: str, kind: PrimalKind) -> Leaf:
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return Leaf(name, PrimalKind.SIZE, value)
+        if not isinstance(value, torch.Tensor):
+            return self._constant(name, value)
+        first = self._first.setdefault(id(value), index)
+        fake = self._fake(value, name, self._dims(index, value))
+        same_as = None if first == index else first
+        return Leaf(name, kind, fake, value.requires_grad, value.is_leaf, same_as)
+
+    def _constant(self, name: str, value: Any) -> Leaf:
+        if isinstance(value, _CONSTANTS) or callable(value) or getattr(type(value), "__hash__", None):
+            return Leaf(name, None, value)
+        self._refuse("constant", name, f"is {type(value).__name__}", "register it as a pytree node, or close over it")
+        raise AssertionError
+
+    def _dims(self, index: int, value: torch.Tensor) -> frozenset[int]:
+        if isinstance(self.dynamic, Mapping):
+            return self.dynamic.get(index, frozenset())
+        return frozenset(range(value.dim())) if self.dynamic else frozenset()
+
+    def _fake(self, value: torch.Tensor, name: str, dims: frozenset[int]) -> Any:
+        if why := why_not_fakeable(value):
+            self._refuse("input", name, f"is a {why}" if not why.startswith("a ") else f"is {why}", "keep it eager")
+        if is_fake(value):
+            if fake_mode_of(value) is not self.given:
+                self._refuse("fake-input", name, "is fake, but not of the given fake mode", "pass fake_mode=")
+            return value.detach()
+        if self.given is not None:
+            self._refuse("real-input", name, "is real, though a fake mode was given", "make it fake in that mode")
+        return fake_of(self.mode, value, name, dims)
+
+    def _refuse(self, code: str, name: str, found: str, way_out: str) -> None:
+        raise CaptureError(
+            Reason(code, f"input {name} of {self.function} {found}", "aot.create_state", node=name, way_out=way_out)
+        )
+
+    def free(self, value: torch.Tensor) -> Any:
+        """A fake of a tensor that the function found by itself."""
+        return self._fake(value, "free tensor", frozenset())
+
+    def groups(self, leaves: Sequence[Leaf], values: Sequence[Any]) -> list[AliasGroup]:
+        """Which of the leaves share memory."""
+        tensors = {i: values[i] for i, leaf in enumerate(leaves) if leaf.is_tensor}
+        return [self._group(keys, [tensors[i] for i in keys]) for keys in groups_sharing_memory(tensors)]
+
+    def _group(self, keys: Sequence[int], tensors: Sequence[torch.Tensor]) -> AliasGroup:
+        base = None if any(map(is_fake, tensors)) else common_base(tensors)
+        members = tuple(
+            MemberView(
+                key,
+                tuple(tensor.shape),
+                tuple(tensor.stride()),
+                int(tensor.storage_offset()) - (int(base.storage_offset()) if base is not None else 0),
+                tensor is base,
+            )
+            for key, tensor in zip(keys, tensors, strict=True)
+        )
+        if base is None:
+            return AliasGroup(members, None)
+        fake = self._fake(base, "base", frozenset())
+        leaf = Leaf("base of shared memory", PrimalKind.ARGUMENT, fake, base.requires_grad, base.is_leaf)
+        return AliasGroup(members, leaf)

@@ -1,0 +1,159 @@
+"""Divide eager's autograd graph into regions, and put them in eager's order.
+
+In: the autograd graph above a function's primals. Out: `Structure`: junctions, regions with their nodes, and
+the order of a whole backward.
+
+Two nodes belong to the same region if the same visible tensors reach them without passing another visible
+tensor. So a region is reached as a whole or not at all, whatever outputs a loss is made of. Where an edge leads
+from one region into another there is a junction. (That no two regions wait for each other follows: an edge that
+is no visible junction leads to nodes that are reached by as many roots or more.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from retrograd.graph.eager_order import ROOT, eager_walk
+from retrograd.graph.joint import Destination, Step
+from retrograd.graph.live_graph import Edge, LiveGraph
+
+__all__ = ["MOST_REGIONS", "RegionNodes", "Structure", "divide"]
+
+#: more regions than this, and all outputs are differentiated together.
+MOST_REGIONS = 64
+
+
+@dataclass(frozen=True)
+class RegionNodes:
+    """The nodes of a region in the order in which eager runs them; roots are numbers of junctions."""
+
+    nodes: tuple[int, ...]
+    roots: tuple[int, ...]
+    destinations: tuple[Destination, ...]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Eager's autograd graph, divided.
+
+    Attributes:
+        junctions: the edge of each: visible ones first, as given.
+        regions: in the order of `order`.
+        order: eager's steps when every visible junction gets a cotangent.
+    """
+
+    junctions: tuple[Edge, ...]
+    regions: tuple[RegionNodes, ...]
+    order: tuple[Step, ...]
+
+
+def divide(graph: LiveGraph, primals: Mapping[int, int], single: bool = False) -> Structure:
+    """Divide `graph`, whose roots are the edges of the visible tensors.
+
+    Args:
+        graph: the autograd graph.
+        primals: by node that accumulates: the primal whose gradient it is.
+        single: make one region of it all.
+    """
+    order = [node for node in eager_walk(graph) if node != ROOT]
+    reached = _reached_by(graph, primals, order)
+    borders = frozenset(graph.roots)
+    if single or len(set(reached.values())) > MOST_REGIONS:
+        everything = frozenset().union(*reached.values())
+        reached, borders = dict.fromkeys(reached, everything), frozenset()
+    return _Division(graph, primals, order, borders, reached).structure()
+
+
+def _reached_by(
+    graph: LiveGraph, primals: Mapping[int, int], order: Sequence[int]
+) -> dict[int, frozenset[int]]:
+    """For each node that does not accumulate, the visible tensors that reach it."""
+    reached: dict[int, set[int]] = {}
+    for junction, edge in enumerate(graph.roots):
+        reached.setdefault(edge.node, set()).add(junction)
+    borders = set(graph.roots)
+    for node in order:
+        for edge in () if node in primals else graph.nodes[node].edges:
+            if edge is not None and edge not in borders and edge.node not in primals:
+                reached.setdefault(edge.node, set()).update(reached[node])
+    return {node: frozenset(roots) for node, roots in reached.items()}
+
+
+@dataclass
+class _Division:
+    graph: LiveGraph
+    primals: Mapping[int, int]
+    order: Sequence[int]
+    borders: frozenset[Edge]
+    reached: Mapping[int, frozenset[int]]
+    junctions: dict[Edge, int] = field(default_factory=dict)
+
+    def structure(self) -> Structure:
+        self.junctions = {edge: number for number, edge in enumerate(self.graph.roots)}
+        members: dict[frozenset[int], list[int]] = {}
+        for node in self.order:
+            if node not in self.primals:
+                members.setdefault(self.reached[node], []).append(node)
+                for edge in self._crossing(node):
+                    self.junctions.setdefault(edge, len(self.junctions))
+        regions = [self._region(nodes) for nodes in members.values()]
+        return _in_order(regions, self._steps(regions), tuple(self.junctions))
+
+    def _crossing(self, node: int) -> Iterator[Edge]:
+        """Edges of the node that lead into another region."""
+        for edge in self.graph.nodes[node].edges:
+            if edge is not None and edge.node not in self.primals:
+                if edge in self.borders or self.reached[edge.node] != self.reached[node]:
+                    yield edge
+
+    def _region(self, nodes: list[int]) -> RegionNodes:
+        inside = set(nodes)
+        roots = [number for edge, number in self.junctions.items() if edge.node in inside]
+        found: dict[Destination, None] = {}
+        for node in nodes:
+            crossing = set(self._crossing(node))
+            for edge in self.graph.nodes[node].edges:
+                if edge in crossing:
+                    found.setdefault(Destination(self.junctions[edge], True))
+                elif edge is not None and edge.node in self.primals:
+                    found.setdefault(Destination(self.primals[edge.node]))
+        return RegionNodes(tuple(nodes), tuple(roots), tuple(found))
+
+    def _steps(self, regions: Sequence[RegionNodes]) -> list[Step]:
+        """A region as late as may be: just before the first thing that a user can see of it, which is a hook on a
+        visible tensor, or a gradient that is complete."""
+        home = {node: number for number, region in enumerate(regions) for node in region.nodes}
+        junction_home = [home[edge.node] for edge in self.junctions]
+        needs: dict[int | Destination, list[int]] = {}
+        for number, region in enumerate(regions):
+            for there in region.destinations:
+                key = junction_home[there.index] if there.is_junction else there
+                needs.setdefault(key, []).append(number)
+        steps: dict[Step, None] = {}
+
+        def run(number: int) -> None:
+            if Step(number) not in steps:
+                for before in needs.get(number, ()):
+                    run(before)
+                steps[Step(number)] = None
+
+        roots = {edge.node for edge in self.graph.roots}
+        for node in self.order:
+            if node in self.primals:
+                for number in needs[Destination(self.primals[node])]:
+                    run(number)
+                steps[Step(self.primals[node], True)] = None
+            elif node in roots:
+                run(home[node])
+        return list(steps)
+
+
+def _in_order(
+    regions: Sequence[RegionNodes], steps: Sequence[Step], junctions: tuple[Edge, ...]
+) -> Structure:
+    """Regions numbered as they run."""
+    run = [step.index for step in steps if not step.is_leaf]
+    place = {number: i for i, number in enumerate(run)}
+    order = tuple(step if step.is_leaf else Step(place[step.index]) for step in steps)
+    return Structure(junctions, tuple(regions[number] for number in run), order)

@@ -1,0 +1,30 @@
+"""Leave out of a fresh joint graph what only tracing needed.
+
+In: a joint graph as traced. Out: the same graph without aliases that stand for the very tensor, copies with which
+inputs entered, and calls that nothing reads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+__all__ = ["tidy"]
+
+_aten = torch.ops.aten
+_ALIASES = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
+
+
+def tidy(gm: fx.GraphModule) -> None:
+    """Change `gm` in place."""
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in _ALIASES:
+            node.replace_all_uses_with(node.args[0])
+    _drop_dead(gm.graph)
+    gm.recompile()
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    for node in reversed(graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users and not node.is_impure():
+            graph.erase_node(node)
