@@ -147,7 +147,7 @@ def aot_input_set_to_another_storage(p: Probe) -> None:
 
 @scenario(tags=TAGS)
 def aot_storage_freed_after_use(p: Probe) -> None:
-    """A buffer's storage is emptied inside, as sharded training does: the tensor keeps its sizes."""
+    """A buffer's storage is emptied inside, as sharded training does, and filled with others' data later."""
     x, full = p.leaf("x", p.randn(3, requires_grad=True)), p.randn(3)
 
     def run(a: Tensor, b: Tensor) -> Tensor:
@@ -157,6 +157,8 @@ def aot_storage_freed_after_use(p: Probe) -> None:
 
     out = p.compile(run)(x, full)
     p.event("freed", full.untyped_storage().nbytes(), *layout(full))
+    full.untyped_storage().resize_(full.numel() * full.element_size())
+    full.fill_(3)
     with p.backward():
         out.sum().backward()
 

@@ -5,12 +5,16 @@ In: a probe, whose `compile` is the identity for eager. Out: classes and parts o
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradparity.corpus.scenario import scenario
-from gradparity.corpus.scenarios.subclass_kinds import Scaled
 from gradparity.probe import Probe
 
 TAGS = ("compiled", "aot", "subclass")
@@ -135,16 +139,55 @@ def aot_subclass_parameters(p: Probe) -> None:
     p.value("weight", layer.weight.detach())
 
 
+class Labelled(torch.Tensor):
+    """A tensor with a label, which results take over from their first operand."""
+
+    inner: Tensor
+    label: str
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, label: str) -> Labelled:
+        made: Labelled = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+        return made
+
+    def __init__(self, inner: Tensor, label: str) -> None:
+        self.inner, self.label = inner, label
+
+    def __repr__(self) -> str:
+        return f"Labelled({self.inner}, {self.label!r})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
+        return ["inner"], self.label
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], label: str, size: Any, stride: Any) -> Labelled:
+        return Labelled(parts["inner"], label)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Labelled))
+        plain_args, plain_kwargs = tree_map_only(Labelled, lambda t: t.inner, (tuple(args), kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        made = tree_map_only(torch.Tensor, lambda t: Labelled(t, first.label), result)
+        return return_and_correct_aliasing(func, args, kwargs, made)
+
+
 @scenario(tags=TAGS)
 def aot_metadata_of_a_subclass_changes(p: Probe) -> None:
-    """A subclass with a unit: another unit in the next call gives another result."""
+    """A subclass with a label: results and gradients carry the label of their own call."""
     call = p.compile(lambda a: a * a)
-    for step, unit in enumerate((2.0, 3.0, 2.0)):
-        x = p.leaf(f"x{step}", Scaled(p.randn(3), unit).requires_grad_())
-        out = call(x)
-        p.event(f"unit{step}", type(out).__name__, out.unit)
+    for step, label in enumerate(("metres", "feet", "metres")):
+        x = p.leaf(f"x{step}", Labelled(p.randn(3), label).requires_grad_())
+        out: Any = call(x)
         with p.backward():
             out.sum().backward()
+        grad: Any = x.grad
+        p.event(f"labels{step}", type(out).__name__, out.label, grad.label)
 
 
 @scenario(tags=TAGS)
