@@ -22,7 +22,7 @@ __all__ = [
     "fitted",
     "input_count",
     "leaf_of",
-    "saved_tensors_of",
+    "tells_undefined",
     "zeros_like_input",
 ]
 
@@ -52,6 +52,11 @@ def leaf_of(node: Any) -> torch.Tensor | None:
 def input_count(node: Any) -> int:
     """How many gradients the node takes."""
     return len(node._input_metadata)
+
+
+def tells_undefined(node: Any) -> bool:
+    """Whether the node is a Function that wants None, not zeros, for undefined gradients."""
+    return hasattr(node, "apply") and not materializes_grads(node)
 
 
 def zeros_like_input(node: Any, slot: int) -> torch.Tensor:
@@ -107,19 +112,6 @@ def _by_edge(node: Any, results: Sequence[Any]) -> list[torch.Tensor | None]:
         if grad is not None and not isinstance(grad, torch.Tensor):
             raise NodeCallError(f"function {node.name()} returned {type(grad).__name__}, not a tensor")
     return grads
-
-
-def saved_tensors_of(node: Any) -> list[torch.Tensor]:
-    """The tensors that the node keeps for its own call.
-
-    Raises:
-        RuntimeError: one was changed in place since.
-    """
-    if hasattr(node, "saved_tensors") and hasattr(node, "apply"):
-        return [value for value in node.saved_tensors if isinstance(value, torch.Tensor)]
-    values = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-    flat = [v for value in values for v in (value if isinstance(value, (tuple, list)) else [value])]
-    return [value for value in flat if isinstance(value, torch.Tensor)]
 
 
 def _is_expanded(shape: tuple[Any, ...], larger: tuple[Any, ...]) -> bool:

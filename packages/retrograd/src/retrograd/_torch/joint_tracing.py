@@ -17,11 +17,10 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
 
-from retrograd._torch.functional import functional_mode
 from retrograd._torch.history import saved_tensors_unseen
 from retrograd._torch.tracing import quiet_fakes
 
-__all__ = ["JointTracer", "trace_joint"]
+__all__ = ["JointTracer", "decomposed", "trace_joint"]
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
@@ -90,11 +89,6 @@ def trace_joint(
     return gm
 
 
-def open_functional() -> Any:
-    """The mode in which the body runs the user's function and the backward."""
-    return functional_mode()
-
-
 def _placeholders_first(graph: fx.Graph) -> None:
     anchor = next(iter(graph.nodes))
     for node in [node for node in graph.nodes if node.op == "placeholder"]:
@@ -117,3 +111,11 @@ def _users_line() -> str:
             return f'  File "{name}", line {frame.f_lineno}, in {frame.f_code.co_name}\n'
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def decomposed(
+    gm: fx.GraphModule, inputs: Sequence[Any], fake_mode: FakeTensorMode, table: Decompositions
+) -> fx.GraphModule:
+    """`gm` traced again with decompositions."""
+    with torch.no_grad(), fake_mode, enable_python_dispatcher(), quiet_fakes():
+        return make_fx(gm, decomposition_table=dict(table), tracing_mode="real")(*inputs)

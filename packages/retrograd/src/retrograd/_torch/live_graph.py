@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,8 +38,8 @@ def read_ranks(request: EngineRequest) -> tuple[int, ...]:
     return tuple(sorted(range(len(numbers)), key=numbers.__getitem__))
 
 
-def graph_below(edges: Iterable[tuple[Any, int]]) -> LiveGraph:
-    """The graph below `edges` (a node and which of its inputs), in order of discovery."""
+def graph_below(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> LiveGraph:
+    """The graph below `edges` (a node and which of its inputs), in order of discovery, not beyond `ends`."""
     index: dict[Any, int] = {}
     handles: list[Any] = []
 
@@ -54,7 +54,8 @@ def graph_below(edges: Iterable[tuple[Any, int]]) -> LiveGraph:
     while len(nodes) < len(handles):
         handle = handles[len(nodes)]
         below = tuple(
-            None if node is None else Edge(number(node), slot) for node, slot in handle.next_functions
+            None if node is None else Edge(number(node), slot)
+            for node, slot in (() if handle in ends else handle.next_functions)
         )
         nodes.append(LiveNode(handle, handle.name(), handle._sequence_nr(), below))
     return LiveGraph(tuple(nodes), roots, None)
@@ -97,7 +98,7 @@ def edge_of(root: Any) -> tuple[Any, int]:
     return None, 0
 
 
-def _wanted(nodes: list[LiveNode], targets: list[int]) -> frozenset[int]:
+def _wanted(nodes: Sequence[LiveNode], targets: list[int]) -> frozenset[int]:
     """Nodes from which a target can be reached, the targets included."""
     producers: dict[int, list[int]] = {}
     for i, node in enumerate(nodes):

@@ -103,7 +103,7 @@ class _Attempt:
             self.analysis = analyse(inputs, flat)
             self.amended = self.plan.amended(self.state, self.analysis)
             if self.amended != self.plan:
-                return ()
+                return (0,)
             self.backward = differentiate(tracer, inputs, self.analysis, self.single_region)
             return self._outputs(self.analysis, self.backward)
 
@@ -129,6 +129,8 @@ class _Attempt:
             outputs=self.analysis.outputs,
             out_spec=self.out_spec,
             gradients=self.backward.wrappings(),
+            undefined_matters=frozenset(self.backward.undefined_matters),
+            is_single_region=self.single_region,
         )
 
     def _signature(self, values: Sequence[Any]) -> JointSignature:

@@ -6,22 +6,25 @@ they take as new inputs of the graph, and the gradients that they give.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from retrograd._torch.autograd_nodes import call_node, edge_of, fitted, input_count, leaf_of
+from retrograd._torch.autograd_nodes import edge_of, leaf_of, tells_undefined
 from retrograd._torch.functional import plain, to_functional
 from retrograd._torch.joint_tracing import JointTracer
 from retrograd._torch.live_graph import graph_below
 from retrograd._torch.wrappers import Wrapping, built, parts_of, wrapping_of
 from retrograd.aot.analyse import Analysis, RefusedError, TracedValue
 from retrograd.aot.enter import Inputs
-from retrograd.aot.structure import RegionNodes, Structure, divide
+from retrograd.aot.structure import Structure, divide
+from retrograd.aot.walk import Walk
 from retrograd.graph.joint import Destination, Gradient
-from retrograd.graph.live_graph import Edge, LiveGraph
+from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
 
 __all__ = ["Differentiated", "differentiate"]
 
@@ -36,6 +39,7 @@ class Differentiated:
         stand_ins: values that stand for hidden junctions.
         cotangents: junction and make-up of each cotangent, in the order of the placeholders.
         grads: by region, the functional gradient of each destination, or None.
+        undefined_matters: as in `JointGraph`.
     """
 
     structure: Structure = Structure((), (), ())
@@ -44,6 +48,7 @@ class Differentiated:
     stand_ins: list[TracedValue] = field(default_factory=list)
     cotangents: list[tuple[int, Wrapping]] = field(default_factory=list)
     grads: list[dict[Destination, Any]] = field(default_factory=list)
+    undefined_matters: set[int] = field(default_factory=set)
 
     def junction_of(self, value: int) -> int | None:
         """The junction of a forward value."""
@@ -100,10 +105,17 @@ def differentiate(
     made = Differentiated(structure, tuple(edges), values, stand_ins)
     traced = [*analysis.values, *stand_ins]
     for number, region in enumerate(structure.regions):
-        walk = _Walk(tracer, graph, primals, structure, number)
-        roots = {root: traced[values[root]] for root in region.roots}
-        made.grads.append(walk.run(region, roots, made.cotangents))
+        with torch.no_grad(), tracer.noting(is_backward=True, region=number):
+            roots = {root: traced[values[root]] for root in region.roots}
+            if any(tells_undefined(graph.nodes[node].handle) for node in region.nodes):
+                made.undefined_matters.add(number)
+            walk = Walk(graph, structure, primals, number, partial(_noting, tracer))
+            made.grads.append(walk.run(_cotangents(tracer, roots, made.cotangents)))
     return made
+
+
+def _noting(tracer: JointTracer, node: LiveNode) -> AbstractContextManager[None]:
+    return tracer.noting(seq_nr=node.sequence, autograd_node=node.name)
 
 
 def _edge(value: TracedValue) -> tuple[Any, int] | None:
@@ -134,71 +146,21 @@ def _stand_in(graph: LiveGraph, edge: Edge) -> TracedValue:
     return TracedValue(made, is_visible=False)
 
 
-@dataclass
-class _Walk:
-    """One region, run in eager's order."""
-
-    tracer: JointTracer
-    graph: LiveGraph
-    primals: Mapping[int, int]
-    structure: Structure
-    number: int
-
-    def run(
-        self,
-        region: RegionNodes,
-        roots: Mapping[int, TracedValue],
-        cotangents: list[tuple[int, Wrapping]],
-    ) -> dict[Destination, Any]:
-        """Gradients for the destinations of `region`; notes the cotangents that it takes."""
-        self._grads: dict[int, list[Any]] = {}
-        self._found: dict[Destination, Any] = dict.fromkeys(region.destinations)
-        self._inside = frozenset(region.nodes)
-        self._junctions = {edge: number for number, edge in enumerate(self.structure.junctions)}
-        with torch.no_grad(), self.tracer.noting(is_backward=True, region=self.number):
-            for root in region.roots:
-                cotangent = self._cotangent(root, roots[root].value, cotangents)
-                self._add(self.structure.junctions[root], cotangent)
-            for node in region.nodes:
-                self._call(node)
-        return self._found
-
-    def _cotangent(self, root: int, value: torch.Tensor, made: list[tuple[int, Wrapping]]) -> Any:
-        bare = plain(value)
+def _cotangents(
+    tracer: JointTracer, roots: Mapping[int, TracedValue], made: list[tuple[int, Wrapping]]
+) -> dict[int, Any]:
+    """New inputs of the graph, one for each root."""
+    found = {}
+    for root, value in roots.items():
+        bare = plain(value.value)
         wrapping: Wrapping = wrapping_of(bare)
         made.append((root, wrapping))
         parts = []
         for part, like in enumerate(parts_of(bare, wrapping)):
             suffix = f"_{part}" if wrapping.count > 1 else ""
-            parts.append(self.tracer.placeholder(f"cotangent_{root}{suffix}", _cotangent_like(like)))
-        return to_functional(built(wrapping, iter(parts)))
-
-    def _call(self, index: int) -> None:
-        node = self.graph.nodes[index]
-        grads = self._grads.pop(index, [None] * input_count(node.handle))
-        if all(grad is None for grad in grads):
-            return
-        with self.tracer.noting(seq_nr=node.sequence, autograd_node=node.name):
-            for edge, grad in zip(node.edges, self._results(node.handle, grads), strict=True):
-                if edge is not None and grad is not None:
-                    self._add(edge, fitted(self.graph.nodes[edge.node].handle, edge.slot, grad))
-
-    def _results(self, handle: Any, grads: Sequence[Any]) -> Sequence[Any]:
-        return call_node(handle, grads)
-
-    def _add(self, edge: Edge, grad: Any) -> None:
-        if edge.node in self.primals:
-            self._sum(self._found, Destination(self.primals[edge.node]), grad)
-        elif edge.node not in self._inside:
-            self._sum(self._found, Destination(self._junctions[edge], True), grad)
-        else:
-            slots = self._grads.setdefault(
-                edge.node, [None] * input_count(self.graph.nodes[edge.node].handle)
-            )
-            slots[edge.slot] = grad if slots[edge.slot] is None else slots[edge.slot] + grad
-
-    def _sum(self, sums: dict[Destination, Any], there: Destination, grad: Any) -> None:
-        sums[there] = grad if sums.get(there) is None else sums[there] + grad
+            parts.append(tracer.placeholder(f"cotangent_{root}{suffix}", _cotangent_like(like)))
+        found[root] = to_functional(built(wrapping, iter(parts)))
+    return found
 
 
 def _cotangent_like(value: torch.Tensor) -> torch.Tensor:

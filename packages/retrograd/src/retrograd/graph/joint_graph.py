@@ -153,6 +153,8 @@ class JointValues:
         outputs: one plan per flat output of the function.
         out_spec: the pytree of the outputs.
         gradients: how the gradient of each destination of each region is built; absent where it is undefined.
+        undefined_matters: regions in which a cotangent that is undefined is not the same as zeros.
+        is_single_region: whether the outputs are differentiated together, not in eager's structure.
     """
 
     state: CaptureState
@@ -164,3 +166,5 @@ class JointValues:
     outputs: tuple[OutputPlan, ...]
     out_spec: Any
     gradients: Mapping[tuple[int, Destination], Any] = field(default_factory=dict)
+    undefined_matters: frozenset[int] = frozenset()
+    is_single_region: bool = False

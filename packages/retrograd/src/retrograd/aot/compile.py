@@ -1,0 +1,51 @@
+"""Fourth stage: a `Partition` becomes a callable with real autograd.
+
+In: forward and backward graphs, and a backend for each. Out: a `CompiledFunction`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from retrograd.aot.lower import lower
+from retrograd.aot.run_backward import RegionCode
+from retrograd.aot.run_forward import CompiledFunction
+from retrograd.backends.registry import find_backend
+from retrograd.graph.partition import Partition
+
+__all__ = ["compile"]
+
+
+def compile(
+    partition: Partition,
+    forward: str | Callable[..., Any] = "inductor",
+    backward: str | Callable[..., Any] | None = None,
+    *,
+    lazy: bool = True,
+) -> CompiledFunction:
+    """Compile both halves.
+
+    Args:
+        partition: from ``partition``. One may be compiled several times, with different backends.
+        forward, backward: a backend's name, or a callable ``(gm, example_inputs) -> callable``; the backward's is the
+            forward's if not given.
+        lazy: compile each region's backward when it first runs, for the layout of what was saved; else at once.
+
+    Returns:
+        A callable that takes what the captured function takes, and returns what it returns.
+
+    Raises:
+        UnknownBackendError: no such backend.
+        Exception: whatever a backend raises.
+    """
+    ahead = find_backend(forward)
+    behind = ahead if backward is None else find_backend(backward)
+    code = lower(ahead, partition.forward, partition.joint.state)
+    regions = [
+        RegionCode(partition, number, behind) for number, _ in enumerate(partition.backwards)
+    ]
+    if not lazy:
+        for region in regions:
+            region.compile_ahead()
+    return CompiledFunction(partition, code, regions)

@@ -1,0 +1,89 @@
+"""The end of a call: inputs changed as the function changes them, outputs that share memory with them.
+
+In: the inputs of a call and the values that the graph computed. Out: the function's flat outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from retrograd.graph.joint_graph import (
+    AliasOf,
+    ComputedOutput,
+    ConstantOutput,
+    JointValues,
+    OutputPlan,
+    SameAs,
+    Update,
+    View,
+)
+
+__all__ = ["Finish"]
+
+
+class Finish:
+    """What is left to do when the graph of `joint` has run."""
+
+    def __init__(self, joint: JointValues) -> None:
+        self._joint = joint
+        self._computed = (
+            tuple(plan.value for plan in joint.outputs if isinstance(plan, ComputedOutput))
+            if all(isinstance(plan, ComputedOutput) for plan in joint.outputs) and not joint.updates
+            else None
+        )
+        self._new_leaves = [i for i, value in enumerate(joint.values) if value.requires_grad]
+        unseen = [u for u in joint.updates if u.value is not None and joint.values[u.value].junction is None]
+        self._at_once = [u for u in unseen if u.view is None and not joint.primals[u.primal].wrapping.cls]
+
+    def __call__(self, sources: Sequence[Any], primals: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """Change the inputs, and make the outputs."""
+        for value in self._new_leaves:
+            values[value].requires_grad_()
+        if self._computed is not None:
+            return [values[i] for i in self._computed]
+        self._update(primals, values)
+        return [self._output(plan, sources, values) for plan in self._joint.outputs]
+
+    def _update(self, primals: Sequence[Any], values: Sequence[Any]) -> None:
+        if self._at_once:
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [primals[u.primal] for u in self._at_once],
+                    [values[u.value] for u in self._at_once],  # type: ignore[index]
+                )
+        for update in self._joint.updates:
+            if update not in self._at_once:
+                _apply(update, primals[update.primal], values)
+
+    def _output(self, plan: OutputPlan, sources: Sequence[Any], values: Sequence[Any]) -> Any:
+        match plan:
+            case ComputedOutput(value):
+                return values[value]
+            case ConstantOutput(constant):
+                return constant
+            case SameAs(source):
+                return sources[source]
+            case AliasOf(view, source, value):
+                return _viewed(view, values[value] if source is None else sources[source])
+
+
+def _apply(update: Update, primal: torch.Tensor, values: Sequence[Any]) -> None:
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not update.unseen):
+        if update.view is not None:
+            offset = primal.storage_offset() + update.view.offset
+            primal.as_strided_(update.view.size, update.view.stride, offset)
+        if update.value is not None:
+            primal.copy_(values[update.value])
+
+
+def _viewed(view: View, base: torch.Tensor) -> torch.Tensor:
+    """The view of a real tensor that the function made of the traced one."""
+    if not view.differentiable and base.requires_grad:
+        base = base.detach()
+    if view.replay is not None:
+        made: torch.Tensor = view.replay(base)
+        return made
+    return base.as_strided(view.size, view.stride, base.storage_offset() + view.offset)

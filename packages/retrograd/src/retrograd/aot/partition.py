@@ -1,0 +1,202 @@
+"""Third stage: a `JointGraph` becomes a `Partition`.
+
+In: a joint graph and a policy. Out: a forward graph, a backward graph for each region, and what is saved between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from retrograd._torch.rng import insert_replay
+from retrograd.aot.aliases import Memory, is_backward, is_number, memory_of
+from retrograd.aot.extract import extract, needed_between
+from retrograd.aot.policies import Policy, choose_saved, draws_random_numbers
+from retrograd.errors import Reason, VerificationError
+from retrograd.graph.joint import Cotangent, Gradient
+from retrograd.graph.joint_graph import JointValues
+from retrograd.graph.partition import Partition, RegionBackward, Saved, SavedKind
+
+__all__ = ["partition"]
+
+
+def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
+    """Divide `joint`.
+
+    Args:
+        joint: from ``capture``, perhaps changed by passes.
+        policy: ``"min_cut"``: torch's minimum cut, which recomputes what is cheap; ``"save_all"``: what eager saves;
+            ``"recompute_all"``: only inputs; or a callable in the form of torch's partitioners. Nodes whose
+            ``meta["recompute"]`` is a ``torch.utils.checkpoint.CheckpointPolicy`` are treated so.
+
+    Raises:
+        VerificationError: the law of a partition would be broken: a backward reads what is not saved, or an effect
+            would happen twice.
+    """
+    copy = _copied(joint)
+    memory = memory_of(copy.gm, copy.signature)
+    division = _Division(copy, memory, choose_saved(copy, memory, policy))
+    result = division.partition()
+    return replace(result, joint=joint)
+
+
+def _copied(joint: JointValues) -> JointValues:
+    """The same with a graph that may be changed."""
+    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in joint.gm.graph.nodes:
+        made[node] = graph.node_copy(node, made.__getitem__)
+        made[node].meta = dict(node.meta)
+        made[node].name = node.name
+    gm = fx.GraphModule(joint.gm, graph, "joint")
+    return JointValues(
+        **{**{name: getattr(joint, name) for name in JointValues.__dataclass_fields__}, "gm": gm}
+    )
+
+
+@dataclass
+class _Division:
+    joint: JointValues
+    memory: Memory
+    chosen: set[fx.Node]
+    instead: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def partition(self) -> Partition:
+        gm, signature = self.joint.gm, self.joint.signature
+        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        results: Sequence[Any] = gm.graph.output_node().args[0]  # type: ignore[assignment]
+        self.primals = [n for n, role in zip(placeholders, signature.inputs, strict=True) if not isinstance(role, Cotangent)]
+        self.cotangents = placeholders[len(self.primals) :]
+        self.forward_results = list(results[: signature.forward_count])
+        wanted: list[list[Any]] = [[] for _ in signature.regions]
+        for node, role in zip(results, signature.outputs, strict=True):
+            if isinstance(role, Gradient):
+                wanted[role.region].append(node)
+        self._replay_random_numbers([node for nodes in wanted for node in nodes])
+        reads = [self._read(nodes) for nodes in wanted]
+        saved = [node for node in gm.graph.nodes if any(node in read for read in reads)]
+        forward, described = self._forward(saved)
+        backwards = tuple(
+            self._backward(number, [n for n in saved if n in read], saved, nodes)
+            for number, (read, nodes) in enumerate(zip(reads, wanted, strict=True))
+        )
+        return Partition(self.joint, forward, described, backwards)
+
+    def _read(self, wanted: Sequence[Any]) -> set[fx.Node]:
+        """The saved nodes that a region reads; numbers are saved, never computed again."""
+        found, border = set[fx.Node](), self.chosen | set(self.primals)
+        seen, stack = set[fx.Node](), [node for node in wanted if isinstance(node, fx.Node)]
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node in border or (is_number(node) and not is_backward(node) and node not in self.cotangents):
+                found.add(node)
+            elif node not in self.cotangents:
+                _refuse_effect(node)
+                stack.extend(self.instead.get(node, node).all_input_nodes)
+        return found
+
+    def _replay_random_numbers(self, wanted: Sequence[Any]) -> None:
+        """Random numbers that the backward would draw again are drawn from the state that the forward had."""
+        again = needed_between(self.chosen | set(self.primals) | set(self.cotangents), wanted)
+        for node in list(self.joint.gm.graph.nodes):
+            if node in again and draws_random_numbers(node) and not is_backward(node):
+                state, value, copy = insert_replay(self.joint.gm.graph, node)
+                self.instead[value] = copy
+                self.chosen.add(state)
+        if self.instead:
+            self.memory = memory_of(self.joint.gm, self.joint.signature)
+
+    def _forward(self, saved: Sequence[fx.Node]) -> tuple[fx.GraphModule, tuple[Saved, ...]]:
+        graph = self.joint.gm.graph
+        results = self._own_memory(graph)
+        extra: list[fx.Node] = []
+        described = []
+        changed = self._changed_primals()
+        places = {node: place for place, node in reversed(list(enumerate(results))) if isinstance(node, fx.Node)}
+        for node in saved:
+            by_eager = self.memory.owner.get(node, node) in self.memory.kept_by_eager
+            value = node.meta.get("val")
+            if node in self.memory.primals and node not in changed:
+                entry = Saved(node.name, SavedKind.PRIMAL, self.memory.primals[node], value, by_eager)
+            elif node in places:
+                entry = Saved(node.name, SavedKind.OUTPUT, places[node], value, by_eager)
+            else:
+                kept = node
+                if self.memory.owner.get(node) in changed:
+                    kept = _cloned(graph, node)
+                entry = Saved(node.name, SavedKind.INTERMEDIATE, len(results) + len(extra), value, by_eager)
+                extra.append(kept)
+            described.append(entry)
+        forward = extract(self.joint.gm, self.primals, [*results, *extra], "forward")
+        return forward, tuple(described)
+
+    def _changed_primals(self) -> set[fx.Node]:
+        numbers = {update.primal for update in self.joint.updates if update.value is not None}
+        roles = self.joint.signature.inputs
+        return {node for node, place in self.memory.primals.items() if roles[place].index in numbers}  # type: ignore[union-attr]
+
+    def _own_memory(self, graph: fx.Graph) -> list[Any]:
+        """Forward results, copied where they would be a primal itself, or one another."""
+        taken = {self.memory.owner[node] for node in self.primals}
+        results: list[Any] = []
+        for node in self.forward_results:
+            if not isinstance(node, fx.Node) or is_number(node):
+                results.append(node)
+                continue
+            owner = self.memory.owner[node]
+            results.append(_cloned(graph, node) if owner in taken else node)
+            taken.add(owner)
+        return results
+
+    def _backward(
+        self, number: int, read: list[fx.Node], saved: Sequence[fx.Node], wanted: Sequence[Any]
+    ) -> RegionBackward:
+        roots = set(self.joint.signature.regions[number].roots)
+        roles = self.joint.signature.inputs[len(self.primals) :]
+        cotangents = [
+            node
+            for node, role in zip(self.cotangents, roles, strict=True)
+            if isinstance(role, Cotangent) and role.junction in roots
+        ]
+        try:
+            gm = extract(self.joint.gm, [*read, *cotangents], wanted, f"backward_{number}", self.instead)
+        except KeyError as missing:
+            raise VerificationError(
+                Reason(
+                    "partition-law",
+                    f"the backward of region {number} reads {missing}, which is neither saved nor its own cotangent",
+                    "aot.partition",
+                    node=str(missing),
+                    way_out="a pass has mixed regions: let each region's gradients depend on its own cotangents only",
+                )
+            ) from missing
+        order = {node: i for i, node in enumerate(saved)}
+        return RegionBackward(gm, tuple(order[node] for node in read))
+
+
+def _refuse_effect(node: fx.Node) -> None:
+    if is_backward(node) or node.op != "call_function":
+        return
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        raise VerificationError(
+            Reason(
+                "partition-law",
+                f"{node.target} changes something in place and would run again in the backward",
+                "aot.partition",
+                node=node.name,
+                way_out="mark it CheckpointPolicy.MUST_SAVE in node.meta['recompute']",
+            )
+        )
+
+
+def _cloned(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    with graph.inserting_before(graph.output_node()):
+        copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+    copy.meta = dict(node.meta)
+    return copy

@@ -1,0 +1,135 @@
+"""Which values are saved: torch's minimum cut, and the two extremes.
+
+In: a joint graph and its sharing of memory. Out: the set of forward nodes that the backward may read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from retrograd._torch.min_cut import cut_by
+from retrograd.aot.aliases import Memory, is_backward, is_number
+from retrograd.errors import Reason, VerificationError
+from retrograd.graph.joint import Cotangent
+from retrograd.graph.joint_graph import JointValues
+
+__all__ = ["Policy", "choose_saved", "draws_random_numbers"]
+
+#: a name, or a partitioner in torch's form: ``(gm, inputs, *, num_fwd_outputs) -> (forward, backward)``.
+Policy = str | Callable[..., Any]
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether a call draws random numbers."""
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in node.target.tags
+    )
+
+
+def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.Node]:
+    """The nodes that are saved.
+
+    Raises:
+        VerificationError: an unknown policy, or one that saves what is no value of the forward half.
+    """
+    if policy == "save_all":
+        return _read_by_backward(joint)
+    if policy == "recompute_all":
+        return {node for node in memory.primals if not is_number(node)} | _must(joint, CheckpointPolicy.MUST_SAVE)
+    if policy == "min_cut" or callable(policy):
+        names = cut_by(
+            None if policy == "min_cut" else policy,
+            joint.gm,
+            frozenset(_cotangents(joint)),
+            joint.signature.forward_count,
+            _pinned(joint, memory),
+        )
+        saved = _named(joint, names)
+        return saved if not any(map(memory.is_forbidden, saved)) else _read_by_backward(joint)
+    raise VerificationError(
+        Reason(
+            "unknown-policy",
+            f"unknown partition policy {policy!r}",
+            "aot.partition",
+            way_out="'min_cut', 'save_all', 'recompute_all', or a callable (gm, inputs, *, num_fwd_outputs)",
+        )
+    )
+
+
+def _read_by_backward(joint: JointValues) -> set[fx.Node]:
+    """What the backward half reads of the forward half: what eager would save."""
+    read = {
+        value
+        for node in joint.gm.graph.nodes
+        if is_backward(node)
+        for value in node.all_input_nodes
+        if not is_backward(value)
+    }
+    return read - set(_cotangent_nodes(joint))
+
+
+def _must(joint: JointValues, policy: CheckpointPolicy) -> set[fx.Node]:
+    return {node for node in joint.gm.graph.nodes if node.meta.get("recompute") is policy}
+
+
+def _pinned(joint: JointValues, memory: Memory) -> frozenset[str]:
+    """Calls that must not be made again in the backward: those that read memory which eager would not keep, and
+    those that draw random numbers (unless the user wants that)."""
+    wanted = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return frozenset(
+        node.name
+        for node in joint.gm.graph.nodes
+        if node.op == "call_function"
+        and not is_backward(node)
+        and not (draws_random_numbers(node) and node.meta.get("recompute") in wanted)
+        and (draws_random_numbers(node) or (_reads_forbidden(node, memory) and not memory.is_forbidden(node)))
+    )
+
+
+def _reads_forbidden(node: fx.Node, memory: Memory) -> bool:
+    return any(memory.is_forbidden(value) for value in node.all_input_nodes)
+
+
+def _cotangent_nodes(joint: JointValues) -> list[fx.Node]:
+    placeholders = [node for node in joint.gm.graph.nodes if node.op == "placeholder"]
+    return [
+        node
+        for node, role in zip(placeholders, joint.signature.inputs, strict=True)
+        if isinstance(role, Cotangent)
+    ]
+
+
+def _cotangents(joint: JointValues) -> list[str]:
+    return [node.name for node in _cotangent_nodes(joint)]
+
+
+def _dependent(joint: JointValues) -> set[fx.Node]:
+    """Nodes that depend on a cotangent."""
+    found = set(_cotangent_nodes(joint))
+    for node in joint.gm.graph.nodes:
+        if any(value in found for value in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _named(joint: JointValues, names: Iterable[str]) -> set[fx.Node]:
+    dependent = _dependent(joint)
+    known = {node.name: node for node in joint.gm.graph.nodes if node not in dependent}
+    for name in names:
+        if name not in known:
+            raise VerificationError(
+                Reason(
+                    "partitioner",
+                    f"the partitioner saves {name}, which is no value that the forward can compute",
+                    "aot.partition",
+                    node=name,
+                    way_out="save nodes of the joint graph by their own names",
+                )
+            )
+    return {known[name] for name in names}

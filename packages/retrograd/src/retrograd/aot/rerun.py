@@ -1,0 +1,112 @@
+"""Run a region as eager runs it: the function again, then its autograd nodes by hand.
+
+In: the inputs of a call, and cotangents of any kind. Out: gradients for the region's destinations; under
+``create_graph`` they have a history that leads to the inputs and cotangents of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from retrograd._torch.autograd_nodes import edge_of
+from retrograd._torch.live_graph import graph_below
+from retrograd._torch.memory import common_base
+from retrograd._torch.rng import with_generator_states
+from retrograd._torch.versions import Versions
+from retrograd.aot.structure import divide
+from retrograd.aot.walk import Walk
+from retrograd.errors import CaptureError, Reason
+from retrograd.graph.joint import Destination
+from retrograd.graph.joint_graph import AliasOf, ComputedOutput, JointValues
+
+__all__ = ["Call", "rerun_region"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is needed to run a call again.
+
+    Attributes:
+        sources: the flat inputs.
+        primals: the primals made of them.
+        versions: of the primals.
+        generators: states of the random number generators before the call.
+    """
+
+    sources: Sequence[Any]
+    primals: Sequence[Any]
+    versions: Versions[int]
+    generators: Mapping[torch.device, Any]
+
+
+def rerun_region(
+    joint: JointValues, number: int, call: Call | None, cotangents: Mapping[int, Any]
+) -> dict[Destination, Any]:
+    """Gradients of region `number`.
+
+    Raises:
+        CaptureError: the call cannot be repeated, because it changed its inputs.
+        RuntimeError: an input was changed in place since the call, in eager's words.
+    """
+    if call is None:
+        raise _no_call(joint)
+    primals = dict(enumerate(call.primals))
+    for text in call.versions.changed(primals.keys(), primals).values():
+        raise RuntimeError(text)
+    differentiable = torch.is_grad_enabled()
+    with torch.enable_grad():
+        entries = {
+            number: primal[...]
+            for number, primal in primals.items()
+            if joint.primals[number].differentiable
+        }
+        visible = _values(joint, _again(joint, call, entries))
+    ends = {entry.grad_fn: number for number, entry in entries.items()}
+    graph = graph_below(visible, ends)
+    known = {i: ends[node.handle] for i, node in enumerate(graph.nodes) if node.handle in ends}
+    walk = Walk(graph, divide(graph, known, joint.is_single_region), known, number, lambda _: nullcontext())
+    with torch.set_grad_enabled(differentiable):
+        return walk.run(cotangents)
+
+
+def _again(joint: JointValues, call: Call, entries: Mapping[int, Any]) -> list[Any]:
+    """The flat outputs of the function, run on `entries`."""
+    leaves = list(call.sources[: len(joint.state.leaves)])
+    for number, entry in entries.items():
+        if (leaf := joint.primals[number].leaf) is not None:
+            leaves[leaf] = entry
+    for i, leaf in enumerate(joint.state.leaves):
+        if leaf.same_as is not None:
+            leaves[i] = leaves[leaf.same_as]
+    with joint.state.ambient.restored(), with_generator_states(dict(call.generators)):
+        return pytree.tree_leaves(joint.state.call(leaves))
+
+
+def _values(joint: JointValues, outputs: Sequence[Any]) -> list[tuple[Any, int]]:
+    """The edges of the visible junctions, in their order."""
+    tensors: dict[int, torch.Tensor] = {}
+    for plan, output in zip(joint.outputs, outputs, strict=True):
+        if isinstance(plan, ComputedOutput):
+            tensors[plan.value] = output
+        elif isinstance(plan, AliasOf) and plan.value is not None and plan.value not in tensors:
+            tensors[plan.value] = common_base([output])  # type: ignore[assignment]
+    edges = [edge_of(tensors[j.value]) for j in joint.signature.junctions if j.is_visible]
+    return [edge for edge in edges if edge is not None]
+
+
+def _no_call(joint: JointValues) -> CaptureError:
+    return CaptureError(
+        Reason(
+            "call-not-repeatable",
+            f"{joint.state.name} changes its inputs in place, so that this backward (a second derivative, or "
+            "cotangents of another kind than captured) cannot be made",
+            "aot.run_backward",
+            way_out="keep the change out of the function, or run it eagerly",
+        )
+    )

@@ -1,0 +1,151 @@
+"""The backward of one region at run time.
+
+In: the context of a `RegionNode` and cotangents. Out: a gradient for each of the region's destinations. The compiled
+graph runs if the cotangents are what it was made for; otherwise the region runs as eager would run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from retrograd._torch.ambient import Ambient
+from retrograd._torch.wrappers import PLAIN, Wrapping, built, parts_of
+from retrograd.aot.lower import lower
+from retrograd.aot.rerun import rerun_region
+from retrograd.backends.base import Backend, Boxed
+from retrograd.events import counters
+from retrograd.graph.partition import Partition
+
+__all__ = ["RegionCode"]
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What a cotangent was traced as."""
+
+    junction: int
+    wrapping: Wrapping
+    shape: tuple[Any, ...]
+    strides: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class RegionCode:
+    """Code for the backward of region `number`, compiled when it is first needed."""
+
+    def __init__(self, partition: Partition, number: int, backend: Backend) -> None:
+        self._partition, self._number, self._backend = partition, number, backend
+        joint, self._graphs = partition.joint, partition.backwards[number]
+        region = joint.signature.regions[number]
+        self.roots, self.destinations = region.roots, region.destinations
+        self._gradients: list[Wrapping | None] = [
+            joint.gradients.get((number, there)) for there in self.destinations
+        ]
+        self._expected = [self._expect(root) for root in self.roots]
+        self._plain = all(e.wrapping is PLAIN for e in self._expected) and all(
+            g is None or g is PLAIN for g in self._gradients
+        )
+        self._places = [i for i, g in enumerate(self._gradients) if g is not None]
+        saved = [partition.saved[i] for i in self._graphs.saved]
+        self.numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number)
+        self._code: Boxed | None = None
+
+    def _expect(self, root: int) -> _Expected:
+        joint = self._partition.joint
+        value = joint.values[joint.signature.junctions[root].value]
+        nodes = [node for node in self._graphs.gm.graph.nodes if node.op == "placeholder"]
+        first = next(node for node in nodes if node.name in (f"cotangent_{root}", f"cotangent_{root}_0"))
+        fake = first.meta["val"]
+        return _Expected(root, value.wrapping, tuple(fake.shape), tuple(fake.stride()), fake.dtype, fake.device)
+
+    def compile_ahead(self) -> None:
+        """Compile now, for the layouts that tracing predicted."""
+        self._code = lower(self._backend, self._graphs.gm, self._partition.joint.state)
+
+    def __call__(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
+        """Gradients for the destinations."""
+        if all(cotangent is None for cotangent in cotangents):
+            return [None] * len(self.destinations)
+        saved = ctx.saved_tensors
+        if torch.is_grad_enabled() or Ambient.autocast_now() or not self._fit(cotangents):
+            return self._as_eager(ctx, cotangents)
+        args = self._arguments(saved, ctx.kept, cotangents)
+        del saved, cotangents
+        ctx.maybe_clear_saved_tensors()
+        return self._results(self._run(args))
+
+    def _fit(self, cotangents: Sequence[torch.Tensor | None]) -> bool:
+        undefined = self._number in self._partition.joint.undefined_matters
+        for cotangent, expected in zip(cotangents, self._expected, strict=True):
+            if cotangent is None:
+                if undefined:
+                    return False
+            elif not expected.wrapping.fits(cotangent):
+                return False
+        return True
+
+    def _arguments(self, saved: Sequence[Any], kept: Any, cotangents: Sequence[Any]) -> list[Any]:
+        tensors = iter(saved)
+        args: list[Any] = [
+            kept.numbers[i] if i in kept.numbers else next(tensors) for i in range(len(self._graphs.saved))
+        ]
+        for cotangent, expected in zip(cotangents, self._expected, strict=True):
+            if expected.wrapping is PLAIN:
+                args.append(_laid_out(cotangent, expected))
+            else:
+                args.extend(parts_of(_defined(cotangent, expected), expected.wrapping))
+        return args
+
+    def _run(self, args: list[Any]) -> Sequence[Any]:
+        code = self._code
+        if code is None:
+            code = self._code = self._lowered(args)
+        return code(args)
+
+    def _lowered(self, args: Sequence[Any]) -> Boxed:
+        counters["aot_backward_lowerings"] += 1
+        return lower(self._backend, self._graphs.gm, self._partition.joint.state)
+
+    def _results(self, results: Sequence[Any]) -> list[Any]:
+        if self._plain:
+            if len(self._places) == len(self.destinations):
+                return list(results)
+            grads: list[Any] = [None] * len(self.destinations)
+            for place, result in zip(self._places, results, strict=True):
+                grads[place] = result
+            return grads
+        values = iter(results)
+        return [None if wrapping is None else built(wrapping, values) for wrapping in self._gradients]
+
+    def _as_eager(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
+        counters["aot_eager_regions"] += 1
+        given = dict(zip(self.roots, cotangents, strict=True))
+        found = rerun_region(self._partition.joint, self._number, ctx.kept.again, given)
+        return [found[there] for there in self.destinations]
+
+
+def _defined(cotangent: Any, expected: _Expected) -> Any:
+    if cotangent is not None:
+        return cotangent
+    zeros = torch.zeros(expected.shape, dtype=expected.dtype, device=expected.device)
+    return built(expected.wrapping, iter([zeros.clone() for _ in range(expected.wrapping.count)]))
+
+
+def _laid_out(cotangent: Any, expected: _Expected) -> torch.Tensor:
+    """The cotangent in the layout that it was traced with."""
+    if cotangent is None:
+        return torch.zeros(expected.shape, dtype=expected.dtype, device=expected.device)
+    tensor: torch.Tensor = cotangent
+    if tensor.stride() == expected.strides:
+        return tensor
+    if any(isinstance(stride, torch.SymInt) for stride in expected.strides):
+        return tensor.contiguous()
+    made = torch.empty_strided(tensor.shape, expected.strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
+
+

@@ -1,0 +1,87 @@
+"""Run one region of an autograd graph by hand, in eager's order.
+
+In: the graph, its division, and cotangents for a region's roots. Out: gradients for its destinations. Sums are made in
+the order in which the engine would make them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from retrograd._torch.autograd_nodes import call_node, fitted, input_count
+from retrograd.aot.structure import Structure
+from retrograd.graph.joint import Destination
+from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
+
+__all__ = ["Walk"]
+
+
+@dataclass
+class Walk:
+    """One region.
+
+    Attributes:
+        graph, structure: the autograd graph and its division.
+        primals: by node that ends the graph, the primal that it stands for.
+        number: of the region.
+        around: a context around the call of each node.
+    """
+
+    graph: LiveGraph
+    structure: Structure
+    primals: Mapping[int, int]
+    number: int
+    around: Callable[[LiveNode], AbstractContextManager[Any]]
+    _grads: dict[int, list[Any]] = field(default_factory=dict)
+    _found: dict[Destination, Any] = field(default_factory=dict)
+
+    def run(self, cotangents: Mapping[int, Any]) -> dict[Destination, Any]:
+        """Gradients of the region's destinations; None where undefined.
+
+        Args:
+            cotangents: by junction; None is undefined.
+
+        Raises:
+            NodeCallError: a node gives what the engine would refuse.
+            Exception: whatever a node raises.
+        """
+        region = self.structure.regions[self.number]
+        self._found = dict.fromkeys(region.destinations)
+        self._inside = frozenset(region.nodes)
+        self._junctions = {edge: number for number, edge in enumerate(self.structure.junctions)}
+        for root in region.roots:
+            if cotangents[root] is not None:
+                self._add_inside(self.structure.junctions[root], cotangents[root])
+        for node in region.nodes:
+            self._call(node)
+        return self._found
+
+    def _call(self, index: int) -> None:
+        node = self.graph.nodes[index]
+        grads = self._grads.pop(index, None)
+        if grads is None:
+            return
+        with self.around(node):
+            for edge, grad in zip(node.edges, call_node(node.handle, grads), strict=True):
+                if edge is not None and grad is not None:
+                    self._add(edge, fitted(self.graph.nodes[edge.node].handle, edge.slot, grad))
+
+    def _add(self, edge: Edge, grad: Any) -> None:
+        if edge.node in self.primals:
+            self._sum(Destination(self.primals[edge.node]), grad)
+        elif edge.node not in self._inside or Destination(self._junctions.get(edge, -1), True) in self._found:
+            self._sum(Destination(self._junctions[edge], True), grad)
+        else:
+            self._add_inside(edge, grad)
+
+    def _add_inside(self, edge: Edge, grad: Any) -> None:
+        count = input_count(self.graph.nodes[edge.node].handle)
+        slots = self._grads.setdefault(edge.node, [None] * count)
+        slots[edge.slot] = grad if slots[edge.slot] is None else slots[edge.slot] + grad
+
+    def _sum(self, there: Destination, grad: Any) -> None:
+        known = self._found.get(there)
+        self._found[there] = grad if known is None else known + grad
