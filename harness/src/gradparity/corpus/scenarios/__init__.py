@@ -49,10 +49,10 @@ Which scenarios show the known differences between eager and stock PyTorch 2.13.
                                         aot_independent_outputs_one_after_the_other
     changed in place (AOT, CA)          input_buffer_reused_before_backward, in_place_after_interpolate,
                                         constant_changed_between_forward_and_backward,
-                                        input_changed_after_it_was_copied, all of aot_saved
+                                        input_changed_after_it_was_copied, aot_saved.py
     views and aliases (AOT)             detached_output_beside_a_view, detached_and_viewed_outputs,
-                                        aliased_inputs_and_a_view_output, all of aot_aliased_inputs
-                                        and aot_aliased_outputs
+                                        aliased_inputs_and_a_view_output, aot_aliased_inputs.py,
+                                        aot_aliased_outputs.py
     dropout, recompute budget (AOT)     dropout_under_a_memory_budget, aot_dropout_in_a_*
     autocast (AOT)                      autocast_off_for_an_inner_part, autocast_around_backward,
                                         aot_autocast_*

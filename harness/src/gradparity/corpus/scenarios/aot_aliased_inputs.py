@@ -102,7 +102,8 @@ def aot_views_that_do_not_overlap(p: Probe) -> None:
         a.zero_()
         return (a + b) * w
 
-    out = p.compile(run)(*base.chunk(2), w)
+    first, second = base.chunk(2)
+    out = p.compile(run)(first, second, w)
     p.value("base", base)
     with p.backward():
         out.sum().backward()

@@ -46,6 +46,9 @@ def aot_batch_norm_in_training_and_evaluation(p: Probe) -> None:
 class Counter(nn.Module):
     """Counts its calls in a buffer and keeps a running mean of its input."""
 
+    calls: Tensor
+    mean: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))

@@ -7,8 +7,8 @@ leaves.
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, namedtuple
-from typing import Any
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,12 @@ from gradparity.probe import Probe
 
 TAGS = ("compiled", "aot", "structure")
 
-Pair = namedtuple("Pair", ["left", "right"])
+
+class Pair(NamedTuple):
+    """Two tensors with names."""
+
+    left: Tensor
+    right: Tensor
 
 
 @dataclasses.dataclass
@@ -35,7 +40,8 @@ def _flatten(result: Result) -> tuple[list[Tensor], str]:
 
 
 def _unflatten(parts: Any, note: Any) -> Result:
-    return Result(*parts, note)
+    (value,) = parts
+    return Result(value, note)
 
 
 pytree.register_pytree_node(
@@ -139,7 +145,7 @@ def aot_number_of_arguments_changes(p: Probe) -> None:
 def aot_missing_argument(p: Probe) -> None:
     """A call without a required argument is a TypeError."""
     x = p.randn(2, requires_grad=True)
-    call = p.compile(lambda a, b: a * b)
+    call: Any = p.compile(lambda a, b: a * b)
     p.value("sound", call(x, x).detach())
     call(x)
 
