@@ -7,6 +7,8 @@ whose memory its value shares. What is unknown counts as having an effect.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +20,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "aliased_inputs",
-    "evaluate",
     "has_effect",
     "is_collective",
     "is_higher_order",
@@ -27,6 +28,7 @@ __all__ = [
     "is_random",
     "is_repeatable",
     "is_wait",
+    "real_tensors",
     "same_layout",
     "shares_memory",
 ]
@@ -148,10 +150,11 @@ def is_wait(node: fx.Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.name == _WAIT
 
 
-def evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The value of a call on real arguments, whatever modes are active around us."""
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Compute on real tensors here, without history, whatever modes are active around us."""
     with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
-        return target(*args, **kwargs)
+        yield
 
 
 def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:

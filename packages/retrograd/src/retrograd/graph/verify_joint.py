@@ -94,7 +94,7 @@ class _Law:
             gm.graph.lint()
         except Exception as error:
             self._broken("lint", f"the graph is not well formed: {error}", cause=error)
-        last = next(reversed(gm.graph.nodes), None)
+        last = next(iter(reversed(gm.graph.nodes)), None)
         if last is None or last.op != "output":
             self._broken("lint", "the graph has no output at its end")
 

@@ -33,12 +33,15 @@ _HALVES = (torch.float16, torch.bfloat16)
 _ADD = _aten.add.Tensor
 _CAST = _aten._to_copy.default
 _SUMS = frozenset({_aten.sum.default, _aten.sum.dim_IntList})
-#: add to rows of a table, with the position of the tensors that hold the addends.
-_SCATTERS: Mapping[Any, tuple[int, ...]] = {
+#: positions of the tensors that hold the addends; elsewhere it is the first argument.
+_ADDENDS: Mapping[Any, tuple[int, ...]] = {
+    _ADD: (0, 1),
     _aten.embedding_dense_backward.default: (0,),
     _aten.index_add.default: (0, 3),
     _aten.scatter_add.default: (0, 3),
 }
+#: add to rows of a table.
+_SCATTERS = frozenset(_ADDENDS) - {_ADD}
 _VIEWS = frozenset(
     {_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.view.default, _aten.reshape.default}
 )
@@ -148,11 +151,10 @@ class _Rules:
 def _rewritten(root: fx.Node, tree: Sequence[fx.Node]) -> bool:
     """Replace `root` by the sum in float32, rounded; not where that would have another layout."""
     made: list[fx.Node] = []
-    with root.graph.inserting_before(root):
-        try:
-            rounded = _rounded(root, tree, made)
-        except RuntimeError:  # a view that the layout of the sum in float32 does not allow
-            rounded = None
+    try:
+        rounded = _rounded(root, tree, made)
+    except RuntimeError:  # a view that the layout of the sum in float32 does not allow
+        rounded = None
     if rounded is None or not same_layout(rounded.meta["val"], root.meta["val"]):
         for node in reversed(made):
             root.graph.erase_node(node)
@@ -164,10 +166,10 @@ def _rewritten(root: fx.Node, tree: Sequence[fx.Node]) -> bool:
 
 
 def _rounded(root: fx.Node, tree: Sequence[fx.Node], made: list[fx.Node]) -> fx.Node:
-    """`root` computed in float32 and rounded; every call made for it is noted in `made`."""
+    """`root` computed in float32 and rounded; each call stands where that of `tree` stood, and in `made`."""
     exact: dict[fx.Node, fx.Node] = {}
 
-    def new(like: fx.Node, target: Any, args: Any, **kwargs: Any) -> fx.Node:
+    def new(like: fx.Node, target: Any, args: Sequence[Any], **kwargs: Any) -> fx.Node:
         made.append(call(like, target, tuple(args), kwargs))
         return made[-1]
 
@@ -177,14 +179,12 @@ def _rounded(root: fx.Node, tree: Sequence[fx.Node], made: list[fx.Node]) -> fx.
         return exact[value]
 
     for node in tree:
-        if node.target is _ADD:
-            exact[node] = new(node, _ADD, map(in_fp32, node.args))
-        elif node.target in _VIEWS:
-            exact[node] = new(node, node.target, (in_fp32(node.args[0]), *node.args[1:]), **node.kwargs)
-        elif node.target in _SUMS:
-            exact[node] = new(node, node.target, node.args, **{**node.kwargs, "dtype": torch.float32})
-        else:
-            cast_at = _SCATTERS[node.target]
+        with root.graph.inserting_before(node):
+            if node.target in _SUMS:
+                exact[node] = new(node, node.target, node.args, **{**node.kwargs, "dtype": torch.float32})
+                continue
+            cast_at = _ADDENDS.get(node.target, (0,))
             args = [in_fp32(arg) if n in cast_at else arg for n, arg in enumerate(node.args)]
             exact[node] = new(node, node.target, args, **node.kwargs)
-    return new(root, _CAST, (exact[root],), dtype=root.meta["val"].dtype)
+    with root.graph.inserting_before(root):
+        return new(root, _CAST, (exact[root],), dtype=root.meta["val"].dtype)

@@ -41,10 +41,8 @@ def clip_gradients(
             needs all gradients); or it has gradients, but none of a parameter; or a value of another kind
             than a strided tensor among them.
     """
-    signature = signature_of(gm, _NAME)
-    positions = _positions(signature)
     outputs = list(output_values(gm.graph))
-    positions = [position for position in positions if outputs[position] is not None]
+    positions = [n for n in _positions(signature_of(gm, _NAME)) if outputs[n] is not None]
     if not positions:
         return gm
     output = gm.graph.output_node()
@@ -60,8 +58,9 @@ def clip_gradients(
 
 
 def _positions(signature: JointSignature) -> list[int]:
-    """Where the gradients of parameters stand among the outputs."""
+    """Where the gradients of parameters stand among the outputs, in the order of the parameters."""
     gradients = [(n, role) for n, role in enumerate(signature.outputs) if isinstance(role, Gradient)]
+    gradients.sort(key=lambda found: found[1].of.index)
     if len(signature.regions) > 1:
         text = f"the backward runs in {len(signature.regions)} parts, and the norm needs the gradients of all"
         way_out = "return one differentiable output, or call torch.nn.utils.clip_grad_norm_ afterwards"
@@ -89,7 +88,7 @@ def _coefficient(gradients: list[fx.Node], max_norm: float, norm_type: float) ->
     """What every gradient is multiplied by: at most 1."""
     first = gradients[0]
     norm = _aten.linalg_vector_norm.default
-    norms = [call(gradient, norm, (gradient, norm_type)) for gradient in gradients]
+    norms = [call(gradient, norm, (gradient, norm_type)) for gradient in _grouped(gradients)]
     moved = [_on_device_of(first, value) for value in norms]
     stacked = call(first, _aten.stack.default, (moved,))
     total = call(first, norm, (stacked, norm_type))
@@ -97,6 +96,15 @@ def _coefficient(gradients: list[fx.Node], max_norm: float, norm_type: float) ->
     inverse = call(first, _aten.reciprocal.default, (shifted,))
     scaled = call(first, _aten.mul.Tensor, (inverse, max_norm))
     return call(first, _aten.clamp.default, (scaled, None, 1.0))
+
+
+def _grouped(gradients: list[fx.Node]) -> list[fx.Node]:
+    """Those of one device and dtype together, as torch adds up their norms."""
+    groups: dict[Any, list[fx.Node]] = {}
+    for gradient in gradients:
+        value = gradient.meta["val"]
+        groups.setdefault((value.device, value.dtype), []).append(gradient)
+    return [gradient for group in groups.values() for gradient in group]
 
 
 def _on_device_of(gradient: fx.Node, value: fx.Node) -> fx.Node:

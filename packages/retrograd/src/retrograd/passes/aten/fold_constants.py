@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from retrograd._torch.operators import aliased_inputs, evaluate, is_repeatable
+from retrograd._torch.operators import aliased_inputs, is_repeatable, real_tensors
 from retrograd.passes.aten.sharing import nodes_seen_outside
 
 __all__ = ["fold_constants"]
@@ -39,20 +39,26 @@ def fold_constants(
         example_inputs: unused.
         largest: the most elements that a folded tensor, or one on the way to it, may have.
     """
+    with real_tensors():
+        changed = _folded(gm, largest)
+    if changed:
+        gm.recompile()
+    return gm
+
+
+def _folded(gm: fx.GraphModule, largest: int) -> bool:
     values = _constants(gm.graph, largest)
     seen_outside = nodes_seen_outside(gm.graph) if values else frozenset()
     changed = False
     for node in reversed(list(gm.graph.nodes)):
         if node not in values:
             continue
-        if node.users and any(user not in values or user in seen_outside for user in node.users):
+        if node.users:  # by calls that are no constants, or that stay
             changed = _replaced(gm, node, values[node], node in seen_outside) or changed
         if not node.users:
             gm.graph.erase_node(node)
             changed = True
-    if changed:
-        gm.recompile()
-    return gm
+    return changed
 
 
 def _constants(graph: fx.Graph, largest: int) -> dict[fx.Node, Any]:
@@ -63,7 +69,7 @@ def _constants(graph: fx.Graph, largest: int) -> dict[fx.Node, Any]:
         if not _is_small(node.meta.get("val"), largest):
             continue
         args, kwargs = map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-        value = evaluate(node.target, args, kwargs)
+        value = node.target(*args, **kwargs)
         if isinstance(value, (torch.Tensor, *_NUMBERS)):
             values[node] = value
     return values
@@ -80,12 +86,13 @@ def _replaced(gm: fx.GraphModule, node: fx.Node, value: Any, is_seen_outside: bo
     if not isinstance(value, torch.Tensor):
         node.replace_all_uses_with(value)
         return True
-    if is_seen_outside and aliased_inputs(node):
-        return False  # it shares memory with another tensor that can be seen
-    if node.target is _FULL:
+    is_view = bool(aliased_inputs(node))
+    if node.target is _FULL or (is_view and is_seen_outside):
         return False
     with gm.graph.inserting_before(node):
-        new = _as_full(gm.graph, value) or (None if is_seen_outside else _as_attribute(gm, value))
+        new = _as_full(gm.graph, value)
+        if new is None and not is_view and not is_seen_outside:
+            new = _as_attribute(gm, value)
     if new is None:
         return False
     new.meta = dict(node.meta)
@@ -102,7 +109,7 @@ def _as_full(graph: fx.Graph, value: torch.Tensor) -> fx.Node | None:
         return None  # not every such number can be written down
     kwargs: dict[str, Any] = {"dtype": value.dtype, "layout": value.layout, "device": value.device}
     kwargs["pin_memory"] = False
-    candidate = evaluate(_FULL, (list(value.shape), number), kwargs)
+    candidate = _FULL(list(value.shape), number, **kwargs)
     if not _same_bits(candidate, value):
         return None
     return graph.call_function(_FULL, (list(value.shape), number), kwargs)

@@ -5,10 +5,10 @@ In: a joint graph. Out: the same values in the same memory through fewer views.
 - a view of a view becomes one view (view, reshape, _unsafe_view; expand; t, transpose and permute);
 - a view that gives its input's sizes and strides is replaced by that input.
 
-Each rewriting is tried on the fake values first, and made only if sizes, strides, offset and whether memory
-is shared with the source stay the same. So a fresh tensor never turns into an alias, or an alias into a fresh
-one. A view that is itself an output stays a tensor of its own. Chains over symbolic sizes stay: comparing
-them would add guards.
+Permutations compose by arithmetic. Every other rewriting is tried on the fake values first, and made only if
+sizes, strides, offset and whether memory is shared with the source stay the same. So a fresh tensor never
+turns into an alias, or an alias into a fresh one. A view that is itself an output stays a tensor of its own.
+Other chains over symbolic sizes stay: trying them would add guards.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def _shortened(node: fx.Node) -> bool:
     """Let `node` read what its source is a view of, if that gives the same."""
     inner = _source(node)
     family = next((family for family in _FAMILIES if node.target in family), frozenset())
-    if inner.target not in family or not _has_tensors(inner) or _is_symbolic(_source(inner)):
+    if inner.target not in family or not _has_tensors(inner):
         return False
     outer, rest = _composed(node, inner)
-    if not _gives_the_same(node, inner, outer, rest):
+    if family is not _PERMUTES and not _same(node, inner, outer, rest):
         return False
     node.target = outer
     node.args = (_source(inner), *rest)
@@ -87,8 +87,9 @@ def _shortened(node: fx.Node) -> bool:
 def _composed(node: fx.Node, inner: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """The operator and the arguments after the source that stand for both."""
     if node.target in _PERMUTES:
-        order = _order(inner)
-        return _aten.permute.default, ([order[dim] for dim in _order(node)],)
+        order = [_order(inner)[dim] for dim in _order(node)]
+        is_trivial = order == sorted(order)
+        return (_aten.alias.default, ()) if is_trivial else (_aten.permute.default, (order,))
     if node.target in _EXPANDS:
         return node.target, (list(node.meta["val"].shape), *node.args[2:])
     return node.target, (list(node.meta["val"].shape),)
@@ -113,7 +114,10 @@ def _is_symbolic(node: fx.Node) -> bool:
     return any(not isinstance(n, int) for n in (*value.shape, *value.stride(), value.storage_offset()))
 
 
-def _gives_the_same(node: fx.Node, inner: fx.Node, target: Any, rest: tuple[Any, ...]) -> bool:
+def _same(node: fx.Node, inner: fx.Node, target: Any, rest: tuple[Any, ...]) -> bool:
+    """Whether `target` on the source of `inner` gives what `node` gives, in memory of the same kind."""
+    if _is_symbolic(_source(inner)):
+        return False
     source = _source(inner).meta["val"]
     try:
         between = fake_value(inner.target, (source, *inner.args[1:]), inner.kwargs)  # type: ignore[arg-type]

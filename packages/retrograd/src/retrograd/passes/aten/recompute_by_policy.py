@@ -8,6 +8,7 @@ is never made twice.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -32,8 +33,8 @@ _BOOLEANS = {True: CheckpointPolicy.MUST_SAVE, False: CheckpointPolicy.PREFER_RE
 _KNOWN = frozenset(
     getattr(CheckpointPolicy, f"{how}_{what}") for how in ("MUST", "PREFER") for what in ("SAVE", "RECOMPUTE")
 )
-#: torch's selective checkpointing does not ask about these.
-_NEVER_ASKED = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+#: policies are not asked about these, which share the mark of what they are taken from.
+_PARTS = frozenset({operator.getitem, torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 _TAKES_OUTPUT = "op_output" in inspect.signature(SelectiveCheckpointContext.__init__).parameters
 
 
@@ -74,8 +75,8 @@ def recompute_by_policy(
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Whether the node is one of the values of a call that gives several."""
-    return getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node)
+    """Whether the node is one of the values of a call that gives several, or that under another name."""
+    return node.target in _PARTS and isinstance(node.args[0], fx.Node)
 
 
 def _asked(node: fx.Node, policy: Policy) -> CheckpointPolicy | None:
@@ -86,7 +87,7 @@ def _asked(node: fx.Node, policy: Policy) -> CheckpointPolicy | None:
 
 
 def _asked_selective(node: fx.Node, selective: Any) -> CheckpointPolicy | None:
-    if not is_operator_overload(node.target) or node.target in _NEVER_ASKED:
+    if not is_operator_overload(node.target):
         return None
     more = {"op_output": node.meta.get("val")} if _TAKES_OUTPUT else {}
     context = SelectiveCheckpointContext(is_recompute=False, **more)
