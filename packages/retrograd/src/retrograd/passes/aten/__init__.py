@@ -1,6 +1,8 @@
 """Passes over a joint graph of ATen operators: ``pass(gm, example_inputs, **kw) -> gm``.
 
-One file each, named for its effect; `run` applies and checks them.
+One file each, named for its effect; `run` applies and checks them. Those that change results call
+``gm.recompile()`` themselves; the others leave that to the runner, for what the code before computes is still
+right.
 """
 
 from __future__ import annotations

@@ -40,25 +40,20 @@ def fold_constants(
         largest: the most elements that a folded tensor, or one on the way to it, may have.
     """
     with real_tensors():
-        changed = _folded(gm, largest)
-    if changed:
-        gm.recompile()
+        _fold(gm, largest)
     return gm
 
 
-def _folded(gm: fx.GraphModule, largest: int) -> bool:
+def _fold(gm: fx.GraphModule, largest: int) -> None:
     values = _constants(gm.graph, largest)
     seen_outside = nodes_seen_outside(gm.graph) if values else frozenset()
-    changed = False
     for node in reversed(list(gm.graph.nodes)):
         if node not in values:
             continue
         if node.users:  # by calls that are no constants, or that stay
-            changed = _replaced(gm, node, values[node], node in seen_outside) or changed
+            _replace(gm, node, values[node], node in seen_outside)
         if not node.users:
             gm.graph.erase_node(node)
-            changed = True
-    return changed
 
 
 def _constants(graph: fx.Graph, largest: int) -> dict[fx.Node, Any]:
@@ -82,22 +77,22 @@ def _is_small(value: Any, largest: int) -> bool:
     return static and type(value).__name__ == "FakeTensor" and value.numel() <= largest
 
 
-def _replaced(gm: fx.GraphModule, node: fx.Node, value: Any, is_seen_outside: bool) -> bool:
+def _replace(gm: fx.GraphModule, node: fx.Node, value: Any, is_seen_outside: bool) -> None:
+    """Let the readers of `node` read its value, if that can be written down; a view stays one of its
+    source."""
     if not isinstance(value, torch.Tensor):
         node.replace_all_uses_with(value)
-        return True
+        return
     is_view = bool(aliased_inputs(node))
     if node.target is _FULL or (is_view and is_seen_outside):
-        return False
+        return
     with gm.graph.inserting_before(node):
         new = _as_full(gm.graph, value)
         if new is None and not is_view and not is_seen_outside:
             new = _as_attribute(gm, value)
-    if new is None:
-        return False
-    new.meta = dict(node.meta)
-    node.replace_all_uses_with(new)
-    return True
+    if new is not None:
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
 
 
 def _as_full(graph: fx.Graph, value: torch.Tensor) -> fx.Node | None:

@@ -32,7 +32,6 @@ def merge_common_subexpressions(gm: fx.GraphModule, example_inputs: Sequence[Any
     seen_outside = nodes_seen_outside(gm.graph)
     first: dict[Hashable, fx.Node] = {}
     writes = 0
-    changed = False
     for node in list(gm.graph.nodes):
         writes += is_mutating(node)
         if node in seen_outside or not is_repeatable(node):
@@ -42,9 +41,6 @@ def merge_common_subexpressions(gm: fx.GraphModule, example_inputs: Sequence[Any
         if earlier is not node:
             node.replace_all_uses_with(earlier)
             gm.graph.erase_node(node)
-            changed = True
-    if changed:
-        gm.recompile()
     return gm
 
 

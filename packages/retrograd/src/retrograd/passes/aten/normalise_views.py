@@ -41,18 +41,14 @@ def normalise_views(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> f
         gm: a graph of functional ATen operators with ``meta["val"]``; a node without is left alone.
         example_inputs: unused.
     """
-    changed = False
     outputs = set(gm.graph.output_node().all_input_nodes)
     for node in list(gm.graph.nodes):
         if node.target not in _VIEWS or not _has_tensors(node):
             continue
-        changed = _shortened(node) or changed
+        _shorten(node)
         if node not in outputs and _changes_nothing(node):
             node.replace_all_uses_with(_source(node))
-            changed = True
-    if changed:
-        _erase_unread_views(gm.graph)
-        gm.recompile()
+    _erase_unread_views(gm.graph)
     return gm
 
 
@@ -70,18 +66,16 @@ def _changes_nothing(node: fx.Node) -> bool:
     return same_layout(node.meta["val"], _source(node).meta["val"])
 
 
-def _shortened(node: fx.Node) -> bool:
+def _shorten(node: fx.Node) -> None:
     """Let `node` read what its source is a view of, if that gives the same."""
     inner = _source(node)
     family = next((family for family in _FAMILIES if node.target in family), frozenset())
     if inner.target not in family or not _has_tensors(inner):
-        return False
+        return
     outer, rest = _composed(node, inner)
-    if family is not _PERMUTES and not _same(node, inner, outer, rest):
-        return False
-    node.target = outer
-    node.args = (_source(inner), *rest)
-    return True
+    if family is _PERMUTES or _same(node, inner, outer, rest):
+        node.target = outer
+        node.args = (_source(inner), *rest)
 
 
 def _composed(node: fx.Node, inner: fx.Node) -> tuple[Any, tuple[Any, ...]]:

@@ -24,12 +24,9 @@ def order_collectives(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) ->
         gm: a graph of functional ATen operators.
         example_inputs: unused.
     """
-    before = list(gm.graph.nodes)
-    if any(is_collective(node) for node in before):
+    if any(map(is_collective, gm.graph.nodes)):
         _start_early(gm.graph)
         _wait_late(gm.graph)
-        if list(gm.graph.nodes) != before:
-            gm.recompile()
     return gm
 
 

@@ -26,15 +26,12 @@ def remove_dead_code(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> 
         gm: a graph of functional ATen operators.
         example_inputs: unused.
     """
-    removed = [node for node in reversed(gm.graph.nodes) if _erased(node)]
-    if removed:
+    has_lost_a_reader = False
+    for node in reversed(gm.graph.nodes):
+        if not node.users and node.op not in _FIXED and not has_effect(node):
+            has_lost_a_reader |= node.op == "get_attr"
+            gm.graph.erase_node(node)
+    if has_lost_a_reader:
         gm.delete_all_unused_submodules()
-        gm.recompile()
+        gm.recompile()  # the code before reads them
     return gm
-
-
-def _erased(node: fx.Node) -> bool:
-    if node.users or node.op in _FIXED or has_effect(node):
-        return False
-    node.graph.erase_node(node)
-    return True

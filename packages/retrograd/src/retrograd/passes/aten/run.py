@@ -60,6 +60,8 @@ def run_passes(
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
     """Apply `passes` in order.
 
+    The module that is returned is recompiled; what a pass is given may have the code of before.
+
     Args:
         gm: a joint graph with a `JointSignature` in ``meta["signature"]``; passes may change it.
         example_inputs: what each pass is given as its second argument.
@@ -78,6 +80,7 @@ def run_passes(
         gm, report = _applied(one, gm, example_inputs, _Site(signature, tuple(done), texts))
         reports.append(report)
         done.append(report.name)
+    gm.recompile()
     return gm, tuple(reports)
 
 
@@ -103,7 +106,6 @@ def _applied(
         raise _failed(name, site.done, TypeError(f"it returned {type(result).__name__}, not a GraphModule"))
     _keep_signature(result, site, name)
     verify_joint(result, site.signature, "aot.apply", (*site.done, name), kinds)
-    result.recompile()
     change = operator_counts(result.graph)
     change.subtract(counts)
     report = PassReport(name, seconds, {n: c for n, c in change.items() if c}, before, _text(result, site))
