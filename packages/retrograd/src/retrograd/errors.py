@@ -13,6 +13,7 @@ __all__ = [
     "ContextError",
     "FallbackWarning",
     "LoweringError",
+    "PassError",
     "Reason",
     "RetrogradError",
     "UnknownBackendError",
@@ -73,6 +74,10 @@ class LoweringError(_ReasonedError):
 
 class VerificationError(_ReasonedError):
     """An artifact between two stages broke its law: a bug in retrograd or in a pass given to it."""
+
+
+class PassError(_ReasonedError):
+    """A pass raised, or was asked for what it cannot do."""
 
 
 class BackendError(RetrogradError):

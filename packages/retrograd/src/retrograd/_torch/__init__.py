@@ -8,6 +8,7 @@
   derivatives)
 - reading it: `live_graph` (the autograd graph), `saved` (saved tensors with their history), `queries` (what
   user code asks about the running backward)
+- reading ATen graphs: `operators` (what an operator does besides returning a value)
 - telling: `structured_trace` (for tlparse), `profiling` (ranges), `provenance` (which autograd node an ATen
   node comes from)
 - other settings of torch: `stance` (may we compile), `stock_compiler` (stock compiled autograd beside ours)

@@ -1,0 +1,60 @@
+"""Passes over a joint graph of ATen operators: ``pass(gm, example_inputs, **kw) -> gm``.
+
+One file each, named for its effect; `run` applies and checks them. Those that change results call
+``gm.recompile()`` themselves; the others leave that to the runner, for what the code before computes is still
+right.
+"""
+
+from __future__ import annotations
+
+from retrograd.passes.aten.accumulate_in_fp32 import accumulate_in_fp32
+from retrograd.passes.aten.clip_gradients import clip_gradients
+from retrograd.passes.aten.fold_constants import fold_constants
+from retrograd.passes.aten.merge_common_subexpressions import merge_common_subexpressions
+from retrograd.passes.aten.normalise_views import normalise_views
+from retrograd.passes.aten.order_collectives import order_collectives
+from retrograd.passes.aten.recompute_by_policy import recompute_by_policy
+from retrograd.passes.aten.remove_dead_code import remove_dead_code
+from retrograd.passes.aten.run import AnyPass, JointPass, PassReport, pass_name, run_passes
+
+__all__ = [
+    "NUMERICS_PRESERVING",
+    "OPT_IN",
+    "AnyPass",
+    "JointPass",
+    "PassReport",
+    "accumulate_in_fp32",
+    "clip_gradients",
+    "fold_constants",
+    "merge_common_subexpressions",
+    "normalise_views",
+    "order_collectives",
+    "pass_name",
+    "pass_named",
+    "recompute_by_policy",
+    "remove_dead_code",
+    "run_passes",
+]
+
+#: bitwise the same results, in the order in which they are applied by default.
+NUMERICS_PRESERVING: tuple[JointPass, ...] = (
+    fold_constants,
+    normalise_views,
+    merge_common_subexpressions,
+    remove_dead_code,
+    order_collectives,
+)
+#: these change results, or need to be told something; give them by `functools.partial`.
+OPT_IN: tuple[AnyPass, ...] = (recompute_by_policy, accumulate_in_fp32, clip_gradients)
+
+
+def pass_named(name: str) -> AnyPass:
+    """The pass of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    known: dict[str, AnyPass] = {pass_name(one): one for one in (*NUMERICS_PRESERVING, *OPT_IN)}
+    if name not in known:
+        raise ValueError(f"unknown pass {name!r}\n  expected one of {', '.join(known)}, or a callable")
+    return known[name]

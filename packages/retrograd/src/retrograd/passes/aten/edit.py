@@ -1,0 +1,57 @@
+"""Put calls into a joint graph, with the metadata that later stages read.
+
+In: a graph, an operator, arguments, and the node whose place and origin the new call takes over. Out: the new
+node, with ``meta["val"]`` computed from those of its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+from torch.fx.node import map_arg
+
+from retrograd.errors import PassError, Reason
+from retrograd.graph.joint import JointSignature
+
+__all__ = ["call", "fake_value", "signature_of"]
+
+_OF_THE_VALUE = ("val", "tensor_meta", "original_aten", "recompute")
+
+
+def call(
+    like: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> fx.Node:
+    """A new call at the graph's insertion point, with the origin (``seq_nr``, stack trace, module) of
+    `like`."""
+    node = like.graph.call_function(target, args, kwargs or {})
+    node.meta = {key: value for key, value in like.meta.items() if key not in _OF_THE_VALUE}
+    value = fake_value(target, args, kwargs or {})
+    if value is not None:
+        node.meta["val"] = value
+    return node
+
+
+def fake_value(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the call gives for the fake values of its arguments; None if one of them has none."""
+    found: list[fx.Node] = []
+    map_arg((args, kwargs), found.append)
+    if any("val" not in node.meta for node in found):
+        return None
+    fake_args, fake_kwargs = map_arg((args, kwargs), lambda node: node.meta["val"])
+    return target(*fake_args, **fake_kwargs)
+
+
+def signature_of(gm: fx.GraphModule, name: str) -> JointSignature:
+    """The roles of a joint graph.
+
+    Raises:
+        PassError: the graph has none; `name` is the pass that needs them.
+    """
+    signature = gm.meta.get("signature")
+    if not isinstance(signature, JointSignature):
+        text = f"{name} needs to know what the graph's inputs and outputs mean, and gm.meta has no signature"
+        way_out = "give it a joint graph (retrograd.aot.capture), and keep gm.meta in passes before it"
+        raise PassError(Reason("no-signature", text, f"passes.{name}", way_out=way_out))
+    return signature

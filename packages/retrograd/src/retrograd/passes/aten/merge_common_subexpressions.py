@@ -1,0 +1,69 @@
+"""Make calls once that give the same value.
+
+In: a joint graph. Out: the same, where a call equal to an earlier one is replaced by it.
+
+Not merged: calls with an effect; random ones; uninitialised memory; operators of higher order; calls on
+different sides of a write to a primal; values that share memory with an output (two equal outputs are two
+tensors, as are two equal gradients, and an output that the user changes is not what the backward reads);
+calls that a policy marked differently for recomputation. A call that a cotangent reaches has an argument that
+a cotangent of its own region reaches, so it is never equal to one of the forward or of another region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import fx
+
+from retrograd._torch.operators import is_mutating, is_repeatable
+from retrograd.passes.aten.sharing import nodes_seen_outside
+
+__all__ = ["merge_common_subexpressions"]
+
+
+def merge_common_subexpressions(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
+    """Merge equal calls of `gm`, in place.
+
+    Args:
+        gm: a graph of functional ATen operators.
+        example_inputs: unused.
+    """
+    seen_outside = nodes_seen_outside(gm.graph)
+    first: dict[Hashable, fx.Node] = {}
+    writes = 0
+    for node in list(gm.graph.nodes):
+        writes += is_mutating(node)
+        if node in seen_outside or not is_repeatable(node):
+            continue
+        key = _key(node, writes)
+        earlier = first.setdefault(key, node) if key is not None else node
+        if earlier is not node:
+            node.replace_all_uses_with(earlier)
+            gm.graph.erase_node(node)
+    return gm
+
+
+def _key(node: fx.Node, writes: int) -> Hashable | None:
+    """What equal calls have in common; None if an argument cannot be compared without a guard."""
+    key = (
+        node.target,
+        tuple(_comparable(arg) for arg in node.args),
+        tuple((name, _comparable(arg)) for name, arg in sorted(node.kwargs.items())),
+        node.meta.get("recompute"),
+        writes,
+    )
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _comparable(value: Any) -> Any:
+    """Like `value`, but 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_comparable, value))
+    if isinstance(value, (float, complex)):
+        return type(value), repr(value)
+    return type(value), value

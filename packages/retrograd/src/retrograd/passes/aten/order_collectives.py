@@ -1,0 +1,70 @@
+"""Start communication as early as its input is there, and wait for it as late as its value is needed.
+
+In: a joint graph with functional collectives. Out: the same calls in another order: computation stands
+between the start of a collective and its wait. The collectives keep their order among themselves (all ranks
+must agree on it), and so does everything else; nothing moves across a call with another effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from retrograd._torch.operators import has_effect, is_collective, is_mutating, is_random, is_wait
+
+__all__ = ["order_collectives"]
+
+
+def order_collectives(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
+    """Order the collectives of `gm`, in place.
+
+    Args:
+        gm: a graph of functional ATen operators.
+        example_inputs: unused.
+    """
+    if any(map(is_collective, gm.graph.nodes)):
+        _start_early(gm.graph)
+        _wait_late(gm.graph)
+    return gm
+
+
+def _is_barrier(node: fx.Node) -> bool:
+    """Whether nothing may pass the call. Drawing random numbers and communicating do not disturb one
+    another."""
+    return is_mutating(node) or (has_effect(node) and not is_wait(node) and not is_random(node))
+
+
+def _start_early(graph: fx.Graph) -> None:
+    """Move each collective behind the last of: its inputs, the collective before it, a barrier."""
+    place: dict[fx.Node, tuple[int, int]] = {}  # of its anchor in the old order, and its number behind that
+    limit = (-1, 0)
+    for number, node in enumerate(graph.nodes):
+        if is_collective(node) and not _is_barrier(node):
+            first = max([limit, *(place[value] for value in node.all_input_nodes)])
+            limit = place[node] = (first[0], first[1] + 1)
+        else:
+            place[node] = (number, 0)
+            if _is_barrier(node) or node.op == "placeholder":
+                limit = place[node]
+    last = None
+    for node in sorted(place, key=place.__getitem__):
+        if last is not None:
+            last.append(node)
+        last = node
+
+
+def _wait_late(graph: fx.Graph) -> None:
+    """Move each wait before the first of: what reads its value, a barrier. One that nothing reads stays."""
+    place = {node: float(number) for number, node in enumerate(graph.nodes)}
+    first_before: dict[fx.Node, fx.Node] = {}  # the first of the waits that were moved before each node
+    fence = graph.output_node()
+    for node in reversed(list(graph.nodes)):
+        if is_wait(node) and node.users:
+            target = min([*node.users, fence], key=place.__getitem__)
+            first_before.get(target, target).prepend(node)
+            first_before[target] = node
+            place[node] = place[target] - 0.5
+        elif _is_barrier(node):
+            fence = node

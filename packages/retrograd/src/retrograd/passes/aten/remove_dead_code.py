@@ -1,0 +1,37 @@
+"""Remove calls whose value nothing reads and that have no effect.
+
+In: a joint graph. Out: the same without them; every placeholder stays. Calls that write to an argument, draw
+random numbers (they move the generator), print, assert or wait are kept, and so is whatever their arguments
+need. As in every ahead-of-time compiler, an error that only a removed call would have raised is not raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from retrograd._torch.operators import has_effect
+
+__all__ = ["remove_dead_code"]
+
+_FIXED = ("placeholder", "output")
+
+
+def remove_dead_code(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
+    """Remove dead code from `gm`, in place.
+
+    Args:
+        gm: a graph of functional ATen operators.
+        example_inputs: unused.
+    """
+    has_lost_a_reader = False
+    for node in reversed(gm.graph.nodes):
+        if not node.users and node.op not in _FIXED and not has_effect(node):
+            has_lost_a_reader |= node.op == "get_attr"
+            gm.graph.erase_node(node)
+    if has_lost_a_reader:
+        gm.delete_all_unused_submodules()
+        gm.recompile()  # the code before reads them
+    return gm

@@ -1,0 +1,154 @@
+"""Apply passes to a joint graph and check its laws after each.
+
+In: a graph module with its signature in ``meta``, example inputs, passes in order. Out: the graph module that
+the last pass returned, and a `PassReport` for each.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from retrograd.errors import PassError, Reason, VerificationError
+from retrograd.graph.joint import JointSignature
+from retrograd.graph.verify_joint import output_kinds, verify_joint
+from retrograd.passes.aten.edit import signature_of
+
+__all__ = ["AnyPass", "JointPass", "PassReport", "operator_counts", "pass_name", "run_passes"]
+
+#: ``pass(gm, example_inputs) -> gm``; it may change `gm` or return another.
+JointPass = Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]
+#: one that must be given keyword arguments first, by `functools.partial`.
+AnyPass = Callable[..., fx.GraphModule]
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass did.
+
+    Attributes:
+        name: of the pass.
+        seconds: how long it ran; without the checks after it.
+        change: for each operator whose number of calls changed, by how many.
+        before, after: the graph as code; empty unless the texts were asked for.
+    """
+
+    name: str
+    seconds: float
+    change: Mapping[str, int] = field(default_factory=dict)
+    before: str = ""
+    after: str = ""
+
+    def __str__(self) -> str:
+        change = ", ".join(f"{count:+d} {name}" for name, count in sorted(self.change.items()))
+        return f"{self.name}: {1000 * self.seconds:.1f} ms, {change or 'the same operators'}"
+
+
+def run_passes(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    passes: Sequence[JointPass],
+    *,
+    texts: bool = False,
+    earlier: Sequence[str] = (),
+) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
+    """Apply `passes` in order.
+
+    The module that is returned is recompiled; what a pass is given may have the code of before.
+
+    Args:
+        gm: a joint graph with a `JointSignature` in ``meta["signature"]``; passes may change it.
+        example_inputs: what each pass is given as its second argument.
+        passes: callables; keyword arguments are given by `functools.partial`.
+        texts: whether the reports hold the graph as code before and after.
+        earlier: names of passes that were applied before, for errors.
+
+    Raises:
+        PassError: a pass raised (its error is the cause), or did not return a graph module.
+        VerificationError: the graph broke a law of joint graphs after a pass.
+    """
+    signature = signature_of(gm, "run_passes")
+    reports: list[PassReport] = []
+    done = list(earlier)
+    for one in passes:
+        gm, report = _applied(one, gm, example_inputs, _Site(signature, tuple(done), texts))
+        reports.append(report)
+        done.append(report.name)
+    gm.recompile()
+    return gm, tuple(reports)
+
+
+@dataclass(frozen=True)
+class _Site:
+    signature: JointSignature
+    done: tuple[str, ...]
+    texts: bool
+
+
+def _applied(
+    one: JointPass, gm: fx.GraphModule, example_inputs: Sequence[Any], site: _Site
+) -> tuple[fx.GraphModule, PassReport]:
+    name = pass_name(one)
+    kinds, counts, before = output_kinds(gm.graph), operator_counts(gm.graph), _text(gm, site)
+    start = time.perf_counter()
+    try:
+        result = one(gm, example_inputs)
+    except Exception as error:
+        raise _failed(name, site.done, error) from error
+    seconds = time.perf_counter() - start
+    if not isinstance(result, fx.GraphModule):
+        raise _failed(name, site.done, TypeError(f"it returned {type(result).__name__}, not a GraphModule"))
+    _keep_signature(result, site, name)
+    verify_joint(result, site.signature, "aot.apply", (*site.done, name), kinds)
+    change = operator_counts(result.graph)
+    change.subtract(counts)
+    report = PassReport(name, seconds, {n: c for n, c in change.items() if c}, before, _text(result, site))
+    return result, report
+
+
+def _keep_signature(gm: fx.GraphModule, site: _Site, name: str) -> None:
+    if gm.meta.setdefault("signature", site.signature) != site.signature:
+        text = "the pass gave the graph another signature"
+        stage = f"aot.apply, after passes [{', '.join((*site.done, name))}]"
+        way_out = "a pass changes the graph; what its inputs and outputs mean is fixed at capture"
+        raise VerificationError(Reason("joint-signature", text, stage, way_out=way_out))
+
+
+def _failed(name: str, done: tuple[str, ...], error: Exception) -> PassError:
+    after = f"after passes [{', '.join(done)}]" if done else "the first pass"
+    way_out = "leave the pass out, or see the error that caused this one"
+    node = ""
+    if isinstance(error, PassError):
+        way_out, node = error.reason.way_out or way_out, error.reason.node
+        message = error.reason.text
+    else:
+        message = f"{type(error).__name__}: {error}"
+    text = f"pass {name} failed: {message}"
+    return PassError(Reason("pass-failed", text, f"aot.apply, {after}", node=node, way_out=way_out))
+
+
+def _text(gm: fx.GraphModule, site: _Site) -> str:
+    return str(gm.graph.python_code("self").src).strip() if site.texts else ""
+
+
+def pass_name(one: Any) -> str:
+    """The name of a pass, for reports and errors."""
+    while isinstance(one, functools.partial):
+        one = one.func
+    return getattr(one, "__name__", type(one).__name__)
+
+
+def operator_counts(graph: fx.Graph) -> Counter[str]:
+    """How often each operator is called."""
+    calls = (node for node in graph.nodes if node.op.startswith("call_"))
+    return Counter(str(_named(node.target)) for node in calls)
+
+
+def _named(target: Any) -> Any:
+    return target if hasattr(target, "_schema") else getattr(target, "__name__", target)

@@ -1,0 +1,573 @@
+"""Each pass over joint graphs: a small graph before and after it, and the same numbers from both."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import torch
+from expecttest import assert_expected_inline
+from torch import fx
+from torch.nn import Parameter
+
+from retrograd.passes.aten import (
+    accumulate_in_fp32,
+    clip_gradients,
+    fold_constants,
+    merge_common_subexpressions,
+    normalise_views,
+    order_collectives,
+    recompute_by_policy,
+    remove_dead_code,
+    run_passes,
+)
+from retrograd.passes.aten.run import JointPass
+from unit.retrograd.aot.joint_graphs import Joint, joint, joint_by_hand, text
+
+aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+
+def before_and_after(graph: Joint, one: JointPass, is_exact: bool = True) -> str:
+    """The texts; in between, the numbers are compared."""
+    before, expected = text(graph.gm), graph.run()
+    gm, _ = run_passes(graph.gm, graph.inputs, [one])
+    found = Joint(gm, graph.inputs).run()
+    if is_exact:
+        for one_found, one_expected in zip(found, expected, strict=True):
+            torch.testing.assert_close(one_found, one_expected, rtol=0, atol=0, equal_nan=True)
+    return f"{before}\n=>\n\n{text(gm)}"
+
+
+def leaf(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*sizes, dtype=dtype, requires_grad=True)
+
+
+def parameter(*sizes: int, dtype: torch.dtype = torch.float32) -> Parameter:
+    return Parameter(torch.randn(*sizes, dtype=dtype))
+
+
+def test_remove_dead_code_keeps_effects() -> None:
+    def build(graph: fx.Graph, inputs: list[fx.Node]) -> tuple[Any, ...]:
+        x, cotangent = inputs
+        unread = graph.call_function(aten.exp.default, (x,))
+        graph.call_function(aten.sin.default, (unread,))
+        graph.call_function(aten.rand_like.default, (x,))
+        is_finite = graph.call_function(aten.all.default, (x,))
+        graph.call_function(aten._assert_async.msg, (is_finite, "some are zero"))
+        graph.call_function(torch.ops.higher_order.print, ("seen",))
+        drawn = graph.call_function(aten.rand_like.default, (x,))
+        y = graph.call_function(aten.mul.Tensor, (x, drawn))
+        return y, graph.call_function(aten.mul.Tensor, (cotangent, drawn))
+
+    graph = joint_by_hand(build, (torch.ones(3), torch.randn(3)), 1)
+    assert_expected_inline(
+        before_and_after(graph, remove_dead_code),
+        """\
+exp_default = exp(primal0)
+sin_default = sin(exp_default)
+rand_like_default = rand_like(primal0)
+all_default = all(primal0)
+_assert_async_msg = _assert_async.msg(all_default, some are zero)
+print_1 = print(seen)
+rand_like_default_1 = rand_like(primal0)
+mul_tensor = mul.Tensor(primal0, rand_like_default_1)
+mul_tensor_1 = mul.Tensor(cotangent0, rand_like_default_1)
+return (mul_tensor, mul_tensor_1)
+
+=>
+
+rand_like_default = rand_like(primal0)
+all_default = all(primal0)
+_assert_async_msg = _assert_async.msg(all_default, some are zero)
+print_1 = print(seen)
+rand_like_default_1 = rand_like(primal0)
+mul_tensor = mul.Tensor(primal0, rand_like_default_1)
+mul_tensor_1 = mul.Tensor(cotangent0, rand_like_default_1)
+return (mul_tensor, mul_tensor_1)
+""",
+    )
+
+
+def test_merge_common_subexpressions() -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.sin() * x.sin(), x.cos() + 1, x.cos() + 1
+
+    assert_expected_inline(
+        before_and_after(joint(fn, leaf(3)), merge_common_subexpressions),
+        """\
+sin = sin(arg0_1)
+sin_1 = sin(arg0_1)
+mul = mul.Tensor(sin, sin_1)
+cos = cos(arg0_1)
+add = add.Tensor(cos, 1)
+cos_1 = cos(arg0_1)
+add_1 = add.Tensor(cos_1, 1)
+sin_2 = sin(arg0_1)
+neg = neg(sin_2)
+mul_1 = mul.Tensor(arg3_1, neg)
+sin_3 = sin(arg0_1)
+neg_1 = neg(sin_3)
+mul_2 = mul.Tensor(arg2_1, neg_1)
+add_2 = add.Tensor(mul_1, mul_2)
+mul_3 = mul.Tensor(arg1_1, sin)
+mul_4 = mul.Tensor(arg1_1, sin_1)
+cos_2 = cos(arg0_1)
+mul_5 = mul.Tensor(mul_3, cos_2)
+add_3 = add.Tensor(add_2, mul_5)
+cos_3 = cos(arg0_1)
+mul_6 = mul.Tensor(mul_4, cos_3)
+add_4 = add.Tensor(add_3, mul_6)
+return (mul, add, add_1, add_4)
+
+=>
+
+sin = sin(arg0_1)
+mul = mul.Tensor(sin, sin)
+cos = cos(arg0_1)
+add = add.Tensor(cos, 1)
+add_1 = add.Tensor(cos, 1)
+neg = neg(sin)
+mul_1 = mul.Tensor(arg3_1, neg)
+mul_2 = mul.Tensor(arg2_1, neg)
+add_2 = add.Tensor(mul_1, mul_2)
+mul_3 = mul.Tensor(arg1_1, sin)
+mul_5 = mul.Tensor(mul_3, cos)
+add_3 = add.Tensor(add_2, mul_5)
+add_4 = add.Tensor(add_3, mul_5)
+return (mul, add, add_1, add_4)
+""",
+    )
+
+
+def test_merge_respects_random_numbers_and_outputs_that_are_copies() -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x * torch.rand_like(x) * torch.rand_like(x)
+        return y.clone(), y.clone(), x + x
+
+    assert_expected_inline(
+        before_and_after(joint(fn, leaf(3)), merge_common_subexpressions),
+        """\
+rand_like = rand_like(arg0_1, pin_memory=False)
+mul = mul.Tensor(arg0_1, rand_like)
+rand_like_1 = rand_like(arg0_1, pin_memory=False)
+mul_1 = mul.Tensor(mul, rand_like_1)
+clone = clone(mul_1)
+clone_1 = clone(mul_1)
+add = add.Tensor(arg0_1, arg0_1)
+add_1 = add.Tensor(arg3_1, arg3_1)
+add_2 = add.Tensor(arg2_1, arg1_1)
+mul_2 = mul.Tensor(add_2, rand_like_1)
+mul_3 = mul.Tensor(mul_2, rand_like)
+add_3 = add.Tensor(add_1, mul_3)
+return (clone, clone_1, add, add_3)
+
+=>
+
+rand_like = rand_like(arg0_1, pin_memory=False)
+mul = mul.Tensor(arg0_1, rand_like)
+rand_like_1 = rand_like(arg0_1, pin_memory=False)
+mul_1 = mul.Tensor(mul, rand_like_1)
+clone = clone(mul_1)
+clone_1 = clone(mul_1)
+add = add.Tensor(arg0_1, arg0_1)
+add_1 = add.Tensor(arg3_1, arg3_1)
+add_2 = add.Tensor(arg2_1, arg1_1)
+mul_2 = mul.Tensor(add_2, rand_like_1)
+mul_3 = mul.Tensor(mul_2, rand_like)
+add_3 = add.Tensor(add_1, mul_3)
+return (clone, clone_1, add, add_3)
+""",
+    )
+
+
+def test_normalise_views() -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x.view(2, 2, 3).view(4, 3).transpose(0, 1).transpose(0, 1).expand(4, 3)
+        return (torch.nn.functional.linear(y, w).permute(1, 0).view(2, 1, 4).expand(2, 5, 4)).sin()
+
+    assert_expected_inline(
+        before_and_after(joint(fn, leaf(4, 3), parameter(2, 3)), normalise_views),
+        """\
+view = view(arg0_1, [2, 2, 3])
+view_1 = view(view, [4, 3])
+transpose = transpose.int(view_1, 0, 1)
+transpose_1 = transpose.int(transpose, 0, 1)
+expand = expand(transpose_1, [4, 3])
+t = t(arg1_1)
+mm = mm(expand, t)
+permute = permute(mm, [1, 0])
+view_2 = view(permute, [2, 1, 4])
+expand_1 = expand(view_2, [2, 5, 4])
+sin = sin(expand_1)
+cos = cos(expand_1)
+mul = mul.Tensor(arg2_1, cos)
+sum_1 = sum.dim_IntList(mul, [1], True)
+view_3 = view(sum_1, [2, 4])
+permute_1 = permute(view_3, [1, 0])
+t_1 = t(permute_1)
+mm_1 = mm(t_1, expand)
+t_2 = t(mm_1)
+t_3 = t(t)
+mm_2 = mm(permute_1, t_3)
+t_4 = t(t_2)
+transpose_2 = transpose.int(mm_2, 0, 1)
+transpose_3 = transpose.int(transpose_2, 0, 1)
+view_4 = view(transpose_3, [2, 2, 3])
+view_5 = view(view_4, [4, 3])
+return (sin, view_5, t_4)
+
+=>
+
+t = t(arg1_1)
+mm = mm(arg0_1, t)
+permute = permute(mm, [1, 0])
+view_2 = view(permute, [2, 1, 4])
+expand_1 = expand(view_2, [2, 5, 4])
+sin = sin(expand_1)
+cos = cos(expand_1)
+mul = mul.Tensor(arg2_1, cos)
+sum_1 = sum.dim_IntList(mul, [1], True)
+view_3 = view(sum_1, [2, 4])
+permute_1 = permute(view_3, [1, 0])
+mm_1 = mm(view_3, arg0_1)
+mm_2 = mm(permute_1, arg1_1)
+t_4 = alias(mm_1)
+view_5 = view(mm_2, [4, 3])
+return (sin, view_5, t_4)
+""",
+    )
+
+
+def test_normalise_views_keeps_copies_and_outputs() -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        copied = x.t().reshape(6).view(3, 2)  # reshape copies, and the view is one of the copy
+        return copied, x.view(2, 3), x.view(6).view(2, 3)
+
+    assert_expected_inline(
+        before_and_after(joint(fn, leaf(2, 3)), normalise_views),
+        """\
+t = t(arg0_1)
+clone = clone(t, memory_format=contiguous_format)
+_unsafe_view = _unsafe_view(clone, [6])
+view = view(_unsafe_view, [3, 2])
+view_1 = view(arg0_1, [2, 3])
+view_2 = view(arg0_1, [6])
+view_3 = view(view_2, [2, 3])
+view_4 = view(arg3_1, [6])
+view_5 = view(view_4, [2, 3])
+view_6 = view(arg2_1, [2, 3])
+add = add.Tensor(view_5, view_6)
+view_7 = view(arg1_1, [6])
+view_8 = view(view_7, [3, 2])
+t_1 = t(view_8)
+add_1 = add.Tensor(add, t_1)
+return (view, view_1, view_3, add_1)
+
+=>
+
+t = t(arg0_1)
+clone = clone(t, memory_format=contiguous_format)
+view = view(clone, [3, 2])
+view_1 = view(arg0_1, [2, 3])
+view_3 = view(arg0_1, [2, 3])
+add = add.Tensor(arg3_1, arg2_1)
+t_1 = t(arg1_1)
+add_1 = add.Tensor(add, t_1)
+return (view, view_1, view_3, add_1)
+""",
+    )
+
+
+def test_fold_constants() -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        positions = torch.arange(4) * 2
+        scale = torch.ones(4).mul(3).rsqrt()
+        mask = torch.ones(4, 4).tril()
+        return x * scale + positions, x @ mask, torch.zeros(2) + 1
+
+    assert_expected_inline(
+        before_and_after(joint(fn, leaf(2, 4)), fold_constants),
+        """\
+arange = arange(4, device=cpu, pin_memory=False)
+mul = mul.Tensor(arange, 2)
+ones = ones([4], device=cpu, pin_memory=False)
+mul_1 = mul.Tensor(ones, 3)
+rsqrt = rsqrt(mul_1)
+ones_1 = ones([4, 4], device=cpu, pin_memory=False)
+tril = tril(ones_1)
+mul_2 = mul.Tensor(arg0_1, rsqrt)
+add = add.Tensor(mul_2, mul)
+mm = mm(arg0_1, tril)
+zeros = zeros([2], device=cpu, pin_memory=False)
+add_1 = add.Tensor(zeros, 1)
+t = t(tril)
+mm_1 = mm(arg2_1, t)
+mul_3 = mul.Tensor(arg1_1, rsqrt)
+add_2 = add.Tensor(mm_1, mul_3)
+return (add, mm, add_1, add_2)
+
+=>
+
+_folded_constant1 = _folded_constant1
+full_default_1 = full([4], 0.5773502588272095, dtype=float32, layout=strided, device=cpu, pin_memory=False)
+_folded_constant0 = _folded_constant0
+mul_2 = mul.Tensor(arg0_1, full_default_1)
+add = add.Tensor(mul_2, _folded_constant1)
+mm = mm(arg0_1, _folded_constant0)
+full_default = full([2], 1.0, dtype=float32, layout=strided, device=cpu, pin_memory=False)
+t = t(_folded_constant0)
+mm_1 = mm(arg2_1, t)
+mul_3 = mul.Tensor(arg1_1, full_default_1)
+add_2 = add.Tensor(mm_1, mul_3)
+return (add, mm, full_default, add_2)
+""",
+    )
+
+
+def test_recompute_by_policy() -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.native_dropout((x @ w).sigmoid(), 0.5, True)[0].exp()
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> torch.utils.checkpoint.CheckpointPolicy:
+        kinds = torch.utils.checkpoint.CheckpointPolicy
+        return kinds.MUST_SAVE if op is aten.mm.default else kinds.PREFER_RECOMPUTE
+
+    graph = joint(fn, leaf(2, 3), parameter(3, 3))
+    marked = functools.partial(recompute_by_policy, selective=policy)
+    assert_expected_inline(
+        before_and_after(graph, marked),
+        """\
+mm = mm(arg0_1, arg1_1)
+sigmoid = sigmoid(mm)
+detach = detach(sigmoid)
+native_dropout = native_dropout(sigmoid, 0.5, True)
+getitem = getitem(native_dropout, 0)
+getitem_1 = getitem(native_dropout, 1)
+exp = exp(getitem)
+detach_1 = detach(exp)
+detach_2 = detach(detach_1)
+mul = mul.Tensor(arg2_1, detach_2)
+native_dropout_backward = native_dropout_backward(mul, getitem_1, 2.0)
+detach_3 = detach(detach)
+sigmoid_backward = sigmoid_backward(native_dropout_backward, detach_3)
+t = t(arg0_1)
+mm_1 = mm(t, sigmoid_backward)
+t_1 = t(arg1_1)
+mm_2 = mm(sigmoid_backward, t_1)
+return (exp, mm_2, mm_1)
+
+=>
+
+mm = mm(arg0_1, arg1_1)  # MUST_SAVE
+sigmoid = sigmoid(mm)  # PREFER_RECOMPUTE
+detach = detach(sigmoid)  # PREFER_RECOMPUTE
+native_dropout = native_dropout(sigmoid, 0.5, True)  # MUST_SAVE
+getitem = getitem(native_dropout, 0)  # MUST_SAVE
+getitem_1 = getitem(native_dropout, 1)  # MUST_SAVE
+exp = exp(getitem)  # PREFER_RECOMPUTE
+detach_1 = detach(exp)  # PREFER_RECOMPUTE
+detach_2 = detach(detach_1)  # PREFER_RECOMPUTE
+mul = mul.Tensor(arg2_1, detach_2)
+native_dropout_backward = native_dropout_backward(mul, getitem_1, 2.0)
+detach_3 = detach(detach)  # PREFER_RECOMPUTE
+sigmoid_backward = sigmoid_backward(native_dropout_backward, detach_3)
+t = t(arg0_1)  # PREFER_RECOMPUTE
+mm_1 = mm(t, sigmoid_backward)
+t_1 = t(arg1_1)  # PREFER_RECOMPUTE
+mm_2 = mm(sigmoid_backward, t_1)
+return (exp, mm_2, mm_1)
+""",
+    )
+
+
+def test_accumulate_in_fp32() -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return ((x @ w + b).sin() @ w + b).sin() @ w
+
+    half = torch.bfloat16
+    graph = joint(fn, leaf(64, 4, dtype=half), parameter(4, 4, dtype=half), parameter(4, dtype=half))
+    summed = functools.partial(accumulate_in_fp32, many=64)
+    assert_expected_inline(
+        before_and_after(graph, summed, is_exact=False),
+        """\
+mm = mm(arg0_1, arg1_1)
+add = add.Tensor(mm, arg2_1)
+sin = sin(add)
+mm_1 = mm(sin, arg1_1)
+add_1 = add.Tensor(mm_1, arg2_1)
+sin_1 = sin(add_1)
+mm_2 = mm(sin_1, arg1_1)
+t = t(sin_1)
+mm_3 = mm(t, arg3_1)
+t_1 = t(arg1_1)
+mm_4 = mm(arg3_1, t_1)
+cos = cos(add_1)
+mul = mul.Tensor(mm_4, cos)
+sum_1 = sum.dim_IntList(mul, [0], True)
+view = view(sum_1, [4])
+t_2 = t(sin)
+mm_5 = mm(t_2, mul)
+t_3 = t(arg1_1)
+mm_6 = mm(mul, t_3)
+add_2 = add.Tensor(mm_3, mm_5)
+cos_1 = cos(add)
+mul_1 = mul.Tensor(mm_6, cos_1)
+sum_2 = sum.dim_IntList(mul_1, [0], True)
+view_1 = view(sum_2, [4])
+add_3 = add.Tensor(view, view_1)
+t_4 = t(arg0_1)
+mm_7 = mm(t_4, mul_1)
+t_5 = t(arg1_1)
+mm_8 = mm(mul_1, t_5)
+add_4 = add.Tensor(add_2, mm_7)
+return (mm_2, mm_8, add_4, add_3)
+
+=>
+
+mm = mm(arg0_1, arg1_1)
+add = add.Tensor(mm, arg2_1)
+sin = sin(add)
+mm_1 = mm(sin, arg1_1)
+add_1 = add.Tensor(mm_1, arg2_1)
+sin_1 = sin(add_1)
+mm_2 = mm(sin_1, arg1_1)
+t = t(sin_1)
+mm_3 = mm(t, arg3_1)
+t_1 = t(arg1_1)
+mm_4 = mm(arg3_1, t_1)
+cos = cos(add_1)
+mul = mul.Tensor(mm_4, cos)
+sum_dim_int_list = sum.dim_IntList(mul, [0], True, dtype=float32)
+view_default = view(sum_dim_int_list, [4])
+t_2 = t(sin)
+mm_5 = mm(t_2, mul)
+t_3 = t(arg1_1)
+mm_6 = mm(mul, t_3)
+_to_copy_default = _to_copy(mm_3, dtype=float32)
+_to_copy_default_1 = _to_copy(mm_5, dtype=float32)
+add_tensor = add.Tensor(_to_copy_default, _to_copy_default_1)
+cos_1 = cos(add)
+mul_1 = mul.Tensor(mm_6, cos_1)
+sum_dim_int_list_1 = sum.dim_IntList(mul_1, [0], True, dtype=float32)
+view_default_1 = view(sum_dim_int_list_1, [4])
+add_tensor_2 = add.Tensor(view_default, view_default_1)
+_to_copy_default_4 = _to_copy(add_tensor_2, dtype=bfloat16)
+t_4 = t(arg0_1)
+mm_7 = mm(t_4, mul_1)
+t_5 = t(arg1_1)
+mm_8 = mm(mul_1, t_5)
+_to_copy_default_2 = _to_copy(mm_7, dtype=float32)
+add_tensor_1 = add.Tensor(add_tensor, _to_copy_default_2)
+_to_copy_default_3 = _to_copy(add_tensor_1, dtype=bfloat16)
+return (mm_2, mm_8, _to_copy_default_3, _to_copy_default_4)
+""",
+    )
+
+
+def test_clip_gradients() -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (x @ w + b).sum()
+
+    graph = joint(fn, leaf(2, 3), parameter(3, 4), parameter(4))
+    clipped = functools.partial(clip_gradients, max_norm=0.5)
+    assert_expected_inline(
+        before_and_after(graph, clipped, is_exact=False),
+        """\
+mm = mm(arg0_1, arg1_1)
+add = add.Tensor(mm, arg2_1)
+sum_1 = sum(add)
+expand = expand(arg3_1, [2, 4])
+sum_2 = sum.dim_IntList(expand, [0], True)
+view = view(sum_2, [4])
+t = t(arg0_1)
+mm_1 = mm(t, expand)
+t_1 = t(arg1_1)
+mm_2 = mm(expand, t_1)
+return (sum_1, mm_2, mm_1, view)
+
+=>
+
+mm = mm(arg0_1, arg1_1)
+add = add.Tensor(mm, arg2_1)
+sum_1 = sum(add)
+expand = expand(arg3_1, [2, 4])
+sum_2 = sum.dim_IntList(expand, [0], True)
+view = view(sum_2, [4])
+t = t(arg0_1)
+mm_1 = mm(t, expand)
+t_1 = t(arg1_1)
+mm_2 = mm(expand, t_1)
+linalg_vector_norm_default = linalg_vector_norm(mm_1, 2.0)
+linalg_vector_norm_default_1 = linalg_vector_norm(view, 2.0)
+stack_default = stack([linalg_vector_norm_default, linalg_vector_norm_default_1])
+linalg_vector_norm_default_2 = linalg_vector_norm(stack_default, 2.0)
+add_tensor = add.Tensor(linalg_vector_norm_default_2, 1e-06)
+reciprocal_default = reciprocal(add_tensor)
+mul_tensor = mul.Tensor(reciprocal_default, 0.5)
+clamp_default = clamp(mul_tensor, None, 1.0)
+mul_tensor_1 = mul.Tensor(mm_1, clamp_default)
+mul_tensor_2 = mul.Tensor(view, clamp_default)
+return (sum_1, mm_2, mul_tensor_1, mul_tensor_2)
+""",
+    )
+
+
+def test_order_collectives() -> None:
+    def build(graph: fx.Graph, inputs: list[fx.Node]) -> tuple[Any, ...]:
+        x, cotangent = inputs
+
+        def call(target: Any, *args: Any) -> fx.Node:
+            return graph.call_function(target, args)
+
+        y = call(aten.mul.Tensor, x, 2.0)
+        first, second = call(aten.mul.Tensor, cotangent, 2.0), call(aten.mul.Tensor, cotangent, 3.0)
+        busy = call(aten.sin.default, y)
+        one = call(_c10d.all_reduce.default, first, "sum", "group")
+        one_done = call(_c10d.wait_tensor.default, one)
+        several = call(_c10d.all_reduce_coalesced.default, [second, cotangent], "sum", "group")
+        two_done = call(_c10d.wait_tensor.default, call(operator.getitem, several, 0))
+        call(_c10d.wait_tensor.default, call(operator.getitem, several, 1))
+        busier = call(aten.cos.default, busy)
+        return busier, call(aten.add.Tensor, one_done, two_done)
+
+    graph = joint_by_hand(build, (torch.randn(3), torch.randn(3)), 1)
+    before = text(graph.gm)
+    gm, _ = run_passes(graph.gm, graph.inputs, [order_collectives])
+    assert_expected_inline(
+        f"{before}\n=>\n\n{text(gm)}",
+        """\
+mul_tensor = mul.Tensor(primal0, 2.0)
+mul_tensor_1 = mul.Tensor(cotangent0, 2.0)
+mul_tensor_2 = mul.Tensor(cotangent0, 3.0)
+sin_default = sin(mul_tensor)
+all_reduce_default = _c10d_functional.all_reduce(mul_tensor_1, sum, group)
+wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
+all_reduce_coalesced_default = _c10d_functional.all_reduce_coalesced([mul_tensor_2, cotangent0], sum, group)
+getitem = getitem(all_reduce_coalesced_default, 0)
+wait_tensor_default_1 = _c10d_functional.wait_tensor(getitem)
+getitem_1 = getitem(all_reduce_coalesced_default, 1)
+wait_tensor_default_2 = _c10d_functional.wait_tensor(getitem_1)
+cos_default = cos(sin_default)
+add_tensor = add.Tensor(wait_tensor_default, wait_tensor_default_1)
+return (cos_default, add_tensor)
+
+=>
+
+mul_tensor = mul.Tensor(primal0, 2.0)
+mul_tensor_1 = mul.Tensor(cotangent0, 2.0)
+all_reduce_default = _c10d_functional.all_reduce(mul_tensor_1, sum, group)
+mul_tensor_2 = mul.Tensor(cotangent0, 3.0)
+all_reduce_coalesced_default = _c10d_functional.all_reduce_coalesced([mul_tensor_2, cotangent0], sum, group)
+sin_default = sin(mul_tensor)
+getitem = getitem(all_reduce_coalesced_default, 0)
+getitem_1 = getitem(all_reduce_coalesced_default, 1)
+wait_tensor_default_2 = _c10d_functional.wait_tensor(getitem_1)
+cos_default = cos(sin_default)
+wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
+wait_tensor_default_1 = _c10d_functional.wait_tensor(getitem)
+add_tensor = add.Tensor(wait_tensor_default, wait_tensor_default_1)
+return (cos_default, add_tensor)
+""",
+    )

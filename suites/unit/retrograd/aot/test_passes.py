@@ -1,0 +1,380 @@
+"""Passes over joint graphs: the same numbers, no new aliases, and clear refusals."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch.distributed import HashStore
+from torch.nn import Parameter
+from torch.utils.checkpoint import CheckpointPolicy
+
+from retrograd._torch.operators import shares_memory
+from retrograd.errors import PassError
+from retrograd.passes.aten import (
+    NUMERICS_PRESERVING,
+    OPT_IN,
+    accumulate_in_fp32,
+    clip_gradients,
+    fold_constants,
+    merge_common_subexpressions,
+    normalise_views,
+    order_collectives,
+    pass_named,
+    recompute_by_policy,
+    remove_dead_code,
+    run_passes,
+)
+from unit.retrograd.aot.joint_graphs import Joint, interpreted, joint, joint_by_hand, text
+
+aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+HALF = torch.bfloat16
+
+
+def leaf(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*sizes, dtype=dtype, requires_grad=True)
+
+
+def parameter(*sizes: int, dtype: torch.dtype = torch.float32) -> Parameter:
+    return Parameter(torch.randn(*sizes, dtype=dtype))
+
+
+def tensors(values: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Without the None of gradients that are none."""
+    return [value for value in values if value is not None]
+
+
+def sharing(values: tuple[Any, ...]) -> list[tuple[int, int]]:
+    """Which outputs share memory with one another."""
+    known = list(enumerate(tensors(values)))
+    return [(n, m) for n, one in known for m, other in known if n < m and shares_memory(one, other)]
+
+
+def changed_by_writing(graph: Joint, gm: fx.GraphModule) -> list[bool]:
+    """For each output, whether writing to those of a first call changes what a second call gives."""
+    first = [value.clone() for value in tensors(interpreted(gm, graph.inputs))]
+    for value in tensors(interpreted(gm, graph.inputs)):
+        value.detach().fill_(7)
+    second = tensors(interpreted(gm, graph.inputs))
+    return [not torch.equal(one, other) for one, other in zip(first, second, strict=True)]
+
+
+def attention(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    heads = [(x @ one).view(2, 4, 2, 4).transpose(1, 2) for one in (w, v, w)]
+    mask = torch.ones(4, 4, dtype=torch.bool).tril().logical_not()
+    scores = (heads[0] @ heads[1].transpose(-1, -2)) * (4**-0.5)
+    weights = scores.masked_fill(mask, float("-inf")).softmax(-1)
+    return (weights @ heads[2]).transpose(1, 2).reshape(2, 4, 8)
+
+
+def dropped(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y, _ = torch.native_dropout(x @ w, 0.5, True)
+    z, _ = torch.native_dropout(x @ w, 0.5, True)
+    return y + z, (x @ w @ v).relu(), (y - z).t() if y.dim() == 2 else y - z
+
+
+def aliasing(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = x * 2
+    ones = torch.ones(3) * 2
+    return (
+        y,
+        y.view(-1),
+        (x * 2),
+        x.view(-1),
+        x.view(2, -1).view(-1),
+        ones,
+        ones.view(3, 1),
+        torch.ones(3) * 2,
+    )
+
+
+PROGRAMS: dict[str, Callable[..., Any]] = {
+    "attention": attention,
+    "dropped": dropped,
+    "aliasing": aliasing,
+    "sums": lambda x, w, v: (x @ w).sum((0, 1)) + (x @ v).sum((0, 1)) * w.t().t().sum(0),
+    "index": lambda x, w, v: x[:, [0, 1, 1]] @ (w + v) + torch.arange(8) * torch.eye(8).sum(0),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_passes_preserve_bits_layouts_and_aliases(name: str, dynamic: bool) -> None:
+    graph = joint(PROGRAMS[name], leaf(2, 4, 8), parameter(8, 8), parameter(8, 8), dynamic=dynamic)
+    expected = graph.run(seed=3)
+    gm, reports = run_passes(graph.gm, graph.inputs, NUMERICS_PRESERVING)
+    found = interpreted(gm, graph.inputs, seed=3)
+    for one, other in zip(found, expected, strict=True):
+        if one is not None or other is not None:
+            torch.testing.assert_close(one, other, rtol=0, atol=0, check_stride=True)
+    assert sharing(found) == sharing(expected)
+    assert not any(changed_by_writing(graph, gm))
+    assert [report.name for report in reports] == [one.__name__ for one in NUMERICS_PRESERVING]
+    again, _ = run_passes(gm, graph.inputs, NUMERICS_PRESERVING)
+    assert text(again) == text(gm)
+
+
+def test_equal_gradients_stay_two_tensors() -> None:
+    graph = joint(lambda x, y: x * 2 + y * 2, leaf(3), leaf(3))
+    gm = merge_common_subexpressions(graph.gm)
+    assert sharing(interpreted(gm, graph.inputs)) == []
+
+
+def test_calls_on_different_sides_of_a_write_are_not_merged() -> None:
+    def build(graph: fx.Graph, inputs: list[fx.Node]) -> tuple[Any, ...]:
+        x, cotangent = inputs
+        before = graph.call_function(aten.sin.default, (x,))
+        new = graph.call_function(aten.mul.Tensor, (before, 2))
+        graph.call_function(aten.copy_.default, (x, new))
+        after = graph.call_function(aten.sin.default, (x,))
+        return graph.call_function(aten.add.Tensor, (new, after)), cotangent
+
+    graph = joint_by_hand(build, (torch.randn(3), torch.randn(3)), 1)
+    expected = graph.run()
+    merge_common_subexpressions(graph.gm)
+    assert torch.equal(graph.run()[0], expected[0])
+
+
+def test_what_a_policy_marked_differently_is_not_merged() -> None:
+    graph = joint(lambda x: x.sin() * x.sin(), leaf(3))
+    first = next(node for node in graph.gm.graph.nodes if node.target is aten.sin.default)
+    first.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    merge_common_subexpressions(graph.gm)
+    assert [node.target for node in graph.gm.graph.nodes].count(aten.sin.default) == 2
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (0.0, -0.0)])
+def test_equal_numbers_of_different_kind_are_different_arguments(one: Any, other: Any) -> None:
+    graph = joint(lambda x: (x.eq(one) & x.eq(other)).to(torch.float32) * x, leaf(3))
+    merge_common_subexpressions(graph.gm)
+    assert [node.target for node in graph.gm.graph.nodes].count(aten.eq.Scalar) == 2
+
+
+def test_a_reshape_that_copies_never_becomes_a_view() -> None:
+    graph = joint(lambda x: (x.t().reshape(-1).view(3, 2), x.sum()), leaf(2, 3))
+    expected = graph.run()
+    gm = normalise_views(graph.gm)
+    found = interpreted(gm, graph.inputs)
+    assert torch.equal(found[0], expected[0])
+    assert not shares_memory(found[0], graph.inputs[0])
+    assert not any(changed_by_writing(graph, gm))
+
+
+def test_permutations_compose_over_symbolic_sizes_without_guards() -> None:
+    graph = joint(
+        lambda x: x.permute(2, 0, 1).transpose(0, 1).permute(0, 2, 1).sin(), leaf(2, 3, 4), dynamic=True
+    )
+    shape_env = graph.gm.graph.find_nodes(op="placeholder")[0].meta["val"].fake_mode.shape_env
+    guards, expected = len(shape_env.guards), graph.run()
+    normalise_views(graph.gm)
+    assert len(shape_env.guards) == guards
+    kinds = (aten.permute.default, aten.transpose.int)
+    assert not any(node.target in kinds for node in graph.gm.graph.nodes if aten.sin.default in users(node))
+    assert all(torch.equal(*pair) for pair in zip(graph.run(), expected, strict=True))
+
+
+def users(node: fx.Node) -> set[Any]:
+    return {user.target for user in node.users}
+
+
+def test_large_and_random_values_are_not_folded() -> None:
+    graph = joint(lambda x: x * (torch.ones(5000) * 2)[:3] * torch.rand(3) * torch.empty(3).fill_(1), leaf(3))
+    before = [node.target for node in graph.gm.graph.nodes]
+    fold_constants(graph.gm, largest=4096)
+    after = [node.target for node in graph.gm.graph.nodes]
+    for target in (aten.rand.default, aten.empty.memory_format, aten.ones.default):
+        assert after.count(target) == before.count(target)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("-inf"), -0.0, 1e-45, 3.5])
+def test_folded_numbers_keep_their_bits(number: float) -> None:
+    graph = joint(lambda x: (x, torch.full((2,), number) * torch.ones(2)), leaf(2))
+    expected = graph.run()[1]
+    gm, _ = run_passes(graph.gm, graph.inputs, [fold_constants])
+    for found in (interpreted(gm, graph.inputs)[1], gm(*graph.inputs)[1]):
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+def test_folding_works_under_a_fake_mode() -> None:
+    graph = joint(lambda x: x * (torch.arange(3) * 2), leaf(3))
+    expected = graph.run()
+    with torch._subclasses.FakeTensorMode():
+        gm = fold_constants(graph.gm)
+    assert all(torch.equal(*pair) for pair in zip(interpreted(gm, graph.inputs), expected, strict=True))
+
+
+def test_dead_calls_of_higher_order_go_only_if_their_graphs_do_nothing_else() -> None:
+    def pure(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    def random(x: torch.Tensor) -> torch.Tensor:
+        return torch.rand_like(x)
+
+    for branch, is_kept in ((pure, False), (random, True)):
+        graph = joint(lambda x: x * 2, leaf(3))
+        inner = torch.fx.experimental.proxy_tensor.make_fx(branch)(torch.randn(3))
+        graph.gm.inner = inner
+        output = graph.gm.graph.output_node()
+        x = graph.gm.graph.find_nodes(op="placeholder")[0]
+        with graph.gm.graph.inserting_before(output):
+            body = graph.gm.graph.get_attr("inner")
+            graph.gm.graph.call_function(torch.ops.higher_order.invoke_subgraph, (body, "inner", x))
+        remove_dead_code(graph.gm)
+        found = [node.target for node in graph.gm.graph.nodes]
+        assert (torch.ops.higher_order.invoke_subgraph in found) is is_kept
+        assert hasattr(graph.gm, "inner") is is_kept
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (HALF, torch.float32, HALF)], ids=["one", "mixed"])
+def test_clipping_is_clip_grad_norm(
+    max_norm: float, norm_type: float, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    def fn(x: torch.Tensor, *ws: torch.Tensor) -> torch.Tensor:
+        return sum((x.to(w.dtype) @ w).sin().float().sum() for w in ws)  # type: ignore[return-value]
+
+    graph = joint(fn, leaf(4, 3), *(parameter(3, 2 + n, dtype=dtype) for n, dtype in enumerate(dtypes)))
+    plain = graph.run()
+    gm = clip_gradients(graph.gm, max_norm=max_norm, norm_type=norm_type)
+    found = interpreted(gm, graph.inputs)
+    parameters = [value.detach().clone() for value in graph.inputs[1:4]]
+    for value, grad in zip(parameters, plain[2:], strict=True):
+        value.grad = grad
+    torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    assert torch.equal(found[0], plain[0])
+    assert torch.equal(found[1], plain[1])  # the gradient of an argument
+    assert all(torch.equal(one, value.grad) for one, value in zip(found[2:], parameters, strict=True))
+
+
+def test_clipping_refuses_several_regions() -> None:
+    graph = joint(lambda x, w: ((x * w).sum(), (x + w).sum()), leaf(3), parameter(3), is_divided=True)
+    with pytest.raises(
+        PassError, match="the backward runs in 2 parts, and the norm needs the gradients of all"
+    ) as e:
+        clip_gradients(graph.gm, max_norm=1.0)
+    assert e.value.reason.code == "several-regions"
+    assert "clip_grad_norm_" in str(e.value)
+
+
+def test_clipping_refuses_a_graph_without_parameters() -> None:
+    with pytest.raises(PassError, match="none of the 1 gradients is of a parameter"):
+        clip_gradients(joint(lambda x: x * 2, leaf(3)).gm, max_norm=1.0)
+
+
+def test_a_pass_that_needs_roles_refuses_a_graph_without() -> None:
+    gm = joint(lambda x: x * 2, leaf(3)).gm
+    del gm.meta["signature"]
+    with pytest.raises(
+        PassError, match="clip_gradients needs to know what the graph's inputs and outputs mean"
+    ):
+        clip_gradients(gm, max_norm=1.0)
+
+
+def recurrent(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    for _ in range(12):
+        x = (x @ w + b).tanh()
+    return x.sum()
+
+
+def test_sums_in_fp32_are_closer_to_the_truth() -> None:
+    torch.manual_seed(0)
+    primals = leaf(256, 8, dtype=HALF), parameter(8, 8, dtype=HALF), parameter(8, dtype=HALF)
+    graph = joint(recurrent, *primals)
+    rounded = graph.run()
+    gm, _ = run_passes(graph.gm, graph.inputs, [functools.partial(accumulate_in_fp32, many=64)])
+    found = interpreted(gm, graph.inputs)
+    exact = [value.detach().double().requires_grad_(n < 3) for n, value in enumerate(graph.inputs)]
+    truth = torch.autograd.grad(recurrent(*exact[:3]), exact[:3], exact[3])
+    for position in (1, 2):  # the contributions themselves stay as they were, so the gain is in the sum
+        error = (found[1 + position].double() - truth[position]).norm()
+        assert error < (rounded[1 + position].double() - truth[position]).norm()
+        assert found[1 + position].dtype is HALF
+        assert found[1 + position].stride() == rounded[1 + position].stride()
+    assert torch.equal(found[1], rounded[1])
+
+
+def test_rows_of_an_embedding_add_up_in_fp32() -> None:
+    table, indices = parameter(4, 8, dtype=HALF), torch.zeros(4096, dtype=torch.long)
+    graph = joint(lambda i, t: torch.nn.functional.embedding(i, t).float().sum(), indices, table)
+    found = interpreted(accumulate_in_fp32(graph.gm), (indices, table, torch.ones(())))
+    assert torch.equal(found[1][0], torch.full((8,), 4096, dtype=HALF))
+
+
+def test_full_precision_graphs_stay() -> None:
+    graph = joint(recurrent, leaf(64, 4), parameter(4, 4), parameter(4))
+    before = text(graph.gm)
+    assert text(accumulate_in_fp32(graph.gm, many=1)) == before
+
+
+def test_a_policy_by_node() -> None:
+    graph = joint(lambda x, w: (x @ w).sigmoid().exp(), leaf(2, 3), parameter(3, 3))
+    answers = {aten.mm.default: "save", aten.sigmoid.default: "recompute"}
+    recompute_by_policy(graph.gm, policy=lambda node: answers.get(node.target))  # type: ignore[arg-type, return-value]
+    marks = {node.name: node.meta["recompute"] for node in graph.gm.graph.nodes if "recompute" in node.meta}
+    assert marks["mm"] is CheckpointPolicy.MUST_SAVE
+    assert marks["sigmoid"] is CheckpointPolicy.MUST_RECOMPUTE
+    assert not {"exp", "mm_1", "mm_2"} & set(marks)  # no opinion; the backward is not asked about
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        ({}, "it takes either `policy` or `selective`"),
+        ({"policy": lambda node: "keep"}, "the policy answers 'keep'"),
+        ({"policy": lambda node: "recompute"}, "wants aten.native_dropout.default to be made again"),
+        ({"selective": lambda ctx, op, *args, **kwargs: 3}, "the policy answers 3"),
+        (
+            {"selective": lambda *args, **kwargs: CheckpointPolicy.MUST_RECOMPUTE},
+            "native_dropout.default to be made",
+        ),
+    ],
+)
+def test_bad_policies_are_refused(policies: dict[str, Any], message: str) -> None:
+    graph = joint(lambda x: torch.native_dropout(x.sin(), 0.5, True)[0], leaf(3))
+    with pytest.raises(PassError) as raised:
+        recompute_by_policy(graph.gm, **policies)
+    assert message in str(raised.value)
+
+
+@pytest.fixture
+def one_rank() -> Any:
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    yield torch.distributed.group.WORLD.group_name
+    torch.distributed.destroy_process_group()
+
+
+def test_collectives_in_another_order_give_the_same(one_rank: str) -> None:
+    def build(graph: fx.Graph, inputs: list[fx.Node]) -> tuple[Any, ...]:
+        def call(target: Any, *args: Any) -> fx.Node:
+            return graph.call_function(target, args)
+
+        x, cotangent = inputs
+        grads = [call(aten.mul.Tensor, cotangent, 1.0 + n) for n in range(3)]
+        reduced = [
+            call(_c10d.wait_tensor.default, call(_c10d.all_reduce.default, g, "sum", one_rank)) for g in grads
+        ]
+        graph.call_function(aten.copy_.default, (x, call(aten.mul.Tensor, x, 3.0)))
+        total = call(aten.add.Tensor, call(aten.add.Tensor, reduced[2], reduced[0]), reduced[1])
+        return call(aten.sin.default, grads[0]), total
+
+    graph = joint_by_hand(build, (torch.randn(3), torch.randn(3)), 1)
+    expected = graph.run()
+    order_collectives(graph.gm)
+    graph.gm.graph.lint()
+    assert all(torch.equal(*pair) for pair in zip(graph.run(), expected, strict=True))
+    kinds = [str(n.target).split(".")[1] for n in graph.gm.graph.nodes if n.op == "call_function"]
+    assert kinds == [
+        *["mul", "all_reduce"] * 3, "mul", *["wait_tensor"] * 3, "copy_", "add", "add", "sin",
+    ]  # fmt: skip
+
+
+def test_passes_are_found_by_name() -> None:
+    assert all(pass_named(one.__name__) is one for one in (*NUMERICS_PRESERVING, *OPT_IN))
+    with pytest.raises(ValueError, match="unknown pass 'fuse'"):
+        pass_named("fuse")
