@@ -70,6 +70,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "aot":
+        return importlib.import_module("retrograd.aot")
     if name not in _HOME:
         raise AttributeError(f"module 'retrograd' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -18,7 +18,7 @@ import torch
 from retrograd._torch.engine import EngineRequest, run_stock
 from retrograd._torch.window import window
 
-__all__ = ["run_in_graph_task"]
+__all__ = ["outside_of_graph_task", "run_in_graph_task"]
 
 
 class _Body(threading.local):
@@ -77,3 +77,14 @@ def run_in_graph_task(body: Callable[[], None], request: EngineRequest) -> None:
             run_stock(task)
         finally:
             _body.stack.pop()
+
+
+def outside_of_graph_task(body: Callable[[], Any], create_graph: bool) -> Any:
+    """What `body` returns, run where autograd nodes called by hand compute all their gradients.
+
+    Inside a backward they compute those that it asks for (``Node::task_should_compute_output``).
+    """
+    found: list[Any] = []
+    request = EngineRequest((), (), True, create_graph, accumulate_grad=True)
+    run_in_graph_task(lambda: found.append(body()), request)
+    return found[0]

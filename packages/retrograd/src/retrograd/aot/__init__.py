@@ -1,0 +1,33 @@
+"""Staged AOTAutograd: a function becomes a joint graph, which can be changed, compiled, or exported.
+
+>>> from retrograd import aot
+>>> joint = aot.capture(aot.create_state(fn, args))
+>>> fn = aot.compile(aot.partition(joint, "min_cut"), forward="inductor")
+
+Every stage is a plain function from one frozen value to another; nothing has to be kept open between them.
+"""
+
+from __future__ import annotations
+
+from retrograd.aot.capture import capture
+from retrograd.aot.compile import compile
+from retrograd.aot.function import AotFunction, AotModule, function, module
+from retrograd.aot.joint import JointGraph
+from retrograd.aot.partition import partition
+from retrograd.aot.report import AotReport, explain, reset
+from retrograd.aot.state import create_state
+
+__all__ = [
+    "AotFunction",
+    "AotModule",
+    "AotReport",
+    "JointGraph",
+    "capture",
+    "compile",
+    "create_state",
+    "explain",
+    "function",
+    "module",
+    "partition",
+    "reset",
+]

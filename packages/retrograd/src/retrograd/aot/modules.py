@@ -61,6 +61,10 @@ class ModuleState:
         names, kinds, tensors, places = zip(*found.values(), strict=True) if found else ((), (), (), ())
         return ModuleState(module, names, kinds, tensors, tuple(map(tuple, places)))
 
+    def current(self) -> list[torch.Tensor]:
+        """The tensors that are in these places now."""
+        return [places[0][0][places[0][1]] for places in self.places]
+
     @contextmanager
     def replaced(self, tensors: Sequence[Any]) -> Iterator[None]:
         """The module with `tensors` in place of its own.
@@ -68,6 +72,7 @@ class ModuleState:
         Raises:
             StateReplacedError: on leaving, if the module itself replaced one.
         """
+        before = self.current()
         try:
             self._place(tensors)
             yield
@@ -75,7 +80,7 @@ class ModuleState:
                 if any(holder.get(key) is not tensor for holder, key in places):
                     raise StateReplacedError(f"{name} is assigned anew by the module")
         finally:
-            self._place(self.tensors)
+            self._place(before)
 
     def _place(self, tensors: Sequence[Any]) -> None:
         for tensor, places in zip(tensors, self.places, strict=True):

@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from retrograd._torch.autograd_nodes import edge_of
+from retrograd._torch.graph_task import outside_of_graph_task
 from retrograd._torch.live_graph import graph_below
 from retrograd._torch.memory import common_base
 from retrograd._torch.rng import with_generator_states
@@ -71,8 +72,13 @@ def rerun_region(
     graph = graph_below(visible, ends)
     known = {i: ends[node.handle] for i, node in enumerate(graph.nodes) if node.handle in ends}
     walk = Walk(graph, divide(graph, known, joint.is_single_region), known, number, lambda _: nullcontext())
-    with torch.set_grad_enabled(differentiable):
-        return walk.run(cotangents)
+
+    def run() -> dict[Destination, Any]:
+        with torch.set_grad_enabled(differentiable):
+            return walk.run(cotangents)
+
+    found: dict[Destination, Any] = outside_of_graph_task(run, differentiable)
+    return found
 
 
 def _again(joint: JointValues, call: Call, entries: Mapping[int, Any]) -> list[Any]:

@@ -80,7 +80,8 @@ class CompiledFunction:
                 makes = first and Destination(step.index) in signature.regions[before.index].destinations  # type: ignore[union-attr]
                 if not (makes and contributors[step.index] == 1):
                     steps.append((step.index, True))
-            before = step
+            if not step.is_leaf or self._joint.primals[step.index].is_leaf:
+                before = step
         return steps[::-1]
 
     def _random_devices(self) -> tuple[torch.device, ...]:

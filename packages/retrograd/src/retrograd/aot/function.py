@@ -1,0 +1,329 @@
+"""All stages in one call, with a cache.
+
+In: a function or module, and the user's choices. Out: a callable that captures and compiles itself for each kind of
+input that it meets, and runs eagerly, saying why, what cannot be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from retrograd._torch.ambient import Ambient, is_foreign_mode_active
+from retrograd._torch.guards import InputGuard, changed_sizes
+from retrograd._torch.memory import groups_sharing_memory
+from retrograd._torch.saved_hooks import why_saved_hooks_matter
+from retrograd._torch.wrappers import PLAIN
+from retrograd.aot.capture import capture
+from retrograd.aot.compile import compile as compile_partition
+from retrograd.aot.modules import ModuleState
+from retrograd.aot.partition import partition
+from retrograd.aot.policies import Policy
+from retrograd.aot.report import report
+from retrograd.aot.run_forward import CompiledFunction
+from retrograd.aot.state import Dynamic, state_of_flat
+from retrograd.aot.watch import Watched
+from retrograd.backends.registry import find_backend
+from retrograd.errors import Reason, RetrogradError
+from retrograd.graph.joint import PrimalKind
+
+__all__ = ["AotConfig", "AotFunction", "AotModule", "function", "module"]
+
+
+@dataclass(frozen=True)
+class AotConfig:
+    """What the user chose.
+
+    Attributes:
+        backend: for forward and backward.
+        backward: for the backward, if another one.
+        partitioner: as in ``aot.partition``.
+        dynamic: ``None``: sizes are static until they change; ``True``: symbolic from the start; ``False``: static.
+        passes: applied to the joint graph, in order.
+        strict: raise instead of running eagerly.
+        recompile_limit: kinds of input that are compiled before others run eagerly.
+        single_region: as in ``aot.capture``.
+    """
+
+    backend: str | Callable[..., Any] = "inductor"
+    backward: str | Callable[..., Any] | None = None
+    partitioner: Policy = "min_cut"
+    dynamic: bool | None = None
+    passes: tuple[Callable[..., Any], ...] = ()
+    strict: bool = False
+    recompile_limit: int = 8
+    single_region: bool = False
+
+
+@dataclass
+class _Entry:
+    """One kind of input: what it must be like, and the code for it (None: run eagerly, for `reason`)."""
+
+    guard: InputGuard
+    leafness: tuple[bool, ...]
+    wrappings: tuple[tuple[int, Any], ...]
+    aliases: tuple[tuple[int, ...], ...] | None
+    code: CompiledFunction | None
+    reason: Reason | None = None
+
+    def fits(self, leaves: Sequence[Any]) -> bool:
+        return (
+            self.guard.check(leaves)
+            and self.leafness == _leafness(leaves)
+            and all(wrapping.fits(leaves[i]) for i, wrapping in self.wrappings)
+            and (self.aliases is None or self.aliases == _aliases(leaves))
+        )
+
+
+def _leafness(leaves: Sequence[Any]) -> tuple[bool, ...]:
+    return tuple([leaf.is_leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+
+
+def _aliases(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    return tuple(groups_sharing_memory(tensors))
+
+
+@dataclass
+class AotFunction:
+    """A function that compiles itself. Made by `function` and `module`.
+
+    Attributes:
+        fn: the function.
+        config: the choices.
+    """
+
+    fn: Callable[..., Any]
+    config: AotConfig
+    _entries: dict[Any, list[_Entry]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)
+        self._watch()
+
+    def _watch(self) -> None:
+        self._watched = Watched(self.fn)
+        self._state = ModuleState.of(self.fn) if isinstance(self.fn, nn.Module) else ModuleState()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function, compiled if possible."""
+        if torch.compiler.is_compiling():
+            return self.fn(*args, **kwargs)
+        if (reason := self._why_eager()) is not None:
+            return self._eagerly(reason, args, kwargs)
+        try:
+            if not self._watched.is_intact():
+                self.reset()
+            flat, spec = pytree.tree_flatten((args, kwargs))
+            tensors = self._state.current()
+            leaves = [*tensors, *flat]
+            entry = self._entry(leaves, spec)
+        except RetrogradError as error:
+            if self.config.strict:
+                raise
+            return self._eagerly(_reason(error), args, kwargs)
+        if entry.code is None:
+            assert entry.reason is not None
+            return self._eagerly(entry.reason, args, kwargs)
+        return entry.code(leaves)
+
+    def reset(self) -> None:
+        """Forget what was compiled."""
+        self._entries.clear()
+        self._watch()
+
+    def _why_eager(self) -> Reason | None:
+        if is_foreign_mode_active():
+            return _MODE
+        if (why := why_saved_hooks_matter()) is not None:
+            return Reason("saved-tensor-hooks", why, "aot.function", way_out="call it outside of the hooks")
+        return _HOOKS if self._watched.has_hooks() else None
+
+    def _eagerly(self, reason: Reason, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        report.fell_back(reason)
+        return self.fn(*args, **kwargs)
+
+    def _entry(self, leaves: Sequence[Any], spec: Any) -> _Entry:
+        key = (spec, Ambient.now(), self._watched.switches())
+        known = self._entries.setdefault(key, [])
+        for entry in known:
+            if entry.fits(leaves):
+                return entry
+        if len(known) >= self.config.recompile_limit:
+            return _Entry(known[-1].guard, (), (), None, None, _LIMIT)
+        made = self._compiled(leaves, spec, known)
+        known.append(made)
+        return made
+
+    def _compiled(self, leaves: Sequence[Any], spec: Any, known: Sequence[_Entry]) -> _Entry:
+        dynamic = self._dynamic(leaves, known)
+        tensors = {i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        try:
+            code = self._stages(leaves, spec, dynamic)
+        except Exception as error:
+            if self.config.strict:
+                raise
+            guard = InputGuard(leaves, sorted(tensors), [leaves[i] for i in sorted(tensors)], None)
+            return _Entry(guard, _leafness(leaves), (), None, None, _reason(error))
+        joint = code.partition.joint
+        fed = [i for i, leaf in enumerate(joint.state.leaves) if isinstance(leaf.value, torch.Tensor)]
+        fakes = [joint.state.leaves[i].value for i in fed]
+        guard = InputGuard(leaves, fed, fakes, joint.state.fake_mode.shape_env)
+        wrappings = tuple(
+            (primal.leaf, primal.wrapping)
+            for primal in joint.primals
+            if primal.leaf is not None and primal.wrapping is not PLAIN
+        )
+        aliases = _aliases(leaves) if joint.updates else None
+        return _Entry(guard, _leafness(leaves), wrappings, aliases, code)
+
+    def _dynamic(self, leaves: Sequence[Any], known: Sequence[_Entry]) -> Dynamic:
+        """Sizes that changed since the inputs that were compiled before are symbolic from now on."""
+        if self.config.dynamic is not None or not known:
+            return self.config.dynamic
+        changed: dict[int, frozenset[int]] = {}
+        for entry in known:
+            for i, dims in changed_sizes(entry.guard.args_metadata, leaves).items():
+                if isinstance(leaves[i], torch.Tensor):
+                    changed[i] = changed.get(i, frozenset()) | dims
+        return changed or None
+
+    def _stages(self, leaves: Sequence[Any], spec: Any, dynamic: Dynamic) -> CompiledFunction:
+        config, state = self.config, self._state
+        backend = find_backend(config.backend)
+        count = len(state.tensors)
+        paths = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(leaves[count:]), spec))[0]
+
+        def call(values: Sequence[Any]) -> Any:
+            args, kwargs = pytree.tree_unflatten(list(values[count:]), spec)
+            with state.replaced(values[:count]):
+                return self.fn(*args, **kwargs)
+
+        captured = capture(
+            state_of_flat(
+                call,
+                leaves,
+                name=self.__name__,
+                names=[*state.names, *(f"args{pytree.keystr(path[1:])}" for path, _ in paths)],
+                kinds=[*state.kinds, *[PrimalKind.ARGUMENT] * len(paths)],
+                dynamic=dynamic,
+                decompositions=backend.decompositions(),
+            ),
+            single_region=config.single_region,
+        )
+        for change in config.passes:
+            captured = captured.apply(change)
+        parts = partition(captured, config.partitioner)
+        code = compile_partition(parts, config.backend, config.backward)
+        report.captured(parts)
+        return code
+
+
+class AotModule(nn.Module):
+    """A module whose calls are compiled. Everything else is the module's own."""
+
+    def __init__(self, compiled: AotFunction) -> None:
+        super().__init__()
+        self._orig_mod: nn.Module = compiled.fn  # type: ignore[assignment]
+        self.__dict__["compiled"] = compiled
+        self.training = self._orig_mod.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, compiled if possible."""
+        return self.__dict__["compiled"](*args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._orig_mod[key]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self._orig_mod)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_orig_mod":
+            return self._modules["_orig_mod"]
+        return getattr(self._orig_mod, name)
+
+
+def function(
+    fn: Callable[..., Any],
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+    backward: str | Callable[..., Any] | None = None,
+    partitioner: Policy = "min_cut",
+    dynamic: bool | None = None,
+    passes: Sequence[Callable[..., Any]] = (),
+    strict: bool = False,
+    recompile_limit: int = 8,
+    single_region: bool = False,
+) -> AotFunction:
+    """Capture and compile `fn` for each kind of input that it is called with.
+
+    The function is captured as it runs once; what it does in Python, besides calling torch, happens then only. Tensors
+    that it closes over are inputs like others, also if they require grad.
+
+    Args:
+        fn: of pytrees of tensors and constants.
+        backend, backward: as in ``aot.compile``.
+        partitioner: as in ``aot.partition``.
+        dynamic: ``None``: sizes are static until they change; ``True``: symbolic from the start; ``False``: always
+            static.
+        passes: applied to the joint graph, in order; each is ``pass(gm, example_inputs) -> gm``.
+        strict: raise instead of running eagerly what cannot be captured.
+        recompile_limit: kinds of input that are compiled; others run eagerly.
+        single_region: differentiate all outputs together, as stock AOTAutograd does.
+
+    Raises:
+        UnknownBackendError: no such backend.
+        CaptureError: on a call, if `strict`: it cannot be captured.
+    """
+    find_backend(backend)
+    config = AotConfig(
+        backend, backward, partitioner, dynamic, tuple(passes), strict, recompile_limit, single_region
+    )
+    return AotFunction(fn, config)
+
+
+def module(mod: nn.Module, **options: Any) -> AotModule:
+    """The same for a module: parameters and buffers are inputs, tied ones once.
+
+    Args:
+        mod: the module; it stays as it is.
+        options: those of `function`.
+
+    Raises:
+        TypeError: `mod` is no module.
+    """
+    if not isinstance(mod, nn.Module):
+        raise TypeError(f"aot.module: expected a torch.nn.Module, got {type(mod).__name__}; use aot.function")
+    return AotModule(function(mod, **options))
+
+
+def _reason(error: Exception) -> Reason:
+    reason = getattr(error, "reason", None)
+    if isinstance(reason, Reason):
+        return reason
+    text = (str(error).strip().splitlines() or [""])[0]
+    return Reason("compile-failed", f"{type(error).__name__}: {text}", "aot.compile")
+
+
+_MODE = Reason("dispatch-mode", "a dispatch mode or functorch transform is active", "aot.function")
+_HOOKS = Reason(
+    "module-hooks",
+    "the module, or one inside it, has hooks, which a capture would call only once",
+    "aot.function",
+    way_out='torch.compile(backend="retrograd"), which sees the hooks',
+)
+_LIMIT = Reason(
+    "recompile-limit",
+    "more kinds of input than recompile_limit",
+    "aot.function",
+    way_out="dynamic=True, or a larger recompile_limit",
+)

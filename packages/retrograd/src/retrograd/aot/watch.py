@@ -1,0 +1,84 @@
+"""What a function depends on besides its arguments: modules, and what it closes over.
+
+In: a function or module. Out: `Watched`, which tells whether a capture still stands.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["Watched"]
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_GLOBAL_HOOKS = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
+
+
+class Watched:
+    """The modules and values that `fn` refers to, as they are now."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+        self._cells = tuple(_referred(fn))
+        roots = [value for value in self._cells if isinstance(value, nn.Module)]
+        modules = dict.fromkeys(module for root in roots for module in root.modules())
+        self._modules = tuple(modules)
+        self._children = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
+        self._counts = [(m._parameters, len(m._parameters)) for m in modules]
+        self._registered = -1
+        self._hooked = False
+
+    def is_intact(self) -> bool:
+        """Whether everything is still what it was, but for tensors and switches."""
+        return (
+            all(holder.get(name) is child for holder, name, child in self._children)
+            and all(len(holder) == count for holder, count in self._counts)
+            and all(now is before for now, before in zip(_referred(self._fn), self._cells, strict=False))
+        )
+
+    def switches(self) -> tuple[bool, ...]:
+        """Whether each module is in training mode."""
+        return tuple([module.training for module in self._modules])
+
+    def has_hooks(self) -> bool:
+        """Whether any of the modules has hooks."""
+        if self._hooked or RemovableHandle.next_id != self._registered:
+            self._registered = RemovableHandle.next_id
+            self._hooked = any(getattr(m, name) for m in self._modules for name in _HOOKS) or any(
+                getattr(torch_module, name) for name in _GLOBAL_HOOKS
+            )
+        return self._hooked
+
+
+def _referred(fn: Any) -> Iterator[Any]:
+    """Objects that `fn` refers to by name, whose tensors it may use."""
+    while isinstance(fn, functools.partial):
+        yield from (*fn.args, *fn.keywords.values())
+        fn = fn.func
+    yield fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return
+    for cell in fn.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not bound yet
+            yield None
+    names = fn.__globals__
+    for name in code.co_names:
+        value = names.get(name)
+        if isinstance(value, (nn.Module, torch.Tensor)):
+            yield value
+    for default in fn.__defaults__ or ():
+        yield default
