@@ -23,6 +23,7 @@ __all__ = [
     "to_functional",
     "was_data_mutated",
     "was_metadata_mutated",
+    "was_mutated_behind_versions",
     "was_mutated_unseen_by_autograd",
     "was_storage_changed",
 ]
@@ -65,6 +66,8 @@ def inner_tensors(value: torch.Tensor) -> list[torch.Tensor]:
 
 def is_traced(value: torch.Tensor) -> bool:
     """Whether the tensor belongs to a trace, rather than being a real one that a function got hold of."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return True
     return all(isinstance(inner, (FunctionalTensor, FakeTensor)) for inner in inner_tensors(value))
 
 
@@ -88,6 +91,15 @@ def was_mutated_unseen_by_autograd(value: torch.Tensor) -> bool:
     return all(
         torch._functionalize_are_all_mutations_under_no_grad_or_inference_mode(part.elem)
         or torch._functionalize_are_all_mutations_hidden_from_autograd(part.elem)
+        for part in _parts(value)
+    )
+
+
+def was_mutated_behind_versions(value: torch.Tensor) -> bool:
+    """Whether all writing was done through ``.data`` and the like, which no version counter shows."""
+    return all(
+        torch._functionalize_are_all_mutations_hidden_from_autograd(part.elem)
+        and not torch._functionalize_are_all_mutations_under_no_grad_or_inference_mode(part.elem)
         for part in _parts(value)
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from retrograd._torch.memory import with_view_origin
 from retrograd.graph.joint_graph import (
     AliasOf,
     ComputedOutput,
@@ -36,7 +37,7 @@ class Finish:
         )
         self._new_leaves = [i for i, value in enumerate(joint.values) if value.requires_grad]
         unseen = [u for u in joint.updates if u.value is not None and joint.values[u.value].junction is None]
-        self._at_once = [u for u in unseen if u.view is None and not joint.primals[u.primal].wrapping.cls]
+        self._at_once = [u for u in unseen if u.view is None and not u.unversioned and not joint.primals[u.primal].wrapping.cls]
 
     def __call__(self, sources: Sequence[Any], primals: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         """Change the inputs, and make the outputs."""
@@ -71,6 +72,8 @@ class Finish:
 
 
 def _apply(update: Update, primal: torch.Tensor, values: Sequence[Any]) -> None:
+    if update.unversioned:
+        primal = primal.data
     with torch.set_grad_enabled(torch.is_grad_enabled() and not update.unseen):
         if update.view is not None:
             offset = primal.storage_offset() + update.view.offset
@@ -81,8 +84,13 @@ def _apply(update: Update, primal: torch.Tensor, values: Sequence[Any]) -> None:
 
 def _viewed(view: View, base: torch.Tensor) -> torch.Tensor:
     """The view of a real tensor that the function made of the traced one."""
-    if not view.differentiable and base.requires_grad:
-        base = base.detach()
+    if view.origin is not None:
+        with torch.set_grad_enabled(view.differentiable):
+            return with_view_origin(_strided(view, base), view.origin)
+    return _strided(view, base if view.differentiable or not base.requires_grad else base.detach())
+
+
+def _strided(view: View, base: torch.Tensor) -> torch.Tensor:
     if view.replay is not None:
         made: torch.Tensor = view.replay(base)
         return made

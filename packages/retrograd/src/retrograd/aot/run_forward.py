@@ -111,7 +111,8 @@ class CompiledFunction:
             if self._repeatable:
                 versions = Versions(dict(enumerate(primals)))
                 again = Call(sources, primals, versions, generators)
-            values = self._attached(primals, parts, results, list(values), again)
+            with torch.enable_grad():
+                values = self._attached(primals, parts, results, list(values), again)
         outputs = self._finish(sources, primals, values)
         return pytree.tree_unflatten(outputs, self._joint.out_spec)
 

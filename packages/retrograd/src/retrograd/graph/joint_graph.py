@@ -36,6 +36,8 @@ class View:
         size, stride: of the view.
         offset: relative to that of the base.
         differentiable: whether autograd sees through it; if not, it is a detached alias.
+        origin: what torch says about a view of which in-place changes are refused (``CreationMeta``); None if it is
+            none.
         replay: makes the view of a base as the function made it; None to go by sizes and strides.
     """
 
@@ -44,6 +46,7 @@ class View:
     offset: Any
     differentiable: bool
     replay: Callable[[Any], Any] | None = None
+    origin: Any = None
 
 
 @dataclass(frozen=True)
@@ -131,12 +134,14 @@ class Update:
         value: number of the `ForwardValue` with the new elements; None if only its shape changes.
         view: the shape it has afterwards; None if that stays.
         unseen: whether autograd does not see the change.
+        unversioned: whether the change is made behind the version counter, as through ``.data``.
     """
 
     primal: int
     value: int | None
     view: View | None
     unseen: bool
+    unversioned: bool = False
 
 
 @dataclass(frozen=True, eq=False)
