@@ -19,7 +19,6 @@ from retrograd._torch.functional import (
     storage_key,
     was_data_mutated,
     was_metadata_mutated,
-    was_mutated_behind_versions,
     was_mutated_unseen_by_autograd,
     was_storage_changed,
 )
@@ -139,12 +138,14 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
         writes, reshapes = was_data_mutated(tensor), was_metadata_mutated(tensor)
         if not writes and not reshapes:
             continue
+        if any(bared is tensor for bared in inputs.bared):
+            raise RefusedError(f"it may change {primal.name} through .data, which no version counter shows")
         unseen = was_mutated_unseen_by_autograd(tensor)
         if reshapes and primal.wrapping.cls is not None:
             raise RefusedError(f"it changes the shape of {primal.name}, a tensor subclass")
         view = _view(tensor, primal.fake, True) if reshapes else None
         value = analysis.add(TracedValue(tensor, False, not unseen)) if writes else None
-        updates.append(Update(number, value, view, unseen, writes and was_mutated_behind_versions(tensor)))
+        updates.append(Update(number, value, view, unseen))
     return updates
 
 

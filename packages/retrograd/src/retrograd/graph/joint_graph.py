@@ -134,14 +134,12 @@ class Update:
         value: number of the `ForwardValue` with the new elements; None if only its shape changes.
         view: the shape it has afterwards; None if that stays.
         unseen: whether autograd does not see the change.
-        unversioned: whether the change is made behind the version counter, as through ``.data``.
     """
 
     primal: int
     value: int | None
     view: View | None
     unseen: bool
-    unversioned: bool = False
 
 
 @dataclass(frozen=True, eq=False)
