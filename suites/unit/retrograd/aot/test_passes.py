@@ -102,7 +102,7 @@ def aliasing(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.T
 def copying(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
     positions = torch.arange(3) * 2
     zeros = torch.zeros(2) * (torch.arange(2) * -2 + 1)  # 0.0 and -0.0
-    return x.transpose(0, 1).reshape(-1), x.transpose(0, 1).reshape(-1), positions, 1 / zeros
+    return x.transpose(0, 1).reshape(-1), x.transpose(0, 1).reshape(-1), positions, x[0, 0, :2].abs() / zeros
 
 
 PROGRAMS: dict[str, Callable[..., Any]] = {
@@ -278,9 +278,9 @@ def test_clipping_is_clip_grad_norm(
 
 
 def test_norms_are_added_up_in_the_order_of_the_parameters() -> None:
-    torch.manual_seed(2)
+    torch.manual_seed(3)  # the last bit of the norm differs between the orders
     dtypes = [torch.float32 if n % 3 else torch.float64 for n in range(40)]
-    scales = torch.rand(40).tolist()
+    scales = torch.rand(40, dtype=torch.float64).tolist()
 
     def fn(*ws: torch.Tensor) -> torch.Tensor:
         return sum((w * scale).float().sum() for w, scale in zip(ws, scales, strict=True))  # type: ignore[return-value]
