@@ -1,8 +1,8 @@
 """Clip the gradients of the parameters by their norm, inside the graph.
 
 In: a joint graph with one region. Out: the same, where the gradients of parameters are scaled so that their
-norm, taken over all of them, is at most ``max_norm``: what ``torch.nn.utils.clip_grad_norm_`` does right after
-a backward that starts without gradients, by the same operations (those of ``get_total_norm`` and
+norm, taken over all of them, is at most ``max_norm``: what ``torch.nn.utils.clip_grad_norm_`` does right
+after a backward that starts without gradients, by the same operations (those of ``get_total_norm`` and
 ``clip_grads_with_norm_``). Norms are added up in the order of the parameters. So are torch's, if all have one
 dtype and one device; else torch adds up group by group, in an order that it leaves to a hash table.
 """
