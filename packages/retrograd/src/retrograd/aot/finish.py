@@ -97,8 +97,7 @@ def _apply(update: Update, primal: torch.Tensor, values: Sequence[Any]) -> None:
 def _viewed(view: View, base: torch.Tensor) -> torch.Tensor:
     """The view of a real tensor that the function made of the traced one."""
     if view.origin is not None:
-        with torch.set_grad_enabled(view.differentiable):
-            return with_view_origin(_strided(view, base), view.origin)
+        return with_view_origin(lambda: _strided(view, base), view.origin)
     return _strided(view, base if view.differentiable or not base.requires_grad else base.detach())
 
 
