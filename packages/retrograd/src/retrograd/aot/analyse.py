@@ -32,6 +32,7 @@ from retrograd.graph.joint_graph import (
     OutputPlan,
     PrimalValue,
     SameAs,
+    SizeValue,
     Update,
     View,
 )
@@ -147,7 +148,7 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
             raise RefusedError(
                 f"it changes the shape of {primal.name}, which is differentiable or a subclass"
             )
-        view = _view(tensor, primal.fake, True) if reshapes else None
+        view = _view(analysis, tensor, primal.fake, True) if reshapes else None
         value = analysis.add(TracedValue(tensor, False, not unseen)) if writes else None
         updates.append(Update(number, value, view, unseen))
     return updates
@@ -162,10 +163,24 @@ def _refuse_state_changes(primal: PrimalValue, leaf: torch.Tensor) -> None:
         raise RefusedError(f"it runs a backward that accumulates into {primal.name}")
 
 
-def _view(tensor: torch.Tensor, base: torch.Tensor, differentiable: bool, replay: Any = None) -> View:
+def _view(
+    analysis: Analysis, tensor: torch.Tensor, base: torch.Tensor, differentiable: bool, replay: Any = None
+) -> View:
     offset = tensor.storage_offset() - base.storage_offset()
-    origin = view_origin(tensor)
-    return View(tuple(tensor.shape), tuple(tensor.stride()), offset, differentiable, replay, origin)
+
+    def number(size: Any) -> int | SizeValue:
+        if isinstance(size, torch.SymInt):
+            return SizeValue(analysis.add(TracedValue(size, is_visible=False)))
+        return int(size)
+
+    return View(
+        tuple(map(number, tensor.shape)),
+        tuple(map(number, tensor.stride())),
+        number(offset),
+        differentiable,
+        replay,
+        view_origin(tensor),
+    )
 
 
 @dataclass
@@ -230,8 +245,8 @@ class _Outputs:
         if output.dtype != base.dtype or wrapping_of(output) is not PLAIN:
             if not output._is_view():
                 raise RefusedError("an output shares memory with a tensor of another dtype or class")
-            return _view(output, base, differentiable, output._view_func_unsafe)
-        return _view(output, base, differentiable)
+            return _view(self.analysis, output, base, differentiable, output._view_func_unsafe)
+        return _view(self.analysis, output, base, differentiable)
 
 
 def _is_empty(tensor: torch.Tensor) -> bool:

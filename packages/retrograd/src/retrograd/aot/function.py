@@ -19,6 +19,7 @@ from retrograd._torch.guards import InputGuard, changed_sizes
 from retrograd._torch.memory import groups_sharing_memory
 from retrograd._torch.saved_hooks import why_saved_hooks_matter
 from retrograd._torch.wrappers import PLAIN
+from retrograd.aot.calls import FlatCall
 from retrograd.aot.capture import capture
 from retrograd.aot.compile import compile as compile_partition
 from retrograd.aot.modules import ModuleState
@@ -30,7 +31,6 @@ from retrograd.aot.state import Dynamic, state_of_flat
 from retrograd.aot.watch import Watched
 from retrograd.backends.registry import find_backend
 from retrograd.errors import Reason, RetrogradError
-from retrograd.graph.joint import PrimalKind
 
 __all__ = ["AotConfig", "AotFunction", "AotModule", "function", "module"]
 
@@ -204,21 +204,14 @@ class AotFunction:
     def _stages(self, leaves: Sequence[Any], spec: Any, dynamic: Dynamic) -> CompiledFunction:
         config, state = self.config, self._state
         backend = find_backend(config.backend)
-        count = len(state.tensors)
-        names = _argument_names(leaves[count:], spec)
-
-        def call(values: Sequence[Any]) -> Any:
-            args, kwargs = pytree.tree_unflatten(list(values[count:]), spec)
-            with state.replaced(values[:count]):
-                return self.fn(*args, **kwargs)
-
+        call = FlatCall(self.fn, state, spec)
         captured = capture(
             state_of_flat(
                 call,
                 leaves,
                 name=self.__name__,
-                names=[*state.names, *names],
-                kinds=[*state.kinds, *[PrimalKind.ARGUMENT] * len(names)],
+                names=call.names(leaves),
+                kinds=call.kinds(leaves),
                 dynamic=dynamic,
                 decompositions=backend.decompositions(),
             ),
@@ -312,15 +305,6 @@ def module(mod: nn.Module, **options: Any) -> AotModule:
     if not isinstance(mod, nn.Module):
         raise TypeError(f"aot.module: expected a torch.nn.Module, got {type(mod).__name__}; use aot.function")
     return AotModule(function(mod, **options))
-
-
-def _argument_names(leaves: Sequence[Any], spec: Any) -> list[str]:
-    """``args[0]['x']`` for each; numbers where a container has no names for its parts."""
-    try:
-        paths = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(leaves), spec))[0]
-    except ValueError:
-        return [f"input {i}" for i in range(len(leaves))]
-    return [f"args{pytree.keystr(path[1:])}" for path, _ in paths]
 
 
 def _reason(error: Exception) -> Reason:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from retrograd._torch.ambient import Ambient
 from retrograd._torch.fakes import fake_mode_of, fake_of, is_fake, new_fake_mode, why_not_fakeable
 from retrograd._torch.memory import common_base, groups_sharing_memory
+from retrograd.aot.calls import FlatCall
 from retrograd.aot.modules import ModuleState
 from retrograd.errors import CaptureError, Reason
 from retrograd.graph.capture_state import AliasGroup, CaptureState, Leaf, MemberView
@@ -52,24 +53,16 @@ def create_state(
         CaptureError: an input that cannot stand in a graph, or that is fake without (or real with) `fake_mode`.
     """
     flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-    paths, _ = pytree.tree_flatten_with_path((tuple(args), dict(kwargs or {})))
-    names = [_argument_name(path) for path, _ in paths]
     state = ModuleState.of(fn_or_module) if isinstance(fn_or_module, nn.Module) else ModuleState()
     name = type(fn_or_module).__name__ if state.module else getattr(fn_or_module, "__name__", "function")
 
-    def call(leaves: Sequence[Any]) -> Any:
-        inputs, keywords = pytree.tree_unflatten(list(leaves[len(state.tensors) :]), spec)
-        with state.replaced(leaves[: len(state.tensors)]):
-            return fn_or_module(*inputs, **keywords)
-
-    leaves = [*state.tensors, *flat]
-    kinds = [*state.kinds, *[PrimalKind.ARGUMENT] * len(flat)]
+    call, leaves = FlatCall(fn_or_module, state, spec), [*state.tensors, *flat]
     return state_of_flat(
         call,
         leaves,
         name=name,
-        names=[*state.names, *names],
-        kinds=kinds,
+        names=call.names(leaves),
+        kinds=call.kinds(leaves),
         dynamic=dynamic,
         decompositions=decompositions or {},
         fake_mode=fake_mode,
@@ -103,14 +96,6 @@ def state_of_flat(
         decompositions=decompositions,
         free=fakes.free,
     )
-
-
-def _argument_name(path: Sequence[Any]) -> str:
-    """``args[0]['x']``, or the keyword itself."""
-    which, *rest = path
-    if which.idx == 0:
-        return "args" + pytree.keystr(tuple(rest))
-    return rest[0].key + pytree.keystr(tuple(rest[1:]))
 
 
 @dataclass

@@ -23,14 +23,22 @@ __all__ = [
     "OutputPlan",
     "PrimalValue",
     "SameAs",
+    "SizeValue",
     "Update",
     "View",
 ]
 
 
+@dataclass(frozen=True)
+class SizeValue:
+    """A size that differs from call to call: the number of a `ForwardValue`."""
+
+    value: int
+
+
 @dataclass(frozen=True, eq=False)
 class View:
-    """How a tensor looks at the memory of its base; sizes and strides in elements.
+    """How a tensor looks at the memory of its base; sizes and strides in elements, some of them `SizeValue`.
 
     Attributes:
         size, stride: of the view.
@@ -41,9 +49,9 @@ class View:
         replay: makes the view of a base as the function made it; None to go by sizes and strides.
     """
 
-    size: tuple[Any, ...]
-    stride: tuple[Any, ...]
-    offset: Any
+    size: tuple[int | SizeValue, ...]
+    stride: tuple[int | SizeValue, ...]
+    offset: int | SizeValue
     differentiable: bool
     replay: Callable[[Any], Any] | None = None
     origin: Any = None
