@@ -32,6 +32,7 @@ from retrograd.graph.joint_graph import (
     OutputPlan,
     PrimalValue,
     SameAs,
+    SizeOutput,
     SizeValue,
     Update,
     View,
@@ -46,7 +47,7 @@ __all__ = ["Analysis", "RefusedError", "TracedValue", "analyse"]
 #: what a function may return besides tensors.
 CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.layout,
-    torch.memory_format, torch.Size,
+    torch.memory_format
 )  # fmt: skip
 
 
@@ -166,21 +167,20 @@ def _refuse_state_changes(primal: PrimalValue, leaf: torch.Tensor) -> None:
 def _view(
     analysis: Analysis, tensor: torch.Tensor, base: torch.Tensor, differentiable: bool, replay: Any = None
 ) -> View:
-    offset = tensor.storage_offset() - base.storage_offset()
-
-    def number(size: Any) -> int | SizeValue:
-        if isinstance(size, torch.SymInt):
-            return SizeValue(analysis.add(TracedValue(size, is_visible=False)))
-        return int(size)
-
     return View(
-        tuple(map(number, tensor.shape)),
-        tuple(map(number, tensor.stride())),
-        number(offset),
+        tuple(_size(analysis, size) for size in tensor.shape),
+        tuple(_size(analysis, stride) for stride in tensor.stride()),
+        _size(analysis, tensor.storage_offset() - base.storage_offset()),
         differentiable,
         replay,
         view_origin(tensor),
     )
+
+
+def _size(analysis: Analysis, size: int | torch.SymInt) -> int | SizeValue:
+    if isinstance(size, torch.SymInt):
+        return SizeValue(analysis.add(TracedValue(size, is_visible=False)))
+    return int(size)
 
 
 @dataclass
@@ -205,6 +205,8 @@ class _Outputs:
     def _plan(self, output: Any) -> OutputPlan:
         if isinstance(output, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return ComputedOutput(self.analysis.add(TracedValue(output)))
+        if isinstance(output, torch.Size):
+            return SizeOutput(tuple(_size(self.analysis, size) for size in output))
         if not isinstance(output, torch.Tensor):
             if not isinstance(output, CONSTANTS):
                 raise RefusedError(f"it returns a {type(output).__name__}, which may hold what was traced")

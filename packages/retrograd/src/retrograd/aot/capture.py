@@ -74,9 +74,9 @@ def capture(state: CaptureState, *, single_region: bool = False) -> JointGraph:
         plan = attempt.amended
 
 
-def _is_constant_size(value: Any) -> bool:
-    """Whether the value is a ``torch.Size`` of plain integers, which a pytree would make a tuple of."""
-    return isinstance(value, torch.Size) and all(type(size) is int for size in value)
+def _is_size(value: Any) -> bool:
+    """Whether the value is a ``torch.Size``, which a pytree would make a tuple of."""
+    return isinstance(value, torch.Size)
 
 
 def _capture_error(state: CaptureState, error: Exception) -> CaptureError:
@@ -106,7 +106,7 @@ class _Attempt:
         self.inputs = inputs = Inputs(self.state, self.plan, tracer)
         with inputs.functional():
             result = inputs.call()
-            flat, self.out_spec = pytree.tree_flatten(result, is_leaf=_is_constant_size)
+            flat, self.out_spec = pytree.tree_flatten(result, is_leaf=_is_size)
             self.analysis = analyse(inputs, flat)
             self.amended = self.plan.amended(self.state, self.analysis)
             if self.amended != self.plan:

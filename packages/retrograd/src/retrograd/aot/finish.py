@@ -18,6 +18,7 @@ from retrograd.graph.joint_graph import (
     JointValues,
     OutputPlan,
     SameAs,
+    SizeOutput,
     SizeValue,
     Update,
     View,
@@ -80,6 +81,8 @@ class Finish:
                 return values[value]
             case ConstantOutput(constant):
                 return constant
+            case SizeOutput(sizes):
+                return torch.Size([_number(size, values) for size in sizes])
             case SameAs(source):
                 return sources[source]
             case AliasOf(view, source, value):
@@ -114,8 +117,9 @@ def _strided(view: View, base: torch.Tensor, values: Sequence[Any]) -> torch.Ten
 
 def _geometry(view: View, values: Sequence[Any]) -> tuple[list[int], list[int], int]:
     """Sizes, strides and offset in this call."""
+    size, stride = ([_number(n, values) for n in numbers] for numbers in (view.size, view.stride))
+    return size, stride, _number(view.offset, values)
 
-    def number(size: int | SizeValue) -> int:
-        return values[size.value] if isinstance(size, SizeValue) else size
 
-    return [*map(number, view.size)], [*map(number, view.stride)], number(view.offset)
+def _number(size: int | SizeValue, values: Sequence[Any]) -> int:
+    return values[size.value] if isinstance(size, SizeValue) else size

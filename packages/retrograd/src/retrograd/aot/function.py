@@ -18,7 +18,7 @@ from retrograd._torch.ambient import Ambient, is_foreign_mode_active
 from retrograd._torch.guards import InputGuard, changed_sizes
 from retrograd._torch.memory import groups_sharing_memory
 from retrograd._torch.saved_hooks import why_saved_hooks_matter
-from retrograd._torch.wrappers import PLAIN
+from retrograd._torch.wrappers import PLAIN, wrapping_of
 from retrograd.aot.calls import FlatCall
 from retrograd.aot.capture import capture
 from retrograd.aot.compile import compile as compile_partition
@@ -180,6 +180,7 @@ class AotFunction:
             return _Entry(guard, _leafness(leaves), (), None, None, _reason(error))
         joint = code.partition.joint
         fed = [i for i, leaf in enumerate(joint.state.leaves) if isinstance(leaf.value, torch.Tensor)]
+        fed = [i for i in fed if wrapping_of(joint.state.leaves[i].value) is PLAIN]
         fakes = [joint.state.leaves[i].value for i in fed]
         guard = InputGuard(leaves, fed, fakes, joint.state.fake_mode.shape_env)
         wrappings = tuple(

@@ -23,6 +23,7 @@ __all__ = [
     "OutputPlan",
     "PrimalValue",
     "SameAs",
+    "SizeOutput",
     "SizeValue",
     "Update",
     "View",
@@ -72,6 +73,13 @@ class ComputedOutput:
 
 
 @dataclass(frozen=True)
+class SizeOutput:
+    """An output that is the ``torch.Size`` of something."""
+
+    sizes: tuple[int | SizeValue, ...]
+
+
+@dataclass(frozen=True)
 class SameAs:
     """An output that is the very tensor of a source: a leaf of the state by number, or after them those that the
     function found."""
@@ -88,7 +96,7 @@ class AliasOf:
     value: int | None = None
 
 
-OutputPlan = ConstantOutput | ComputedOutput | SameAs | AliasOf
+OutputPlan = ConstantOutput | ComputedOutput | SizeOutput | SameAs | AliasOf
 
 
 @dataclass(frozen=True, eq=False)
