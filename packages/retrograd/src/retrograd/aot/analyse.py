@@ -6,6 +6,7 @@ to compute, the changes to make after a call, and a plan for every output.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from retrograd._torch.functional import (
     was_mutated_unseen_by_autograd,
     was_storage_changed,
 )
+from retrograd._torch.memory import lies_within, view_origin
 from retrograd._torch.wrappers import PLAIN, Wrapping, parts_of, wrapping_of
 from retrograd.graph.joint_graph import (
     AliasOf,
@@ -38,6 +40,13 @@ if TYPE_CHECKING:
     from retrograd.aot.enter import Inputs
 
 __all__ = ["Analysis", "RefusedError", "TracedValue", "analyse"]
+
+
+#: what a function may return besides tensors.
+CONSTANTS = (
+    type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.Size,
+)  # fmt: skip
 
 
 class RefusedError(Exception):
@@ -72,7 +81,9 @@ class TracedValue:
     def is_new_leaf(self) -> bool:
         """Whether it is a leaf that the function made."""
         value = self.value
-        return isinstance(value, torch.Tensor) and self.is_seen and value.requires_grad and value.grad_fn is None
+        return (
+            isinstance(value, torch.Tensor) and self.is_seen and value.requires_grad and value.grad_fn is None
+        )
 
     def described(self) -> ForwardValue:
         """What later stages need to know of it."""
@@ -129,9 +140,13 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
         writes, reshapes = was_data_mutated(tensor), was_metadata_mutated(tensor)
         if not writes and not reshapes:
             continue
-        unseen = was_mutated_unseen_by_autograd(tensor)
-        if reshapes and primal.wrapping.cls is not None:
-            raise RefusedError(f"it changes the shape of {primal.name}, a tensor subclass")
+        if any(bared is tensor for bared in inputs.bared):
+            raise RefusedError(f"it may change {primal.name} through .data, which no version counter shows")
+        unseen = tensor.grad_fn is inputs.histories[number] and was_mutated_unseen_by_autograd(tensor)
+        if reshapes and (primal.wrapping.cls is not None or (primal.differentiable and not unseen)):
+            raise RefusedError(
+                f"it changes the shape of {primal.name}, which is differentiable or a subclass"
+            )
         view = _view(tensor, primal.fake, True) if reshapes else None
         value = analysis.add(TracedValue(tensor, False, not unseen)) if writes else None
         updates.append(Update(number, value, view, unseen))
@@ -139,15 +154,18 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
 
 
 def _refuse_state_changes(primal: PrimalValue, leaf: torch.Tensor) -> None:
-    if leaf.requires_grad != primal.differentiable and leaf.grad_fn is None:
+    if leaf.requires_grad != primal.differentiable:
         raise RefusedError(f"it switches requires_grad of {primal.name}")
+    if not leaf.is_leaf:
+        raise RefusedError(f"it gives {primal.name} another history")
     if leaf.is_leaf and leaf.grad is not None:
         raise RefusedError(f"it runs a backward that accumulates into {primal.name}")
 
 
 def _view(tensor: torch.Tensor, base: torch.Tensor, differentiable: bool, replay: Any = None) -> View:
     offset = tensor.storage_offset() - base.storage_offset()
-    return View(tuple(tensor.shape), tuple(tensor.stride()), offset, differentiable, replay)
+    origin = view_origin(tensor)
+    return View(tuple(tensor.shape), tuple(tensor.stride()), offset, differentiable, replay, origin)
 
 
 @dataclass
@@ -159,12 +177,10 @@ class _Outputs:
     outputs: Sequence[Any]
 
     def plans(self) -> list[OutputPlan]:
-        self._sources = {
-            key: source
-            for source, entry in reversed(list(enumerate(self.inputs.entries)))
-            if isinstance(entry, torch.Tensor)
-            for key in [storage_key(entry)]
-        }
+        self._sources: dict[tuple[int, ...], list[int]] = {}
+        for source, entry in enumerate(self.inputs.entries):
+            if isinstance(entry, torch.Tensor):
+                self._sources.setdefault(storage_key(entry), []).append(source)
         self._sharing: dict[tuple[int, ...], dict[int, Any]] = {}
         for output in self.outputs:
             if isinstance(output, torch.Tensor) and is_traced(output):
@@ -175,6 +191,8 @@ class _Outputs:
         if isinstance(output, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return ComputedOutput(self.analysis.add(TracedValue(output)))
         if not isinstance(output, torch.Tensor):
+            if not isinstance(output, CONSTANTS):
+                raise RefusedError(f"it returns a {type(output).__name__}, which may hold what was traced")
             return ConstantOutput(output)
         if not is_traced(output):
             output = self.inputs.found(output)
@@ -183,14 +201,22 @@ class _Outputs:
                 return SameAs(source)
         key = storage_key(output)
         if key in self._sources and not _is_empty(output):
-            source = self._sources[key]
+            source = self._source(output, self._sources[key])
             return AliasOf(self._seen(output, self.inputs.entries[source]), source=source)
         return self._computed(output, list(self._sharing[key].values()))
+
+    def _source(self, output: torch.Tensor, sources: Sequence[int]) -> int:
+        """Of the inputs that share memory with an output, the first that covers it."""
+        if len(sources) == 1:
+            return sources[0]
+        entries = self.inputs.entries
+        return next((source for source in sources if lies_within(output, entries[source])), sources[0])
 
     def _computed(self, output: torch.Tensor, sharing: Sequence[torch.Tensor]) -> OutputPlan:
         if len(sharing) == 1 or wrapping_of(output) is not PLAIN or _is_empty(output):
             return ComputedOutput(self.analysis.add(TracedValue(output)))
-        base = next((other for other in sharing if not other._is_view()), sharing[0])
+        base = next((other for other in sharing if other._is_view() and other.requires_grad), sharing[0])
+        base = next((other for other in sharing if not other._is_view() and other.requires_grad), base)
         if base._is_view() and base._base is not None:
             base = base._base
         number = self.analysis.add(TracedValue(base))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from retrograd._torch.memory import with_view_origin
 from retrograd.graph.joint_graph import (
     AliasOf,
     ComputedOutput,
@@ -25,7 +26,7 @@ __all__ = ["Finish"]
 
 
 class Finish:
-    """What is left to do when the graph of `joint` has run."""
+    """What is left to do when the graph of `joint` has run: first `write`, as values come to be, then the outputs."""
 
     def __init__(self, joint: JointValues) -> None:
         self._joint = joint
@@ -35,19 +36,24 @@ class Finish:
             else None
         )
         self._new_leaves = [i for i, value in enumerate(joint.values) if value.requires_grad]
+        self._written: dict[int, list[Update]] = {}
+        for update in joint.updates:
+            if update.value is not None:
+                self._written.setdefault(update.value, []).append(update)
         unseen = [u for u in joint.updates if u.value is not None and joint.values[u.value].junction is None]
         self._at_once = [u for u in unseen if u.view is None and not joint.primals[u.primal].wrapping.cls]
 
-    def __call__(self, sources: Sequence[Any], primals: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        """Change the inputs, and make the outputs."""
+    def __call__(self, sources: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """The outputs."""
         for value in self._new_leaves:
             values[value].requires_grad_()
         if self._computed is not None:
             return [values[i] for i in self._computed]
-        self._update(primals, values)
         return [self._output(plan, sources, values) for plan in self._joint.outputs]
 
-    def _update(self, primals: Sequence[Any], values: Sequence[Any]) -> None:
+    def write_unseen(self, primals: Sequence[Any], values: list[Any]) -> None:
+        """Make all changes that have no part in the autograd graph. Values that are written are the primals from then
+        on."""
         if self._at_once:
             with torch.no_grad():
                 torch._foreach_copy_(
@@ -55,8 +61,17 @@ class Finish:
                     [values[u.value] for u in self._at_once],  # type: ignore[index]
                 )
         for update in self._joint.updates:
-            if update not in self._at_once:
-                _apply(update, primals[update.primal], values)
+            if update.value is None or self._joint.values[update.value].junction is None:
+                if update not in self._at_once:
+                    _apply(update, primals[update.primal], values)
+                if update.value is not None:
+                    values[update.value] = primals[update.primal]
+
+    def write(self, value: int, primals: Sequence[Any], values: list[Any]) -> None:
+        """Make the change that writes `value`, which has its history now."""
+        for update in self._written.get(value, ()):
+            _apply(update, primals[update.primal], values)
+            values[value] = primals[update.primal]
 
     def _output(self, plan: OutputPlan, sources: Sequence[Any], values: Sequence[Any]) -> Any:
         match plan:
@@ -81,8 +96,12 @@ def _apply(update: Update, primal: torch.Tensor, values: Sequence[Any]) -> None:
 
 def _viewed(view: View, base: torch.Tensor) -> torch.Tensor:
     """The view of a real tensor that the function made of the traced one."""
-    if not view.differentiable and base.requires_grad:
-        base = base.detach()
+    if view.origin is not None:
+        return with_view_origin(lambda: _strided(view, base), view.origin)
+    return _strided(view, base if view.differentiable or not base.requires_grad else base.detach())
+
+
+def _strided(view: View, base: torch.Tensor) -> torch.Tensor:
     if view.replay is not None:
         made: torch.Tensor = view.replay(base)
         return made

@@ -141,7 +141,9 @@ class _Fakes:
     def _constant(self, name: str, value: Any) -> Leaf:
         if isinstance(value, _CONSTANTS) or callable(value) or getattr(type(value), "__hash__", None):
             return Leaf(name, None, value)
-        self._refuse("constant", name, f"is {type(value).__name__}", "register it as a pytree node, or close over it")
+        self._refuse(
+            "constant", name, f"is {type(value).__name__}", "register it as a pytree node, or close over it"
+        )
         raise AssertionError
 
     def _dims(self, index: int, value: torch.Tensor) -> frozenset[int]:
@@ -151,18 +153,28 @@ class _Fakes:
 
     def _fake(self, value: torch.Tensor, name: str, dims: frozenset[int]) -> Any:
         if why := why_not_fakeable(value):
-            self._refuse("input", name, f"is a {why}" if not why.startswith("a ") else f"is {why}", "keep it eager")
+            self._refuse(
+                "input", name, f"is a {why}" if not why.startswith("a ") else f"is {why}", "keep it eager"
+            )
         if is_fake(value):
             if fake_mode_of(value) is not self.given:
                 self._refuse("fake-input", name, "is fake, but not of the given fake mode", "pass fake_mode=")
             return value.detach()
         if self.given is not None:
-            self._refuse("real-input", name, "is real, though a fake mode was given", "make it fake in that mode")
+            self._refuse(
+                "real-input", name, "is real, though a fake mode was given", "make it fake in that mode"
+            )
         return fake_of(self.mode, value, name, dims)
 
     def _refuse(self, code: str, name: str, found: str, way_out: str) -> None:
         raise CaptureError(
-            Reason(code, f"input {name} of {self.function} {found}", "aot.create_state", node=name, way_out=way_out)
+            Reason(
+                code,
+                f"input {name} of {self.function} {found}",
+                "aot.create_state",
+                node=name,
+                way_out=way_out,
+            )
         )
 
     def free(self, value: torch.Tensor) -> Any:
