@@ -5,10 +5,12 @@ In: real tensors and which of their dimensions may change. Out: fakes, all of on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -17,7 +19,7 @@ from retrograd._torch.functional import inner_tensors
 from retrograd._torch.subclasses import is_wrapper
 from retrograd._torch.wrappers import built, parts_of, wrapping_of
 
-__all__ = ["fake_mode_of", "fake_of", "is_fake", "new_fake_mode", "why_not_fakeable"]
+__all__ = ["fake_mode_of", "fake_of", "fake_results", "is_fake", "new_fake_mode", "why_not_fakeable"]
 
 
 def new_fake_mode(symbolic: bool) -> FakeTensorMode:
@@ -67,3 +69,20 @@ def why_not_fakeable(value: torch.Tensor) -> str | None:
         if inner.is_neg() or inner.is_conj():
             return "lazily conjugated or negated tensor"
     return None
+
+
+def fake_results(gm: fx.GraphModule, examples: Sequence[Any]) -> dict[fx.Node, Any]:
+    """What each node of `gm` gives for the fake `examples`."""
+    found: dict[fx.Node, Any] = {}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            value = super().run_node(n)
+            if n.op != "output":
+                found[n] = value
+            return value
+
+    mode = next(filter(None, (fake_mode_of(value) for value in examples if isinstance(value, torch.Tensor))), None)
+    with torch.no_grad(), mode or new_fake_mode(True), enable_python_dispatcher():
+        Recorder(gm).run(*examples)
+    return found

@@ -5,12 +5,15 @@ Inductor itself is imported when it is used: that takes a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 __all__ = ["compile_graph", "decompositions"]
 
@@ -29,9 +32,30 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable
     from torch._inductor.virtualized import V
 
     fake_mode = detect_fake_mode(example_inputs)
-    with torch.no_grad(), tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode):
+    with (
+        torch.no_grad(),
+        _with_shape_env(fake_mode),
+        tracing(TracingContext(fake_mode)),
+        V.set_fake_mode(fake_mode),
+    ):
         joint_graph_passes(gm)
         compiled = compile_fx_inner(gm, list(example_inputs))
     if getattr(compiled, "_boxed_call", False):
         return compiled
     return lambda args: compiled(*args)
+
+
+@contextmanager
+def _with_shape_env(fake_mode: FakeTensorMode | None) -> Iterator[None]:
+    """Inside, a mode of static sizes has a shape environment too.
+
+    Inductor looks a graph up in its cache on disk only if the mode has one, to keep its guards with the code.
+    """
+    if fake_mode is None or fake_mode.shape_env is not None:
+        yield
+        return
+    fake_mode.shape_env = ShapeEnv()
+    try:
+        yield
+    finally:
+        fake_mode.shape_env = None

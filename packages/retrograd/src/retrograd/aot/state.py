@@ -66,6 +66,7 @@ def create_state(
         dynamic=dynamic,
         decompositions=decompositions or {},
         fake_mode=fake_mode,
+        in_spec=spec,
     )
 
 
@@ -79,8 +80,9 @@ def state_of_flat(
     dynamic: Dynamic = None,
     decompositions: Mapping[Any, Callable[..., Any]],
     fake_mode: Any = None,
+    in_spec: Any = None,
 ) -> CaptureState:
-    """The same for a function of flat inputs, which have names and kinds."""
+    """The same for a function of flat inputs, which have names and kinds; `in_spec` is as in `CaptureState`."""
     fakes = _Fakes(name, fake_mode, dynamic)
     made = tuple(
         fakes.leaf(i, value, leaf_name, kind)
@@ -95,6 +97,7 @@ def state_of_flat(
         aliases=tuple(fakes.groups(made, leaves)),
         decompositions=decompositions,
         free=fakes.free,
+        in_spec=in_spec,
     )
 
 
