@@ -6,13 +6,14 @@ Inductor itself is imported when it is used: that takes a second.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 
-__all__ = ["compile_graph", "decompositions"]
+__all__ = ["compile_graph", "decompositions", "patched", "settings"]
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
@@ -20,6 +21,22 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
+
+
+def settings() -> list[str]:
+    """The names of Inductor's settings."""
+    from torch._inductor import list_options
+
+    return list_options()
+
+
+def patched(values: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Inside, Inductor's settings have these `values`."""
+    if not values:
+        return nullcontext()
+    from torch._inductor import config
+
+    return config.patch(dict(values))
 
 
 def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
