@@ -16,8 +16,6 @@ from torch import fx
 from torch._C._dynamo.guards import compute_overlapping_tensors
 from torch._dynamo import list_backends, register_backend
 from torch._guards import DuplicateInputs, StorageOverlap, TracingContext, detect_fake_mode
-from torch.fx import traceback
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from retrograd._torch.fakes import fake_mode_of, is_fake
 
@@ -32,7 +30,6 @@ __all__ = [
     "has_symbols",
     "mode_of",
     "register_once",
-    "run_graph",
     "traced_in",
     "why_not_as_given",
 ]
@@ -163,14 +160,6 @@ def _has_memory(value: Any) -> bool:
         and type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.layout is torch.strided
     )
-
-
-def run_graph(gm: fx.GraphModule, args: Sequence[Any]) -> Any:
-    """Run `gm`; while it is traced, stack traces and module paths of its nodes go on to what they become."""
-    if get_proxy_mode() is None:
-        return gm(*args)
-    with traceback.preserve_node_meta():
-        return fx.Interpreter(gm).run(*args)
 
 
 def grad_mode_left(gm: fx.GraphModule) -> bool | None:

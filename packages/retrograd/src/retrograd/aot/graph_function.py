@@ -22,11 +22,12 @@ from retrograd._torch.dynamo_bridge import (
     guard_same,
     has_symbols,
     mode_of,
-    run_graph,
     traced_in,
     why_not_as_given,
 )
-from retrograd._torch.memory import groups_sharing_memory
+from retrograd._torch.fakes import alias_of_fake
+from retrograd._torch.interpret import run_graph
+from retrograd._torch.memory import common_base, groups_sharing_memory
 from retrograd._torch.saved_hooks import why_saved_hooks_matter
 from retrograd.aot.capture import capture
 from retrograd.aot.compile import compile as compile_partition
@@ -38,7 +39,7 @@ from retrograd.aot.run_forward import CompiledFunction
 from retrograd.aot.state import state_of_flat
 from retrograd.backends.registry import find_backend
 from retrograd.errors import CaptureError, Reason
-from retrograd.graph.capture_state import CaptureState
+from retrograd.graph.capture_state import AliasGroup, CaptureState
 from retrograd.graph.joint import PrimalKind
 from retrograd.graph.partition import Partition
 
@@ -181,7 +182,12 @@ def state_of_graph(
         else leaf
         for leaf, value in zip(state.leaves, given, strict=True)
     )
-    return replace(state, leaves=leaves, free=lambda tensor: fake_of_attribute(mode, tensor).detach())
+    return replace(
+        state,
+        leaves=leaves,
+        aliases=tuple(_as_given(group, given) for group in state.aliases),
+        free=lambda tensor: alias_of_fake(fake_of_attribute(mode, tensor)),
+    )
 
 
 def reason_of(error: Exception) -> Reason:
@@ -191,6 +197,14 @@ def reason_of(error: Exception) -> Reason:
         return reason
     text = (str(error).strip().splitlines() or [""])[0]
     return Reason("compile-failed", f"{type(error).__name__}: {text}", "dynamo")
+
+
+def _as_given(group: AliasGroup, given: Sequence[Any]) -> AliasGroup:
+    """The group with the history of its base as it is, not as it was when Dynamo had traced the graph."""
+    base = common_base([given[member.leaf] for member in group.members])
+    if base is None or group.base is None:
+        return replace(group, base=None)
+    return replace(group, base=replace(group.base, requires_grad=base.requires_grad, is_leaf=base.is_leaf))
 
 
 def _kind(item: GraphInput) -> PrimalKind:
