@@ -22,13 +22,14 @@ __all__ = [
     "fitted",
     "input_count",
     "leaf_of",
+    "refuse_nan",
     "tells_undefined",
     "zeros_like_input",
 ]
 
 
 class NodeCallError(Exception):
-    """A node gave what the engine would refuse; the text is the engine's."""
+    """A node did what it can do only in an engine: gave what the engine would refuse, or changed itself."""
 
 
 def edge_of(tensor: torch.Tensor) -> tuple[Any, int] | None:
@@ -94,8 +95,22 @@ def call_node(node: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Ten
         return list(results) if isinstance(results, tuple) else [results]
     if materializes_grads(node):
         grads = [zeros_like_input(node, i) if grad is None else grad for i, grad in enumerate(grads)]
+    before = dict(vars(node))
     results = node.apply(*grads)
+    if vars(node) != before:
+        raise NodeCallError(f"the backward of {node.name()} changes its own context")
     return _by_edge(node, results if isinstance(results, (tuple, list)) else (results,))
+
+
+def refuse_nan(name: str, grads: Sequence[torch.Tensor | None]) -> None:
+    """What anomaly mode checks after each node.
+
+    Raises:
+        RuntimeError: a gradient is not a number; in the engine's words.
+    """
+    for i, grad in enumerate(grads):
+        if grad is not None and bool(grad.ne(grad).any()):
+            raise RuntimeError(f"Function '{name}' returned nan values in its {i}th output.")
 
 
 def _by_edge(node: Any, results: Sequence[Any]) -> list[torch.Tensor | None]:

@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from retrograd._torch.functional import inner_tensors
 from retrograd._torch.subclasses import is_wrapper
+from retrograd._torch.wrappers import built, parts_of, wrapping_of
 
 __all__ = ["alias_of_fake", "fake_mode_of", "fake_of", "is_fake", "new_fake_mode", "why_not_fakeable"]
 
@@ -49,7 +50,10 @@ def fake_of(mode: FakeTensorMode, value: torch.Tensor, name: str, symbolic: Iter
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         bare = value.detach()
     source, dims = ConstantSource(name), frozenset(symbolic)
-    if mode.shape_env is None or is_wrapper(value):
+    if is_wrapper(bare):
+        wrapping = wrapping_of(bare)
+        return built(wrapping, iter([fake_of(mode, part, name, ()) for part in parts_of(bare, wrapping)]))
+    if mode.shape_env is None:
         return mode.from_tensor(bare, static_shapes=True, source=source)
     kinds = [DimDynamic.DUCK if dim in dims else DimDynamic.STATIC for dim in range(value.dim())]
     context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=kinds)

@@ -23,7 +23,6 @@ __all__ = [
     "to_functional",
     "was_data_mutated",
     "was_metadata_mutated",
-    "was_mutated_behind_versions",
     "was_mutated_unseen_by_autograd",
     "was_storage_changed",
 ]
@@ -91,15 +90,6 @@ def was_mutated_unseen_by_autograd(value: torch.Tensor) -> bool:
     return all(
         torch._functionalize_are_all_mutations_under_no_grad_or_inference_mode(part.elem)
         or torch._functionalize_are_all_mutations_hidden_from_autograd(part.elem)
-        for part in _parts(value)
-    )
-
-
-def was_mutated_behind_versions(value: torch.Tensor) -> bool:
-    """Whether all writing was done through ``.data`` and the like, which no version counter shows."""
-    return all(
-        torch._functionalize_are_all_mutations_hidden_from_autograd(part.elem)
-        and not torch._functionalize_are_all_mutations_under_no_grad_or_inference_mode(part.elem)
         for part in _parts(value)
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from retrograd._torch.checkpointing import checkpoints_marked
 from retrograd._torch.functional import functional_mode, to_functional
 from retrograd._torch.joint_tracing import JointTracer
 from retrograd._torch.lifting import FreeTensors
@@ -53,7 +54,9 @@ class EntryPlan:
         for number, group in enumerate(state.aliases):
             if number not in based and changed & {member.leaf for member in group.members}:
                 if group.base is None:
-                    raise RefusedError("it changes an input that shares memory with another one in a way unknown to autograd")
+                    raise RefusedError(
+                        "it changes an input that shares memory with another one in a way unknown to autograd"
+                    )
                 based.add(number)
         return EntryPlan(self.copies, frozenset(based))
 
@@ -67,6 +70,8 @@ class Inputs:
         leaves: by primal, the functional tensor with which autograd begins.
         entries: by source (leaf of the state, or after those what the function found), what the function sees.
         entered: by primal, the tensor that the function can change.
+        bared: tensors of which the function took ``.data``.
+        histories: by primal, the ``grad_fn`` with which it entered.
     """
 
     state: CaptureState
@@ -77,6 +82,8 @@ class Inputs:
     leaves: list[Any] = field(default_factory=list)
     entered: list[Any] = field(default_factory=list)
     entries: list[Any] = field(default_factory=list)
+    bared: list[Any] = field(default_factory=list)
+    histories: list[Any] = field(default_factory=list)
 
     @contextmanager
     def functional(self) -> Iterator[None]:
@@ -88,8 +95,12 @@ class Inputs:
     def call(self) -> Any:
         """Run the function."""
         count = len(self.state.leaves)
-        with self.state.ambient.restored(), FreeTensors(self.found):
-            return self.state.call(self.entries[:count])
+        with self.state.ambient.restored(), FreeTensors(self.found) as free, checkpoints_marked(self.tracer):
+            result = self.state.call(self.entries[:count])
+            if torch.is_grad_enabled() != self.state.ambient.grad:
+                raise RefusedError("it leaves grad mode switched")
+        self.bared = free.bared
+        return result
 
     def _enter(self) -> None:
         based = {
@@ -127,6 +138,7 @@ class Inputs:
         value = self.tracer.placeholder(f"primal_{len(self.primals) - 1}", leaf.value)
         self.leaves.append(None)
         self.entered.append(None)
+        self.histories.append(None)
         return value
 
     def _tensor(self, given: Leaf, **where: Any) -> Any:
@@ -153,6 +165,7 @@ class Inputs:
             with torch.enable_grad():
                 entered = made.clone()
         self.entered.append(entered)
+        self.histories.append(entered.grad_fn)
         return entered
 
     def found(self, tensor: torch.Tensor) -> Any:
@@ -162,7 +175,9 @@ class Inputs:
                 return self.entered[number]
         assert self.state.free is not None
         fake = self.state.free(tensor)
-        leaf = Leaf("tensor found by the function", PrimalKind.ARGUMENT, fake, tensor.requires_grad, tensor.is_leaf)
+        leaf = Leaf(
+            "tensor found by the function", PrimalKind.ARGUMENT, fake, tensor.requires_grad, tensor.is_leaf
+        )
         entered = self._tensor(leaf, found=tensor)
         self.entries.append(entered)
         return entered

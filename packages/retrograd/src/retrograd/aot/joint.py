@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 from retrograd.graph.joint_graph import JointValues
 
 __all__ = ["JointGraph"]
@@ -25,5 +24,3 @@ class JointGraph(JointValues):
         roles = [f"#   {role}" for role in (*self.signature.inputs, *self.signature.outputs)]
         text: str = self.gm.print_readable(print_output=False)
         return "\n".join([*roles, text])
-
-

@@ -47,6 +47,7 @@ class CompiledFunction:
         self._values = [value.wrapping for value in joint.values]
         self._plain_values = all(wrapping is PLAIN for wrapping in self._values)
         self._steps = self._plan_steps()
+        self._value_at = self._places_of_values()
         self._finish = Finish(joint)
         self._draws = self._random_devices()
         self._repeatable = not any(update.value is not None or update.view for update in joint.updates)
@@ -84,16 +85,25 @@ class CompiledFunction:
                 before = step
         return steps[::-1]
 
+    def _places_of_values(self) -> dict[int, int]:
+        """By place among the forward's results, the plain value that it is."""
+        roles = self._joint.signature.outputs[: self._joint.signature.forward_count]
+        return {
+            place: role.index  # type: ignore[union-attr]
+            for place, role in enumerate(roles)
+            if self._joint.values[role.index].wrapping is PLAIN  # type: ignore[union-attr]
+        }
+
     def _random_devices(self) -> tuple[torch.device, ...]:
         """Devices whose generators the forward uses."""
         nodes = self._joint.gm.graph.nodes
         drawing = [node for node in nodes if draws_random_numbers(node) and not node.meta.get("is_backward")]
         return tuple({_device(node.meta["val"]) for node in drawing})
 
-    def _plan_saved(self, region: int) -> list[tuple[SavedKind, int, bool]]:
+    def _plan_saved(self, region: int) -> list[tuple[SavedKind, int, bool, bool]]:
         partition = self.partition
         entries = [partition.saved[i] for i in partition.backwards[region].saved]
-        return [(entry.kind, entry.place, entry.is_number) for entry in entries]
+        return [(entry.kind, entry.place, entry.is_number, entry.by_eager) for entry in entries]
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Run on flat inputs."""
@@ -106,14 +116,17 @@ class CompiledFunction:
             results = self._code(arguments)
         count = self._joint.signature.forward_count
         values = results[:count] if self._plain_values else self._built(results)
+        values = list(values)
+        if self._joint.updates:
+            self._finish.write_unseen(primals, values)
         if self._regions:
             again = None
             if self._repeatable:
                 versions = Versions(dict(enumerate(primals)))
                 again = Call(sources, primals, versions, generators)
             with torch.enable_grad():
-                values = self._attached(primals, parts, results, list(values), again)
-        outputs = self._finish(sources, primals, values)
+                values = self._attached(primals, parts, results, values, again)
+        outputs = self._finish(sources, values)
         return pytree.tree_unflatten(outputs, self._joint.out_spec)
 
     def _primals(self, sources: Sequence[Any]) -> list[Any]:
@@ -156,7 +169,7 @@ class CompiledFunction:
                 gates[index] = primals[index][...]
                 continue
             region = self._regions[index]
-            saved, numbers = self._saved(index, parts, results)
+            saved, numbers = self._saved(index, parts, results, values)
             inputs = [
                 values[junctions[there.index].value] if there.is_junction else gates[there.index]
                 for there in region.destinations
@@ -166,14 +179,18 @@ class CompiledFunction:
             attached = RegionNode.apply(region, saved, Kept(numbers, len(saved), again), bare, *inputs)
             for root, value in zip(roots, attached, strict=True):  # type: ignore[arg-type]
                 values[root] = value
+                self._finish.write(root, primals, values)
         return values
 
     def _saved(
-        self, region: int, parts: Sequence[Any], results: Sequence[Any]
+        self, region: int, parts: Sequence[Any], results: Sequence[Any], values: Sequence[Any]
     ) -> tuple[list[Any], dict[int, Any]]:
         saved, numbers = [], {}
-        for i, (kind, place, is_number) in enumerate(self._saved_by_region[region]):
-            value = (parts if kind is SavedKind.PRIMAL else results)[place]
+        for i, (kind, place, is_number, by_eager) in enumerate(self._saved_by_region[region]):
+            if by_eager and kind is SavedKind.OUTPUT and place in self._value_at:
+                value = values[self._value_at[place]]  # as it is now: written into a primal, with its history
+            else:
+                value = (parts if kind is SavedKind.PRIMAL else results)[place]
             if is_number:
                 numbers[i] = value
             else:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from retrograd._torch.ambient import Ambient
 from retrograd._torch.fakes import alias_of_fake, fake_mode_of, fake_of, is_fake, new_fake_mode, why_not_fakeable
 from retrograd._torch.memory import common_base, groups_sharing_memory
+from retrograd.aot.calls import FlatCall
 from retrograd.aot.modules import ModuleState
 from retrograd.errors import CaptureError, Reason
 from retrograd.graph.capture_state import AliasGroup, CaptureState, Leaf, MemberView
@@ -53,24 +54,16 @@ def create_state(
         CaptureError: an input that cannot stand in a graph, or that is fake without (or real with) `fake_mode`.
     """
     flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-    paths, _ = pytree.tree_flatten_with_path((tuple(args), dict(kwargs or {})))
-    names = [_argument_name(path) for path, _ in paths]
     state = ModuleState.of(fn_or_module) if isinstance(fn_or_module, nn.Module) else ModuleState()
     name = type(fn_or_module).__name__ if state.module else getattr(fn_or_module, "__name__", "function")
 
-    def call(leaves: Sequence[Any]) -> Any:
-        inputs, keywords = pytree.tree_unflatten(list(leaves[len(state.tensors) :]), spec)
-        with state.replaced(leaves[: len(state.tensors)]):
-            return fn_or_module(*inputs, **keywords)
-
-    leaves = [*state.tensors, *flat]
-    kinds = [*state.kinds, *[PrimalKind.ARGUMENT] * len(flat)]
+    call, leaves = FlatCall(fn_or_module, state, spec), [*state.tensors, *flat]
     return state_of_flat(
         call,
         leaves,
         name=name,
-        names=[*state.names, *names],
-        kinds=kinds,
+        names=call.names(leaves),
+        kinds=call.kinds(leaves),
         dynamic=dynamic,
         decompositions=decompositions or {},
         fake_mode=fake_mode,
@@ -106,14 +99,6 @@ def state_of_flat(
     )
 
 
-def _argument_name(path: Sequence[Any]) -> str:
-    """``args[0]['x']``, or the keyword itself."""
-    which, *rest = path
-    if which.idx == 0:
-        return "args" + pytree.keystr(tuple(rest))
-    return rest[0].key + pytree.keystr(tuple(rest[1:]))
-
-
 @dataclass
 class _Fakes:
     """Makes leaves of the inputs of one function."""
@@ -139,7 +124,9 @@ class _Fakes:
     def _constant(self, name: str, value: Any) -> Leaf:
         if isinstance(value, _CONSTANTS) or callable(value) or getattr(type(value), "__hash__", None):
             return Leaf(name, None, value)
-        self._refuse("constant", name, f"is {type(value).__name__}", "register it as a pytree node, or close over it")
+        self._refuse(
+            "constant", name, f"is {type(value).__name__}", "register it as a pytree node, or close over it"
+        )
         raise AssertionError
 
     def _dims(self, index: int, value: torch.Tensor) -> frozenset[int]:
@@ -149,18 +136,28 @@ class _Fakes:
 
     def _fake(self, value: torch.Tensor, name: str, dims: frozenset[int]) -> Any:
         if why := why_not_fakeable(value):
-            self._refuse("input", name, f"is a {why}" if not why.startswith("a ") else f"is {why}", "keep it eager")
+            self._refuse(
+                "input", name, f"is a {why}" if not why.startswith("a ") else f"is {why}", "keep it eager"
+            )
         if is_fake(value):
             if fake_mode_of(value) is not self.given:
                 self._refuse("fake-input", name, "is fake, but not of the given fake mode", "pass fake_mode=")
             return alias_of_fake(value)
         if self.given is not None:
-            self._refuse("real-input", name, "is real, though a fake mode was given", "make it fake in that mode")
+            self._refuse(
+                "real-input", name, "is real, though a fake mode was given", "make it fake in that mode"
+            )
         return fake_of(self.mode, value, name, dims)
 
     def _refuse(self, code: str, name: str, found: str, way_out: str) -> None:
         raise CaptureError(
-            Reason(code, f"input {name} of {self.function} {found}", "aot.create_state", node=name, way_out=way_out)
+            Reason(
+                code,
+                f"input {name} of {self.function} {found}",
+                "aot.create_state",
+                node=name,
+                way_out=way_out,
+            )
         )
 
     def free(self, value: torch.Tensor) -> Any:
