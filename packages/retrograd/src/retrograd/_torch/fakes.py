@@ -19,7 +19,15 @@ from retrograd._torch.functional import inner_tensors
 from retrograd._torch.subclasses import is_wrapper
 from retrograd._torch.wrappers import built, parts_of, wrapping_of
 
-__all__ = ["fake_mode_of", "fake_of", "fake_results", "is_fake", "new_fake_mode", "why_not_fakeable"]
+__all__ = [
+    "alias_of_fake",
+    "fake_mode_of",
+    "fake_of",
+    "fake_results",
+    "is_fake",
+    "new_fake_mode",
+    "why_not_fakeable",
+]
 
 
 def new_fake_mode(symbolic: bool) -> FakeTensorMode:
@@ -36,6 +44,15 @@ def fake_mode_of(value: torch.Tensor) -> FakeTensorMode | None:
     """The mode of a fake tensor."""
     fakes = [inner for inner in inner_tensors(value) if isinstance(inner, FakeTensor)]
     return fakes[0].fake_mode if fakes else None
+
+
+def alias_of_fake(value: torch.Tensor) -> torch.Tensor:
+    """The fake without its history; the number in it stays known, if it is."""
+    with torch.no_grad():
+        bare = value.detach()
+    if isinstance(bare, FakeTensor) and isinstance(value, FakeTensor) and value.item_memo is not None:
+        bare.item_memo = value.item_memo
+    return bare
 
 
 def fake_of(mode: FakeTensorMode, value: torch.Tensor, name: str, symbolic: Iterable[int]) -> Any:

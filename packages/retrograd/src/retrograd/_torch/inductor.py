@@ -6,7 +6,7 @@ Inductor itself is imported when it is used: that takes a second.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-__all__ = ["compile_graph", "decompositions"]
+__all__ = ["compile_graph", "decompositions", "patched", "settings"]
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
@@ -23,6 +23,22 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
+
+
+def settings() -> list[str]:
+    """The names of Inductor's settings."""
+    from torch._inductor import list_options
+
+    return list_options()
+
+
+def patched(values: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Inside, Inductor's settings have these `values`."""
+    if not values:
+        return nullcontext()
+    from torch._inductor import config
+
+    return config.patch(dict(values))
 
 
 def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:

@@ -6,6 +6,7 @@ In: a function or module, its arguments, and which sizes may change. Out: `Captu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from retrograd._torch.ambient import Ambient
-from retrograd._torch.fakes import fake_mode_of, fake_of, is_fake, new_fake_mode, why_not_fakeable
+from retrograd._torch.fakes import alias_of_fake, fake_mode_of, fake_of, is_fake, new_fake_mode, why_not_fakeable
 from retrograd._torch.memory import common_base, groups_sharing_memory
 from retrograd.aot.calls import FlatCall
 from retrograd.aot.modules import ModuleState
@@ -144,7 +145,7 @@ class _Fakes:
         if is_fake(value):
             if fake_mode_of(value) is not self.given:
                 self._refuse("fake-input", name, "is fake, but not of the given fake mode", "pass fake_mode=")
-            return value.detach()
+            return alias_of_fake(value)
         if self.given is not None:
             self._refuse(
                 "real-input", name, "is real, though a fake mode was given", "make it fake in that mode"
@@ -172,7 +173,8 @@ class _Fakes:
         return [self._group(keys, [tensors[i] for i in keys]) for keys in groups_sharing_memory(tensors)]
 
     def _group(self, keys: Sequence[int], tensors: Sequence[torch.Tensor]) -> AliasGroup:
-        base = None if any(map(is_fake, tensors)) else common_base(tensors)
+        with self.mode if any(map(is_fake, tensors)) else nullcontext():
+            base = common_base(tensors)
         members = tuple(
             MemberView(
                 key,
