@@ -30,7 +30,7 @@ __all__ = [
 
 def functional_mode() -> AbstractContextManager[Any]:
     """While open, operations on functional tensors are recorded without mutation."""
-    return FunctionalTensorMode()
+    return FunctionalTensorMode(_allow_token_discovery=True)
 
 
 def to_functional(value: torch.Tensor) -> torch.Tensor:
