@@ -140,7 +140,7 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
             continue
         if any(bared is tensor for bared in inputs.bared):
             raise RefusedError(f"it may change {primal.name} through .data, which no version counter shows")
-        unseen = was_mutated_unseen_by_autograd(tensor)
+        unseen = writes and was_mutated_unseen_by_autograd(tensor)
         if reshapes and primal.wrapping.cls is not None:
             raise RefusedError(f"it changes the shape of {primal.name}, a tensor subclass")
         view = _view(tensor, primal.fake, True) if reshapes else None
