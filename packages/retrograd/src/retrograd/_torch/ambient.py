@@ -70,4 +70,3 @@ def autocast_off() -> Iterator[None]:
 def is_foreign_mode_active() -> bool:
     """Whether somebody watches or transforms operations: a dispatch mode, or a functorch transform."""
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack())
-

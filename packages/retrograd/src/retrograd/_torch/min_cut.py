@@ -16,6 +16,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 __all__ = ["cut_by"]
 
 
+#: what torch's partitioner gives a backward besides values of the joint graph: cotangents, and states of generators
+#: from which numbers are drawn again.
+_NO_VALUES = ("tangents_", "rng_state_output_", "bwd_rng_state_")
+
+
 def cut_by(
     partitioner: Callable[..., Any] | None,
     gm: fx.GraphModule,
@@ -52,5 +57,5 @@ def cut_by(
     return [
         names.get(node.name, node.name)
         for node in placeholders
-        if not str(node.target).startswith("tangents_") and names.get(node.name) not in cotangents
+        if not str(node.target).startswith(_NO_VALUES) and names.get(node.name) not in cotangents
     ]

@@ -18,6 +18,8 @@ from retrograd.graph.joint_graph import (
     JointValues,
     OutputPlan,
     SameAs,
+    SizeOutput,
+    SizeValue,
     Update,
     View,
 )
@@ -79,31 +81,45 @@ class Finish:
                 return values[value]
             case ConstantOutput(constant):
                 return constant
+            case SizeOutput(sizes):
+                return torch.Size([_number(size, values) for size in sizes])
             case SameAs(source):
                 return sources[source]
             case AliasOf(view, source, value):
-                return _viewed(view, values[value] if source is None else sources[source])
+                return _viewed(view, values[value] if source is None else sources[source], values)
 
 
 def _apply(update: Update, primal: torch.Tensor, values: Sequence[Any]) -> None:
     with torch.set_grad_enabled(torch.is_grad_enabled() and not update.unseen):
         if update.view is not None:
-            offset = primal.storage_offset() + update.view.offset
-            primal.as_strided_(update.view.size, update.view.stride, offset)
+            size, stride, offset = _geometry(update.view, values)
+            primal.as_strided_(size, stride, primal.storage_offset() + offset)
         if update.value is not None:
             primal.copy_(values[update.value])
 
 
-def _viewed(view: View, base: torch.Tensor) -> torch.Tensor:
+def _viewed(view: View, base: torch.Tensor, values: Sequence[Any]) -> torch.Tensor:
     """The view of a real tensor that the function made of the traced one."""
     if view.origin is not None:
-        with torch.set_grad_enabled(view.differentiable):
-            return with_view_origin(_strided(view, base), view.origin)
-    return _strided(view, base if view.differentiable or not base.requires_grad else base.detach())
+        return with_view_origin(lambda: _strided(view, base, values), view.origin)
+    return _strided(
+        view, base if view.differentiable or not base.requires_grad else base.detach(), values
+    )
 
 
-def _strided(view: View, base: torch.Tensor) -> torch.Tensor:
+def _strided(view: View, base: torch.Tensor, values: Sequence[Any]) -> torch.Tensor:
     if view.replay is not None:
         made: torch.Tensor = view.replay(base)
         return made
-    return base.as_strided(view.size, view.stride, base.storage_offset() + view.offset)
+    size, stride, offset = _geometry(view, values)
+    return base.as_strided(size, stride, base.storage_offset() + offset)
+
+
+def _geometry(view: View, values: Sequence[Any]) -> tuple[list[int], list[int], int]:
+    """Sizes, strides and offset in this call."""
+    size, stride = ([_number(n, values) for n in numbers] for numbers in (view.size, view.stride))
+    return size, stride, _number(view.offset, values)
+
+
+def _number(size: int | SizeValue, values: Sequence[Any]) -> int:
+    return values[size.value] if isinstance(size, SizeValue) else size

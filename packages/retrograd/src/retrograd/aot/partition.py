@@ -68,7 +68,11 @@ class _Division:
         gm, signature = self.joint.gm, self.joint.signature
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         results: Sequence[Any] = gm.graph.output_node().args[0]  # type: ignore[assignment]
-        self.primals = [n for n, role in zip(placeholders, signature.inputs, strict=True) if not isinstance(role, Cotangent)]
+        self.primals = [
+            n
+            for n, role in zip(placeholders, signature.inputs, strict=True)
+            if not isinstance(role, Cotangent)
+        ]
         self.cotangents = placeholders[len(self.primals) :]
         self.forward_results = list(results[: signature.forward_count])
         wanted: list[list[Any]] = [[] for _ in signature.regions]
@@ -118,7 +122,9 @@ class _Division:
         extra: list[fx.Node] = []
         described = []
         changed = self._changed_primals()
-        places = {node: place for place, node in reversed(list(enumerate(results))) if isinstance(node, fx.Node)}
+        places = {
+            node: place for place, node in reversed(list(enumerate(results))) if isinstance(node, fx.Node)
+        }
         for node in saved:
             by_eager = self.memory.owner.get(node, node) in self.memory.kept_by_eager
             value = node.meta.get("val")
@@ -176,8 +182,17 @@ class _Division:
                     way_out="a pass has mixed regions: let each region's gradients depend on its own cotangents only",
                 )
             ) from missing
+        _follow_layouts(gm)
         order = {node: i for i, node in enumerate(saved)}
         return RegionBackward(gm, tuple(order[node] for node in read))
+
+
+def _follow_layouts(gm: fx.GraphModule) -> None:
+    """Cotangents may come in another layout than they were traced with: a view of them may have to be a copy."""
+    for node in gm.graph.nodes:
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+    gm.recompile()
 
 
 def _refuse_effect(node: fx.Node) -> None:

@@ -100,10 +100,10 @@ class CompiledFunction:
         drawing = [node for node in nodes if draws_random_numbers(node) and not node.meta.get("is_backward")]
         return tuple({_device(node.meta["val"]) for node in drawing})
 
-    def _plan_saved(self, region: int) -> list[tuple[SavedKind, int, bool]]:
+    def _plan_saved(self, region: int) -> list[tuple[SavedKind, int, bool, bool]]:
         partition = self.partition
         entries = [partition.saved[i] for i in partition.backwards[region].saved]
-        return [(entry.kind, entry.place, entry.is_number) for entry in entries]
+        return [(entry.kind, entry.place, entry.is_number, entry.by_eager) for entry in entries]
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Run on flat inputs."""
@@ -186,8 +186,8 @@ class CompiledFunction:
         self, region: int, parts: Sequence[Any], results: Sequence[Any], values: Sequence[Any]
     ) -> tuple[list[Any], dict[int, Any]]:
         saved, numbers = [], {}
-        for i, (kind, place, is_number) in enumerate(self._saved_by_region[region]):
-            if kind is SavedKind.OUTPUT and place in self._value_at:
+        for i, (kind, place, is_number, by_eager) in enumerate(self._saved_by_region[region]):
+            if by_eager and kind is SavedKind.OUTPUT and place in self._value_at:
                 value = values[self._value_at[place]]  # as it is now: written into a primal, with its history
             else:
                 value = (parts if kind is SavedKind.PRIMAL else results)[place]

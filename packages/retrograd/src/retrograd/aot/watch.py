@@ -6,6 +6,7 @@ In: a function or module. Out: `Watched`, which tells whether a capture still st
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,8 +15,13 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
+from retrograd.errors import CaptureError, Reason
+
 __all__ = ["Watched"]
 
+_SCALARS = (bool, int, float, complex, str, bytes)
+#: how much of a container is looked at.
+_MOST = 64
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks",
@@ -36,6 +42,8 @@ class Watched:
         self._modules = tuple(modules)
         self._children = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
         self._counts = [(m._parameters, len(m._parameters)) for m in modules]
+        self._contents = [(c, _content(c)) for c in self._cells if isinstance(c, (list, dict, set))]
+        self._attributes = [_attributes(module) for module in self._modules]
         self._registered = -1
         self._hooked = False
 
@@ -44,8 +52,29 @@ class Watched:
         return (
             all(holder.get(name) is child for holder, name, child in self._children)
             and all(len(holder) == count for holder, count in self._counts)
+            and all(_same(_content(container), content) for container, content in self._contents)
             and all(now is before for now, before in zip(_referred(self._fn), self._cells, strict=False))
         )
+
+    def refuse_changes(self) -> None:
+        """Look for what the function left behind when it was captured: what it set or changed in Python.
+
+        Raises:
+            CaptureError: there is something. Attributes of modules are as before.
+        """
+        for container, content in self._contents:
+            if not _same(_content(container), content):
+                raise _left_behind(f"changes a {type(container).__name__} that it closes over")
+        for module, before in zip(self._modules, self._attributes, strict=True):
+            now = _attributes(module)
+            if now.keys() != before.keys() or any(now[key] is not before[key] for key in now):
+                changed = sorted(key for key in {*now, *before} if now.get(key) is not before.get(key))
+                for key in changed:
+                    if key in before:
+                        module.__dict__[key] = before[key]
+                    else:
+                        del module.__dict__[key]
+                raise _left_behind(f"sets {changed[0]} of {type(module).__name__}")
 
     def switches(self) -> tuple[bool, ...]:
         """Whether each module is in training mode."""
@@ -59,6 +88,37 @@ class Watched:
                 getattr(torch_module, name) for name in _GLOBAL_HOOKS
             )
         return self._hooked
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds besides tensors, modules and hooks."""
+    return {
+        key: value for key, value in vars(module).items() if not key.startswith("_") or key.startswith("__")
+    }
+
+
+def _content(container: Any) -> list[Any]:
+    """The first things in a container."""
+    flat = container.items() if isinstance(container, dict) else ((value,) for value in container)
+    return [value for pair in itertools.islice(flat, _MOST) for value in pair]
+
+
+def _same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(
+        a is b or (type(a) is type(b) and isinstance(a, _SCALARS) and a == b)
+        for a, b in zip(now, before, strict=True)
+    )
+
+
+def _left_behind(what: str) -> CaptureError:
+    return CaptureError(
+        Reason(
+            "side-effect",
+            f"the function {what}, which happens at capture only",
+            "aot.function",
+            way_out='torch.compile(backend="retrograd"), which sees it',
+        )
+    )
 
 
 def _referred(fn: Any) -> Iterator[Any]:
