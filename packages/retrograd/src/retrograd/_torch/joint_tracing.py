@@ -82,7 +82,7 @@ class JointTracer:
                 self._refuse_other_numbers()
             node.meta.update(self._note)
             if "is_backward" not in self._note:
-                node.meta.setdefault("seq_nr", torch.autograd._get_sequence_nr())
+                node.meta.setdefault("seq_nr", torch.autograd._get_sequence_nr() - 1)
                 if self._policy is not None:
                     node.meta["recompute"] = self._policy(node.target, *node.args, **node.kwargs)
                 if "stack_trace" not in node.meta and (line := _users_line()):
