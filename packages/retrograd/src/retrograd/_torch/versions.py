@@ -14,7 +14,7 @@ import torch
 
 from retrograd._torch.thread_state import without_torch_functions
 
-__all__ = ["Versions", "modified_error"]
+__all__ = ["Versions", "modified_error", "versions_of"]
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -57,3 +57,12 @@ def modified_error(tensor: torch.Tensor, expected: int) -> str:
         f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
         f"expected version {expected} instead."
     )
+
+
+@without_torch_functions
+def versions_of(values: Iterable[Any]) -> list[int | None]:
+    """The version of each; None for what tracks none."""
+    return [
+        value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
+        for value in values
+    ]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from retrograd._torch.ambient import Ambient
+from retrograd._torch.tensors import graph_is_kept
 from retrograd._torch.wrappers import PLAIN, Wrapping, built, parts_of
 from retrograd.aot.lower import lower
 from retrograd.aot.rerun import rerun_region
@@ -51,8 +52,9 @@ class RegionCode:
             g is None or g is PLAIN for g in self._gradients
         )
         self._places = [i for i, g in enumerate(self._gradients) if g is not None]
+        self._undefined_matters = number in joint.undefined_matters
         saved = [partition.saved[i] for i in self._graphs.saved]
-        self.numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number)
+        self._numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number)
         self._code: Boxed | None = None
 
     def _expect(self, root: int) -> _Expected:
@@ -74,26 +76,26 @@ class RegionCode:
         saved = ctx.saved_tensors
         if torch.is_grad_enabled() or Ambient.autocast_now() or not self._fit(cotangents):
             return self._as_eager(ctx, cotangents)
-        args = self._arguments(saved, ctx.kept, cotangents)
+        args = self._arguments(saved, ctx.numbers, cotangents)
         del saved, cotangents
-        ctx.maybe_clear_saved_tensors()
+        if not graph_is_kept():
+            ctx.maybe_clear_saved_tensors()
+            ctx.numbers = ctx.again = None
         return self._results(self._run(args))
 
     def _fit(self, cotangents: Sequence[torch.Tensor | None]) -> bool:
-        undefined = self._number in self._partition.joint.undefined_matters
         for cotangent, expected in zip(cotangents, self._expected, strict=True):
             if cotangent is None:
-                if undefined:
+                if self._undefined_matters:
                     return False
             elif not expected.wrapping.fits(cotangent):
                 return False
         return True
 
-    def _arguments(self, saved: Sequence[Any], kept: Any, cotangents: Sequence[Any]) -> list[Any]:
-        tensors = iter(saved)
-        args: list[Any] = [
-            kept.numbers[i] if i in kept.numbers else next(tensors) for i in range(len(self._graphs.saved))
-        ]
+    def _arguments(self, saved: Sequence[Any], numbers: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        args = list(saved)
+        for place, value in zip(self._numbers, numbers, strict=True):
+            args.insert(place, value)
         for cotangent, expected in zip(cotangents, self._expected, strict=True):
             if expected.wrapping is PLAIN:
                 args.append(_laid_out(cotangent, expected))
@@ -125,7 +127,7 @@ class RegionCode:
     def _as_eager(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         counters["aot_eager_regions"] += 1
         given = dict(zip(self.roots, cotangents, strict=True))
-        found = rerun_region(self._partition.joint, self._number, ctx.kept.again, given)
+        found = rerun_region(self._partition.joint, self._number, ctx.again, given)
         return [found[there] for there in self.destinations]
 
 
@@ -147,5 +149,3 @@ def _laid_out(cotangent: Any, expected: _Expected) -> torch.Tensor:
         return tensor.contiguous()
     made = torch.empty_strided(tensor.shape, expected.strides, dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor)
-
-
