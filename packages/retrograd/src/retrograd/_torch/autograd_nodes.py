@@ -28,7 +28,7 @@ __all__ = [
 
 
 class NodeCallError(Exception):
-    """A node gave what the engine would refuse; the text is the engine's."""
+    """A node did what it can do only in an engine: gave what the engine would refuse, or changed itself."""
 
 
 def edge_of(tensor: torch.Tensor) -> tuple[Any, int] | None:
@@ -94,7 +94,10 @@ def call_node(node: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Ten
         return list(results) if isinstance(results, tuple) else [results]
     if materializes_grads(node):
         grads = [zeros_like_input(node, i) if grad is None else grad for i, grad in enumerate(grads)]
+    before = dict(vars(node))
     results = node.apply(*grads)
+    if vars(node) != before:
+        raise NodeCallError(f"the backward of {node.name()} changes its own context")
     return _by_edge(node, results if isinstance(results, (tuple, list)) else (results,))
 
 

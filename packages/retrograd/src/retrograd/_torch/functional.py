@@ -65,6 +65,8 @@ def inner_tensors(value: torch.Tensor) -> list[torch.Tensor]:
 
 def is_traced(value: torch.Tensor) -> bool:
     """Whether the tensor belongs to a trace, rather than being a real one that a function got hold of."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return True
     return all(isinstance(inner, (FunctionalTensor, FakeTensor)) for inner in inner_tensors(value))
 
 

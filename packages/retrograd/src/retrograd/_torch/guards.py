@@ -117,7 +117,12 @@ def changed_sizes(before: Sequence[Any], args: Sequence[Any]) -> dict[int, froze
 def _symbolic_dims(fake: Any) -> frozenset[int]:
     if isinstance(fake, torch.SymInt):
         return frozenset({0})
-    return frozenset(dim for dim, size in enumerate(fake.shape) if isinstance(size, torch.SymInt))
+    return frozenset(dim for dim, size in enumerate(fake.shape) if _is_open(size))
+
+
+def _is_open(size: Any) -> bool:
+    """Whether a size is symbolic, and was not tied to one value while tracing."""
+    return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
 
 
 def _sizes(value: Any) -> tuple[int, ...] | None:
@@ -132,7 +137,7 @@ def _open(sizes: Sequence[int], dims: frozenset[int] | None) -> list[Any]:
 
 def _open_strides(fake: torch.Tensor) -> list[Any]:
     """The strides that were static in the trace; the shape environment guards only those that were not."""
-    return [None if isinstance(stride, torch.SymInt) else stride for stride in fake.stride()]
+    return [None if _is_open(stride) else int(stride) for stride in fake.stride()]
 
 
 def _describe(value: Any) -> str:

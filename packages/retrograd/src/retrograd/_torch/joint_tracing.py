@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
 
+from retrograd._torch.ambient import autocast_off
 from retrograd._torch.history import saved_tensors_unseen
 from retrograd._torch.tracing import quiet_fakes
 
@@ -36,6 +37,7 @@ class JointTracer:
         self._tracer = tracer
         self._create_node = tracer.create_node
         self._note: dict[str, Any] = {}
+        self._policy: Callable[..., Any] | None = None
         self._names: dict[int, int] = {}
         tracer.create_node = self._created
 
@@ -56,13 +58,24 @@ class JointTracer:
         finally:
             self._note = before
 
+    @contextmanager
+    def marking(self, policy: Callable[..., Any], group: int) -> Iterator[None]:
+        """Every call made inside is marked with what `policy` (of an operator and its arguments) says about saving it."""
+        before, self._policy = self._policy, policy
+        try:
+            with self.noting(ac_graph_id=group):
+                yield
+        finally:
+            self._policy = before
+
     def _created(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node: fx.Node = self._create_node(kind, *args, **kwargs)
         if kind == "call_function":
             node.meta.update(self._note)
             if "is_backward" not in self._note:
                 node.meta.setdefault("seq_nr", torch.autograd._get_sequence_nr())
-                node.meta["grad_mode"] = torch.is_grad_enabled()
+                if self._policy is not None:
+                    node.meta["recompute"] = self._policy(node.target, *node.args, **node.kwargs)
                 if "stack_trace" not in node.meta and (line := _users_line()):
                     node.meta["stack_trace"] = line
         return node
@@ -82,11 +95,16 @@ def trace_joint(
         assert mode is not None
         return tuple(body(JointTracer(mode.tracer)))
 
-    with fake_mode, enable_python_dispatcher(), quiet_fakes(), saved_tensors_unseen():
+    with autocast_off(), fake_mode, _dispatcher(fake_mode), quiet_fakes(), saved_tensors_unseen():
         gm = make_fx(traced, decomposition_table=dict(decompositions), tracing_mode="real")()
     _placeholders_first(gm.graph)
     gm.recompile()
     return gm
+
+
+def _dispatcher(fake_mode: FakeTensorMode) -> AbstractContextManager[Any]:
+    """Symbolic sizes need torch's Python versions of operators, which may differ from the others in the last bit."""
+    return nullcontext() if fake_mode.shape_env is None else enable_python_dispatcher()
 
 
 def _placeholders_first(graph: fx.Graph) -> None:
@@ -117,5 +135,5 @@ def decomposed(
     gm: fx.GraphModule, inputs: Sequence[Any], fake_mode: FakeTensorMode, table: Decompositions
 ) -> fx.GraphModule:
     """`gm` traced again with decompositions."""
-    with torch.no_grad(), fake_mode, enable_python_dispatcher(), quiet_fakes():
+    with torch.no_grad(), autocast_off(), fake_mode, enable_python_dispatcher(), quiet_fakes():
         return make_fx(gm, decomposition_table=dict(table), tracing_mode="real")(*inputs)

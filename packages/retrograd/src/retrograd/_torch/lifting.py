@@ -15,31 +15,55 @@ from torch.utils import _pytree as pytree
 
 from retrograd._torch.functional import is_traced
 
-__all__ = ["FreeTensors", "HookInTraceError"]
+__all__ = ["ChangeInTraceError", "FreeTensors", "HookInTraceError"]
 
 _HOOKS = {
     torch.Tensor.register_hook,
     torch.Tensor.register_post_accumulate_grad_hook,
     torch.Tensor.retain_grad,
 }
+_CHANGES = {
+    torch.Tensor.detach_: "detach_",
+    torch.Tensor.resize_: "resize_",
+    torch.Tensor.resize_as_: "resize_as_",
+    torch.Tensor.set_: "set_",
+    torch.Tensor.data.__set__: "assigning to .data",
+    torch.Tensor.grad.__set__: "assigning to .grad",
+}
+
+
+_DATA = torch.Tensor.data.__get__
 
 
 class HookInTraceError(Exception):
     """The traced function registers a hook, which a trace would call once instead of at every backward."""
 
 
+class ChangeInTraceError(Exception):
+    """The traced function changes what a tensor is, in a way that no functional graph holds."""
+
+
 class FreeTensors(TorchFunctionMode):
-    """While open, real tensors are replaced by what `lift` makes of them."""
+    """While open, real tensors are replaced by what `lift` makes of them.
+
+    Attributes:
+        bared: tensors of which ``.data`` was taken.
+    """
 
     def __init__(self, lift: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self._lift = lift
+        self.bared: list[torch.Tensor] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _HOOKS:
             raise HookInTraceError(f"it calls Tensor.{func.__name__}")
+        if func in _CHANGES:
+            raise ChangeInTraceError(f"it changes a tensor by {_CHANGES[func]}")
+        if func is _DATA:
+            self.bared.append(args[0])
         kwargs = kwargs or {}
         if any(_is_free(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
             args, kwargs = pytree.tree_map(self._replaced, (args, kwargs))

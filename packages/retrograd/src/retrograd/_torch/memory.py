@@ -6,12 +6,13 @@ In: real or fake tensors. Out: groups, bases, and views made again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from retrograd._torch.functional import inner_tensors
 
-__all__ = ["common_base", "groups_sharing_memory"]
+__all__ = ["common_base", "groups_sharing_memory", "view_origin", "with_view_origin"]
 
 
 def groups_sharing_memory(tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, ...]]:
@@ -46,3 +47,17 @@ def common_base(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     with torch.no_grad():
         flat = torch.empty(0, dtype=tensors[0].dtype, device=tensors[0].device)
         return flat.set_(storage, 0, (storage.nbytes() // flat.element_size(),), (1,))
+
+
+def view_origin(view: torch.Tensor) -> Any:
+    """Why torch would refuse to change this view in place (``CreationMeta``); None for an ordinary view."""
+    if not view._is_view():
+        return None
+    origin = torch._C._autograd._get_creation_meta(view)
+    return None if origin == torch._C._autograd.CreationMeta.DEFAULT else origin
+
+
+def with_view_origin(view: torch.Tensor, origin: Any) -> torch.Tensor:
+    """`view`, for which torch refuses in-place changes as it would for one of this `origin`."""
+    torch._C._autograd._set_creation_meta(view, origin)
+    return view

@@ -30,7 +30,6 @@ __all__ = [
     "is_wait",
     "real_tensors",
     "same_layout",
-    "shares_memory",
 ]
 
 #: operators of higher order that do nothing beyond what the graphs or operators given to them do.
@@ -164,8 +163,3 @@ def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _numbers(tensor: torch.Tensor) -> list[str]:
     return [str(n) for n in (tensor.dim(), *tensor.shape, *tensor.stride(), tensor.storage_offset())]
-
-
-def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors, real or fake, stand in the same storage."""
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata

@@ -7,7 +7,7 @@ The text of the error follows ``SavedVariable::unpack`` in ``torch/csrc/autograd
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -59,9 +59,21 @@ def modified_error(tensor: torch.Tensor, expected: int) -> str:
     )
 
 
-@without_torch_functions
-def versions_of(values: Iterable[Any]) -> list[int | None]:
+def versions_of(values: Sequence[Any]) -> list[int | None]:
     """The version of each; None for what tracks none."""
+    if _PLAIN.issuperset(map(type, values)):
+        try:
+            return [value._version for value in values]
+        except RuntimeError:  # an inference tensor is among them
+            pass
+    return _versions_of_any(values)
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+@without_torch_functions
+def _versions_of_any(values: Sequence[Any]) -> list[int | None]:
     return [
         value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
         for value in values

@@ -6,6 +6,7 @@ to compute, the changes to make after a call, and a plan for every output.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from retrograd._torch.functional import (
     was_mutated_unseen_by_autograd,
     was_storage_changed,
 )
+from retrograd._torch.memory import view_origin
 from retrograd._torch.wrappers import PLAIN, Wrapping, parts_of, wrapping_of
 from retrograd.graph.joint_graph import (
     AliasOf,
@@ -38,6 +40,13 @@ if TYPE_CHECKING:
     from retrograd.aot.enter import Inputs
 
 __all__ = ["Analysis", "RefusedError", "TracedValue", "analyse"]
+
+
+#: what a function may return besides tensors.
+CONSTANTS = (
+    type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
 
 
 class RefusedError(Exception):
@@ -129,6 +138,8 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
         writes, reshapes = was_data_mutated(tensor), was_metadata_mutated(tensor)
         if not writes and not reshapes:
             continue
+        if any(bared is tensor for bared in inputs.bared):
+            raise RefusedError(f"it may change {primal.name} through .data, which no version counter shows")
         unseen = was_mutated_unseen_by_autograd(tensor)
         if reshapes and primal.wrapping.cls is not None:
             raise RefusedError(f"it changes the shape of {primal.name}, a tensor subclass")
@@ -139,15 +150,18 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
 
 
 def _refuse_state_changes(primal: PrimalValue, leaf: torch.Tensor) -> None:
-    if leaf.requires_grad != primal.differentiable and leaf.grad_fn is None:
+    if leaf.requires_grad != primal.differentiable:
         raise RefusedError(f"it switches requires_grad of {primal.name}")
+    if not leaf.is_leaf:
+        raise RefusedError(f"it gives {primal.name} another history")
     if leaf.is_leaf and leaf.grad is not None:
         raise RefusedError(f"it runs a backward that accumulates into {primal.name}")
 
 
 def _view(tensor: torch.Tensor, base: torch.Tensor, differentiable: bool, replay: Any = None) -> View:
     offset = tensor.storage_offset() - base.storage_offset()
-    return View(tuple(tensor.shape), tuple(tensor.stride()), offset, differentiable, replay)
+    origin = view_origin(tensor)
+    return View(tuple(tensor.shape), tuple(tensor.stride()), offset, differentiable, replay, origin)
 
 
 @dataclass
@@ -175,6 +189,8 @@ class _Outputs:
         if isinstance(output, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return ComputedOutput(self.analysis.add(TracedValue(output)))
         if not isinstance(output, torch.Tensor):
+            if not isinstance(output, CONSTANTS):
+                raise RefusedError(f"it returns a {type(output).__name__}, which may hold what was traced")
             return ConstantOutput(output)
         if not is_traced(output):
             output = self.inputs.found(output)
@@ -190,7 +206,8 @@ class _Outputs:
     def _computed(self, output: torch.Tensor, sharing: Sequence[torch.Tensor]) -> OutputPlan:
         if len(sharing) == 1 or wrapping_of(output) is not PLAIN or _is_empty(output):
             return ComputedOutput(self.analysis.add(TracedValue(output)))
-        base = next((other for other in sharing if not other._is_view()), sharing[0])
+        base = next((other for other in sharing if other._is_view() and other.requires_grad), sharing[0])
+        base = next((other for other in sharing if not other._is_view() and other.requires_grad), base)
         if base._is_view() and base._base is not None:
             base = base._base
         number = self.analysis.add(TracedValue(base))

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from retrograd.aot.frame import picker
+from retrograd.aot.finish import Finish
+from retrograd.aot.frame import Layout, picker
 from retrograd.aot.region_node import attach
 from retrograd.aot.run_backward import RegionCode
 from retrograd.graph.joint import Destination, Step
 from retrograd.graph.joint_graph import JointValues
-from retrograd.graph.partition import Partition, SavedKind
+from retrograd.graph.partition import Partition
 
 __all__ = ["Attaching"]
 
@@ -33,23 +34,19 @@ class Attaching:
     Args:
         partition: the function.
         regions: the code of each region.
-        is_plain: whether there are no wrapper subclasses, so that parts are the primals and results the values.
+        layout: of frames.
+        finish: writes values into inputs as soon as they have their history.
     """
 
-    def __init__(self, partition: Partition, regions: Sequence[RegionCode], is_plain: bool) -> None:
-        joint = partition.joint
-        primals = len(joint.primals)
-        parts = sum(primal.wrapping.count for primal in joint.primals)
-        results = joint.signature.forward_count + _kept_results(partition)
-        self._parts = 0 if is_plain else primals
-        self._results = self._parts + parts
-        self._values = self._results if is_plain else self._results + results
-        end = self._results + results if is_plain else self._values + len(joint.values)
+    def __init__(
+        self, partition: Partition, regions: Sequence[RegionCode], layout: Layout, finish: Finish
+    ) -> None:
+        self._layout, self._finish = layout, finish
         self._gates: dict[int, int] = {}
         self._steps: list[Callable[[Frame, Any], None]] = []
-        for step in steps_of(joint)[::-1]:
+        for step in steps_of(partition.joint)[::-1]:
             if step.is_leaf:
-                self._gates[step.index] = end + len(self._gates)
+                self._gates[step.index] = layout.end + len(self._gates)
                 self._steps.append(_gate(step.index))
             else:
                 self._steps.append(self._region(partition, step.index, regions[step.index]))
@@ -62,25 +59,28 @@ class Attaching:
     def _region(self, partition: Partition, number: int, code: RegionCode) -> Callable[[Frame, Any], None]:
         signature = partition.joint.signature
         region = signature.regions[number]
-        values = [self._values + junction.value for junction in signature.junctions]
+        value_of = [junction.value for junction in signature.junctions]
+        first = self._layout.values
         saved = [partition.saved[i] for i in partition.backwards[number].saved]
-        places = [(self._parts if s.kind is SavedKind.PRIMAL else self._results) + s.place for s in saved]
-        roots = [values[root] for root in region.roots]
-        take_tensors = picker([place for place, s in zip(places, saved, strict=True) if not s.is_number])
-        take_numbers = picker([place for place, s in zip(places, saved, strict=True) if s.is_number])
+        take_tensors = picker([self._layout.place_of(s) for s in saved if not s.is_number])
+        take_numbers = picker([self._layout.place_of(s) for s in saved if s.is_number])
+        roots = [first + value_of[root] for root in region.roots]
         take_roots = picker(roots)
         take_inputs = picker(
             [
-                values[there.index] if there.is_junction else self._gates.get(there.index, there.index)
+                first + value_of[there.index] if there.is_junction else self._gates.get(there.index, there.index)
                 for there in region.destinations
             ]
         )
+        written = [value_of[root] for root in region.roots if self._finish.writes(value_of[root])]
 
         def attach_region(frame: Frame, again: Any) -> None:
             fresh = tuple([value.detach() if value._is_view() else value for value in take_roots(frame)])
             attached = attach(code, take_tensors(frame), take_numbers(frame), again, fresh, *take_inputs(frame))
             for place, value in zip(roots, attached, strict=True):
                 frame[place] = value
+            for root in written:
+                self._finish.write(root, frame)
 
         return attach_region
 
@@ -90,10 +90,6 @@ def _gate(primal: int) -> Callable[[Frame, Any], None]:
         frame.append(frame[primal][...])
 
     return make_gate
-
-
-def _kept_results(partition: Partition) -> int:
-    return sum(saved.kind is SavedKind.INTERMEDIATE for saved in partition.saved)
 
 
 def steps_of(joint: JointValues) -> list[Step]:

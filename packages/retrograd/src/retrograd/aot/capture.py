@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from retrograd._torch.autograd_nodes import NodeCallError
 from retrograd._torch.joint_tracing import JointTracer, trace_joint
-from retrograd._torch.lifting import HookInTraceError
+from retrograd._torch.lifting import ChangeInTraceError, HookInTraceError
 from retrograd.aot.analyse import Analysis, RefusedError, analyse
 from retrograd.aot.differentiate import Differentiated, differentiate
 from retrograd.aot.enter import EntryPlan, Inputs
@@ -34,6 +34,7 @@ from retrograd.graph.joint import Cotangent, JointSignature, Junction, Output, R
 __all__ = ["capture"]
 
 _REASONS = {
+    ChangeInTraceError: "tensor-changed",
     HookInTraceError: "hook-in-trace",
     StateReplacedError: "state-replaced",
     RefusedError: "not-representable",

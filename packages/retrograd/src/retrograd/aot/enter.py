@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from retrograd._torch.checkpointing import checkpoints_marked
 from retrograd._torch.functional import functional_mode, to_functional
 from retrograd._torch.joint_tracing import JointTracer
 from retrograd._torch.lifting import FreeTensors
@@ -67,6 +68,7 @@ class Inputs:
         leaves: by primal, the functional tensor with which autograd begins.
         entries: by source (leaf of the state, or after those what the function found), what the function sees.
         entered: by primal, the tensor that the function can change.
+        bared: tensors of which the function took ``.data``.
     """
 
     state: CaptureState
@@ -77,6 +79,7 @@ class Inputs:
     leaves: list[Any] = field(default_factory=list)
     entered: list[Any] = field(default_factory=list)
     entries: list[Any] = field(default_factory=list)
+    bared: list[Any] = field(default_factory=list)
 
     @contextmanager
     def functional(self) -> Iterator[None]:
@@ -88,8 +91,12 @@ class Inputs:
     def call(self) -> Any:
         """Run the function."""
         count = len(self.state.leaves)
-        with self.state.ambient.restored(), FreeTensors(self.found):
-            return self.state.call(self.entries[:count])
+        with self.state.ambient.restored(), FreeTensors(self.found) as free, checkpoints_marked(self.tracer):
+            result = self.state.call(self.entries[:count])
+            if torch.is_grad_enabled() != self.state.ambient.grad:
+                raise RefusedError("it leaves grad mode switched")
+        self.bared = free.bared
+        return result
 
     def _enter(self) -> None:
         based = {

@@ -1,20 +1,74 @@
 """Where the values of one call of a compiled function stand.
 
-In: nothing. Out: pickers: functions that take values by their places in a list, decided before the first call.
-A call keeps all its values in one list, its *frame*; who needs some of them takes them with one picker.
+In: a partition. Out: `Layout`: places in the call's one list of values, its *frame*; and pickers, functions that take
+values out of it by places which are decided before the first call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 from torch.utils import _pytree as pytree
 
-__all__ = ["Picker", "picker", "rebuilder"]
+from retrograd._torch.wrappers import PLAIN
+from retrograd.graph.partition import Partition, Saved, SavedKind
+
+__all__ = ["Layout", "Picker", "picker", "rebuilder"]
 
 Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where in a frame each kind of value begins. First come the primals.
+
+    Attributes:
+        is_plain: whether there are no wrapper subclasses; then primals are their own parts, and the graph's results
+            the values.
+        parts: what the graph is given.
+        results: what it gives.
+        values: forward values of the joint graph; in the course of the call they get their history.
+        end: behind all of them.
+        plain_values: by place among the results, the value that it is.
+    """
+
+    is_plain: bool
+    parts: int
+    results: int
+    values: int
+    end: int
+    plain_values: dict[int, int]
+
+    @staticmethod
+    def of(partition: Partition) -> Layout:
+        """The layout of calls of `partition`."""
+        joint = partition.joint
+        is_plain = all(item.wrapping is PLAIN for item in (*joint.primals, *joint.values))
+        forward = joint.signature.outputs[: joint.signature.forward_count]
+        kept = sum(saved.kind is SavedKind.INTERMEDIATE for saved in partition.saved)
+        parts = 0 if is_plain else len(joint.primals)
+        results = parts + sum(primal.wrapping.count for primal in joint.primals)
+        behind = results + len(forward) + kept
+        plain = {
+            place: role.index  # type: ignore[union-attr]
+            for place, role in enumerate(forward)
+            if joint.values[role.index].wrapping is PLAIN  # type: ignore[union-attr]
+        }
+        if is_plain:
+            return Layout(is_plain, parts, results, results, behind, plain)
+        return Layout(is_plain, parts, results, behind, behind + len(joint.values), plain)
+
+    def place_of(self, saved: Saved) -> int:
+        """Where a saved value stands. A forward value is saved as it is now: perhaps written into a primal, with its
+        history."""
+        if saved.kind is SavedKind.PRIMAL:
+            return self.parts + saved.place
+        if saved.place in self.plain_values:
+            return self.values + self.plain_values[saved.place]
+        return self.results + saved.place
 
 
 def picker(places: Sequence[int]) -> Picker:

@@ -226,7 +226,7 @@ class AotFunction:
         config, state = self.config, self._state
         backend = find_backend(config.backend)
         count = len(state.tensors)
-        paths = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(leaves[count:]), spec))[0]
+        names = _argument_names(leaves[count:], spec)
 
         def call(values: Sequence[Any]) -> Any:
             args, kwargs = pytree.tree_unflatten(list(values[count:]), spec)
@@ -238,8 +238,8 @@ class AotFunction:
                 call,
                 leaves,
                 name=self.__name__,
-                names=[*state.names, *(f"args{pytree.keystr(path[1:])}" for path, _ in paths)],
-                kinds=[*state.kinds, *[PrimalKind.ARGUMENT] * len(paths)],
+                names=[*state.names, *names],
+                kinds=[*state.kinds, *[PrimalKind.ARGUMENT] * len(names)],
                 dynamic=dynamic,
                 decompositions=backend.decompositions(),
             ),
@@ -333,6 +333,15 @@ def module(mod: nn.Module, **options: Any) -> AotModule:
     if not isinstance(mod, nn.Module):
         raise TypeError(f"aot.module: expected a torch.nn.Module, got {type(mod).__name__}; use aot.function")
     return AotModule(function(mod, **options))
+
+
+def _argument_names(leaves: Sequence[Any], spec: Any) -> list[str]:
+    """``args[0]['x']`` for each; numbers where a container has no names for its parts."""
+    try:
+        paths = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(leaves), spec))[0]
+    except ValueError:
+        return [f"input {i}" for i in range(len(leaves))]
+    return [f"args{pytree.keystr(path[1:])}" for path, _ in paths]
 
 
 def _reason(error: Exception) -> Reason:

@@ -137,7 +137,7 @@ class _Division:
         return forward, tuple(described)
 
     def _changed_primals(self) -> set[fx.Node]:
-        numbers = {update.primal for update in self.joint.updates if update.value is not None}
+        numbers = {update.primal for update in self.joint.updates}
         roles = self.joint.signature.inputs
         return {node for node, place in self.memory.primals.items() if roles[place].index in numbers}  # type: ignore[union-attr]
 

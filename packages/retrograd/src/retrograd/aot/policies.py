@@ -24,6 +24,9 @@ __all__ = ["Policy", "choose_saved", "draws_random_numbers"]
 Policy = str | Callable[..., Any]
 
 
+_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
 def draws_random_numbers(node: fx.Node) -> bool:
     """Whether a call draws random numbers."""
     return (
@@ -39,7 +42,7 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
         VerificationError: an unknown policy, or one that saves what is no value of the forward half.
     """
     if policy == "save_all":
-        return _read_by_backward(joint)
+        return _without_marked(_read_by_backward(joint))
     if policy == "recompute_all":
         return {node for node in memory.primals if not is_number(node)} | _must(joint, CheckpointPolicy.MUST_SAVE)
     if policy == "min_cut" or callable(policy):
@@ -74,6 +77,18 @@ def _read_by_backward(joint: JointValues) -> set[fx.Node]:
     return read - set(_cotangent_nodes(joint))
 
 
+def _without_marked(saved: set[fx.Node]) -> set[fx.Node]:
+    """In place of values that the user wants to be computed again, what they are computed of."""
+    found, stack = set[fx.Node](), list(saved)
+    while stack:
+        node = stack.pop()
+        if node.meta.get("recompute") in _AGAIN and node.op == "call_function":
+            stack.extend(node.all_input_nodes)
+        else:
+            found.add(node)
+    return found
+
+
 def _must(joint: JointValues, policy: CheckpointPolicy) -> set[fx.Node]:
     return {node for node in joint.gm.graph.nodes if node.meta.get("recompute") is policy}
 
@@ -81,13 +96,12 @@ def _must(joint: JointValues, policy: CheckpointPolicy) -> set[fx.Node]:
 def _pinned(joint: JointValues, memory: Memory) -> frozenset[str]:
     """Calls that must not be made again in the backward: those that read memory which eager would not keep, and
     those that draw random numbers (unless the user wants that)."""
-    wanted = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     return frozenset(
         node.name
         for node in joint.gm.graph.nodes
         if node.op == "call_function"
         and not is_backward(node)
-        and not (draws_random_numbers(node) and node.meta.get("recompute") in wanted)
+        and not (draws_random_numbers(node) and node.meta.get("recompute") in _AGAIN)
         and (draws_random_numbers(node) or (_reads_forbidden(node, memory) and not memory.is_forbidden(node)))
     )
 

@@ -19,10 +19,10 @@ from retrograd._torch.ambient import undifferentiated
 from retrograd._torch.memory import common_base
 from retrograd._torch.rng import generator_states
 from retrograd._torch.versions import versions_of
-from retrograd._torch.wrappers import PLAIN, built, parts_of
+from retrograd._torch.wrappers import built, parts_of
 from retrograd.aot.attach import Attaching
 from retrograd.aot.finish import Finish
-from retrograd.aot.frame import rebuilder
+from retrograd.aot.frame import Layout, rebuilder
 from retrograd.aot.policies import draws_random_numbers
 from retrograd.aot.rerun import Call
 from retrograd.aot.run_backward import RegionCode
@@ -45,10 +45,10 @@ class CompiledFunction:
         self._run = undifferentiated(code)
         self._found = [primal.found for primal in joint.primals if primal.found is not None]
         self._direct = self._plan_primals()
-        self._is_plain = all(item.wrapping is PLAIN for item in (*joint.primals, *joint.values))
-        self._primal_count, self._value_count = len(joint.primals), len(joint.values)
-        self._attaching = Attaching(partition, regions, self._is_plain) if regions else None
-        self._finish, self._rebuild = Finish(joint), rebuilder(joint.out_spec)
+        self._layout = layout = Layout.of(partition)
+        self._finish, self._rebuild = Finish(joint, layout.values), rebuilder(joint.out_spec)
+        self._attaching = Attaching(partition, regions, layout, self._finish) if regions else None
+        self._records_inside = not joint.state.ambient.grad  # autograd was switched on by the function itself
         self._draws = self._random_devices() if regions else ()
         self._repeatable = not any(update.value is not None or update.view for update in joint.updates)
 
@@ -78,19 +78,23 @@ class CompiledFunction:
         primals = self._direct(sources) if self._direct is not None else self._primals(sources)
         generators = generator_states(self._draws) if self._draws else {}
         frame = list(primals)
-        if self._is_plain:
-            frame.extend(self._run([*primals]))
-            first = self._primal_count
+        if self._layout.is_plain:
+            frame += self._run([*primals])
         else:
-            first = self._run_on_parts(primals, frame)
+            self._run_on_parts(primals, frame)
+        if self._joint.updates:
+            self._finish.write_unseen(frame)
         if self._attaching is not None:
             again = Call(sources, primals, versions_of(primals), generators) if self._repeatable else None
-            self._attaching(frame, again)
-        values = frame[first : first + self._value_count]
-        return self._rebuild(self._finish(sources, primals, values))
+            if self._records_inside:
+                with torch.enable_grad():
+                    self._attaching(frame, again)
+            else:
+                self._attaching(frame, again)
+        return self._rebuild(self._finish(sources, frame))
 
-    def _run_on_parts(self, primals: Sequence[Any], frame: list[Any]) -> int:
-        """Run, with wrapper subclasses taken apart; fills the frame, and tells where the values begin in it."""
+    def _run_on_parts(self, primals: Sequence[Any], frame: list[Any]) -> None:
+        """Run, with wrapper subclasses taken apart; fills the frame."""
         parts = [
             part
             for value, primal in zip(primals, self._joint.primals, strict=True)
@@ -98,9 +102,7 @@ class CompiledFunction:
         ]
         results = self._run([*parts])
         flat = iter(results)
-        values = [built(value.wrapping, flat) for value in self._joint.values]
-        frame += [*parts, *results, *values]
-        return len(frame) - len(values)
+        frame += [*parts, *results, *[built(value.wrapping, flat) for value in self._joint.values]]
 
     def _primals(self, sources: Sequence[Any]) -> list[Any]:
         found = iter(self._found)

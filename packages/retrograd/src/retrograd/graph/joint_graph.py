@@ -36,6 +36,8 @@ class View:
         size, stride: of the view.
         offset: relative to that of the base.
         differentiable: whether autograd sees through it; if not, it is a detached alias.
+        origin: what torch says about a view of which in-place changes are refused (``CreationMeta``); None if it is
+            none.
         replay: makes the view of a base as the function made it; None to go by sizes and strides.
     """
 
@@ -44,6 +46,7 @@ class View:
     offset: Any
     differentiable: bool
     replay: Callable[[Any], Any] | None = None
+    origin: Any = None
 
 
 @dataclass(frozen=True)

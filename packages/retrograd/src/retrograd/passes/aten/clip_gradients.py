@@ -2,8 +2,9 @@
 
 In: a joint graph with one region. Out: the same, where the gradients of parameters are scaled so that their
 norm, taken over all of them, is at most ``max_norm``: what ``torch.nn.utils.clip_grad_norm_`` does right
-after a backward that starts without gradients, with the same operations (their order is that of
-``torch.nn.utils.get_total_norm`` and ``clip_grads_with_norm_``).
+after a backward that starts without gradients, by the same operations (those of ``get_total_norm`` and
+``clip_grads_with_norm_``). Norms are added up in the order of the parameters. So are torch's, if all have one
+dtype and one device; else torch adds up group by group, in an order that it leaves to a hash table.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _coefficient(gradients: list[fx.Node], max_norm: float, norm_type: float) ->
     """What every gradient is multiplied by: at most 1."""
     first = gradients[0]
     norm = _aten.linalg_vector_norm.default
-    norms = [call(gradient, norm, (gradient, norm_type)) for gradient in _grouped(gradients)]
+    norms = [call(gradient, norm, (gradient, norm_type)) for gradient in gradients]
     moved = [_on_device_of(first, value) for value in norms]
     stacked = call(first, _aten.stack.default, (moved,))
     total = call(first, norm, (stacked, norm_type))
@@ -96,15 +97,6 @@ def _coefficient(gradients: list[fx.Node], max_norm: float, norm_type: float) ->
     inverse = call(first, _aten.reciprocal.default, (shifted,))
     scaled = call(first, _aten.mul.Tensor, (inverse, max_norm))
     return call(first, _aten.clamp.default, (scaled, None, 1.0))
-
-
-def _grouped(gradients: list[fx.Node]) -> list[fx.Node]:
-    """Those of one device and dtype together, as torch adds up their norms."""
-    groups: dict[Any, list[fx.Node]] = {}
-    for gradient in gradients:
-        value = gradient.meta["val"]
-        groups.setdefault((value.device, value.dtype), []).append(gradient)
-    return [gradient for group in groups.values() for gradient in group]
 
 
 def _on_device_of(gradient: fx.Node, value: fx.Node) -> fx.Node:

@@ -6,9 +6,10 @@ In: a joint graph. Out: the same values in the same memory through fewer views.
 - a view that gives its input's sizes and strides is replaced by that input.
 
 Permutations compose by arithmetic. Every other rewriting is tried on the fake values first, and made only if
-sizes, strides, offset and whether memory is shared with the source stay the same. So a fresh tensor never
-turns into an alias, or an alias into a fresh one. A view that is itself an output stays a tensor of its own.
-Other chains over symbolic sizes stay: trying them would add guards.
+sizes, strides and offset stay the same. That keeps copies copies: where the chain copies, its result is
+contiguous, and a view of the source with the same strides would mean that nothing had to be copied. A view
+that is itself an output stays a tensor of its own. Other chains over symbolic sizes stay: trying them would
+add guards.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.operators import same_layout, shares_memory
+from retrograd._torch.operators import same_layout
 from retrograd.passes.aten.edit import fake_value
 
 __all__ = ["normalise_views"]
@@ -119,9 +120,7 @@ def _same(node: fx.Node, inner: fx.Node, target: Any, rest: tuple[Any, ...]) -> 
         new = target(source, *rest, **node.kwargs)
     except RuntimeError:  # no view of the source has these sizes
         return False
-    if old is None or not same_layout(old, node.meta["val"]) or not same_layout(new, old):
-        return False
-    return shares_memory(new, source) == shares_memory(old, source)
+    return old is not None and same_layout(new, old)
 
 
 def _erase_unread_views(graph: fx.Graph) -> None:
