@@ -9,8 +9,8 @@ import torch
 
 from retrograd._torch.engine import EngineRequest
 from retrograd._torch.live_graph import read_live_graph, read_ranks
-from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
 from retrograd.graph.eager_order import ROOT, eager_walk, engine_walk
+from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
 
 LEAF = 2**64 - 1
 

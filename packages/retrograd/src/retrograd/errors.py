@@ -11,7 +11,9 @@ __all__ = [
     "BackendError",
     "CaptureError",
     "ContextError",
+    "ExportError",
     "FallbackWarning",
+    "LoadError",
     "LoweringError",
     "PassError",
     "Reason",
@@ -74,6 +76,15 @@ class LoweringError(_ReasonedError):
 
 class VerificationError(_ReasonedError):
     """An artifact between two stages broke its law: a bug in retrograd or in a pass given to it."""
+
+
+class ExportError(_ReasonedError):
+    """A joint graph holds what a program that outlives its process cannot; or a program was called with what it
+    does not take."""
+
+
+class LoadError(_ReasonedError):
+    """A file that is no exported program, is damaged, or does not fit what is installed."""
 
 
 class PassError(_ReasonedError):

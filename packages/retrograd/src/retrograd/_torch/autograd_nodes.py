@@ -22,6 +22,7 @@ __all__ = [
     "fitted",
     "input_count",
     "leaf_of",
+    "refuse_nan",
     "tells_undefined",
     "zeros_like_input",
 ]
@@ -99,6 +100,17 @@ def call_node(node: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Ten
     if vars(node) != before:
         raise NodeCallError(f"the backward of {node.name()} changes its own context")
     return _by_edge(node, results if isinstance(results, (tuple, list)) else (results,))
+
+
+def refuse_nan(name: str, grads: Sequence[torch.Tensor | None]) -> None:
+    """What anomaly mode checks after each node.
+
+    Raises:
+        RuntimeError: a gradient is not a number; in the engine's words.
+    """
+    for i, grad in enumerate(grads):
+        if grad is not None and bool(grad.ne(grad).any()):
+            raise RuntimeError(f"Function '{name}' returned nan values in its {i}th output.")
 
 
 def _by_edge(node: Any, results: Sequence[Any]) -> list[torch.Tensor | None]:

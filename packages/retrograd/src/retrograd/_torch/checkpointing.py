@@ -68,7 +68,9 @@ def _policy(context_fn: Callable[[], tuple[Any, Any]] | None) -> Callable[..., C
     def marked(target: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if not isinstance(target, torch._ops.OpOverload):
             return CheckpointPolicy.PREFER_RECOMPUTE
-        found: CheckpointPolicy | bool = policy(SelectiveCheckpointContext(is_recompute=False), target, *args, **kwargs)
+        found: CheckpointPolicy | bool = policy(
+            SelectiveCheckpointContext(is_recompute=False), target, *args, **kwargs
+        )
         if isinstance(found, bool):
             return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE
         return found

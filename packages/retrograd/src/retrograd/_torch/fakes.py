@@ -5,18 +5,29 @@ In: real tensors and which of their dimensions may change. Out: fakes, all of on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from retrograd._torch.functional import inner_tensors
 from retrograd._torch.subclasses import is_wrapper
+from retrograd._torch.wrappers import built, parts_of, wrapping_of
 
-__all__ = ["fake_mode_of", "fake_of", "is_fake", "new_fake_mode", "why_not_fakeable"]
+__all__ = [
+    "alias_of_fake",
+    "fake_mode_of",
+    "fake_of",
+    "fake_results",
+    "is_fake",
+    "new_fake_mode",
+    "why_not_fakeable",
+]
 
 
 def new_fake_mode(symbolic: bool) -> FakeTensorMode:
@@ -35,12 +46,24 @@ def fake_mode_of(value: torch.Tensor) -> FakeTensorMode | None:
     return fakes[0].fake_mode if fakes else None
 
 
+def alias_of_fake(value: torch.Tensor) -> torch.Tensor:
+    """The fake without its history; the number in it stays known, if it is."""
+    with torch.no_grad():
+        bare = value.detach()
+    if isinstance(bare, FakeTensor) and isinstance(value, FakeTensor) and value.item_memo is not None:
+        bare.item_memo = value.item_memo
+    return bare
+
+
 def fake_of(mode: FakeTensorMode, value: torch.Tensor, name: str, symbolic: Iterable[int]) -> Any:
     """A fake of `value` whose dimensions in `symbolic` are symbolic. It has no history and requires no grad."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         bare = value.detach()
     source, dims = ConstantSource(name), frozenset(symbolic)
-    if mode.shape_env is None or is_wrapper(value):
+    if is_wrapper(bare):
+        wrapping = wrapping_of(bare)
+        return built(wrapping, iter([fake_of(mode, part, name, ()) for part in parts_of(bare, wrapping)]))
+    if mode.shape_env is None:
         return mode.from_tensor(bare, static_shapes=True, source=source)
     kinds = [DimDynamic.DUCK if dim in dims else DimDynamic.STATIC for dim in range(value.dim())]
     context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=kinds)
@@ -63,3 +86,20 @@ def why_not_fakeable(value: torch.Tensor) -> str | None:
         if inner.is_neg() or inner.is_conj():
             return "lazily conjugated or negated tensor"
     return None
+
+
+def fake_results(gm: fx.GraphModule, examples: Sequence[Any]) -> dict[fx.Node, Any]:
+    """What each node of `gm` gives for the fake `examples`."""
+    found: dict[fx.Node, Any] = {}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            value = super().run_node(n)
+            if n.op != "output":
+                found[n] = value
+            return value
+
+    mode = next(filter(None, (fake_mode_of(value) for value in examples if isinstance(value, torch.Tensor))), None)
+    with torch.no_grad(), mode or new_fake_mode(True), enable_python_dispatcher():
+        Recorder(gm).run(*examples)
+    return found

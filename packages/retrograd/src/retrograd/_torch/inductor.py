@@ -5,14 +5,17 @@ Inductor itself is imported when it is used: that takes a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-__all__ = ["compile_graph", "decompositions"]
+__all__ = ["compile_graph", "decompositions", "patched", "settings"]
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
@@ -22,6 +25,22 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     return select_decomp_table()
 
 
+def settings() -> list[str]:
+    """The names of Inductor's settings."""
+    from torch._inductor import list_options
+
+    return list_options()
+
+
+def patched(values: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Inside, Inductor's settings have these `values`."""
+    if not values:
+        return nullcontext()
+    from torch._inductor import config
+
+    return config.patch(dict(values))
+
+
 def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
     """Compile `gm` (functional, decomposed, returning a tuple) for inputs like the fake `example_inputs`."""
     from torch._inductor.compile_fx import compile_fx_inner
@@ -29,9 +48,30 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable
     from torch._inductor.virtualized import V
 
     fake_mode = detect_fake_mode(example_inputs)
-    with torch.no_grad(), tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode):
+    with (
+        torch.no_grad(),
+        _with_shape_env(fake_mode),
+        tracing(TracingContext(fake_mode)),
+        V.set_fake_mode(fake_mode),
+    ):
         joint_graph_passes(gm)
         compiled = compile_fx_inner(gm, list(example_inputs))
     if getattr(compiled, "_boxed_call", False):
         return compiled
     return lambda args: compiled(*args)
+
+
+@contextmanager
+def _with_shape_env(fake_mode: FakeTensorMode | None) -> Iterator[None]:
+    """Inside, a mode of static sizes has a shape environment too.
+
+    Inductor looks a graph up in its cache on disk only if the mode has one, to keep its guards with the code.
+    """
+    if fake_mode is None or fake_mode.shape_env is not None:
+        yield
+        return
+    fake_mode.shape_env = ShapeEnv()
+    try:
+        yield
+    finally:
+        fake_mode.shape_env = None

@@ -84,7 +84,7 @@ class JointTracer:
 def trace_joint(
     body: Callable[[JointTracer], Sequence[Any]], fake_mode: FakeTensorMode, decompositions: Decompositions
 ) -> fx.GraphModule:
-    """Trace `body`, which returns plain (not functional) values.
+    """Trace `body`, which returns plain (not functional) values. Whoever changes the graph last recompiles it.
 
     Raises:
         Exception: whatever an operation raises on fake tensors.
@@ -98,7 +98,6 @@ def trace_joint(
     with autocast_off(), fake_mode, _dispatcher(fake_mode), quiet_fakes(), saved_tensors_unseen():
         gm = make_fx(traced, decomposition_table=dict(decompositions), tracing_mode="real")()
     _placeholders_first(gm.graph)
-    gm.recompile()
     return gm
 
 

@@ -5,14 +5,15 @@ In: real or fake tensors. Out: groups, bases, and views made again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from retrograd._torch.functional import inner_tensors
 
-__all__ = ["common_base", "groups_sharing_memory", "view_origin", "with_view_origin"]
+__all__ = ["common_base", "groups_sharing_memory", "lies_within", "view_origin", "with_view_origin"]
 
 
 def groups_sharing_memory(tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, ...]]:
@@ -34,7 +35,7 @@ def _is_empty(tensor: torch.Tensor) -> bool:
 def common_base(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The tensor of which all are views, as autograd sees it; else all of their memory, if none is
     differentiable; else None. Only for plain tensors of one dtype."""
-    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
+    if any(type(t) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for t in tensors):
         return None
     if len({t.dtype for t in tensors}) > 1:
         return None
@@ -57,7 +58,23 @@ def view_origin(view: torch.Tensor) -> Any:
     return None if origin == torch._C._autograd.CreationMeta.DEFAULT else origin
 
 
-def with_view_origin(view: torch.Tensor, origin: Any) -> torch.Tensor:
-    """`view`, for which torch refuses in-place changes as it would for one of this `origin`."""
+def with_view_origin(make: Callable[[], torch.Tensor], origin: Any) -> torch.Tensor:
+    """The view that `make` makes, for which torch refuses in-place changes as it would for one of this `origin`."""
+    kinds = torch._C._autograd.CreationMeta
+    with torch.set_grad_enabled(torch.is_grad_enabled() and origin != kinds.NO_GRAD_MODE):
+        view = make()
     torch._C._autograd._set_creation_meta(view, origin)
     return view
+
+
+def lies_within(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether all elements of `view` lie between the first and the last of `base`, whose memory it shows."""
+    first, last = _extent(view)
+    lowest, highest = _extent(base)
+    return bool(lowest <= first and last <= highest)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[Any, Any]:
+    first = tensor.storage_offset()
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return first, first + sum((size - 1) * stride for size, stride in pairs)

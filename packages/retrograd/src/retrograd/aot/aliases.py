@@ -67,7 +67,9 @@ def memory_of(gm: fx.GraphModule, signature: JointSignature) -> Memory:
     }
     results = gm.graph.output_node().args[0]
     forward = [
-        node for node, role in zip(results, signature.outputs, strict=True) if not isinstance(role, Gradient)  # type: ignore[arg-type]
+        node
+        for node, role in zip(results, signature.outputs, strict=True)
+        if not isinstance(role, Gradient)  # type: ignore[arg-type]
     ]
     outputs: dict[fx.Node, int] = {}
     for i, node in enumerate(forward):

@@ -22,7 +22,7 @@ from retrograd._torch.functional import (
     was_mutated_unseen_by_autograd,
     was_storage_changed,
 )
-from retrograd._torch.memory import view_origin
+from retrograd._torch.memory import lies_within, view_origin
 from retrograd._torch.wrappers import PLAIN, Wrapping, parts_of, wrapping_of
 from retrograd.graph.joint_graph import (
     AliasOf,
@@ -32,6 +32,8 @@ from retrograd.graph.joint_graph import (
     OutputPlan,
     PrimalValue,
     SameAs,
+    SizeOutput,
+    SizeValue,
     Update,
     View,
 )
@@ -45,7 +47,7 @@ __all__ = ["Analysis", "RefusedError", "TracedValue", "analyse"]
 #: what a function may return besides tensors.
 CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.layout,
-    torch.memory_format,
+    torch.memory_format
 )  # fmt: skip
 
 
@@ -81,7 +83,9 @@ class TracedValue:
     def is_new_leaf(self) -> bool:
         """Whether it is a leaf that the function made."""
         value = self.value
-        return isinstance(value, torch.Tensor) and self.is_seen and value.requires_grad and value.grad_fn is None
+        return (
+            isinstance(value, torch.Tensor) and self.is_seen and value.requires_grad and value.grad_fn is None
+        )
 
     def described(self) -> ForwardValue:
         """What later stages need to know of it."""
@@ -140,10 +144,12 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
             continue
         if any(bared is tensor for bared in inputs.bared):
             raise RefusedError(f"it may change {primal.name} through .data, which no version counter shows")
-        unseen = was_mutated_unseen_by_autograd(tensor)
-        if reshapes and primal.wrapping.cls is not None:
-            raise RefusedError(f"it changes the shape of {primal.name}, a tensor subclass")
-        view = _view(tensor, primal.fake, True) if reshapes else None
+        unseen = tensor.grad_fn is inputs.histories[number] and was_mutated_unseen_by_autograd(tensor)
+        if reshapes and (primal.wrapping.cls is not None or (primal.differentiable and not unseen)):
+            raise RefusedError(
+                f"it changes the shape of {primal.name}, which is differentiable or a subclass"
+            )
+        view = _view(analysis, tensor, primal.fake, True) if reshapes else None
         value = analysis.add(TracedValue(tensor, False, not unseen)) if writes else None
         updates.append(Update(number, value, view, unseen))
     return updates
@@ -158,10 +164,23 @@ def _refuse_state_changes(primal: PrimalValue, leaf: torch.Tensor) -> None:
         raise RefusedError(f"it runs a backward that accumulates into {primal.name}")
 
 
-def _view(tensor: torch.Tensor, base: torch.Tensor, differentiable: bool, replay: Any = None) -> View:
-    offset = tensor.storage_offset() - base.storage_offset()
-    origin = view_origin(tensor)
-    return View(tuple(tensor.shape), tuple(tensor.stride()), offset, differentiable, replay, origin)
+def _view(
+    analysis: Analysis, tensor: torch.Tensor, base: torch.Tensor, differentiable: bool, replay: Any = None
+) -> View:
+    return View(
+        tuple(_size(analysis, size) for size in tensor.shape),
+        tuple(_size(analysis, stride) for stride in tensor.stride()),
+        _size(analysis, tensor.storage_offset() - base.storage_offset()),
+        differentiable,
+        replay,
+        view_origin(tensor),
+    )
+
+
+def _size(analysis: Analysis, size: int | torch.SymInt) -> int | SizeValue:
+    if isinstance(size, torch.SymInt):
+        return SizeValue(analysis.add(TracedValue(size, is_visible=False)))
+    return int(size)
 
 
 @dataclass
@@ -173,12 +192,10 @@ class _Outputs:
     outputs: Sequence[Any]
 
     def plans(self) -> list[OutputPlan]:
-        self._sources = {
-            key: source
-            for source, entry in reversed(list(enumerate(self.inputs.entries)))
-            if isinstance(entry, torch.Tensor)
-            for key in [storage_key(entry)]
-        }
+        self._sources: dict[tuple[int, ...], list[int]] = {}
+        for source, entry in enumerate(self.inputs.entries):
+            if isinstance(entry, torch.Tensor):
+                self._sources.setdefault(storage_key(entry), []).append(source)
         self._sharing: dict[tuple[int, ...], dict[int, Any]] = {}
         for output in self.outputs:
             if isinstance(output, torch.Tensor) and is_traced(output):
@@ -188,6 +205,8 @@ class _Outputs:
     def _plan(self, output: Any) -> OutputPlan:
         if isinstance(output, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return ComputedOutput(self.analysis.add(TracedValue(output)))
+        if isinstance(output, torch.Size):
+            return SizeOutput(tuple(_size(self.analysis, size) for size in output))
         if not isinstance(output, torch.Tensor):
             if not isinstance(output, CONSTANTS):
                 raise RefusedError(f"it returns a {type(output).__name__}, which may hold what was traced")
@@ -199,9 +218,16 @@ class _Outputs:
                 return SameAs(source)
         key = storage_key(output)
         if key in self._sources and not _is_empty(output):
-            source = self._sources[key]
+            source = self._source(output, self._sources[key])
             return AliasOf(self._seen(output, self.inputs.entries[source]), source=source)
         return self._computed(output, list(self._sharing[key].values()))
+
+    def _source(self, output: torch.Tensor, sources: Sequence[int]) -> int:
+        """Of the inputs that share memory with an output, the first that covers it."""
+        if len(sources) == 1:
+            return sources[0]
+        entries = self.inputs.entries
+        return next((source for source in sources if lies_within(output, entries[source])), sources[0])
 
     def _computed(self, output: torch.Tensor, sharing: Sequence[torch.Tensor]) -> OutputPlan:
         if len(sharing) == 1 or wrapping_of(output) is not PLAIN or _is_empty(output):
@@ -221,8 +247,8 @@ class _Outputs:
         if output.dtype != base.dtype or wrapping_of(output) is not PLAIN:
             if not output._is_view():
                 raise RefusedError("an output shares memory with a tensor of another dtype or class")
-            return _view(output, base, differentiable, output._view_func_unsafe)
-        return _view(output, base, differentiable)
+            return _view(self.analysis, output, base, differentiable, output._view_func_unsafe)
+        return _view(self.analysis, output, base, differentiable)
 
 
 def _is_empty(tensor: torch.Tensor) -> bool:

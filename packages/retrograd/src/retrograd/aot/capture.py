@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
@@ -73,6 +74,11 @@ def capture(state: CaptureState, *, single_region: bool = False) -> JointGraph:
         plan = attempt.amended
 
 
+def _is_size(value: Any) -> bool:
+    """Whether the value is a ``torch.Size``, which a pytree would make a tuple of."""
+    return isinstance(value, torch.Size)
+
+
 def _capture_error(state: CaptureState, error: Exception) -> CaptureError:
     code = next((code for kind, code in _REASONS.items() if isinstance(error, kind)), "trace-failed")
     text = str(error).strip().splitlines()
@@ -100,7 +106,7 @@ class _Attempt:
         self.inputs = inputs = Inputs(self.state, self.plan, tracer)
         with inputs.functional():
             result = inputs.call()
-            flat, self.out_spec = pytree.tree_flatten(result)
+            flat, self.out_spec = pytree.tree_flatten(result, is_leaf=_is_size)
             self.analysis = analyse(inputs, flat)
             self.amended = self.plan.amended(self.state, self.analysis)
             if self.amended != self.plan:
@@ -136,7 +142,9 @@ class _Attempt:
 
     def _signature(self, values: Sequence[Any]) -> JointSignature:
         forward = [
-            Output(number, part) for number, value in enumerate(values) for part in range(value.wrapping.count)
+            Output(number, part)
+            for number, value in enumerate(values)
+            for part in range(value.wrapping.count)
         ]
         structure = self.backward.structure
         cotangents = [
@@ -149,9 +157,9 @@ class _Attempt:
             inputs=(*self.inputs.roles, *cotangents),
             outputs=(*forward, *self.backward.roles()),
             junctions=tuple(
-                Junction(value, number < visible) for number, value in enumerate(self.backward.junction_values)
+                Junction(value, number < visible)
+                for number, value in enumerate(self.backward.junction_values)
             ),
             regions=tuple(Region(region.roots, region.destinations) for region in structure.regions),
             order=structure.order,
         )
-

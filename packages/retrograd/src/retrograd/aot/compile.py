@@ -42,9 +42,7 @@ def compile(
     ahead = find_backend(forward)
     behind = ahead if backward is None else find_backend(backward)
     code = lower(ahead, partition.forward, partition.joint.state)
-    regions = [
-        RegionCode(partition, number, behind) for number, _ in enumerate(partition.backwards)
-    ]
+    regions = [RegionCode(partition, number, behind) for number, _ in enumerate(partition.backwards)]
     if not lazy:
         for region in regions:
             region.compile_ahead()

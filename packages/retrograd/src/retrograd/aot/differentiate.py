@@ -88,9 +88,7 @@ def differentiate(
         Exception: whatever a node raises.
     """
     edges = {
-        number: edge
-        for number, value in enumerate(analysis.values)
-        if (edge := _edge(value)) is not None
+        number: edge for number, value in enumerate(analysis.values) if (edge := _edge(value)) is not None
     }
     if not edges:
         return Differentiated()

@@ -54,7 +54,9 @@ class EntryPlan:
         for number, group in enumerate(state.aliases):
             if number not in based and changed & {member.leaf for member in group.members}:
                 if group.base is None:
-                    raise RefusedError("it changes an input that shares memory with another one in a way unknown to autograd")
+                    raise RefusedError(
+                        "it changes an input that shares memory with another one in a way unknown to autograd"
+                    )
                 based.add(number)
         return EntryPlan(self.copies, frozenset(based))
 
@@ -69,6 +71,7 @@ class Inputs:
         entries: by source (leaf of the state, or after those what the function found), what the function sees.
         entered: by primal, the tensor that the function can change.
         bared: tensors of which the function took ``.data``.
+        histories: by primal, the ``grad_fn`` with which it entered.
     """
 
     state: CaptureState
@@ -80,6 +83,7 @@ class Inputs:
     entered: list[Any] = field(default_factory=list)
     entries: list[Any] = field(default_factory=list)
     bared: list[Any] = field(default_factory=list)
+    histories: list[Any] = field(default_factory=list)
 
     @contextmanager
     def functional(self) -> Iterator[None]:
@@ -134,6 +138,7 @@ class Inputs:
         value = self.tracer.placeholder(f"primal_{len(self.primals) - 1}", leaf.value)
         self.leaves.append(None)
         self.entered.append(None)
+        self.histories.append(None)
         return value
 
     def _tensor(self, given: Leaf, **where: Any) -> Any:
@@ -160,6 +165,7 @@ class Inputs:
             with torch.enable_grad():
                 entered = made.clone()
         self.entered.append(entered)
+        self.histories.append(entered.grad_fn)
         return entered
 
     def found(self, tensor: torch.Tensor) -> Any:
@@ -169,7 +175,9 @@ class Inputs:
                 return self.entered[number]
         assert self.state.free is not None
         fake = self.state.free(tensor)
-        leaf = Leaf("tensor found by the function", PrimalKind.ARGUMENT, fake, tensor.requires_grad, tensor.is_leaf)
+        leaf = Leaf(
+            "tensor found by the function", PrimalKind.ARGUMENT, fake, tensor.requires_grad, tensor.is_leaf
+        )
         entered = self._tensor(leaf, found=tensor)
         self.entries.append(entered)
         return entered

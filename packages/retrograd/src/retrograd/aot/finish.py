@@ -19,6 +19,8 @@ from retrograd.graph.joint_graph import (
     JointValues,
     OutputPlan,
     SameAs,
+    SizeOutput,
+    SizeValue,
     Update,
     View,
 )
@@ -85,8 +87,8 @@ class Finish:
         primal: torch.Tensor = frame[update.primal]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not update.unseen):
             if update.view is not None:
-                offset = primal.storage_offset() + update.view.offset
-                primal.as_strided_(update.view.size, update.view.stride, offset)
+                size, stride, offset = self._geometry(update.view, frame)
+                primal.as_strided_(size, stride, primal.storage_offset() + offset)
             if update.value is not None:
                 primal.copy_(frame[self._first + update.value])
 
@@ -96,22 +98,31 @@ class Finish:
                 return frame[self._first + value]
             case ConstantOutput(constant):
                 return constant
+            case SizeOutput(sizes):
+                return torch.Size([self._number(size, frame) for size in sizes])
             case SameAs(source):
                 return sources[source]
             case AliasOf(view, source, value):
-                return _viewed(view, frame[self._first + value] if source is None else sources[source])
+                return self._viewed(view, frame[self._first + value] if source is None else sources[source], frame)
 
+    def _viewed(self, view: View, base: torch.Tensor, frame: Sequence[Any]) -> torch.Tensor:
+        """The view of a real tensor that the function made of the traced one."""
+        if view.origin is not None:
+            return with_view_origin(lambda: self._strided(view, base, frame), view.origin)
+        seen = base if view.differentiable or not base.requires_grad else base.detach()
+        return self._strided(view, seen, frame)
 
-def _viewed(view: View, base: torch.Tensor) -> torch.Tensor:
-    """The view of a real tensor that the function made of the traced one."""
-    if view.origin is not None:
-        with torch.set_grad_enabled(view.differentiable):
-            return with_view_origin(_strided(view, base), view.origin)
-    return _strided(view, base if view.differentiable or not base.requires_grad else base.detach())
+    def _strided(self, view: View, base: torch.Tensor, frame: Sequence[Any]) -> torch.Tensor:
+        if view.replay is not None:
+            made: torch.Tensor = view.replay(base)
+            return made
+        size, stride, offset = self._geometry(view, frame)
+        return base.as_strided(size, stride, base.storage_offset() + offset)
 
+    def _geometry(self, view: View, frame: Sequence[Any]) -> tuple[list[int], list[int], int]:
+        """Sizes, strides and offset in this call."""
+        size, stride = ([self._number(n, frame) for n in numbers] for numbers in (view.size, view.stride))
+        return size, stride, self._number(view.offset, frame)
 
-def _strided(view: View, base: torch.Tensor) -> torch.Tensor:
-    if view.replay is not None:
-        made: torch.Tensor = view.replay(base)
-        return made
-    return base.as_strided(view.size, view.stride, base.storage_offset() + view.offset)
+    def _number(self, size: int | SizeValue, frame: Sequence[Any]) -> int:
+        return frame[self._first + size.value] if isinstance(size, SizeValue) else size

@@ -26,8 +26,9 @@ class Layout:
     """Where in a frame each kind of value begins. First come the primals.
 
     Attributes:
-        is_plain: whether there are no wrapper subclasses; then primals are their own parts, and the graph's results
-            the values.
+        is_plain: whether there are no wrapper subclasses; then primals are their own parts.
+        is_apart: whether values stand apart from the graph's results: if there are wrapper subclasses, or if values
+            are written into primals, which they are from then on.
         parts: what the graph is given.
         results: what it gives.
         values: forward values of the joint graph; in the course of the call they get their history.
@@ -36,6 +37,7 @@ class Layout:
     """
 
     is_plain: bool
+    is_apart: bool
     parts: int
     results: int
     values: int
@@ -51,22 +53,22 @@ class Layout:
         kept = sum(saved.kind is SavedKind.INTERMEDIATE for saved in partition.saved)
         parts = 0 if is_plain else len(joint.primals)
         results = parts + sum(primal.wrapping.count for primal in joint.primals)
+        is_apart = bool(joint.updates) or not is_plain
         behind = results + len(forward) + kept
         plain = {
             place: role.index  # type: ignore[union-attr]
             for place, role in enumerate(forward)
             if joint.values[role.index].wrapping is PLAIN  # type: ignore[union-attr]
         }
-        if is_plain:
-            return Layout(is_plain, parts, results, results, behind, plain)
-        return Layout(is_plain, parts, results, behind, behind + len(joint.values), plain)
+        values, end = (behind, behind + len(joint.values)) if is_apart else (results, behind)
+        return Layout(is_plain, is_apart, parts, results, values, end, plain)
 
     def place_of(self, saved: Saved) -> int:
-        """Where a saved value stands. A forward value is saved as it is now: perhaps written into a primal, with its
-        history."""
+        """Where a saved value stands. One that eager saves too is saved as it is now: perhaps written into a primal,
+        with its history."""
         if saved.kind is SavedKind.PRIMAL:
             return self.parts + saved.place
-        if saved.place in self.plain_values:
+        if saved.by_eager and saved.place in self.plain_values:
             return self.values + self.plain_values[saved.place]
         return self.results + saved.place
 

@@ -18,7 +18,8 @@ from retrograd._torch.ambient import is_foreign_mode_active, modes_now
 from retrograd._torch.guards import InputGuard, changed_sizes
 from retrograd._torch.memory import groups_sharing_memory
 from retrograd._torch.saved_hooks import why_saved_hooks_matter
-from retrograd._torch.wrappers import PLAIN
+from retrograd._torch.wrappers import PLAIN, wrapping_of
+from retrograd.aot.calls import FlatCall
 from retrograd.aot.capture import capture
 from retrograd.aot.compile import compile as compile_partition
 from retrograd.aot.modules import ModuleState
@@ -30,7 +31,6 @@ from retrograd.aot.state import Dynamic, state_of_flat
 from retrograd.aot.watch import Watched
 from retrograd.backends.registry import find_backend
 from retrograd.errors import Reason, RetrogradError
-from retrograd.graph.joint import PrimalKind
 
 __all__ = ["AotConfig", "AotFunction", "AotModule", "function", "module"]
 
@@ -134,24 +134,31 @@ class AotFunction:
 
     def __post_init__(self) -> None:
         self.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)
-        self._watch()
+        self._watched: Watched | None = None
 
-    def _watch(self) -> None:
-        self._watched = Watched(self.fn)
-        self._state = ModuleState.of(self.fn) if isinstance(self.fn, nn.Module) else ModuleState()
+    def _watch(self) -> Watched:
+        """What the function depends on; forgets what was compiled if that has changed.
+
+        Raises:
+            CaptureError: the module is not initialised yet.
+        """
+        if self._watched is None or not self._watched.is_intact():
+            self._entries.clear()
+            self._state = ModuleState.of(self.fn) if isinstance(self.fn, nn.Module) else ModuleState()
+            self._watched = Watched(self.fn)
+        return self._watched
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, compiled if possible."""
         if torch.compiler.is_compiling():
             return self.fn(*args, **kwargs)
-        if (reason := self._why_eager()) is not None:
-            return self._eagerly(reason, args, kwargs)
         try:
-            if not self._watched.is_intact():
-                self.reset()
+            watched = self._watch()
+            if (reason := self._why_eager(watched)) is not None:
+                return self._eagerly(reason, args, kwargs)
             flat, form = _flattened(args, kwargs)
             leaves = [*self._state.current(), *flat]
-            entry = self._entry(leaves, form)
+            entry = self._entry(leaves, (form, modes_now(), watched.switches()))
         except RetrogradError as error:
             if self.config.strict:
                 raise
@@ -164,28 +171,27 @@ class AotFunction:
     def reset(self) -> None:
         """Forget what was compiled."""
         self._entries.clear()
-        self._watch()
+        self._watched = None
 
-    def _why_eager(self) -> Reason | None:
+    def _why_eager(self, watched: Watched) -> Reason | None:
         if is_foreign_mode_active():
             return _MODE
         if (why := why_saved_hooks_matter()) is not None:
             return Reason("saved-tensor-hooks", why, "aot.function", way_out="call it outside of the hooks")
-        return _HOOKS if self._watched.has_hooks() else None
+        return _HOOKS if watched.has_hooks() else None
 
     def _eagerly(self, reason: Reason, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         report.fell_back(reason)
         return self.fn(*args, **kwargs)
 
-    def _entry(self, leaves: Sequence[Any], form: _Form) -> _Entry:
-        key = (form, modes_now(), self._watched.switches())
+    def _entry(self, leaves: Sequence[Any], key: tuple[Any, ...]) -> _Entry:
         known = self._entries.setdefault(key, [])
         for entry in known:
             if entry.fits(leaves):
                 return entry
         if len(known) >= self.config.recompile_limit:
             return _Entry(known[-1].guard, Leafness(leaves), (), None, None, _LIMIT)
-        made = self._compiled(leaves, _spec(form), known)
+        made = self._compiled(leaves, _spec(key[0]), known)
         known.append(made)
         return made
 
@@ -194,6 +200,8 @@ class AotFunction:
         tensors = {i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         try:
             code = self._stages(leaves, spec, dynamic)
+            if self._watched is not None:
+                self._watched.refuse_changes()
         except Exception as error:
             if self.config.strict:
                 raise
@@ -201,6 +209,7 @@ class AotFunction:
             return _Entry(guard, Leafness(leaves), (), None, None, _reason(error))
         joint = code.partition.joint
         fed = [i for i, leaf in enumerate(joint.state.leaves) if isinstance(leaf.value, torch.Tensor)]
+        fed = [i for i in fed if wrapping_of(joint.state.leaves[i].value) is PLAIN]
         fakes = [joint.state.leaves[i].value for i in fed]
         guard = InputGuard(leaves, fed, fakes, joint.state.fake_mode.shape_env)
         wrappings = tuple(
@@ -225,21 +234,14 @@ class AotFunction:
     def _stages(self, leaves: Sequence[Any], spec: Any, dynamic: Dynamic) -> CompiledFunction:
         config, state = self.config, self._state
         backend = find_backend(config.backend)
-        count = len(state.tensors)
-        names = _argument_names(leaves[count:], spec)
-
-        def call(values: Sequence[Any]) -> Any:
-            args, kwargs = pytree.tree_unflatten(list(values[count:]), spec)
-            with state.replaced(values[:count]):
-                return self.fn(*args, **kwargs)
-
+        call = FlatCall(self.fn, state, spec)
         captured = capture(
             state_of_flat(
                 call,
                 leaves,
                 name=self.__name__,
-                names=[*state.names, *names],
-                kinds=[*state.kinds, *[PrimalKind.ARGUMENT] * len(names)],
+                names=call.names(leaves),
+                kinds=call.kinds(leaves),
                 dynamic=dynamic,
                 decompositions=backend.decompositions(),
             ),
@@ -333,15 +335,6 @@ def module(mod: nn.Module, **options: Any) -> AotModule:
     if not isinstance(mod, nn.Module):
         raise TypeError(f"aot.module: expected a torch.nn.Module, got {type(mod).__name__}; use aot.function")
     return AotModule(function(mod, **options))
-
-
-def _argument_names(leaves: Sequence[Any], spec: Any) -> list[str]:
-    """``args[0]['x']`` for each; numbers where a container has no names for its parts."""
-    try:
-        paths = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(leaves), spec))[0]
-    except ValueError:
-        return [f"input {i}" for i in range(len(leaves))]
-    return [f"args{pytree.keystr(path[1:])}" for path, _ in paths]
 
 
 def _reason(error: Exception) -> Reason:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from retrograd._torch.lazy_modules import lazy_graph_module
 from retrograd._torch.rng import insert_replay
 from retrograd.aot.aliases import Memory, is_backward, is_number, memory_of
 from retrograd.aot.extract import extract, needed_between
@@ -51,7 +52,7 @@ def _copied(joint: JointValues) -> JointValues:
         made[node] = graph.node_copy(node, made.__getitem__)
         made[node].meta = dict(node.meta)
         made[node].name = node.name
-    gm = fx.GraphModule(joint.gm, graph, "joint")
+    gm = lazy_graph_module(joint.gm, graph, "joint")
     return JointValues(
         **{**{name: getattr(joint, name) for name in JointValues.__dataclass_fields__}, "gm": gm}
     )
@@ -68,7 +69,11 @@ class _Division:
         gm, signature = self.joint.gm, self.joint.signature
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         results: Sequence[Any] = gm.graph.output_node().args[0]  # type: ignore[assignment]
-        self.primals = [n for n, role in zip(placeholders, signature.inputs, strict=True) if not isinstance(role, Cotangent)]
+        self.primals = [
+            n
+            for n, role in zip(placeholders, signature.inputs, strict=True)
+            if not isinstance(role, Cotangent)
+        ]
         self.cotangents = placeholders[len(self.primals) :]
         self.forward_results = list(results[: signature.forward_count])
         wanted: list[list[Any]] = [[] for _ in signature.regions]
@@ -118,7 +123,9 @@ class _Division:
         extra: list[fx.Node] = []
         described = []
         changed = self._changed_primals()
-        places = {node: place for place, node in reversed(list(enumerate(results))) if isinstance(node, fx.Node)}
+        places = {
+            node: place for place, node in reversed(list(enumerate(results))) if isinstance(node, fx.Node)
+        }
         for node in saved:
             by_eager = self.memory.owner.get(node, node) in self.memory.kept_by_eager
             value = node.meta.get("val")
@@ -176,8 +183,17 @@ class _Division:
                     way_out="a pass has mixed regions: let each region's gradients depend on its own cotangents only",
                 )
             ) from missing
+        _follow_layouts(gm)
         order = {node: i for i, node in enumerate(saved)}
         return RegionBackward(gm, tuple(order[node] for node in read))
+
+
+def _follow_layouts(gm: fx.GraphModule) -> None:
+    """Cotangents may come in another layout than they were traced with: a view of them may have to be a copy."""
+    for node in gm.graph.nodes:
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+    gm.recompile()
 
 
 def _refuse_effect(node: fx.Node) -> None:

@@ -44,7 +44,9 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
     if policy == "save_all":
         return _without_marked(_read_by_backward(joint))
     if policy == "recompute_all":
-        return {node for node in memory.primals if not is_number(node)} | _must(joint, CheckpointPolicy.MUST_SAVE)
+        return {node for node in memory.primals if not is_number(node)} | _must(
+            joint, CheckpointPolicy.MUST_SAVE
+        )
     if policy == "min_cut" or callable(policy):
         names = cut_by(
             None if policy == "min_cut" else policy,

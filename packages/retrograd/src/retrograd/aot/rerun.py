@@ -62,15 +62,15 @@ def rerun_region(
     differentiable = torch.is_grad_enabled()
     with torch.enable_grad():
         entries = {
-            number: primal[...]
-            for number, primal in primals.items()
-            if joint.primals[number].differentiable
+            number: primal[...] for number, primal in primals.items() if joint.primals[number].differentiable
         }
         visible = _values(joint, _again(joint, call, entries))
     ends = {entry.grad_fn: number for number, entry in entries.items()}
     graph = graph_below(visible, ends)
     known = {i: ends[node.handle] for i, node in enumerate(graph.nodes) if node.handle in ends}
-    walk = Walk(graph, divide(graph, known, joint.is_single_region), known, number, lambda _: nullcontext())
+    walk = Walk(
+        graph, divide(graph, known, joint.is_single_region), known, number, lambda _: nullcontext(), _checks()
+    )
 
     def run() -> dict[Destination, Any]:
         with torch.set_grad_enabled(differentiable):
@@ -78,6 +78,10 @@ def rerun_region(
 
     found: dict[Destination, Any] = outside_of_graph_task(run, differentiable)
     return found
+
+
+def _checks() -> bool:
+    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
 
 
 def _again(joint: JointValues, call: Call, entries: Mapping[int, Any]) -> list[Any]:

@@ -55,6 +55,7 @@ class RegionCode:
         self._undefined_matters = number in joint.undefined_matters
         saved = [partition.saved[i] for i in self._graphs.saved]
         self._numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number)
+        self._follows_layout = not backend.decompositions()
         self._code: Boxed | None = None
 
     def _expect(self, root: int) -> _Expected:
@@ -63,7 +64,9 @@ class RegionCode:
         nodes = [node for node in self._graphs.gm.graph.nodes if node.op == "placeholder"]
         first = next(node for node in nodes if node.name in (f"cotangent_{root}", f"cotangent_{root}_0"))
         fake = first.meta["val"]
-        return _Expected(root, value.wrapping, tuple(fake.shape), tuple(fake.stride()), fake.dtype, fake.device)
+        return _Expected(
+            root, value.wrapping, tuple(fake.shape), tuple(fake.stride()), fake.dtype, fake.device
+        )
 
     def compile_ahead(self) -> None:
         """Compile now, for the layouts that tracing predicted."""
@@ -74,7 +77,12 @@ class RegionCode:
         if all(cotangent is None for cotangent in cotangents):
             return [None] * len(self.destinations)
         saved = ctx.saved_tensors
-        if torch.is_grad_enabled() or Ambient.autocast_now() or not self._fit(cotangents):
+        if (
+            torch.is_grad_enabled()
+            or Ambient.autocast_now()
+            or torch.is_anomaly_enabled()
+            or not self._fit(cotangents)
+        ):
             return self._as_eager(ctx, cotangents)
         args = self._arguments(saved, ctx.numbers, cotangents)
         del saved, cotangents
@@ -97,7 +105,9 @@ class RegionCode:
         for place, value in zip(self._numbers, numbers, strict=True):
             args.insert(place, value)
         for cotangent, expected in zip(cotangents, self._expected, strict=True):
-            if expected.wrapping is PLAIN:
+            if self._follows_layout and expected.wrapping is PLAIN and cotangent is not None:
+                args.append(cotangent)
+            elif expected.wrapping is PLAIN:
                 args.append(_laid_out(cotangent, expected))
             else:
                 args.extend(parts_of(_defined(cotangent, expected), expected.wrapping))

@@ -46,6 +46,7 @@ class CompiledFunction:
         self._found = [primal.found for primal in joint.primals if primal.found is not None]
         self._direct = self._plan_primals()
         self._layout = layout = Layout.of(partition)
+        self._value_count = len(joint.values)
         self._finish, self._rebuild = Finish(joint, layout.values), rebuilder(joint.out_spec)
         self._attaching = Attaching(partition, regions, layout, self._finish) if regions else None
         self._records_inside = not joint.state.ambient.grad  # autograd was switched on by the function itself
@@ -79,7 +80,10 @@ class CompiledFunction:
         generators = generator_states(self._draws) if self._draws else {}
         frame = list(primals)
         if self._layout.is_plain:
-            frame += self._run([*primals])
+            results = self._run([*primals])
+            frame += results
+            if self._layout.is_apart:
+                frame += results[: self._value_count]
         else:
             self._run_on_parts(primals, frame)
         if self._joint.updates:

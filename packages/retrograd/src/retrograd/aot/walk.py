@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from retrograd._torch.autograd_nodes import call_node, fitted, input_count
+from retrograd._torch.autograd_nodes import call_node, fitted, input_count, refuse_nan
 from retrograd.aot.structure import Structure
 from retrograd.graph.joint import Destination
 from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
@@ -28,6 +28,7 @@ class Walk:
         primals: by node that ends the graph, the primal that it stands for.
         number: of the region.
         around: a context around the call of each node.
+        checks: refuse gradients that are not numbers, as anomaly mode does.
     """
 
     graph: LiveGraph
@@ -35,6 +36,7 @@ class Walk:
     primals: Mapping[int, int]
     number: int
     around: Callable[[LiveNode], AbstractContextManager[Any]]
+    checks: bool = False
     _grads: dict[int, list[Any]] = field(default_factory=dict)
     _found: dict[Destination, Any] = field(default_factory=dict)
 
@@ -65,7 +67,10 @@ class Walk:
         if grads is None:
             return
         with self.around(node):
-            for edge, grad in zip(node.edges, call_node(node.handle, grads), strict=True):
+            results = call_node(node.handle, grads)
+            if self.checks:
+                refuse_nan(node.name, results)
+            for edge, grad in zip(node.edges, results, strict=True):
                 if edge is not None and grad is not None:
                     self._add(edge, fitted(self.graph.nodes[edge.node].handle, edge.slot, grad))
 

@@ -6,8 +6,8 @@ In: a function or module. Out: `Watched`, which tells whether a capture still st
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,9 +15,13 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
+from retrograd.errors import CaptureError, Reason
+
 __all__ = ["Watched"]
 
-_HOLDERS = (nn.Module, torch.Tensor)
+_SCALARS = (bool, int, float, complex, str, bytes)
+#: how much of a container is looked at.
+_MOST = 64
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks",
@@ -31,47 +35,46 @@ class Watched:
     """The modules and values that `fn` refers to, as they are now."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        self._bound: list[Any] = []
-        while isinstance(fn, functools.partial):
-            self._bound += [*fn.args, *fn.keywords.values()]
-            fn = fn.func
-        self._bound.append(fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None))
-        self._fn, is_python = fn, hasattr(fn, "__code__")
-        self._cells: tuple[Any, ...] = (is_python and fn.__closure__) or ()
-        self._globals: dict[str, Any] = fn.__globals__ if is_python else {}
-        self._names: tuple[str, ...] = fn.__code__.co_names if is_python else ()
-        self._referred = self._referred_now()
-        roots = [value for value in (*self._bound, *self._referred) if isinstance(value, nn.Module)]
+        self._fn = fn
+        self._cells = tuple(_referred(fn))
+        roots = [value for value in self._cells if isinstance(value, nn.Module)]
         modules = dict.fromkeys(module for root in roots for module in root.modules())
         self._modules = tuple(modules)
-        self._children = [(m._modules, list(m._modules.values())) for m in modules if m._modules]
+        self._children = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
         self._counts = [(m._parameters, len(m._parameters)) for m in modules]
+        self._contents = [(c, _content(c)) for c in self._cells if isinstance(c, (list, dict, set))]
+        self._attributes = [_attributes(module) for module in self._modules]
         self._registered = -1
         self._hooked = False
 
     def is_intact(self) -> bool:
         """Whether everything is still what it was, but for tensors and switches."""
-        for children, before in self._children:
-            if len(children) != len(before) or list(map(id, children.values())) != list(map(id, before)):
-                return False
-        for parameters, count in self._counts:
-            if len(parameters) != count:
-                return False
-        now = self._referred_now()
-        return len(now) == len(self._referred) and all(map(operator.is_, now, self._referred))
+        return (
+            all(holder.get(name) is child for holder, name, child in self._children)
+            and all(len(holder) == count for holder, count in self._counts)
+            and all(_same(_content(container), content) for container, content in self._contents)
+            and all(now is before for now, before in zip(_referred(self._fn), self._cells, strict=False))
+        )
 
-    def _referred_now(self) -> list[Any]:
-        """What may change of what the function refers to: cells, defaults, and globals that are tensors or modules."""
-        names = self._globals
-        found = [names[name] for name in self._names if isinstance(names.get(name), _HOLDERS)]
-        for cell in self._cells:
-            try:
-                found.append(cell.cell_contents)
-            except ValueError:  # not bound yet
-                found.append(None)
-        if defaults := getattr(self._fn, "__defaults__", None):
-            found += defaults
-        return found
+    def refuse_changes(self) -> None:
+        """Look for what the function left behind when it was captured: what it set or changed in Python.
+
+        Raises:
+            CaptureError: there is something. Attributes of modules are as before.
+        """
+        for container, content in self._contents:
+            if not _same(_content(container), content):
+                raise _left_behind(f"changes a {type(container).__name__} that it closes over")
+        for module, before in zip(self._modules, self._attributes, strict=True):
+            now = _attributes(module)
+            if now.keys() != before.keys() or any(now[key] is not before[key] for key in now):
+                changed = sorted(key for key in {*now, *before} if now.get(key) is not before.get(key))
+                for key in changed:
+                    if key in before:
+                        module.__dict__[key] = before[key]
+                    else:
+                        del module.__dict__[key]
+                raise _left_behind(f"sets {changed[0]} of {type(module).__name__}")
 
     def switches(self) -> tuple[bool, ...]:
         """Whether each module is in training mode."""
@@ -85,3 +88,57 @@ class Watched:
                 getattr(torch_module, name) for name in _GLOBAL_HOOKS
             )
         return self._hooked
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds besides tensors, modules and hooks."""
+    return {
+        key: value for key, value in vars(module).items() if not key.startswith("_") or key.startswith("__")
+    }
+
+
+def _content(container: Any) -> list[Any]:
+    """The first things in a container."""
+    flat = container.items() if isinstance(container, dict) else ((value,) for value in container)
+    return [value for pair in itertools.islice(flat, _MOST) for value in pair]
+
+
+def _same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(
+        a is b or (type(a) is type(b) and isinstance(a, _SCALARS) and a == b)
+        for a, b in zip(now, before, strict=True)
+    )
+
+
+def _left_behind(what: str) -> CaptureError:
+    return CaptureError(
+        Reason(
+            "side-effect",
+            f"the function {what}, which happens at capture only",
+            "aot.function",
+            way_out='torch.compile(backend="retrograd"), which sees it',
+        )
+    )
+
+
+def _referred(fn: Any) -> Iterator[Any]:
+    """Objects that `fn` refers to by name, whose tensors it may use."""
+    while isinstance(fn, functools.partial):
+        yield from (*fn.args, *fn.keywords.values())
+        fn = fn.func
+    yield fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return
+    for cell in fn.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not bound yet
+            yield None
+    names = fn.__globals__
+    for name in code.co_names:
+        value = names.get(name)
+        if isinstance(value, (nn.Module, torch.Tensor)):
+            yield value
+    for default in fn.__defaults__ or ():
+        yield default

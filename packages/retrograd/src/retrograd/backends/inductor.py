@@ -7,20 +7,29 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.inductor import compile_graph, decompositions
+from retrograd._torch.inductor import compile_graph, decompositions, patched
 from retrograd.backends.base import Boxed
 
 __all__ = ["InductorBackend"]
 
 
 class InductorBackend:
-    """Compiles through ``compile_fx_inner`` with Inductor's own decompositions; no Dynamo, no AOTAutograd."""
+    """Compiles through ``compile_fx_inner`` with Inductor's own decompositions; no Dynamo, no AOTAutograd.
+
+    Args:
+        settings: of ``torch._inductor.config``, while it compiles.
+    """
 
     name = "inductor"
     traces = True
 
+    def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
+        self._settings = dict(settings or {})
+
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        return decompositions()
+        with patched(self._settings):
+            return decompositions()
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
-        return compile_graph(gm, example_inputs)
+        with patched(self._settings):
+            return compile_graph(gm, example_inputs)

@@ -81,6 +81,7 @@ class CaptureState:
         fake_mode: of the fake values; its shape environment gets the guards.
         decompositions: applied while tracing.
         free: makes a fake of a real tensor that the function uses without being given it.
+        in_spec: the pytree of ``(args, kwargs)``, whose leaves are the last of `leaves`; None if not known.
     """
 
     name: str
@@ -91,6 +92,7 @@ class CaptureState:
     aliases: tuple[AliasGroup, ...] = ()
     decompositions: Mapping[Any, Callable[..., Any]] = field(default_factory=dict)
     free: Callable[[torch.Tensor], Any] | None = None
+    in_spec: Any = None
 
     @property
     def tensors(self) -> list[int]:

@@ -20,9 +20,9 @@ from retrograd.config import Config
 from retrograd.errors import VerificationError
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph, Source, source_of
+from retrograd.graph.eager_order import ROOT, eager_walk, engine_walk, with_steps
 from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.graph.live_graph import LiveGraph
-from retrograd.graph.eager_order import ROOT, eager_walk, engine_walk, with_steps
 from retrograd.live.plan import Plan
 from retrograd.live.running import RunningBackward
 from retrograd.passes.drop_outputs import without_last_outputs

@@ -29,11 +29,11 @@ from retrograd._torch.release import keeps_saved_tensors, release, request_to_re
 from retrograd._torch.window import window
 from retrograd.events import live_log
 from retrograd.graph.backward_graph import BackwardGraph
+from retrograd.graph.eager_order import ROOT, eager_walk
 from retrograd.graph.live_graph import LiveGraph
 from retrograd.live.calls.functions import call_kept_backward
 from retrograd.live.capture import BackwardRecorder, GraphNeededError
 from retrograd.live.captured import CapturedBackward
-from retrograd.graph.eager_order import ROOT, eager_walk
 from retrograd.live.running import RunningBackward
 
 __all__ = ["collect_and_release", "forget_kept_classes"]

@@ -11,8 +11,8 @@ from typing import Any
 
 from retrograd._torch.engine import EngineRequest
 from retrograd._torch.live_graph import read_live_graph
-from retrograd.graph.live_graph import LiveGraph
 from retrograd.graph.eager_order import ROOT, eager_walk, engine_walk
+from retrograd.graph.live_graph import LiveGraph
 
 __all__ = ["RunningBackward"]
 
