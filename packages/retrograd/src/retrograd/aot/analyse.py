@@ -248,7 +248,14 @@ class _Outputs:
             if not output._is_view():
                 raise RefusedError("an output shares memory with a tensor of another dtype or class")
             return _view(self.analysis, output, base, differentiable, output._view_func_unsafe)
-        return _view(self.analysis, output, base, differentiable)
+        replay = output._view_func_unsafe if differentiable and _is_static_view(output, base) else None
+        return _view(self.analysis, output, base, differentiable, replay)
+
+
+def _is_static_view(output: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether torch made `output` as a view of `base`, and can make it again whatever the call."""
+    sizes = (*output.shape, *output.stride(), *base.shape)
+    return output._is_view() and output._base is base and all(type(size) is int for size in sizes)
 
 
 def _is_empty(tensor: torch.Tensor) -> bool:

@@ -68,7 +68,9 @@ class Attaching:
         take_roots = picker(roots)
         take_inputs = picker(
             [
-                first + value_of[there.index] if there.is_junction else self._gates.get(there.index, there.index)
+                first + value_of[there.index]
+                if there.is_junction
+                else self._gates.get(there.index, there.index)
                 for there in region.destinations
             ]
         )
@@ -76,7 +78,9 @@ class Attaching:
 
         def attach_region(frame: Frame, again: Any) -> None:
             fresh = tuple([value.detach() if value._is_view() else value for value in take_roots(frame)])
-            attached = attach(code, take_tensors(frame), take_numbers(frame), again, fresh, *take_inputs(frame))
+            attached = attach(
+                code, take_tensors(frame), take_numbers(frame), again, fresh, *take_inputs(frame)
+            )
             for place, value in zip(roots, attached, strict=True):
                 frame[place] = value
             for root in written:
@@ -105,7 +109,8 @@ def steps_of(joint: JointValues) -> list[Step]:
     )
     steps: list[Step] = []
     inputs: tuple[Destination, ...] = ()
-    free: list[int] | None = []  # places of those without a gate since the last region; None after one with a gate
+    #: since the last region, places of leaves without a gate; None after one with a gate.
+    free: list[int] | None = []
     for step in signature.order:
         leaf = Destination(step.index)
         if not step.is_leaf:
@@ -113,7 +118,11 @@ def steps_of(joint: JointValues) -> list[Step]:
             inputs, free = signature.regions[step.index].destinations, []
         elif joint.primals[step.index].is_leaf:
             is_own = leaf in inputs and made_by[step.index] == 1
-            if is_own and free is not None and (not free or (len(free) == 1 and inputs.index(leaf) > free[0])):
+            if (
+                is_own
+                and free is not None
+                and (not free or (len(free) == 1 and inputs.index(leaf) > free[0]))
+            ):
                 free.append(inputs.index(leaf))
             else:
                 steps.append(step)

@@ -20,7 +20,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from retrograd._torch.autograd_nodes import NodeCallError
-from retrograd._torch.joint_tracing import JointTracer, trace_joint
+from retrograd._torch.joint_tracing import JointTracer, ReseededError, trace_joint
 from retrograd._torch.lifting import ChangeInTraceError, HookInTraceError
 from retrograd.aot.analyse import Analysis, RefusedError, analyse
 from retrograd.aot.differentiate import Differentiated, differentiate
@@ -37,6 +37,7 @@ __all__ = ["capture"]
 _REASONS = {
     ChangeInTraceError: "tensor-changed",
     HookInTraceError: "hook-in-trace",
+    ReseededError: "reseeded",
     StateReplacedError: "state-replaced",
     RefusedError: "not-representable",
     NodeCallError: "node-refused",

@@ -103,7 +103,10 @@ class Finish:
             case SameAs(source):
                 return sources[source]
             case AliasOf(view, source, value):
-                return self._viewed(view, frame[self._first + value] if source is None else sources[source], frame)
+                if source is not None:
+                    return self._viewed(view, sources[source], frame)
+                assert value is not None
+                return self._viewed(view, frame[self._first + value], frame)
 
     def _viewed(self, view: View, base: torch.Tensor, frame: Sequence[Any]) -> torch.Tensor:
         """The view of a real tensor that the function made of the traced one."""

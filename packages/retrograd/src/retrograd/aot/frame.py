@@ -48,7 +48,9 @@ class Layout:
     def of(partition: Partition) -> Layout:
         """The layout of calls of `partition`."""
         joint = partition.joint
-        is_plain = all(item.wrapping is PLAIN for item in (*joint.primals, *joint.values))
+        is_plain = all(primal.wrapping is PLAIN for primal in joint.primals) and all(
+            value.wrapping is PLAIN for value in joint.values
+        )
         forward = joint.signature.outputs[: joint.signature.forward_count]
         kept = sum(saved.kind is SavedKind.INTERMEDIATE for saved in partition.saved)
         parts = 0 if is_plain else len(joint.primals)
@@ -88,5 +90,6 @@ def rebuilder(spec: pytree.TreeSpec) -> Callable[[Sequence[Any]], Any]:
     if spec.is_leaf():
         return lambda values: values[0]
     if spec.type in (tuple, list) and all(child.is_leaf() for child in spec.children()):
-        return spec.type  # type: ignore[no-any-return]
+        made: Callable[[Sequence[Any]], Any] = spec.type
+        return made
     return lambda values: pytree.tree_unflatten(values, spec)

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.lazy_modules import lazy_graph_module
+from retrograd._torch.operators import has_effect
 from retrograd._torch.rng import insert_replay
 from retrograd.aot.aliases import Memory, is_backward, is_number, memory_of
 from retrograd.aot.extract import extract, needed_between
@@ -140,7 +141,8 @@ class _Division:
                 entry = Saved(node.name, SavedKind.INTERMEDIATE, len(results) + len(extra), value, by_eager)
                 extra.append(kept)
             described.append(entry)
-        forward = extract(self.joint.gm, self.primals, [*results, *extra], "forward")
+        effects = [node for node in graph.nodes if not is_backward(node) and has_effect(node)]
+        forward = extract(self.joint.gm, self.primals, [*results, *extra], "forward", also=effects)
         return forward, tuple(described)
 
     def _changed_primals(self) -> set[fx.Node]:
@@ -171,8 +173,13 @@ class _Division:
             for node, role in zip(self.cotangents, roles, strict=True)
             if isinstance(role, Cotangent) and role.junction in roots
         ]
+        effects = [
+            node
+            for node in self.joint.gm.graph.nodes
+            if is_backward(node) and node.meta["region"] == number and has_effect(node)
+        ]
         try:
-            gm = extract(self.joint.gm, [*read, *cotangents], wanted, f"backward_{number}", self.instead)
+            gm = extract(self.joint.gm, [*read, *cotangents], wanted, f"backward_{number}", self.instead, effects)
         except KeyError as missing:
             raise VerificationError(
                 Reason(

@@ -21,7 +21,7 @@ class RegionNode(torch.autograd.Function):
     tensors) and ``again`` (what is needed to run the region as eager would); both are given up with them."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         backward: Callable[..., Sequence[Any]],
         saved: tuple[torch.Tensor, ...],

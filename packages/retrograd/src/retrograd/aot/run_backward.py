@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from retrograd._torch.ambient import Ambient
+from retrograd._torch.fakes import laid_out_like
 from retrograd._torch.tensors import graph_is_kept
 from retrograd._torch.wrappers import PLAIN, Wrapping, built, parts_of
 from retrograd.aot.lower import lower
 from retrograd.aot.rerun import rerun_region
-from retrograd.backends.base import Backend, Boxed
+from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.events import counters
 from retrograd.graph.partition import Partition
 
@@ -70,7 +71,7 @@ class RegionCode:
 
     def compile_ahead(self) -> None:
         """Compile now, for the layouts that tracing predicted."""
-        self._code = lower(self._backend, self._graphs.gm, self._partition.joint.state)
+        self._code = self._lowered(None)
 
     def __call__(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         """Gradients for the destinations."""
@@ -100,7 +101,9 @@ class RegionCode:
                 return False
         return True
 
-    def _arguments(self, saved: Sequence[Any], numbers: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    def _arguments(
+        self, saved: Sequence[Any], numbers: Sequence[Any], cotangents: Sequence[Any]
+    ) -> list[Any]:
         args = list(saved)
         for place, value in zip(self._numbers, numbers, strict=True):
             args.insert(place, value)
@@ -116,12 +119,19 @@ class RegionCode:
     def _run(self, args: list[Any]) -> Sequence[Any]:
         code = self._code
         if code is None:
+            counters["aot_backward_lowerings"] += 1
             code = self._code = self._lowered(args)
         return code(args)
 
-    def _lowered(self, args: Sequence[Any]) -> Boxed:
-        counters["aot_backward_lowerings"] += 1
-        return lower(self._backend, self._graphs.gm, self._partition.joint.state)
+    def _lowered(self, args: Sequence[Any] | None) -> Boxed:
+        """Code for inputs laid out as they are in `args`: a backend may have given what is saved other strides than
+        tracing did."""
+        gm = self._graphs.gm
+        examples = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+        if args is not None:
+            examples = [laid_out_like(fake, value) for fake, value in zip(examples, args, strict=True)]
+        half = Half(is_backward=True, visible=len(gm.graph.output_node().args[0]))  # type: ignore[arg-type]
+        return lower(self._backend, gm, self._partition.joint.state, half, examples)
 
     def _results(self, results: Sequence[Any]) -> list[Any]:
         if self._plain:

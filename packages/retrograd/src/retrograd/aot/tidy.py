@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from retrograd._torch.effects import without_tokens
+from retrograd._torch.operators import has_effect
+
 __all__ = ["tidy"]
 
 _aten = torch.ops.aten
@@ -20,6 +23,7 @@ _ALIASES = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 
 def tidy(gm: fx.GraphModule) -> None:
     """Change `gm` in place."""
+    without_tokens(gm.graph)
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in _ALIASES:
             node.replace_all_uses_with(node.args[0])
@@ -32,5 +36,5 @@ def tidy(gm: fx.GraphModule) -> None:
 
 def _drop_dead(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
-        if node.op in ("call_function", "get_attr") and not node.users and not node.is_impure():
+        if node.op in ("call_function", "get_attr") and not node.users and not has_effect(node):
             graph.erase_node(node)
