@@ -97,7 +97,7 @@ class ReseededError(Exception):
 def trace_joint(
     body: Callable[[JointTracer], Sequence[Any]], fake_mode: FakeTensorMode, decompositions: Decompositions
 ) -> fx.GraphModule:
-    """Trace `body`, which returns plain (not functional) values.
+    """Trace `body`, which returns plain (not functional) values. Whoever changes the graph last recompiles it.
 
     Raises:
         Exception: whatever an operation raises on fake tensors.
@@ -118,7 +118,6 @@ def trace_joint(
     ):
         gm = make_fx(traced, decomposition_table=dict(decompositions), tracing_mode="real")()
     _placeholders_first(gm.graph)
-    gm.recompile()
     return gm
 
 
