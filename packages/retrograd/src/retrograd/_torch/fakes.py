@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from retrograd._torch.functional import inner_tensors
 from retrograd._torch.subclasses import is_wrapper
 
-__all__ = ["fake_mode_of", "fake_of", "fake_results", "is_fake", "new_fake_mode", "why_not_fakeable"]
+__all__ = ["fake_mode_of", "fake_of", "fake_results", "is_fake", "new_fake_mode", "strided_fake", "why_not_fakeable"]
 
 
 def new_fake_mode(symbolic: bool) -> FakeTensorMode:
@@ -82,3 +82,9 @@ def fake_results(gm: fx.GraphModule, examples: Sequence[Any]) -> dict[fx.Node, A
     with torch.no_grad(), mode or new_fake_mode(True), enable_python_dispatcher():
         Recorder(gm).run(*examples)
     return found
+
+
+def strided_fake(mode: FakeTensorMode, size: Sequence[Any], stride: Sequence[Any], **options: Any) -> Any:
+    """A fake tensor of these sizes and strides, which may be symbolic; `options` are dtype and device."""
+    with mode:
+        return torch.empty_strided(size, stride, **options)
