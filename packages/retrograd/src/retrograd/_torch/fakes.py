@@ -107,7 +107,6 @@ def fake_results(gm: fx.GraphModule, examples: Sequence[Any]) -> dict[fx.Node, A
     return found
 
 
-<<<<<<< HEAD
 def laid_out_like(fake: Any, value: Any) -> Any:
     """`fake`, or one like it with the strides of the real `value` if it has others; symbolic ones stay."""
     if not isinstance(fake, FakeTensor) or not isinstance(value, torch.Tensor):
@@ -118,9 +117,9 @@ def laid_out_like(fake: Any, value: Any) -> Any:
         return fake
     with fake.fake_mode, torch.no_grad():
         return torch.empty_strided(fake.shape, value.stride(), dtype=fake.dtype, device=fake.device)
-=======
+
+
 def strided_fake(mode: FakeTensorMode, size: Sequence[Any], stride: Sequence[Any], **options: Any) -> Any:
     """A fake tensor of these sizes and strides, which may be symbolic; `options` are dtype and device."""
     with mode:
         return torch.empty_strided(size, stride, **options)
->>>>>>> aot-export
