@@ -158,7 +158,7 @@ class AotFunction:
                 return self._eagerly(reason, args, kwargs)
             flat, form = _flattened(args, kwargs)
             leaves = [*self._state.current(), *flat]
-            entry = self._entry(leaves, (form, modes_now(), watched.switches()))
+            entry = self._entry(leaves, (form, modes_now(), torch.get_default_dtype(), watched.switches()))
         except RetrogradError as error:
             if self.config.strict:
                 raise

@@ -192,7 +192,30 @@ class _Division:
             ) from missing
         _follow_layouts(gm)
         order = {node: i for i, node in enumerate(saved)}
-        return RegionBackward(gm, tuple(order[node] for node in read))
+        return RegionBackward(gm, tuple(order[node] for node in read), self._checked(number, read))
+
+    def _checked(self, number: int, read: list[fx.Node]) -> tuple[Saved, ...]:
+        """What eager keeps for a region, can be changed by the user, and is not saved as it is."""
+        memory, changed = self.memory, self._changed_primals()
+        kept = {
+            memory.owner[value]: value
+            for node in self.joint.gm.graph.nodes
+            if is_backward(node) and node.meta["region"] == number
+            for value in node.all_input_nodes
+            if not is_backward(value) and value in memory.owner and not is_number(value)
+        }
+        covered = {memory.owner[node] for node in read if node in memory.primals or node in memory.outputs}
+        checked = []
+        for owner, value in kept.items():
+            if owner in covered or owner in changed:
+                continue
+            example = value.meta.get("val")
+            if owner in memory.primals:
+                checked.append(Saved(owner.name, SavedKind.PRIMAL, memory.primals[owner], example, True))
+            for output, place in memory.outputs.items():
+                if memory.owner[output] is owner and owner not in memory.primals:
+                    checked.append(Saved(output.name, SavedKind.OUTPUT, place, example, True))
+        return tuple(checked)
 
 
 def _follow_layouts(gm: fx.GraphModule) -> None:
