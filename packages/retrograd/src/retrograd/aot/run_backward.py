@@ -20,6 +20,7 @@ from retrograd._torch.wrappers import PLAIN, Wrapping, built, parts_of
 from retrograd.aot.lower import lower
 from retrograd.aot.rerun import rerun_region
 from retrograd.backends.base import Backend, Boxed, Half
+from retrograd.backends.registry import find_backend
 from retrograd.events import counters
 from retrograd.graph.partition import Partition
 
@@ -27,6 +28,8 @@ __all__ = ["MOST_LAYOUTS", "RegionCode"]
 
 #: how many layouts of cotangents code is made for; others are copied.
 MOST_LAYOUTS = 4
+#: in place of strides: cotangents of torch's older vmap (``is_grads_batched``), which no generated code takes.
+_BATCHED = ("batched",)
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,8 @@ class RegionCode:
         layout, for a backend that does not follow them by itself."""
         if self._follows_layout:
             return ()
+        if any(map(is_batched, cotangents)):
+            return _BATCHED
         return tuple(
             [
                 cotangent.stride()
@@ -120,7 +125,7 @@ class RegionCode:
             if cotangent is None:
                 if self._undefined_matters:
                     return False
-            elif not expected.wrapping.fits(cotangent) or (not self._follows_layout and is_batched(cotangent)):
+            elif not expected.wrapping.fits(cotangent):
                 return False
         return True
 
@@ -143,13 +148,15 @@ class RegionCode:
         code = self._codes.get(layouts)
         if code is None:
             counters["aot_backward_lowerings"] += 1
-            code = self._codes[layouts] = self._lowered(args)
+            code = self._codes[layouts] = self._lowered(args, layouts)
         return code(args)
 
-    def _lowered(self, args: Sequence[Any] | None) -> Boxed:
+    def _lowered(self, args: Sequence[Any] | None, layouts: tuple[Any, ...] = ()) -> Boxed:
         """Code for inputs laid out as they are in `args`: a backend may have given what is saved other strides than
         tracing did."""
         gm = self._graphs.gm
+        if layouts is _BATCHED:
+            return find_backend("eager").compile(gm, ())
         examples = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
         if args is not None:
             traced = examples

@@ -82,12 +82,15 @@ class Partition:
         forward: takes the primals; gives the forward outputs of the signature, then the saved intermediates.
         saved: what is kept.
         backwards: one per region.
+        copied: places among the forward's results whose memory belongs to a primal, or to a result before them: they are
+            copied before anything is written. (Not in the graph, where a backend would leave the copy out.)
     """
 
     joint: JointValues
     forward: fx.GraphModule
     saved: tuple[Saved, ...]
     backwards: tuple[RegionBackward, ...]
+    copied: tuple[int, ...] = ()
 
     @property
     def saved_bytes(self) -> int:
