@@ -1,6 +1,7 @@
 """The measurements of compiled functions; each runs in this process, which is meant to be a fresh one.
 
-In: a subject of `aot_subjects`, perhaps one to measure beside it, and a device. Out: seconds or bytes by subject.
+In: a subject of `aot_subjects`, perhaps one to measure beside it, and a device. Out: seconds or bytes by
+    subject.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def aot_capture_partition(
 ) -> dict[str, float]:
     """Median seconds until both graphs of a module are there, of `subject` and of `beside`, taking turns.
 
-    One small module goes first, so that nobody pays for what is loaded once. The forward runs once, uncompiled.
+    One small module goes first, so that nobody pays for what is loaded once. The forward runs once,
+    uncompiled.
     """
 
     def first_call(name: str, program: Workload) -> object:

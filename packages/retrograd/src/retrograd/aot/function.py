@@ -84,18 +84,14 @@ class Leafness:
     """Which of the tensors that require grad are leaves; others always are."""
 
     def __init__(self, leaves: Sequence[Any]) -> None:
-        self._inner = [
-            (i, leaf.is_leaf)
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        self._places = [
+            i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
+        self._are_leaves = [leaves[i].is_leaf for i in self._places]
 
     def fits(self, leaves: Sequence[Any]) -> bool:
         """Whether it is the same for others, of which the same ones require grad."""
-        for i, is_leaf in self._inner:
-            if leaves[i].is_leaf is not is_leaf:
-                return False
-        return True
+        return [leaves[i].is_leaf for i in self._places] == self._are_leaves
 
 
 def _aliases(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:

@@ -1,6 +1,7 @@
 """The backward of one region at run time.
 
-In: the context of a `RegionNode` and cotangents. Out: a gradient for each of the region's destinations. The compiled
+In: the context of a `RegionNode` and cotangents. Out: a gradient for each of the region's destinations. The
+    compiled
 graph runs if the cotangents are what it was made for; otherwise the region runs as eager would run it.
 """
 
@@ -124,8 +125,8 @@ class RegionCode:
         return code(args)
 
     def _lowered(self, args: Sequence[Any] | None) -> Boxed:
-        """Code for inputs laid out as they are in `args`: a backend may have given what is saved other strides than
-        tracing did."""
+        """Code for inputs laid out as they are in `args`: a backend may have given what is saved other
+        strides than tracing did."""
         gm = self._graphs.gm
         examples = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
         if args is not None:
