@@ -108,7 +108,14 @@ def trace_joint(
         assert mode is not None
         return tuple(body(JointTracer(mode.tracer)))
 
-    with autocast_off(), fake_mode, _dispatcher(fake_mode), quiet_fakes(), saved_tensors_unseen():
+    with (
+        autocast_off(),
+        fake_mode,
+        _dispatcher(fake_mode),
+        quiet_fakes(),
+        saved_tensors_unseen(),
+        _said_to_compile(),
+    ):
         gm = make_fx(traced, decomposition_table=dict(decompositions), tracing_mode="real")()
     _placeholders_first(gm.graph)
     return gm
@@ -117,6 +124,17 @@ def trace_joint(
 def _dispatcher(fake_mode: FakeTensorMode) -> AbstractContextManager[Any]:
     """Symbolic sizes need torch's Python versions of operators, which may differ from the others in the last bit."""
     return nullcontext() if fake_mode.shape_env is None else enable_python_dispatcher()
+
+
+@contextmanager
+def _said_to_compile() -> Iterator[None]:
+    """``torch.compiler.is_compiling()`` is true: code that looks at values asks for it."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def _placeholders_first(graph: fx.Graph) -> None:
