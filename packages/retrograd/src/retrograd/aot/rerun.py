@@ -69,7 +69,7 @@ def rerun_region(
     graph = graph_below(visible, ends)
     known = {i: ends[node.handle] for i, node in enumerate(graph.nodes) if node.handle in ends}
     walk = Walk(
-        graph, divide(graph, known, joint.is_single_region), known, number, lambda _: nullcontext(), _checks()
+        graph, divide(graph, known, joint.is_single_region, joint.awaited), known, number, lambda _: nullcontext(), _checks()
     )
 
     def run() -> dict[Destination, Any]:
