@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from retrograd._torch.ambient import is_foreign_mode_active, modes_now
+from retrograd._torch.leaf_hooks import has_waiting_hooks
 from retrograd._torch.guards import InputGuard, changed_sizes
 from retrograd._torch.memory import groups_sharing_memory
 from retrograd._torch.saved_hooks import why_saved_hooks_matter
@@ -84,18 +85,14 @@ class Leafness:
     """Which of the tensors that require grad are leaves; others always are."""
 
     def __init__(self, leaves: Sequence[Any]) -> None:
-        self._inner = [
-            (i, leaf.is_leaf)
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        self._places = [
+            i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
+        self._are_leaves = [leaves[i].is_leaf for i in self._places]
 
     def fits(self, leaves: Sequence[Any]) -> bool:
         """Whether it is the same for others, of which the same ones require grad."""
-        for i, is_leaf in self._inner:
-            if leaves[i].is_leaf is not is_leaf:
-                return False
-        return True
+        return [leaves[i].is_leaf for i in self._places] == self._are_leaves
 
 
 def _aliases(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
@@ -158,7 +155,9 @@ class AotFunction:
                 return self._eagerly(reason, args, kwargs)
             flat, form = _flattened(args, kwargs)
             leaves = [*self._state.current(), *flat]
-            entry = self._entry(leaves, (form, modes_now(), torch.get_default_dtype(), watched.switches()))
+            modes = modes_now(), torch.get_default_dtype()
+            key = form, modes, watched.switches(), has_waiting_hooks(leaves)
+            entry = self._entry(leaves, key)
         except RetrogradError as error:
             if self.config.strict:
                 raise
@@ -191,15 +190,17 @@ class AotFunction:
                 return entry
         if len(known) >= self.config.recompile_limit:
             return _Entry(known[-1].guard, Leafness(leaves), (), None, None, _LIMIT)
-        made = self._compiled(leaves, _spec(key[0]), known)
+        made = self._compiled(leaves, _spec(key[0]), known, stepped=key[3])
         known.append(made)
         return made
 
-    def _compiled(self, leaves: Sequence[Any], spec: Any, known: Sequence[_Entry]) -> _Entry:
+    def _compiled(
+        self, leaves: Sequence[Any], spec: Any, known: Sequence[_Entry], stepped: bool
+    ) -> _Entry:
         dynamic = self._dynamic(leaves, known)
         tensors = {i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         try:
-            code = self._stages(leaves, spec, dynamic)
+            code = self._stages(leaves, spec, dynamic, stepped)
             if self._watched is not None:
                 self._watched.refuse_changes()
         except Exception as error:
@@ -231,7 +232,9 @@ class AotFunction:
                     changed[i] = changed.get(i, frozenset()) | dims
         return changed or None
 
-    def _stages(self, leaves: Sequence[Any], spec: Any, dynamic: Dynamic) -> CompiledFunction:
+    def _stages(
+        self, leaves: Sequence[Any], spec: Any, dynamic: Dynamic, stepped: bool
+    ) -> CompiledFunction:
         config, state = self.config, self._state
         backend = find_backend(config.backend)
         call = FlatCall(self.fn, state, spec)
@@ -246,6 +249,7 @@ class AotFunction:
                 decompositions=backend.decompositions(),
             ),
             single_region=config.single_region,
+            stepped=stepped,
         )
         for change in config.passes:
             captured = captured.apply(change)

@@ -1,6 +1,7 @@
 """The backward of one region at run time.
 
-In: the context of a `RegionNode` and cotangents. Out: a gradient for each of the region's destinations. The compiled
+In: the context of a `RegionNode` and cotangents. Out: a gradient for each of the region's destinations. The
+    compiled
 graph runs if the cotangents are what it was made for; otherwise the region runs as eager would run it.
 """
 
