@@ -27,6 +27,7 @@ __all__ = [
     "is_fake",
     "laid_out_like",
     "new_fake_mode",
+    "strided_fake",
     "why_not_fakeable",
 ]
 
@@ -116,3 +117,9 @@ def laid_out_like(fake: Any, value: Any) -> Any:
         return fake
     with fake.fake_mode, torch.no_grad():
         return torch.empty_strided(fake.shape, value.stride(), dtype=fake.dtype, device=fake.device)
+
+
+def strided_fake(mode: FakeTensorMode, size: Sequence[Any], stride: Sequence[Any], **options: Any) -> Any:
+    """A fake tensor of these sizes and strides, which may be symbolic; `options` are dtype and device."""
+    with mode:
+        return torch.empty_strided(size, stride, **options)
