@@ -170,7 +170,7 @@ class RetrogradCompile(DynamoSubject):
 
 
 class RetrogradWhole(RetrogradCompile):
-    """retrograd.compile: the same, with the live path around each backward that comes from a compiled call."""
+    """retrograd.compile: the same, with the live path around each backward that comes from a call."""
 
     def compile(self, target: T) -> T:
         """The function or module under retrograd.compile."""

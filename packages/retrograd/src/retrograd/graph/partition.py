@@ -53,7 +53,10 @@ class Saved:
         """Memory that lives only because it is saved; sizes that are symbolic count as at capture."""
         if self.is_number or self.kind is not SavedKind.INTERMEDIATE:
             return 0
-        return int(self.value.numel()) * self.value.element_size()
+        count = self.value.numel()
+        if isinstance(count, torch.SymInt):  # not asked for its value, which would make it a constant
+            count = count.node.hint or 0
+        return int(count) * self.value.element_size()
 
 
 @dataclass(frozen=True, eq=False)
