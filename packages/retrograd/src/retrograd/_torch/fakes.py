@@ -17,8 +17,19 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from retrograd._torch.functional import inner_tensors
 from retrograd._torch.subclasses import is_wrapper
+from retrograd._torch.wrappers import built, parts_of, wrapping_of
 
-__all__ = ["fake_mode_of", "fake_of", "fake_results", "is_fake", "new_fake_mode", "strided_fake", "why_not_fakeable"]
+__all__ = [
+    "alias_of_fake",
+    "fake_mode_of",
+    "fake_of",
+    "fake_results",
+    "is_fake",
+    "laid_out_like",
+    "new_fake_mode",
+    "strided_fake",
+    "why_not_fakeable",
+]
 
 
 def new_fake_mode(symbolic: bool) -> FakeTensorMode:
@@ -37,12 +48,24 @@ def fake_mode_of(value: torch.Tensor) -> FakeTensorMode | None:
     return fakes[0].fake_mode if fakes else None
 
 
+def alias_of_fake(value: torch.Tensor) -> torch.Tensor:
+    """The fake without its history; the number in it stays known, if it is."""
+    with torch.no_grad():
+        bare = value.detach()
+    if isinstance(bare, FakeTensor) and isinstance(value, FakeTensor) and value.item_memo is not None:
+        bare.item_memo = value.item_memo
+    return bare
+
+
 def fake_of(mode: FakeTensorMode, value: torch.Tensor, name: str, symbolic: Iterable[int]) -> Any:
     """A fake of `value` whose dimensions in `symbolic` are symbolic. It has no history and requires no grad."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         bare = value.detach()
     source, dims = ConstantSource(name), frozenset(symbolic)
-    if mode.shape_env is None or is_wrapper(value):
+    if is_wrapper(bare):
+        wrapping = wrapping_of(bare)
+        return built(wrapping, iter([fake_of(mode, part, name, ()) for part in parts_of(bare, wrapping)]))
+    if mode.shape_env is None:
         return mode.from_tensor(bare, static_shapes=True, source=source)
     kinds = [DimDynamic.DUCK if dim in dims else DimDynamic.STATIC for dim in range(value.dim())]
     context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=kinds)
@@ -82,6 +105,18 @@ def fake_results(gm: fx.GraphModule, examples: Sequence[Any]) -> dict[fx.Node, A
     with torch.no_grad(), mode or new_fake_mode(True), enable_python_dispatcher():
         Recorder(gm).run(*examples)
     return found
+
+
+def laid_out_like(fake: Any, value: Any) -> Any:
+    """`fake`, or one like it with the strides of the real `value` if it has others; symbolic ones stay."""
+    if not isinstance(fake, FakeTensor) or not isinstance(value, torch.Tensor):
+        return fake
+    if any(isinstance(number, torch.SymInt) for number in (*fake.shape, *fake.stride())):
+        return fake
+    if fake.stride() == value.stride():
+        return fake
+    with fake.fake_mode, torch.no_grad():
+        return torch.empty_strided(fake.shape, value.stride(), dtype=fake.dtype, device=fake.device)
 
 
 def strided_fake(mode: FakeTensorMode, size: Sequence[Any], stride: Sequence[Any], **options: Any) -> Any:

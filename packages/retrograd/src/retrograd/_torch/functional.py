@@ -30,7 +30,7 @@ __all__ = [
 
 def functional_mode() -> AbstractContextManager[Any]:
     """While open, operations on functional tensors are recorded without mutation."""
-    return FunctionalTensorMode()
+    return FunctionalTensorMode(_allow_token_discovery=True)
 
 
 def to_functional(value: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,10 @@ def is_traced(value: torch.Tensor) -> bool:
     """Whether the tensor belongs to a trace, rather than being a real one that a function got hold of."""
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         return True
-    return all(isinstance(inner, (FunctionalTensor, FakeTensor)) for inner in inner_tensors(value))
+    return all(
+        isinstance(inner, (FunctionalTensor, FakeTensor)) or torch._is_functional_tensor(inner)
+        for inner in inner_tensors(value)
+    )
 
 
 def storage_key(value: torch.Tensor) -> tuple[int, ...]:

@@ -18,10 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
 
 from retrograd._torch.ambient import autocast_off
+from retrograd._torch.operators import is_random
+from retrograd._torch.rng import seeds_and_states
 from retrograd._torch.history import saved_tensors_unseen
 from retrograd._torch.tracing import quiet_fakes
 
-__all__ = ["JointTracer", "decomposed", "trace_joint"]
+__all__ = ["JointTracer", "ReseededError", "decomposed", "trace_joint"]
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
@@ -38,7 +40,7 @@ class JointTracer:
         self._create_node = tracer.create_node
         self._note: dict[str, Any] = {}
         self._policy: Callable[..., Any] | None = None
-        self._names: dict[int, int] = {}
+        self._generators = seeds_and_states()
         tracer.create_node = self._created
 
     def placeholder(self, name: str, value: Any) -> Any:
@@ -68,12 +70,19 @@ class JointTracer:
         finally:
             self._policy = before
 
+    def _refuse_other_numbers(self) -> None:
+        """Fake tensors draw nothing: if a generator has moved, the function has set it."""
+        if seeds_and_states() != self._generators:
+            raise ReseededError("it seeds a generator of random numbers before it draws from it")
+
     def _created(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node: fx.Node = self._create_node(kind, *args, **kwargs)
         if kind == "call_function":
+            if is_random(node) and "is_backward" not in self._note:
+                self._refuse_other_numbers()
             node.meta.update(self._note)
             if "is_backward" not in self._note:
-                node.meta.setdefault("seq_nr", torch.autograd._get_sequence_nr())
+                node.meta.setdefault("seq_nr", torch.autograd._get_sequence_nr() - 1)
                 if self._policy is not None:
                     node.meta["recompute"] = self._policy(node.target, *node.args, **node.kwargs)
                 if "stack_trace" not in node.meta and (line := _users_line()):
@@ -81,10 +90,14 @@ class JointTracer:
         return node
 
 
+class ReseededError(Exception):
+    """The traced function sets a generator of random numbers, which is no part of a graph."""
+
+
 def trace_joint(
     body: Callable[[JointTracer], Sequence[Any]], fake_mode: FakeTensorMode, decompositions: Decompositions
 ) -> fx.GraphModule:
-    """Trace `body`, which returns plain (not functional) values.
+    """Trace `body`, which returns plain (not functional) values. Whoever changes the graph last recompiles it.
 
     Raises:
         Exception: whatever an operation raises on fake tensors.
@@ -95,16 +108,33 @@ def trace_joint(
         assert mode is not None
         return tuple(body(JointTracer(mode.tracer)))
 
-    with autocast_off(), fake_mode, _dispatcher(fake_mode), quiet_fakes(), saved_tensors_unseen():
+    with (
+        autocast_off(),
+        fake_mode,
+        _dispatcher(fake_mode),
+        quiet_fakes(),
+        saved_tensors_unseen(),
+        _said_to_compile(),
+    ):
         gm = make_fx(traced, decomposition_table=dict(decompositions), tracing_mode="real")()
     _placeholders_first(gm.graph)
-    gm.recompile()
     return gm
 
 
 def _dispatcher(fake_mode: FakeTensorMode) -> AbstractContextManager[Any]:
     """Symbolic sizes need torch's Python versions of operators, which may differ from the others in the last bit."""
     return nullcontext() if fake_mode.shape_env is None else enable_python_dispatcher()
+
+
+@contextmanager
+def _said_to_compile() -> Iterator[None]:
+    """``torch.compiler.is_compiling()`` is true: code that looks at values asks for it."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def _placeholders_first(graph: fx.Graph) -> None:

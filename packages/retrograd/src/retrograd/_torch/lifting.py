@@ -17,11 +17,8 @@ from retrograd._torch.functional import is_traced
 
 __all__ = ["ChangeInTraceError", "FreeTensors", "HookInTraceError"]
 
-_HOOKS = {
-    torch.Tensor.register_hook,
-    torch.Tensor.register_post_accumulate_grad_hook,
-    torch.Tensor.retain_grad,
-}
+#: by name: while a context of the live path is open, some of these are wrapped.
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 _CHANGES = {
     torch.Tensor.detach_: "detach_",
     torch.Tensor.resize_: "resize_",
@@ -58,11 +55,11 @@ class FreeTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _HOOKS:
+        if getattr(func, "__name__", "") in _HOOKS:
             raise HookInTraceError(f"it calls Tensor.{func.__name__}")
         if func in _CHANGES:
             raise ChangeInTraceError(f"it changes a tensor by {_CHANGES[func]}")
-        if func is _DATA:
+        if func == _DATA:
             self.bared.append(args[0])
         kwargs = kwargs or {}
         if any(_is_free(leaf) for leaf in pytree.tree_leaves((args, kwargs))):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from retrograd._torch.functional import inner_tensors
 
@@ -34,7 +35,7 @@ def _is_empty(tensor: torch.Tensor) -> bool:
 def common_base(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The tensor of which all are views, as autograd sees it; else all of their memory, if none is
     differentiable; else None. Only for plain tensors of one dtype."""
-    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
+    if any(type(t) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for t in tensors):
         return None
     if len({t.dtype for t in tensors}) > 1:
         return None

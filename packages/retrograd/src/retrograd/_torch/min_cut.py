@@ -14,7 +14,14 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
+from retrograd._torch.lazy_modules import lazily, lazy_graph_module
+
 __all__ = ["cut_by"]
+
+
+#: what torch's partitioner gives a backward besides values of the joint graph: cotangents, and states of generators
+#: from which numbers are drawn again.
+_NO_VALUES = ("tangents_", "rng_state_output_", "bwd_rng_state_")
 
 
 def cut_by(
@@ -45,13 +52,13 @@ def cut_by(
             copy.meta["partitioner_tag"] = "is_backward"
     names = {copy.name: node.name for node, copy in made.items()}
     inputs = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
-    with functorch_config.patch(cse=False):
+    with functorch_config.patch(cse=False), lazily():
         _, backward = (partitioner or min_cut_rematerialization_partition)(
-            fx.GraphModule(gm, graph), inputs, num_fwd_outputs=forward_count
+            lazy_graph_module(gm, graph), inputs, num_fwd_outputs=forward_count
         )
     placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
     return [
         names.get(node.name, node.name)
         for node in placeholders
-        if not str(node.target).startswith("tangents_") and names.get(node.name) not in cotangents
+        if not str(node.target).startswith(_NO_VALUES) and names.get(node.name) not in cotangents
     ]

@@ -48,6 +48,8 @@ _MAY_HOLD_MEMORY = (torch.Tensor, list, tuple, type(None))
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
 #: share memory with their input, and their schema does not say so.
 _UNDECLARED_ALIASES = frozenset({torch.ops.aten._unsafe_view.default})
+#: called to raise if a value is wrong; newer releases of torch know that themselves.
+_RAISING = frozenset({torch.ops.aten._linalg_check_errors.default})
 _UNINITIALISED = ("empty", "new_empty")
 _DEPENDS_ON_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -85,7 +87,8 @@ def has_effect(node: fx.Node) -> bool:
     if target in _side_effectful_functions:
         return True
     if isinstance(target, torch._ops.OpOverload):
-        return is_mutating(node) or is_random(node) or _get_effect(target) is not None
+        known = _get_effect(target) is not None or target in _RAISING
+        return known or is_mutating(node) or is_random(node)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return _has_effect_in_higher_order(node, target)
     return getattr(target, "__module__", "") not in _PURE_MODULES and target not in _SYMBOLIC

@@ -14,7 +14,9 @@ import torch
 from torch import fx
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
-__all__ = ["generator_states", "insert_replay", "with_generator_states"]
+from retrograd._torch.operators import real_tensors
+
+__all__ = ["generator_states", "insert_replay", "seeds_and_states", "with_generator_states"]
 
 
 def insert_replay(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
@@ -45,6 +47,13 @@ def generator_states(devices: Iterable[torch.device]) -> dict[torch.device, Any]
             torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.random.get_rng_state()
         )
     return states
+
+
+def seeds_and_states() -> tuple[Any, ...]:
+    """What the default generators are at, for comparison: the CPU's state, and seeds of CUDA devices in use."""
+    seeds = torch.cuda.initial_seed() if torch.cuda.is_initialized() else None
+    with real_tensors():
+        return bytes(torch.random.get_rng_state().numpy()), seeds
 
 
 @contextmanager

@@ -32,6 +32,8 @@ from retrograd.graph.joint_graph import (
     OutputPlan,
     PrimalValue,
     SameAs,
+    SizeOutput,
+    SizeValue,
     Update,
     View,
 )
@@ -45,7 +47,7 @@ __all__ = ["Analysis", "RefusedError", "TracedValue", "analyse"]
 #: what a function may return besides tensors.
 CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.layout,
-    torch.memory_format, torch.Size,
+    torch.memory_format
 )  # fmt: skip
 
 
@@ -147,7 +149,7 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
             raise RefusedError(
                 f"it changes the shape of {primal.name}, which is differentiable or a subclass"
             )
-        view = _view(tensor, primal.fake, True) if reshapes else None
+        view = _view(analysis, tensor, primal.fake, True) if reshapes else None
         value = analysis.add(TracedValue(tensor, False, not unseen)) if writes else None
         updates.append(Update(number, value, view, unseen))
     return updates
@@ -162,10 +164,23 @@ def _refuse_state_changes(primal: PrimalValue, leaf: torch.Tensor) -> None:
         raise RefusedError(f"it runs a backward that accumulates into {primal.name}")
 
 
-def _view(tensor: torch.Tensor, base: torch.Tensor, differentiable: bool, replay: Any = None) -> View:
-    offset = tensor.storage_offset() - base.storage_offset()
-    origin = view_origin(tensor)
-    return View(tuple(tensor.shape), tuple(tensor.stride()), offset, differentiable, replay, origin)
+def _view(
+    analysis: Analysis, tensor: torch.Tensor, base: torch.Tensor, differentiable: bool, replay: Any = None
+) -> View:
+    return View(
+        tuple(_size(analysis, size) for size in tensor.shape),
+        tuple(_size(analysis, stride) for stride in tensor.stride()),
+        _size(analysis, tensor.storage_offset() - base.storage_offset()),
+        differentiable,
+        replay,
+        view_origin(tensor),
+    )
+
+
+def _size(analysis: Analysis, size: int | torch.SymInt) -> int | SizeValue:
+    if isinstance(size, torch.SymInt):
+        return SizeValue(analysis.add(TracedValue(size, is_visible=False)))
+    return int(size)
 
 
 @dataclass
@@ -190,6 +205,8 @@ class _Outputs:
     def _plan(self, output: Any) -> OutputPlan:
         if isinstance(output, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return ComputedOutput(self.analysis.add(TracedValue(output)))
+        if isinstance(output, torch.Size):
+            return SizeOutput(tuple(_size(self.analysis, size) for size in output))
         if not isinstance(output, torch.Tensor):
             if not isinstance(output, CONSTANTS):
                 raise RefusedError(f"it returns a {type(output).__name__}, which may hold what was traced")
@@ -230,8 +247,15 @@ class _Outputs:
         if output.dtype != base.dtype or wrapping_of(output) is not PLAIN:
             if not output._is_view():
                 raise RefusedError("an output shares memory with a tensor of another dtype or class")
-            return _view(output, base, differentiable, output._view_func_unsafe)
-        return _view(output, base, differentiable)
+            return _view(self.analysis, output, base, differentiable, output._view_func_unsafe)
+        replay = output._view_func_unsafe if differentiable and _is_static_view(output, base) else None
+        return _view(self.analysis, output, base, differentiable, replay)
+
+
+def _is_static_view(output: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether torch made `output` as a view of `base`, and can make it again whatever the call."""
+    sizes = (*output.shape, *output.stride(), *base.shape)
+    return output._is_view() and output._base is base and all(type(size) is int for size in sizes)
 
 
 def _is_empty(tensor: torch.Tensor) -> bool:

@@ -20,7 +20,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from retrograd._torch.autograd_nodes import NodeCallError
-from retrograd._torch.joint_tracing import JointTracer, trace_joint
+from retrograd._torch.interpret import NotRepresentableError
+from retrograd._torch.joint_tracing import JointTracer, ReseededError, trace_joint
 from retrograd._torch.lifting import ChangeInTraceError, HookInTraceError
 from retrograd.aot.analyse import Analysis, RefusedError, analyse
 from retrograd.aot.differentiate import Differentiated, differentiate
@@ -37,8 +38,10 @@ __all__ = ["capture"]
 _REASONS = {
     ChangeInTraceError: "tensor-changed",
     HookInTraceError: "hook-in-trace",
+    ReseededError: "reseeded",
     StateReplacedError: "state-replaced",
     RefusedError: "not-representable",
+    NotRepresentableError: "not-representable",
     NodeCallError: "node-refused",
 }
 
@@ -74,9 +77,9 @@ def capture(state: CaptureState, *, single_region: bool = False) -> JointGraph:
         plan = attempt.amended
 
 
-def _is_constant_size(value: Any) -> bool:
-    """Whether the value is a ``torch.Size`` of plain integers, which a pytree would make a tuple of."""
-    return isinstance(value, torch.Size) and all(type(size) is int for size in value)
+def _is_size(value: Any) -> bool:
+    """Whether the value is a ``torch.Size``, which a pytree would make a tuple of."""
+    return isinstance(value, torch.Size)
 
 
 def _capture_error(state: CaptureState, error: Exception) -> CaptureError:
@@ -106,7 +109,7 @@ class _Attempt:
         self.inputs = inputs = Inputs(self.state, self.plan, tracer)
         with inputs.functional():
             result = inputs.call()
-            flat, self.out_spec = pytree.tree_flatten(result, is_leaf=_is_constant_size)
+            flat, self.out_spec = pytree.tree_flatten(result, is_leaf=_is_size)
             self.analysis = analyse(inputs, flat)
             self.amended = self.plan.amended(self.state, self.analysis)
             if self.amended != self.plan:

@@ -43,8 +43,10 @@ def extract(
     wanted: Sequence[Any],
     name: str,
     instead: Mapping[fx.Node, fx.Node] = _NOTHING,
+    also: Sequence[fx.Node] = (),
 ) -> fx.GraphModule:
-    """The part of `gm` that computes `wanted` (nodes or constants) of `given`, which become its placeholders.
+    """The part of `gm` that computes `wanted` (nodes or constants) of `given`, which become its placeholders;
+    and calls that are to be made `also`, for what they do.
 
     Raises:
         KeyError: `wanted` depends on a placeholder that is not given.
@@ -58,7 +60,7 @@ def extract(
         placeholder = graph.placeholder(node.name)
         placeholder.meta = dict(node.meta)
         made[node] = placeholder
-    inside = needed_between(given, wanted, instead)
+    inside = needed_between(given, [*wanted, *also], instead)
     for node in gm.graph.nodes:
         if node in inside:
             if node.op == "placeholder":

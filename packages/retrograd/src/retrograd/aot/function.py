@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from retrograd._torch.ambient import Ambient, is_foreign_mode_active
+from retrograd._torch.ambient import is_foreign_mode_active, modes_now
 from retrograd._torch.guards import InputGuard, changed_sizes
 from retrograd._torch.memory import groups_sharing_memory
 from retrograd._torch.saved_hooks import why_saved_hooks_matter
-from retrograd._torch.wrappers import PLAIN
+from retrograd._torch.wrappers import PLAIN, wrapping_of
+from retrograd.aot.calls import FlatCall
 from retrograd.aot.capture import capture
 from retrograd.aot.compile import compile as compile_partition
 from retrograd.aot.modules import ModuleState
@@ -30,7 +31,6 @@ from retrograd.aot.state import Dynamic, state_of_flat
 from retrograd.aot.watch import Watched
 from retrograd.backends.registry import find_backend
 from retrograd.errors import Reason, RetrogradError
-from retrograd.graph.joint import PrimalKind
 
 __all__ = ["AotConfig", "AotFunction", "AotModule", "function", "module"]
 
@@ -65,7 +65,7 @@ class _Entry:
     """One kind of input: what it must be like, and the code for it (None: run eagerly, for `reason`)."""
 
     guard: InputGuard
-    leafness: tuple[bool, ...]
+    leafness: Leafness
     wrappings: tuple[tuple[int, Any], ...]
     aliases: tuple[tuple[int, ...], ...] | None
     code: CompiledFunction | None
@@ -74,19 +74,49 @@ class _Entry:
     def fits(self, leaves: Sequence[Any]) -> bool:
         return (
             self.guard.check(leaves)
-            and self.leafness == _leafness(leaves)
-            and all(wrapping.fits(leaves[i]) for i, wrapping in self.wrappings)
+            and self.leafness.fits(leaves)
+            and (not self.wrappings or all(wrapping.fits(leaves[i]) for i, wrapping in self.wrappings))
             and (self.aliases is None or self.aliases == _aliases(leaves))
         )
 
 
-def _leafness(leaves: Sequence[Any]) -> tuple[bool, ...]:
-    return tuple([leaf.is_leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+class Leafness:
+    """Which of the tensors that require grad are leaves; others always are."""
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self._inner = [
+            (i, leaf.is_leaf)
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+
+    def fits(self, leaves: Sequence[Any]) -> bool:
+        """Whether it is the same for others, of which the same ones require grad."""
+        for i, is_leaf in self._inner:
+            if leaves[i].is_leaf is not is_leaf:
+                return False
+        return True
 
 
 def _aliases(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
     return tuple(groups_sharing_memory(tensors))
+
+
+#: how arguments are nested: how many there are if none is, else their spec.
+_Form = int | pytree.TreeSpec
+
+_FLAT = frozenset({torch.Tensor, nn.Parameter, int, float, bool, str, type(None)})
+
+
+def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], _Form]:
+    if not kwargs and _FLAT.issuperset(map(type, args)):
+        return args, len(args)
+    return pytree.tree_flatten((args, kwargs))
+
+
+def _spec(form: _Form) -> pytree.TreeSpec:
+    return pytree.tree_structure(((0,) * form, {})) if isinstance(form, int) else form
 
 
 @dataclass
@@ -126,10 +156,9 @@ class AotFunction:
             watched = self._watch()
             if (reason := self._why_eager(watched)) is not None:
                 return self._eagerly(reason, args, kwargs)
-            flat, spec = pytree.tree_flatten((args, kwargs))
-            tensors = self._state.current()
-            leaves = [*tensors, *flat]
-            entry = self._entry(leaves, (spec, Ambient.now(), watched.switches()))
+            flat, form = _flattened(args, kwargs)
+            leaves = [*self._state.current(), *flat]
+            entry = self._entry(leaves, (form, modes_now(), watched.switches()))
         except RetrogradError as error:
             if self.config.strict:
                 raise
@@ -161,8 +190,8 @@ class AotFunction:
             if entry.fits(leaves):
                 return entry
         if len(known) >= self.config.recompile_limit:
-            return _Entry(known[-1].guard, (), (), None, None, _LIMIT)
-        made = self._compiled(leaves, key[0], known)
+            return _Entry(known[-1].guard, Leafness(leaves), (), None, None, _LIMIT)
+        made = self._compiled(leaves, _spec(key[0]), known)
         known.append(made)
         return made
 
@@ -177,9 +206,10 @@ class AotFunction:
             if self.config.strict:
                 raise
             guard = InputGuard(leaves, sorted(tensors), [leaves[i] for i in sorted(tensors)], None)
-            return _Entry(guard, _leafness(leaves), (), None, None, _reason(error))
+            return _Entry(guard, Leafness(leaves), (), None, None, _reason(error))
         joint = code.partition.joint
         fed = [i for i, leaf in enumerate(joint.state.leaves) if isinstance(leaf.value, torch.Tensor)]
+        fed = [i for i in fed if wrapping_of(joint.state.leaves[i].value) is PLAIN]
         fakes = [joint.state.leaves[i].value for i in fed]
         guard = InputGuard(leaves, fed, fakes, joint.state.fake_mode.shape_env)
         wrappings = tuple(
@@ -188,7 +218,7 @@ class AotFunction:
             if primal.leaf is not None and primal.wrapping is not PLAIN
         )
         aliases = _aliases(leaves) if joint.updates else None
-        return _Entry(guard, _leafness(leaves), wrappings, aliases, code)
+        return _Entry(guard, Leafness(leaves), wrappings, aliases, code)
 
     def _dynamic(self, leaves: Sequence[Any], known: Sequence[_Entry]) -> Dynamic:
         """Sizes that changed since the inputs that were compiled before are symbolic from now on."""
@@ -204,21 +234,14 @@ class AotFunction:
     def _stages(self, leaves: Sequence[Any], spec: Any, dynamic: Dynamic) -> CompiledFunction:
         config, state = self.config, self._state
         backend = find_backend(config.backend)
-        count = len(state.tensors)
-        names = _argument_names(leaves[count:], spec)
-
-        def call(values: Sequence[Any]) -> Any:
-            args, kwargs = pytree.tree_unflatten(list(values[count:]), spec)
-            with state.replaced(values[:count]):
-                return self.fn(*args, **kwargs)
-
+        call = FlatCall(self.fn, state, spec)
         captured = capture(
             state_of_flat(
                 call,
                 leaves,
                 name=self.__name__,
-                names=[*state.names, *names],
-                kinds=[*state.kinds, *[PrimalKind.ARGUMENT] * len(names)],
+                names=call.names(leaves),
+                kinds=call.kinds(leaves),
                 dynamic=dynamic,
                 decompositions=backend.decompositions(),
             ),
@@ -312,15 +335,6 @@ def module(mod: nn.Module, **options: Any) -> AotModule:
     if not isinstance(mod, nn.Module):
         raise TypeError(f"aot.module: expected a torch.nn.Module, got {type(mod).__name__}; use aot.function")
     return AotModule(function(mod, **options))
-
-
-def _argument_names(leaves: Sequence[Any], spec: Any) -> list[str]:
-    """``args[0]['x']`` for each; numbers where a container has no names for its parts."""
-    try:
-        paths = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(leaves), spec))[0]
-    except ValueError:
-        return [f"input {i}" for i in range(len(leaves))]
-    return [f"args{pytree.keystr(path[1:])}" for path, _ in paths]
 
 
 def _reason(error: Exception) -> Reason:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from retrograd._torch.lazy_modules import lazy_graph_module
+from retrograd._torch.operators import has_effect
 from retrograd._torch.rng import insert_replay
 from retrograd.aot.aliases import Memory, is_backward, is_number, memory_of
 from retrograd.aot.extract import extract, needed_between
@@ -51,7 +53,7 @@ def _copied(joint: JointValues) -> JointValues:
         made[node] = graph.node_copy(node, made.__getitem__)
         made[node].meta = dict(node.meta)
         made[node].name = node.name
-    gm = fx.GraphModule(joint.gm, graph, "joint")
+    gm = lazy_graph_module(joint.gm, graph, "joint")
     return JointValues(
         **{**{name: getattr(joint, name) for name in JointValues.__dataclass_fields__}, "gm": gm}
     )
@@ -139,7 +141,8 @@ class _Division:
                 entry = Saved(node.name, SavedKind.INTERMEDIATE, len(results) + len(extra), value, by_eager)
                 extra.append(kept)
             described.append(entry)
-        forward = extract(self.joint.gm, self.primals, [*results, *extra], "forward")
+        effects = [node for node in graph.nodes if not is_backward(node) and has_effect(node)]
+        forward = extract(self.joint.gm, self.primals, [*results, *extra], "forward", also=effects)
         return forward, tuple(described)
 
     def _changed_primals(self) -> set[fx.Node]:
@@ -170,8 +173,13 @@ class _Division:
             for node, role in zip(self.cotangents, roles, strict=True)
             if isinstance(role, Cotangent) and role.junction in roots
         ]
+        effects = [
+            node
+            for node in self.joint.gm.graph.nodes
+            if is_backward(node) and node.meta["region"] == number and has_effect(node)
+        ]
         try:
-            gm = extract(self.joint.gm, [*read, *cotangents], wanted, f"backward_{number}", self.instead)
+            gm = extract(self.joint.gm, [*read, *cotangents], wanted, f"backward_{number}", self.instead, effects)
         except KeyError as missing:
             raise VerificationError(
                 Reason(

@@ -47,6 +47,8 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
         return {node for node in memory.primals if not is_number(node)} | _must(
             joint, CheckpointPolicy.MUST_SAVE
         )
+    if policy == "min_cut" and _read_by_backward(joint) <= set(memory.primals):
+        return _read_by_backward(joint)
     if policy == "min_cut" or callable(policy):
         names = cut_by(
             None if policy == "min_cut" else policy,

@@ -57,10 +57,12 @@ class AotReport:
     Attributes:
         captures: in order.
         fallbacks: by reason, how many calls ran eagerly.
+        notes: what was compiled otherwise than asked.
     """
 
     captures: list[Captured] = field(default_factory=list)
     fallbacks: Counter[Reason] = field(default_factory=Counter)
+    notes: list[Reason] = field(default_factory=list)
 
     def captured(self, partition: Partition) -> None:
         """Note a capture."""
@@ -74,15 +76,23 @@ class AotReport:
             warnings.warn(str(reason), FallbackWarning, stacklevel=4)
         self.fallbacks[reason] += 1
 
+    def noted(self, reason: Reason) -> None:
+        """Warn of something that is compiled, but not as asked; once per reason."""
+        if reason not in self.notes:
+            self.notes.append(reason)
+            warnings.warn(str(reason), FallbackWarning, stacklevel=3)
+
     def clear(self) -> None:
         """Forget everything; warnings are given again."""
         self.captures.clear()
         self.fallbacks.clear()
+        self.notes.clear()
 
     def __str__(self) -> str:
         lines = [str(captured) for captured in self.captures] or ["nothing captured"]
         for reason, count in self.fallbacks.items():
             lines.append(f"ran eagerly {count} times: " + str(reason).replace("\n", "\n  "))
+        lines += [str(reason).replace("\n", "\n  ") for reason in self.notes]
         return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ In: a function or module, its arguments, and which sizes may change. Out: `Captu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from retrograd._torch.ambient import Ambient
-from retrograd._torch.fakes import fake_mode_of, fake_of, is_fake, new_fake_mode, why_not_fakeable
+from retrograd._torch.fakes import alias_of_fake, fake_mode_of, fake_of, is_fake, new_fake_mode, why_not_fakeable
 from retrograd._torch.memory import common_base, groups_sharing_memory
+from retrograd.aot.calls import FlatCall
 from retrograd.aot.modules import ModuleState
 from retrograd.errors import CaptureError, Reason
 from retrograd.graph.capture_state import AliasGroup, CaptureState, Leaf, MemberView
@@ -52,24 +54,16 @@ def create_state(
         CaptureError: an input that cannot stand in a graph, or that is fake without (or real with) `fake_mode`.
     """
     flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-    paths, _ = pytree.tree_flatten_with_path((tuple(args), dict(kwargs or {})))
-    names = [_argument_name(path) for path, _ in paths]
     state = ModuleState.of(fn_or_module) if isinstance(fn_or_module, nn.Module) else ModuleState()
     name = type(fn_or_module).__name__ if state.module else getattr(fn_or_module, "__name__", "function")
 
-    def call(leaves: Sequence[Any]) -> Any:
-        inputs, keywords = pytree.tree_unflatten(list(leaves[len(state.tensors) :]), spec)
-        with state.replaced(leaves[: len(state.tensors)]):
-            return fn_or_module(*inputs, **keywords)
-
-    leaves = [*state.tensors, *flat]
-    kinds = [*state.kinds, *[PrimalKind.ARGUMENT] * len(flat)]
+    call, leaves = FlatCall(fn_or_module, state, spec), [*state.tensors, *flat]
     return state_of_flat(
         call,
         leaves,
         name=name,
-        names=[*state.names, *names],
-        kinds=kinds,
+        names=call.names(leaves),
+        kinds=call.kinds(leaves),
         dynamic=dynamic,
         decompositions=decompositions or {},
         fake_mode=fake_mode,
@@ -106,14 +100,6 @@ def state_of_flat(
         free=fakes.free,
         in_spec=in_spec,
     )
-
-
-def _argument_name(path: Sequence[Any]) -> str:
-    """``args[0]['x']``, or the keyword itself."""
-    which, *rest = path
-    if which.idx == 0:
-        return "args" + pytree.keystr(tuple(rest))
-    return rest[0].key + pytree.keystr(tuple(rest[1:]))
 
 
 @dataclass
@@ -159,7 +145,7 @@ class _Fakes:
         if is_fake(value):
             if fake_mode_of(value) is not self.given:
                 self._refuse("fake-input", name, "is fake, but not of the given fake mode", "pass fake_mode=")
-            return value.detach()
+            return alias_of_fake(value)
         if self.given is not None:
             self._refuse(
                 "real-input", name, "is real, though a fake mode was given", "make it fake in that mode"
@@ -187,7 +173,8 @@ class _Fakes:
         return [self._group(keys, [tensors[i] for i in keys]) for keys in groups_sharing_memory(tensors)]
 
     def _group(self, keys: Sequence[int], tensors: Sequence[torch.Tensor]) -> AliasGroup:
-        base = None if any(map(is_fake, tensors)) else common_base(tensors)
+        with self.mode if any(map(is_fake, tensors)) else nullcontext():
+            base = common_base(tensors)
         members = tuple(
             MemberView(
                 key,

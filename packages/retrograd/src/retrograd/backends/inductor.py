@@ -7,20 +7,35 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.inductor import compile_graph, decompositions
-from retrograd.backends.base import Boxed
+from retrograd._torch.inductor import compile_graph, decompositions, patched
+from retrograd.backends.base import SEGMENT, Boxed, Half
 
 __all__ = ["InductorBackend"]
 
 
 class InductorBackend:
-    """Compiles through ``compile_fx_inner`` with Inductor's own decompositions; no Dynamo, no AOTAutograd."""
+    """Compiles through ``compile_fx_inner`` with Inductor's own decompositions; no Dynamo, no AOTAutograd.
+
+    Args:
+        settings: of ``torch._inductor.config``, while it compiles.
+    """
 
     name = "inductor"
     traces = True
 
-    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        return decompositions()
+    def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
+        self._settings = dict(settings or {})
 
-    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
-        return compile_graph(gm, example_inputs)
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        with patched(self._settings):
+            return decompositions()
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
+        with patched(self._settings):
+            return compile_graph(
+                gm,
+                example_inputs,
+                visible=half.visible,
+                is_backward=half.is_backward,
+                is_inference=half.is_inference,
+            )

@@ -22,14 +22,16 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 }
 
 
-def find_backend(backend: str | Callable[..., Any]) -> Backend:
-    """The backend named or wrapped.
+def find_backend(backend: str | Backend | Callable[..., Any]) -> Backend:
+    """The backend named, given or wrapped.
 
     Raises:
         UnknownBackendError: a name that is not registered, or neither a name nor a callable.
     """
     if isinstance(backend, str) and backend in BACKENDS:
         return BACKENDS[backend]()
+    if isinstance(backend, (AtenBackend, EagerBackend, InductorBackend)):
+        return backend
     if isinstance(backend, str) or not callable(backend):
         raise UnknownBackendError(str(backend), tuple(sorted(BACKENDS)))
     return CustomBackend(backend)

@@ -23,14 +23,23 @@ __all__ = [
     "OutputPlan",
     "PrimalValue",
     "SameAs",
+    "SizeOutput",
+    "SizeValue",
     "Update",
     "View",
 ]
 
 
+@dataclass(frozen=True)
+class SizeValue:
+    """A size that differs from call to call: the number of a `ForwardValue`."""
+
+    value: int
+
+
 @dataclass(frozen=True, eq=False)
 class View:
-    """How a tensor looks at the memory of its base; sizes and strides in elements.
+    """How a tensor looks at the memory of its base; sizes and strides in elements, some of them `SizeValue`.
 
     Attributes:
         size, stride: of the view.
@@ -41,9 +50,9 @@ class View:
         replay: makes the view of a base as the function made it; None to go by sizes and strides.
     """
 
-    size: tuple[Any, ...]
-    stride: tuple[Any, ...]
-    offset: Any
+    size: tuple[int | SizeValue, ...]
+    stride: tuple[int | SizeValue, ...]
+    offset: int | SizeValue
     differentiable: bool
     replay: Callable[[Any], Any] | None = None
     origin: Any = None
@@ -64,6 +73,13 @@ class ComputedOutput:
 
 
 @dataclass(frozen=True)
+class SizeOutput:
+    """An output that is the ``torch.Size`` of something."""
+
+    sizes: tuple[int | SizeValue, ...]
+
+
+@dataclass(frozen=True)
 class SameAs:
     """An output that is the very tensor of a source: a leaf of the state by number, or after them those that the
     function found."""
@@ -80,7 +96,7 @@ class AliasOf:
     value: int | None = None
 
 
-OutputPlan = ConstantOutput | ComputedOutput | SameAs | AliasOf
+OutputPlan = ConstantOutput | ComputedOutput | SizeOutput | SameAs | AliasOf
 
 
 @dataclass(frozen=True, eq=False)
