@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Ambient", "autocast_off", "is_foreign_mode_active"]
+__all__ = ["Ambient", "autocast_off", "is_foreign_mode_active", "is_traced_now"]
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
 
@@ -65,6 +65,11 @@ def autocast_off() -> Iterator[None]:
         for device, _ in Ambient.autocast_now():
             modes.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def is_traced_now() -> bool:
+    """Whether a trace into a graph is going on."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def is_foreign_mode_active() -> bool:

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from retrograd._torch.ambient import Ambient, is_foreign_mode_active
+from retrograd._torch.ambient import Ambient, is_foreign_mode_active, is_traced_now
+from retrograd._torch.fakes import why_not_fakeable
 from retrograd._torch.guards import InputGuard, changed_sizes
 from retrograd._torch.memory import groups_sharing_memory
 from retrograd._torch.saved_hooks import why_saved_hooks_matter
@@ -30,7 +31,7 @@ from retrograd.aot.run_forward import CompiledFunction
 from retrograd.aot.state import Dynamic, state_of_flat
 from retrograd.aot.watch import Watched
 from retrograd.backends.registry import find_backend
-from retrograd.errors import Reason, RetrogradError
+from retrograd.errors import CaptureError, Reason, RetrogradError
 
 __all__ = ["AotConfig", "AotFunction", "AotModule", "function", "module"]
 
@@ -64,7 +65,7 @@ class AotConfig:
 class _Entry:
     """One kind of input: what it must be like, and the code for it (None: run eagerly, for `reason`)."""
 
-    guard: InputGuard
+    guard: InputGuard | None
     leafness: tuple[bool, ...]
     wrappings: tuple[tuple[int, Any], ...]
     aliases: tuple[tuple[int, ...], ...] | None
@@ -73,11 +74,20 @@ class _Entry:
 
     def fits(self, leaves: Sequence[Any]) -> bool:
         return (
-            self.guard.check(leaves)
+            self.guard is not None
+            and self.guard.check(leaves)
             and self.leafness == _leafness(leaves)
             and all(wrapping.fits(leaves[i]) for i, wrapping in self.wrappings)
             and (self.aliases is None or self.aliases == _aliases(leaves))
         )
+
+
+def _guard_of(leaves: Sequence[Any]) -> InputGuard | None:
+    """A guard for inputs that cannot be captured; None for those that it cannot describe."""
+    tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    if any(why_not_fakeable(tensor) for tensor in tensors.values()):
+        return None
+    return InputGuard(leaves, list(tensors), list(tensors.values()), None)
 
 
 def _leafness(leaves: Sequence[Any]) -> tuple[bool, ...]:
@@ -112,7 +122,7 @@ class AotFunction:
         Raises:
             CaptureError: the module is not initialised yet.
         """
-        if self._watched is None or not self._watched.is_intact():
+        if self._watched is None or not (self._watched.is_intact() and self._state.is_tied_as_before()):
             self._entries.clear()
             self._state = ModuleState.of(self.fn) if isinstance(self.fn, nn.Module) else ModuleState()
             self._watched = Watched(self.fn)
@@ -125,6 +135,8 @@ class AotFunction:
         try:
             watched = self._watch()
             if (reason := self._why_eager(watched)) is not None:
+                if reason is _MODE and is_traced_now():
+                    return self.fn(*args, **kwargs)
                 return self._eagerly(reason, args, kwargs)
             flat, spec = pytree.tree_flatten((args, kwargs))
             tensors = self._state.current()
@@ -152,6 +164,8 @@ class AotFunction:
         return _HOOKS if watched.has_hooks() else None
 
     def _eagerly(self, reason: Reason, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.config.strict:
+            raise CaptureError(reason)
         report.fell_back(reason)
         return self.fn(*args, **kwargs)
 
@@ -161,23 +175,24 @@ class AotFunction:
             if entry.fits(leaves):
                 return entry
         if len(known) >= self.config.recompile_limit:
-            return _Entry(known[-1].guard, (), (), None, None, _LIMIT)
+            return _Entry(None, (), (), None, None, _LIMIT)
         made = self._compiled(leaves, key[0], known)
-        known.append(made)
+        if made.guard is not None:
+            known.append(made)
         return made
 
     def _compiled(self, leaves: Sequence[Any], spec: Any, known: Sequence[_Entry]) -> _Entry:
         dynamic = self._dynamic(leaves, known)
-        tensors = {i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         try:
+            if self._watched is not None:
+                self._watched.note()
             code = self._stages(leaves, spec, dynamic)
             if self._watched is not None:
                 self._watched.refuse_changes()
         except Exception as error:
             if self.config.strict:
                 raise
-            guard = InputGuard(leaves, sorted(tensors), [leaves[i] for i in sorted(tensors)], None)
-            return _Entry(guard, _leafness(leaves), (), None, None, _reason(error))
+            return _Entry(_guard_of(leaves), _leafness(leaves), (), None, None, _reason(error))
         joint = code.partition.joint
         fed = [i for i, leaf in enumerate(joint.state.leaves) if isinstance(leaf.value, torch.Tensor)]
         fed = [i for i in fed if wrapping_of(joint.state.leaves[i].value) is PLAIN]
@@ -196,8 +211,8 @@ class AotFunction:
         if self.config.dynamic is not None or not known:
             return self.config.dynamic
         changed: dict[int, frozenset[int]] = {}
-        for entry in known:
-            for i, dims in changed_sizes(entry.guard.args_metadata, leaves).items():
+        for guard in [entry.guard for entry in known if entry.guard is not None]:
+            for i, dims in changed_sizes(guard.args_metadata, leaves).items():
                 if isinstance(leaves[i], torch.Tensor):
                     changed[i] = changed.get(i, frozenset()) | dims
         return changed or None

@@ -12,21 +12,27 @@ from typing import Any
 
 import torch
 
-__all__ = ["Kept", "RegionNode"]
+__all__ = ["Kept", "RegionNode", "carrying"]
 
 
 @dataclass
 class Kept:
-    """What a region keeps besides its saved tensors; given up with them.
+    """What a region keeps besides its saved tensors.
 
     Attributes:
         numbers: saved values that are no tensors, by their position among the saved values.
-        count: how many saved tensors there are; those after them are only checked.
+        count: how many saved tensors there are; after them may come one that `carrying` made.
     """
 
     numbers: dict[int, Any]
     count: int
-    again: Any = None
+
+
+def carrying(value: Any) -> torch.Tensor:
+    """A tensor without elements that keeps `value` alive: saved for the backward, it is given up with the graph."""
+    carrier = torch.empty(0)
+    carrier.carried = value  # type: ignore[attr-defined]
+    return carrier
 
 
 class RegionNode(torch.autograd.Function):

@@ -74,7 +74,7 @@ class RegionCode:
         """Gradients for the destinations."""
         if all(cotangent is None for cotangent in cotangents):
             return [None] * len(self.destinations)
-        saved = ctx.saved_tensors
+        saved = ctx.saved_tensors if ctx.kept.count else ()  # nothing saved: nothing to have been freed
         if (
             torch.is_grad_enabled()
             or Ambient.autocast_now()
@@ -135,7 +135,9 @@ class RegionCode:
     def _as_eager(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         counters["aot_eager_regions"] += 1
         given = dict(zip(self.roots, cotangents, strict=True))
-        found = rerun_region(self._partition.joint, self._number, ctx.kept.again, given)
+        carrier = ctx.saved_tensors[ctx.kept.count :]
+        call = carrier[0].carried if carrier else None
+        found = rerun_region(self._partition.joint, self._number, call, given)
         return [found[there] for there in self.destinations]
 
 

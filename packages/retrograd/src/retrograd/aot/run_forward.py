@@ -19,7 +19,7 @@ from retrograd._torch.versions import Versions
 from retrograd._torch.wrappers import PLAIN, built, parts_of
 from retrograd.aot.finish import Finish
 from retrograd.aot.policies import draws_random_numbers
-from retrograd.aot.region_node import Kept, RegionNode
+from retrograd.aot.region_node import Kept, RegionNode, carrying
 from retrograd.aot.rerun import Call
 from retrograd.aot.run_backward import RegionCode
 from retrograd.backends.base import Boxed
@@ -120,10 +120,10 @@ class CompiledFunction:
         if self._joint.updates:
             self._finish.write_unseen(primals, values)
         if self._regions:
-            again = None
+            again = []
             if self._repeatable:
                 versions = Versions(dict(enumerate(primals)))
-                again = Call(sources, primals, versions, generators)
+                again = [carrying(Call(sources, primals, versions, generators))]
             with torch.enable_grad():
                 values = self._attached(primals, parts, results, values, again)
         outputs = self._finish(sources, values)
@@ -159,7 +159,7 @@ class CompiledFunction:
         parts: Sequence[Any],
         results: Sequence[Any],
         values: list[Any],
-        again: Call | None,
+        again: Sequence[torch.Tensor],
     ) -> list[Any]:
         """The forward values, with eager's history."""
         gates = dict(enumerate(primals))
@@ -176,7 +176,7 @@ class CompiledFunction:
             ]
             roots = [junctions[root].value for root in region.roots]
             bare = tuple(_fresh(values[root]) for root in roots)
-            attached = RegionNode.apply(region, saved, Kept(numbers, len(saved), again), bare, *inputs)
+            attached = RegionNode.apply(region, [*saved, *again], Kept(numbers, len(saved)), bare, *inputs)
             for root, value in zip(roots, attached, strict=True):  # type: ignore[arg-type]
                 values[root] = value
                 self._finish.write(root, primals, values)

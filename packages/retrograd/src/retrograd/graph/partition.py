@@ -53,7 +53,10 @@ class Saved:
         """Memory that lives only because it is saved; sizes that are symbolic count as at capture."""
         if self.is_number or self.kind is not SavedKind.INTERMEDIATE:
             return 0
-        return int(self.value.numel()) * self.value.element_size()
+        numel = self.value.numel()
+        if isinstance(numel, torch.SymInt):  # int() would tie it to this number
+            numel = numel.node.hint or 0
+        return int(numel) * int(self.value.element_size())
 
 
 @dataclass(frozen=True, eq=False)
