@@ -1,7 +1,7 @@
 """Names of subjects.
 
 In: "eager", "stock-ca:inductor", "retrograd-live:eager",
-"retrograd-live+aot_eager:eager", "retrograd-aot:eager", "retrograd-compile:eager",
+"retrograd-live+aot_eager:eager", "retrograd-aot:eager", "retrograd-compile:eager", "retrograd-compile+live:eager",
 "compile:<backend>", "planted:<fault>",
 "import:<module>:<class>". Out: a Subject. Raises UnknownNameError for anything else.
 """
@@ -16,7 +16,7 @@ from gradparity.subjects.base import Subject
 from gradparity.subjects.eager import Eager
 from gradparity.subjects.planted import FAULTS, planted
 from gradparity.subjects.retrograd_aot import BACKENDS as AOT_BACKENDS
-from gradparity.subjects.retrograd_aot import RetrogradAot, RetrogradCompile, RetrogradLiveOverAot
+from gradparity.subjects.retrograd_aot import RetrogradAot, RetrogradCompile, RetrogradLiveOverAot, RetrogradWhole
 from gradparity.subjects.retrograd_behind_stock import FORWARDS, RetrogradBehindStock
 from gradparity.subjects.retrograd_live import BACKENDS, RetrogradLive
 from gradparity.subjects.stock import StockCompile, StockCompiledAutograd
@@ -44,6 +44,10 @@ NAMED: dict[str, Callable[[str], Subject]] = {
     "retrograd-live+retrograd-aot:eager": lambda name: RetrogradLiveOverAot(name, "eager"),
     **{
         f"retrograd-compile:{backend}": lambda name: RetrogradCompile(name, name.split(":")[1])
+        for backend in AOT_BACKENDS
+    },
+    **{
+        f"retrograd-compile+live:{backend}": lambda name: RetrogradWhole(name, name.split(":")[1])
         for backend in AOT_BACKENDS
     },
 }

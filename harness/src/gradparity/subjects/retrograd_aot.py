@@ -1,7 +1,8 @@
 """retrograd's staged AOT pipeline as subjects: called directly, behind its live path, through torch.compile.
 
 In: retrograd's backend for the graphs. Out: the subjects "retrograd-aot:eager|inductor",
-"retrograd-aot+dynamic:eager", "retrograd-live+retrograd-aot:eager" and "retrograd-compile:eager|inductor".
+"retrograd-aot+dynamic:eager", "retrograd-live+retrograd-aot:eager", "retrograd-compile:eager|inductor" and
+"retrograd-compile+live:eager|inductor".
 What Dynamo has lost before it calls a backend is stock's own: the subject `stock` runs Dynamo's graph as
 eager does.
 """
@@ -165,6 +166,27 @@ class RetrogradCompile(DynamoSubject):
         super().reset(cold)
         if cold:
             self._retrograd.reset()
+
+
+class RetrogradWhole(RetrogradCompile):
+    """retrograd.compile: the same, with the live path around each backward that comes from a compiled call."""
+
+    def compile(self, target: T) -> T:
+        """The function or module under retrograd.compile."""
+        backend = self._options["options"]["backend"]
+        compiled: T = self._retrograd.compile(target, backend=backend)
+        return compiled
+
+    def notes(self) -> tuple[str, ...]:
+        """Fallbacks of both paths since `begin`."""
+        reasons = Counter(self._retrograd.explain().fallbacks) - self._live
+        live = [f"fallback: [{reason.code}] {str(reason).splitlines()[0]}" for reason in reasons]
+        return (*super().notes(), *live)
+
+    def begin(self) -> None:
+        """Remembers what both paths have done so far."""
+        super().begin()
+        self._live = Counter(self._retrograd.explain().fallbacks)
 
 
 def compiled_ahead(target: T, **options: Any) -> T:

@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retrograd.api import CompiledAutograd, compiled_autograd, disable, enable, explain, reset
+    from retrograd.api import CompiledAutograd, compile, compiled_autograd, disable, enable, explain, reset
     from retrograd.config import Config
     from retrograd.errors import (
         BackendError,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "retrograd.api": ("CompiledAutograd", "compiled_autograd", "disable", "enable", "explain", "reset"),
+    "retrograd.api": ("CompiledAutograd", "compile", "compiled_autograd", "disable", "enable", "explain", "reset"),
     "retrograd.config": ("Config",),
     "retrograd.errors": (
         "BackendError",
@@ -66,6 +66,7 @@ __all__ = [
     "UnknownBackendError",
     "UnsupportedTorchError",
     "VerificationError",
+    "compile",
     "compiled_autograd",
     "counters",
     "disable",

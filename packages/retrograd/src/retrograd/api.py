@@ -5,8 +5,12 @@ In: the user's choices. Out: `CompiledAutograd` contexts and `Report` values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import torch
 
 from retrograd._torch.collect import clear_engine_cache
 from retrograd._torch.compiled_forwards import CompiledForwards
@@ -14,15 +18,17 @@ from retrograd._torch.probe import check_supported
 from retrograd._torch.streams import side_streams
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
+from retrograd.dynamo import retrograd as dynamo_backend
 from retrograd.events import counters
 from retrograd.graph.report import Report
+from retrograd.live.claims import begin_claims, claim, end_claims
 from retrograd.live.contexts import ProcessWide, enter, gateway, leave
 from retrograd.live.decorate import decorated
 from retrograd.live.kept_graph import forget_kept_classes
 from retrograd.live.session import Session, forget_warnings
 from retrograd.live.sharing import forget_shared
 
-__all__ = ["CompiledAutograd", "compiled_autograd", "disable", "enable", "explain", "reset"]
+__all__ = ["CompiledAutograd", "compile", "compiled_autograd", "disable", "enable", "explain", "reset"]
 
 _process_report = Report()
 _compiled_forwards = CompiledForwards(gateway.is_open)
@@ -97,6 +103,85 @@ def compiled_autograd(
     _compiled_forwards.watch()
     side_streams.watch()
     return CompiledAutograd(Config(backend, strict, dynamic, recompile_limit, Config.names(opaque)))
+
+
+def compile(
+    target: Any = None,
+    /,
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Compile a module or function with ``torch.compile(backend="retrograd")``, and its backward with the live path.
+
+    A backward belongs to the callable if it comes by an output of one of its calls, whenever and on whichever thread
+    it runs; what else hangs from the loss is compiled with it. Other backwards run as if nothing were there, and a
+    context of `compiled_autograd`, or `enable`, wins where it is open. With the callable ends its hold on backwards.
+
+    Args:
+        target: a module, which stays as it is, or a function; without it, the result is a decorator.
+        backend: as in `compiled_autograd`, for forward and backward.
+        fullgraph, dynamic, mode: as in ``torch.compile``.
+        options: as in ``torch.compile(backend="retrograd", options=...)``, without ``"backend"``;
+            see ``retrograd.dynamo.list_options()``. ``"strict"`` holds for the live path too.
+
+    Returns:
+        What ``torch.compile`` returns: for a module, a module.
+
+    Raises:
+        UnknownBackendError: `backend` is neither a known name nor a callable.
+        BackendError: an unknown mode or option.
+        UnsupportedTorchError: torch does not offer the engine's protocol.
+
+    Example:
+        >>> model = retrograd.compile(model, backend="inductor")
+        >>> loss_of(model(x)).backward()
+    """
+    if target is None:
+        return functools.partial(
+            compile, backend=backend, fullgraph=fullgraph, dynamic=dynamic, mode=mode, options=options
+        )
+    strict = bool((options or {}).get("strict", False))
+    session = Session(compiled_autograd(backend, strict=strict, dynamic=dynamic).config, (_process_report,))
+    check_supported()
+    chosen = {**(options or {}), "backend": backend}
+    dynamo_backend.check(mode, chosen)
+    compiler: Any = torch.compile
+    compiled = compiler(
+        target,
+        backend=functools.partial(dynamo_backend, mode=mode, options=chosen),
+        fullgraph=fullgraph,
+        dynamic=dynamic,
+    )
+    if isinstance(compiled, torch.nn.Module):
+        compiled.forward = _claiming(compiled.forward, session)
+    else:
+        compiled = _claiming(compiled, session)
+    begin_claims(session)
+    gateway.open()
+    weakref.finalize(compiled, _let_go, session).atexit = False
+    return compiled
+
+
+def _claiming(call: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """`call`, whose outputs are marked so that their backwards belong to `session`."""
+
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        outputs = call(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            claim(outputs, session)
+        return outputs
+
+    return run
+
+
+def _let_go(session: Session) -> None:
+    end_claims(session)
+    gateway.close()
 
 
 def enable(backend: str | Callable[..., Any] = "inductor", **options: Any) -> None:

@@ -135,6 +135,15 @@ class RetrogradBackend:
             report.fell_back(reason)
             return gm.forward
 
+    @staticmethod
+    def check(mode: str | None, options: Mapping[str, Any] | None) -> None:
+        """Refuse a mode and options now rather than at the first call.
+
+        Raises:
+            BackendError: one that is unknown or does not fit.
+        """
+        Options.of(mode, options)
+
     def reset(self) -> None:
         """Called by ``torch._dynamo.reset()``: forget what was reported. Compiled code belongs to Dynamo, which
         forgets it."""

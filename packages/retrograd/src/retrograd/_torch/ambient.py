@@ -5,13 +5,14 @@ In: nothing. Out: `Ambient`, comparable, which can be put back for a trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-__all__ = ["Ambient", "autocast_off", "is_foreign_mode_active", "is_traced_now"]
+__all__ = ["Ambient", "autocast_off", "is_foreign_mode_active", "modes_now", "undifferentiated"]
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
 
@@ -67,11 +68,32 @@ def autocast_off() -> Iterator[None]:
         yield
 
 
-def is_traced_now() -> bool:
-    """Whether a trace into a graph is going on."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+_dispatch_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 
 
 def is_foreign_mode_active() -> bool:
     """Whether somebody watches or transforms operations: a dispatch mode, or a functorch transform."""
-    return bool(torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack())
+    return bool(_dispatch_modes() or _transforms())
+
+
+def modes_now() -> bool | Ambient:
+    """`Ambient.now`, or just its grad mode if that is all: a key that is quick to make and to compare."""
+    return Ambient.now() if torch._C._is_any_autocast_enabled() else torch.is_grad_enabled()
+
+
+def undifferentiated(code: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """`code`, run without autograd and without autocast, whatever is on outside."""
+    switch, is_autocast_on = torch._C._set_grad_enabled, torch._C._is_any_autocast_enabled
+
+    def run(args: list[Any]) -> Any:
+        grad = torch.is_grad_enabled()
+        switch(False)
+        try:
+            if is_autocast_on():
+                with autocast_off():
+                    return code(args)
+            return code(args)
+        finally:
+            switch(grad)
+
+    return run

@@ -25,6 +25,7 @@ __all__ = [
     "encoded",
     "guards_of",
     "holds",
+    "shown",
     "size_of",
     "symbolic_mode",
     "symbols_of",
@@ -155,6 +156,13 @@ def size_of(tree: Tree, mode: FakeTensorMode, sizes: Mapping[str, torch.SymInt])
 
 def _valued(tree: Tree, values: Mapping[str, int]) -> Any:
     return decoded(tree, {name: sympy.Integer(value) for name, value in values.items()})
+
+
+def shown(tree: Tree, names: Mapping[str, str]) -> int | str:
+    """The tree for people; symbols by other names, which do not depend on the process."""
+    if type(tree) is int:
+        return tree
+    return str(decoded(tree, {name: sympy.Symbol(short, integer=True, positive=True) for name, short in names.items()}))
 
 
 def value_of(tree: Tree, values: Mapping[str, int]) -> int:

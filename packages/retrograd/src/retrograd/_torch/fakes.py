@@ -25,7 +25,9 @@ __all__ = [
     "fake_of",
     "fake_results",
     "is_fake",
+    "laid_out_like",
     "new_fake_mode",
+    "strided_fake",
     "why_not_fakeable",
 ]
 
@@ -103,3 +105,21 @@ def fake_results(gm: fx.GraphModule, examples: Sequence[Any]) -> dict[fx.Node, A
     with torch.no_grad(), mode or new_fake_mode(True), enable_python_dispatcher():
         Recorder(gm).run(*examples)
     return found
+
+
+def laid_out_like(fake: Any, value: Any) -> Any:
+    """`fake`, or one like it with the strides of the real `value` if it has others; symbolic ones stay."""
+    if not isinstance(fake, FakeTensor) or not isinstance(value, torch.Tensor):
+        return fake
+    if any(isinstance(number, torch.SymInt) for number in (*fake.shape, *fake.stride())):
+        return fake
+    if fake.stride() == value.stride():
+        return fake
+    with fake.fake_mode, torch.no_grad():
+        return torch.empty_strided(fake.shape, value.stride(), dtype=fake.dtype, device=fake.device)
+
+
+def strided_fake(mode: FakeTensorMode, size: Sequence[Any], stride: Sequence[Any], **options: Any) -> Any:
+    """A fake tensor of these sizes and strides, which may be symbolic; `options` are dtype and device."""
+    with mode:
+        return torch.empty_strided(size, stride, **options)

@@ -45,6 +45,7 @@ class InputGuard:
             for i, value in enumerate(args)
             if not isinstance(value, torch.Tensor) and not (type(value) is int and symbolic.get(i))
         ]
+        self._are_all_tensors = len(self._tensors) == len(args)
         unique = [args[i] for i in self._tensors]
         sizes = [_open(args[i].shape, symbolic.get(i)) for i in self._tensors]
         fakes = dict(zip(fed, example_inputs, strict=True))
@@ -61,12 +62,18 @@ class InputGuard:
     def check(self, args: Sequence[Any]) -> bool:
         """Whether the lowering may be used for these values."""
         return (
-            all(args[i] is args[j] for i, j in self._same)
-            and all(type(args[i]) is type(value) and args[i] == value for i, value in self._constants)
-            and all(isinstance(args[i], torch.Tensor) for i in self._tensors)
-            and self._guards.check(*[args[i] for i in self._tensors])
-            and self._relations_hold(args)
+            (not self._same or all(args[i] is args[j] for i, j in self._same))
+            and (not self._constants or self._constants_hold(args))
+            and self._tensors_fit(args)
+            and (self._relations is None or self._relations_hold(args))
         )
+
+    def _constants_hold(self, args: Sequence[Any]) -> bool:
+        return all(type(args[i]) is type(value) and args[i] == value for i, value in self._constants)
+
+    def _tensors_fit(self, args: Sequence[Any]) -> bool:
+        """Whether each is a tensor like its own."""
+        return self._guards.check(*(args if self._are_all_tensors else [args[i] for i in self._tensors]))
 
     def why_not(self, args: Sequence[Any]) -> str:
         """What failed, with the two values that differ."""

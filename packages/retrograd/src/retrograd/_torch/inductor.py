@@ -15,6 +15,8 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from retrograd._torch.boxed import copied
+
 __all__ = ["compile_graph", "decompositions", "patched", "settings"]
 
 
@@ -41,12 +43,31 @@ def patched(values: Mapping[str, Any]) -> AbstractContextManager[Any]:
     return config.patch(dict(values))
 
 
-def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
-    """Compile `gm` (functional, decomposed, returning a tuple) for inputs like the fake `example_inputs`."""
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, visible: int | None = None, **flags: bool
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compile `gm` (functional, decomposed, returning a tuple), which stays as it is.
+
+    Args:
+        gm: the graph.
+        example_inputs: fakes of its inputs.
+        visible: how many outputs, from the first, must have the strides that they were traced with. Others, as saved
+            values are, may get strides that are quicker to make.
+        flags: ``is_backward`` and ``is_inference`` of ``compile_fx_inner``.
+
+    No input is called static (``static_input_idxs``): that would make Inductor rely on the alignment of memory, which
+    no guard checks, and it saves no more than that check.
+    """
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
+    gm = fx.GraphModule(gm, copied(gm.graph))
+    output = gm.graph.output_node()
+    if visible is not None:
+        results: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+        seen = [i for i, result in enumerate(results[:visible]) if isinstance(result, fx.Node)]
+        output.meta["user_visible_output_idxs"] = seen
     fake_mode = detect_fake_mode(example_inputs)
     with (
         torch.no_grad(),
@@ -55,7 +76,7 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable
         V.set_fake_mode(fake_mode),
     ):
         joint_graph_passes(gm)
-        compiled = compile_fx_inner(gm, list(example_inputs))
+        compiled = compile_fx_inner(gm, list(example_inputs), **flags)
     if getattr(compiled, "_boxed_call", False):
         return compiled
     return lambda args: compiled(*args)

@@ -24,13 +24,18 @@ from torch.utils.checkpoint import (
     _CachingTorchDispatchMode,
 )
 
-__all__ = ["UnknownCheckpointError", "run_graph"]
+__all__ = ["NotRepresentableError", "run_graph"]
 
 _checkpoints = itertools.count()
 
 
-class UnknownCheckpointError(Exception):
-    """A checkpointed part has contexts of its own, which a trace cannot follow."""
+#: what functionalisation takes for no effect at all.
+_RESIZE = torch.ops.inductor.resize_storage_bytes_
+_REFUSED = (_RESIZE, _RESIZE.default)
+
+
+class NotRepresentableError(Exception):
+    """The graph has something that a trace cannot follow; the text says what."""
 
 
 def run_graph(gm: fx.GraphModule, args: Sequence[Any]) -> Any:
@@ -43,6 +48,8 @@ def run_graph(gm: fx.GraphModule, args: Sequence[Any]) -> Any:
 
 class _Interpreter(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in _REFUSED:
+            raise NotRepresentableError(f"it calls {target}")
         if target is not tag_activation_checkpoint:
             return super().call_function(target, args, kwargs)
         body, *inputs = args
@@ -60,7 +67,7 @@ def _policy_of(body: fx.GraphModule) -> Policy:
         return lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE
     forward, _ = contexts()
     if not isinstance(forward, _CachingTorchDispatchMode):
-        raise UnknownCheckpointError("a checkpoint has a context_fn that is no selective-checkpoint policy")
+        raise NotRepresentableError("a checkpoint has a context_fn that is no selective-checkpoint policy")
     policy: Policy = forward.policy_fn
     return policy
 

@@ -101,7 +101,7 @@ class ReseededError(Exception):
 def trace_joint(
     body: Callable[[JointTracer], Sequence[Any]], fake_mode: FakeTensorMode, decompositions: Decompositions
 ) -> fx.GraphModule:
-    """Trace `body`, which returns plain (not functional) values.
+    """Trace `body`, which returns plain (not functional) values. Whoever changes the graph last recompiles it.
 
     Raises:
         Exception: whatever an operation raises on fake tensors.
@@ -112,16 +112,34 @@ def trace_joint(
         assert mode is not None
         return tuple(body(JointTracer(mode.tracer)))
 
-    with _ONE_AT_A_TIME, autocast_off(), fake_mode, _dispatcher(fake_mode), quiet_fakes(), saved_tensors_unseen():
+    with (
+        _ONE_AT_A_TIME,
+        autocast_off(),
+        fake_mode,
+        _dispatcher(fake_mode),
+        quiet_fakes(),
+        saved_tensors_unseen(),
+        _said_to_compile(),
+    ):
         gm = make_fx(traced, decomposition_table=dict(decompositions), tracing_mode="real")()
     _placeholders_first(gm.graph)
-    gm.recompile()
     return gm
 
 
 def _dispatcher(fake_mode: FakeTensorMode) -> AbstractContextManager[Any]:
     """Symbolic sizes need torch's Python versions of operators, which may differ from the others in the last bit."""
     return nullcontext() if fake_mode.shape_env is None else enable_python_dispatcher()
+
+
+@contextmanager
+def _said_to_compile() -> Iterator[None]:
+    """``torch.compiler.is_compiling()`` is true: code that looks at values asks for it."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def _placeholders_first(graph: fx.Graph) -> None:

@@ -13,6 +13,8 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
+from retrograd._torch.lazy_modules import lazily, lazy_graph_module
+
 __all__ = ["cut_by"]
 
 
@@ -49,9 +51,9 @@ def cut_by(
             copy.meta["partitioner_tag"] = "is_backward"
     names = {copy.name: node.name for node, copy in made.items()}
     inputs = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
-    with functorch_config.patch(cse=False):
+    with functorch_config.patch(cse=False), lazily():
         _, backward = (partitioner or min_cut_rematerialization_partition)(
-            fx.GraphModule(gm, graph), inputs, num_fwd_outputs=forward_count
+            lazy_graph_module(gm, graph), inputs, num_fwd_outputs=forward_count
         )
     placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
     return [

@@ -7,14 +7,14 @@ The text of the error follows ``SavedVariable::unpack`` in ``torch/csrc/autograd
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from retrograd._torch.thread_state import without_torch_functions
 
-__all__ = ["Versions", "modified_error"]
+__all__ = ["Versions", "modified_error", "versions_of"]
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -57,3 +57,24 @@ def modified_error(tensor: torch.Tensor, expected: int) -> str:
         f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
         f"expected version {expected} instead."
     )
+
+
+def versions_of(values: Sequence[Any]) -> list[int | None]:
+    """The version of each; None for what tracks none."""
+    if _PLAIN.issuperset(map(type, values)):
+        try:
+            return [value._version for value in values]
+        except RuntimeError:  # an inference tensor is among them
+            pass
+    return _versions_of_any(values)
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+@without_torch_functions
+def _versions_of_any(values: Sequence[Any]) -> list[int | None]:
+    return [
+        value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
+        for value in values
+    ]

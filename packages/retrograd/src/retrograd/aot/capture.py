@@ -20,6 +20,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from retrograd._torch.autograd_nodes import NodeCallError
+from retrograd._torch.interpret import NotRepresentableError
 from retrograd._torch.joint_tracing import JointTracer, ReseededError, trace_joint
 from retrograd._torch.lifting import ChangeInTraceError, HookInTraceError
 from retrograd.aot.analyse import Analysis, RefusedError, analyse
@@ -40,6 +41,7 @@ _REASONS = {
     ReseededError: "reseeded",
     StateReplacedError: "state-replaced",
     RefusedError: "not-representable",
+    NotRepresentableError: "not-representable",
     NodeCallError: "node-refused",
 }
 

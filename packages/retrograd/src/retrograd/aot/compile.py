@@ -11,8 +11,9 @@ from typing import Any
 from retrograd.aot.lower import lower
 from retrograd.aot.run_backward import RegionCode
 from retrograd.aot.run_forward import CompiledFunction
+from retrograd.backends.base import Half
 from retrograd.backends.registry import find_backend
-from retrograd.graph.partition import Partition
+from retrograd.graph.partition import Partition, SavedKind
 
 __all__ = ["compile"]
 
@@ -41,9 +42,16 @@ def compile(
     """
     ahead = find_backend(forward)
     behind = ahead if backward is None else find_backend(backward)
-    code = lower(ahead, partition.forward, partition.joint.state)
+    code = lower(ahead, partition.forward, partition.joint.state, _forward_half(partition, lazy))
     regions = [RegionCode(partition, number, behind) for number, _ in enumerate(partition.backwards)]
     if not lazy:
         for region in regions:
             region.compile_ahead()
     return CompiledFunction(partition, code, regions)
+
+
+def _forward_half(partition: Partition, lazy: bool) -> Half:
+    """What is saved may have any strides, unless the backward is compiled before they are known."""
+    saved = sum(saved.kind is SavedKind.INTERMEDIATE for saved in partition.saved)
+    visible = partition.joint.signature.forward_count + (0 if lazy else saved)
+    return Half(is_inference=not partition.backwards, visible=visible)

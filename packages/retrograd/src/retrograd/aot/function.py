@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from retrograd._torch.ambient import Ambient, is_foreign_mode_active, is_traced_now
+from retrograd._torch.ambient import is_foreign_mode_active, modes_now
 from retrograd._torch.fakes import why_not_fakeable
 from retrograd._torch.guards import InputGuard, changed_sizes
 from retrograd._torch.memory import groups_sharing_memory
@@ -66,7 +66,7 @@ class _Entry:
     """One kind of input: what it must be like, and the code for it (None: run eagerly, for `reason`)."""
 
     guard: InputGuard | None
-    leafness: tuple[bool, ...]
+    leafness: Leafness
     wrappings: tuple[tuple[int, Any], ...]
     aliases: tuple[tuple[int, ...], ...] | None
     code: CompiledFunction | None
@@ -76,8 +76,8 @@ class _Entry:
         return (
             self.guard is not None
             and self.guard.check(leaves)
-            and self.leafness == _leafness(leaves)
-            and all(wrapping.fits(leaves[i]) for i, wrapping in self.wrappings)
+            and self.leafness.fits(leaves)
+            and (not self.wrappings or all(wrapping.fits(leaves[i]) for i, wrapping in self.wrappings))
             and (self.aliases is None or self.aliases == _aliases(leaves))
         )
 
@@ -90,13 +90,43 @@ def _guard_of(leaves: Sequence[Any]) -> InputGuard | None:
     return InputGuard(leaves, list(tensors), list(tensors.values()), None)
 
 
-def _leafness(leaves: Sequence[Any]) -> tuple[bool, ...]:
-    return tuple([leaf.is_leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+class Leafness:
+    """Which of the tensors that require grad are leaves; others always are."""
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self._inner = [
+            (i, leaf.is_leaf)
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+
+    def fits(self, leaves: Sequence[Any]) -> bool:
+        """Whether it is the same for others, of which the same ones require grad."""
+        for i, is_leaf in self._inner:
+            if leaves[i].is_leaf is not is_leaf:
+                return False
+        return True
 
 
 def _aliases(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
     return tuple(groups_sharing_memory(tensors))
+
+
+#: how arguments are nested: how many there are if none is, else their spec.
+_Form = int | pytree.TreeSpec
+
+_FLAT = frozenset({torch.Tensor, nn.Parameter, int, float, bool, str, type(None)})
+
+
+def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], _Form]:
+    if not kwargs and _FLAT.issuperset(map(type, args)):
+        return args, len(args)
+    return pytree.tree_flatten((args, kwargs))
+
+
+def _spec(form: _Form) -> pytree.TreeSpec:
+    return pytree.tree_structure(((0,) * form, {})) if isinstance(form, int) else form
 
 
 @dataclass
@@ -135,13 +165,10 @@ class AotFunction:
         try:
             watched = self._watch()
             if (reason := self._why_eager(watched)) is not None:
-                if reason is _MODE and is_traced_now():
-                    return self.fn(*args, **kwargs)
                 return self._eagerly(reason, args, kwargs)
-            flat, spec = pytree.tree_flatten((args, kwargs))
-            tensors = self._state.current()
-            leaves = [*tensors, *flat]
-            entry = self._entry(leaves, (spec, Ambient.now(), watched.switches()))
+            flat, form = _flattened(args, kwargs)
+            leaves = [*self._state.current(), *flat]
+            entry = self._entry(leaves, (form, modes_now(), watched.switches()))
         except RetrogradError as error:
             if self.config.strict:
                 raise
@@ -175,8 +202,8 @@ class AotFunction:
             if entry.fits(leaves):
                 return entry
         if len(known) >= self.config.recompile_limit:
-            return _Entry(None, (), (), None, None, _LIMIT)
-        made = self._compiled(leaves, key[0], known)
+            return _Entry(None, Leafness(leaves), (), None, None, _LIMIT)
+        made = self._compiled(leaves, _spec(key[0]), known)
         if made.guard is not None:
             known.append(made)
         return made
@@ -192,7 +219,7 @@ class AotFunction:
         except Exception as error:
             if self.config.strict:
                 raise
-            return _Entry(_guard_of(leaves), _leafness(leaves), (), None, None, _reason(error))
+            return _Entry(_guard_of(leaves), Leafness(leaves), (), None, None, _reason(error))
         joint = code.partition.joint
         fed = [i for i, leaf in enumerate(joint.state.leaves) if isinstance(leaf.value, torch.Tensor)]
         fed = [i for i in fed if wrapping_of(joint.state.leaves[i].value) is PLAIN]
@@ -204,7 +231,7 @@ class AotFunction:
             if primal.leaf is not None and primal.wrapping is not PLAIN
         )
         aliases = _aliases(leaves) if joint.updates else None
-        return _Entry(guard, _leafness(leaves), wrappings, aliases, code)
+        return _Entry(guard, Leafness(leaves), wrappings, aliases, code)
 
     def _dynamic(self, leaves: Sequence[Any], known: Sequence[_Entry]) -> Dynamic:
         """Sizes that changed since the inputs that were compiled before are symbolic from now on."""

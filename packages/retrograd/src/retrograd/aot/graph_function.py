@@ -61,19 +61,20 @@ class GraphFunction:
     """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[GraphInput], mode: Any, config: AotConfig) -> None:
-        self._gm, self._inputs, self._config = gm, inputs, config
+        self._gm, self._config = gm, config
         self._mode = mode_of(inputs) or mode
         self._module = ModuleState.of(gm)
+        self._offset = len(self._module.tensors)
         left = grad_mode_left(gm)
         self._grad_mode = None if left == torch.is_grad_enabled() else left
         self._inner = [i for i, item in enumerate(inputs) if _may_have_history(item)]
+        self._layout: tuple[Any, ...] | None = None
         with traced_in(self._mode):
             self._state = state_of_graph(gm, inputs, self._module, self._mode, config)
-            self._guard_duplicates()
+            self._guard_duplicates(inputs)
             code = self._compiled(self._state)
         self._codes = {self._leafness([item.given for item in inputs]): code}
-        self._layout: tuple[Any, ...] | None = None
-        self._guard_memory(code.partition)
+        self._guard_memory(inputs, code.partition)
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph's code on real inputs."""
@@ -89,25 +90,21 @@ class GraphFunction:
             torch.set_grad_enabled(self._grad_mode)
         return outputs
 
-    def _guard_duplicates(self) -> None:
-        offset = len(self._module.tensors)
-        for item, leaf in zip(self._inputs, self._state.leaves[offset:], strict=True):
-            if leaf.same_as is not None and leaf.same_as >= offset:
-                guard_same(self._inputs[leaf.same_as - offset], item)
+    def _guard_duplicates(self, inputs: Sequence[GraphInput]) -> None:
+        for item, leaf in zip(inputs, self._state.leaves[self._offset :], strict=True):
+            if leaf.same_as is not None and leaf.same_as >= self._offset:
+                guard_same(inputs[leaf.same_as - self._offset], item)
 
-    def _guard_memory(self, parts: Partition) -> None:
+    def _guard_memory(self, inputs: Sequence[GraphInput], parts: Partition) -> None:
         """What is changed in place must not begin to share memory, nor share it otherwise."""
         if not any(update.value is not None for update in parts.joint.updates):
             return
         if any(primal.group is not None for primal in parts.joint.primals):
-            self._layout = self._layout_of([item.given for item in self._inputs])
+            self._layout = self._layout_of([item.given for item in inputs])
             return
-        offset = len(self._module.tensors)
         primals = (parts.joint.primals[update.primal].leaf for update in parts.joint.updates)
-        changed = {leaf - offset for leaf in primals if leaf is not None}
-        guard_no_other_overlap(
-            [item for i, item in enumerate(self._inputs) if i in changed or not item.is_static]
-        )
+        changed = {leaf - self._offset for leaf in primals if leaf is not None}
+        guard_no_other_overlap([item for i, item in enumerate(inputs) if i in changed or not item.is_static])
 
     def _layout_of(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Which inputs share memory, and where each of these begins in it."""
@@ -120,9 +117,9 @@ class GraphFunction:
         return tuple([args[i].is_leaf for i in self._inner])
 
     def _recompiled(self, args: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
-        offset, leaves = len(self._module.tensors), list(self._state.leaves)
+        leaves = list(self._state.leaves)
         for i in self._inner:
-            leaves[offset + i] = replace(leaves[offset + i], is_leaf=args[i].is_leaf)
+            leaves[self._offset + i] = replace(leaves[self._offset + i], is_leaf=args[i].is_leaf)
         try:
             with traced_in(self._mode):
                 code = self._compiled(replace(self._state, leaves=tuple(leaves)))
@@ -130,7 +127,7 @@ class GraphFunction:
             if self._config.strict:
                 raise
             report.fell_back(reason_of(error))
-            return lambda values: self._gm(*values[offset:])
+            return lambda values: self._gm(*values[self._offset :])
         self._codes[self._leafness(args)] = code
         return code
 
@@ -162,7 +159,8 @@ def state_of_graph(
     count = len(module.tensors)
 
     def call(values: Sequence[Any]) -> Any:
-        with module.replaced(values[:count]):
+        # A switch of grad mode that the graph leaves behind is made after each call, not inside of a capture.
+        with module.replaced(values[:count]), torch.set_grad_enabled(torch.is_grad_enabled()):
             return run_graph(gm, values[count:])
 
     attributes = [fake_of_attribute(mode, tensor) for tensor in module.tensors]

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.joint_tracing import decomposed
-from retrograd.backends.base import Backend, Boxed
+from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.events import counters
 from retrograd.graph.capture_state import CaptureState
 
@@ -19,7 +19,11 @@ __all__ = ["lower"]
 
 
 def lower(
-    backend: Backend, gm: fx.GraphModule, state: CaptureState, example_inputs: Sequence[Any] | None = None
+    backend: Backend,
+    gm: fx.GraphModule,
+    state: CaptureState,
+    half: Half,
+    example_inputs: Sequence[Any] | None = None,
 ) -> Boxed:
     """Compile `gm`, after the decompositions that the backend asks for, unless they were applied at capture."""
     inputs = example_inputs or [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
@@ -27,4 +31,4 @@ def lower(
     if table and not state.decompositions:
         gm = decomposed(gm, inputs, state.fake_mode, table)
     counters["aot_compiles"] += 1
-    return backend.compile(gm, inputs)
+    return backend.compile(gm, inputs, half)

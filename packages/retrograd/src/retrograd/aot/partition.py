@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from retrograd._torch.lazy_modules import lazy_graph_module
 from retrograd._torch.operators import has_effect
 from retrograd._torch.rng import insert_replay
 from retrograd.aot.aliases import Memory, is_backward, is_number, memory_of
@@ -52,7 +53,7 @@ def _copied(joint: JointValues) -> JointValues:
         made[node] = graph.node_copy(node, made.__getitem__)
         made[node].meta = dict(node.meta)
         made[node].name = node.name
-    gm = fx.GraphModule(joint.gm, graph, "joint")
+    gm = lazy_graph_module(joint.gm, graph, "joint")
     return JointValues(
         **{**{name: getattr(joint, name) for name in JointValues.__dataclass_fields__}, "gm": gm}
     )

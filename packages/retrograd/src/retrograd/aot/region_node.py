@@ -7,56 +7,40 @@ runs the region's compiled graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["Kept", "RegionNode", "carrying"]
+from retrograd._torch.function_entry import entry_of
 
-
-@dataclass
-class Kept:
-    """What a region keeps besides its saved tensors.
-
-    Attributes:
-        numbers: saved values that are no tensors, by their position among the saved values.
-        count: how many saved tensors there are; after them may come one that `carrying` made.
-    """
-
-    numbers: dict[int, Any]
-    count: int
-
-
-def carrying(value: Any) -> torch.Tensor:
-    """A tensor without elements that keeps `value` alive: saved for the backward, it is given up with the graph."""
-    carrier = torch.empty(0)
-    carrier.carried = value  # type: ignore[attr-defined]
-    return carrier
+__all__ = ["RegionNode", "attach"]
 
 
 class RegionNode(torch.autograd.Function):
-    """One node for one region, called with ``(backward, saved, kept, values, *inputs)``.
-
-    `backward` gets the context and the cotangents, and gives a gradient for each of `inputs`.
-    """
+    """One node for one region. Its context keeps, besides the saved tensors, ``numbers`` (saved values that are no
+    tensors) and ``again`` (what is needed to run the region as eager would); both are given up with them."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         backward: Callable[..., Sequence[Any]],
-        saved: Sequence[torch.Tensor],
-        kept: Kept,
+        saved: tuple[torch.Tensor, ...],
+        numbers: tuple[Any, ...],
+        again: Any,
         values: tuple[torch.Tensor, ...],
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Save, and hand out the values."""
-        ctx.run, ctx.kept = backward, kept
+        ctx.run, ctx.numbers, ctx.again = backward, numbers, again
         ctx.materialize_grads = False
-        ctx.save_for_backward(*saved)
+        ctx.to_save = saved
         return values
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
-        """Run the region."""
-        return None, None, None, None, *ctx.run(ctx, cotangents)
+        """Run the region: `backward` gets the context and the cotangents, and gives a gradient for each input."""
+        return None, None, None, None, None, *ctx.run(ctx, cotangents)
+
+
+#: called like ``RegionNode.apply``: with `RegionNode.forward`'s arguments after the context.
+attach = entry_of(RegionNode)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -19,7 +18,7 @@ from retrograd._torch.graph_task import outside_of_graph_task
 from retrograd._torch.live_graph import graph_below
 from retrograd._torch.memory import common_base
 from retrograd._torch.rng import with_generator_states
-from retrograd._torch.versions import Versions
+from retrograd._torch.versions import modified_error
 from retrograd.aot.structure import divide
 from retrograd.aot.walk import Walk
 from retrograd.errors import CaptureError, Reason
@@ -29,20 +28,19 @@ from retrograd.graph.joint_graph import AliasOf, ComputedOutput, JointValues
 __all__ = ["Call", "rerun_region"]
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What is needed to run a call again.
 
     Attributes:
         sources: the flat inputs.
         primals: the primals made of them.
-        versions: of the primals.
+        versions: of each primal; None of what tracks none.
         generators: states of the random number generators before the call.
     """
 
     sources: Sequence[Any]
     primals: Sequence[Any]
-    versions: Versions[int]
+    versions: Sequence[int | None]
     generators: Mapping[torch.device, Any]
 
 
@@ -58,8 +56,9 @@ def rerun_region(
     if call is None:
         raise _no_call(joint)
     primals = dict(enumerate(call.primals))
-    for text in call.versions.changed(primals.keys(), primals).values():
-        raise RuntimeError(text)
+    for primal, version in zip(call.primals, call.versions, strict=True):
+        if version is not None and primal._version != version:
+            raise RuntimeError(modified_error(primal, version))
     differentiable = torch.is_grad_enabled()
     with torch.enable_grad():
         entries = {

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from retrograd._torch.ambient import Ambient
+from retrograd._torch.fakes import laid_out_like
+from retrograd._torch.tensors import graph_is_kept
 from retrograd._torch.wrappers import PLAIN, Wrapping, built, parts_of
 from retrograd.aot.lower import lower
 from retrograd.aot.rerun import rerun_region
-from retrograd.backends.base import Backend, Boxed
+from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.events import counters
 from retrograd.graph.partition import Partition
 
@@ -51,9 +53,11 @@ class RegionCode:
             g is None or g is PLAIN for g in self._gradients
         )
         self._places = [i for i, g in enumerate(self._gradients) if g is not None]
+        self._undefined_matters = number in joint.undefined_matters
         saved = [partition.saved[i] for i in self._graphs.saved]
-        self.numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number)
+        self._numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number)
         self._follows_layout = not backend.decompositions()
+        self._saves = any(not entry.is_number for entry in saved)
         self._code: Boxed | None = None
 
     def _expect(self, root: int) -> _Expected:
@@ -68,13 +72,13 @@ class RegionCode:
 
     def compile_ahead(self) -> None:
         """Compile now, for the layouts that tracing predicted."""
-        self._code = lower(self._backend, self._graphs.gm, self._partition.joint.state)
+        self._code = self._lowered(None)
 
     def __call__(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         """Gradients for the destinations."""
         if all(cotangent is None for cotangent in cotangents):
             return [None] * len(self.destinations)
-        saved = ctx.saved_tensors if ctx.kept.count else ()  # nothing saved: nothing to have been freed
+        saved = ctx.saved_tensors if self._saves else ()  # what saves nothing may run as often as one likes
         if (
             torch.is_grad_enabled()
             or Ambient.autocast_now()
@@ -82,26 +86,28 @@ class RegionCode:
             or not self._fit(cotangents)
         ):
             return self._as_eager(ctx, cotangents)
-        args = self._arguments(saved, ctx.kept, cotangents)
+        args = self._arguments(saved, ctx.numbers, cotangents)
         del saved, cotangents
-        ctx.maybe_clear_saved_tensors()
+        if not graph_is_kept():
+            ctx.maybe_clear_saved_tensors()
+            ctx.again = None
         return self._results(self._run(args))
 
     def _fit(self, cotangents: Sequence[torch.Tensor | None]) -> bool:
-        undefined = self._number in self._partition.joint.undefined_matters
         for cotangent, expected in zip(cotangents, self._expected, strict=True):
             if cotangent is None:
-                if undefined:
+                if self._undefined_matters:
                     return False
             elif not expected.wrapping.fits(cotangent):
                 return False
         return True
 
-    def _arguments(self, saved: Sequence[Any], kept: Any, cotangents: Sequence[Any]) -> list[Any]:
-        tensors = iter(saved)
-        args: list[Any] = [
-            kept.numbers[i] if i in kept.numbers else next(tensors) for i in range(len(self._graphs.saved))
-        ]
+    def _arguments(
+        self, saved: Sequence[Any], numbers: Sequence[Any], cotangents: Sequence[Any]
+    ) -> list[Any]:
+        args = list(saved)
+        for place, value in zip(self._numbers, numbers, strict=True):
+            args.insert(place, value)
         for cotangent, expected in zip(cotangents, self._expected, strict=True):
             if self._follows_layout and expected.wrapping is PLAIN and cotangent is not None:
                 args.append(cotangent)
@@ -114,12 +120,19 @@ class RegionCode:
     def _run(self, args: list[Any]) -> Sequence[Any]:
         code = self._code
         if code is None:
+            counters["aot_backward_lowerings"] += 1
             code = self._code = self._lowered(args)
         return code(args)
 
-    def _lowered(self, args: Sequence[Any]) -> Boxed:
-        counters["aot_backward_lowerings"] += 1
-        return lower(self._backend, self._graphs.gm, self._partition.joint.state)
+    def _lowered(self, args: Sequence[Any] | None) -> Boxed:
+        """Code for inputs laid out as they are in `args`: a backend may have given what is saved other strides than
+        tracing did."""
+        gm = self._graphs.gm
+        examples = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+        if args is not None:
+            examples = [laid_out_like(fake, value) for fake, value in zip(examples, args, strict=True)]
+        half = Half(is_backward=True, visible=len(gm.graph.output_node().args[0]))  # type: ignore[arg-type]
+        return lower(self._backend, gm, self._partition.joint.state, half, examples)
 
     def _results(self, results: Sequence[Any]) -> list[Any]:
         if self._plain:
@@ -135,9 +148,7 @@ class RegionCode:
     def _as_eager(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         counters["aot_eager_regions"] += 1
         given = dict(zip(self.roots, cotangents, strict=True))
-        carrier = ctx.saved_tensors[ctx.kept.count :]
-        call = carrier[0].carried if carrier else None
-        found = rerun_region(self._partition.joint, self._number, call, given)
+        found = rerun_region(self._partition.joint, self._number, ctx.again, given)
         return [found[there] for there in self.destinations]
 
 

@@ -59,8 +59,9 @@ def written_value(value: Any) -> Any:
         return {"complex": [written_value(value.real), written_value(value.imag)]}
     if isinstance(value, fx.Node):
         return {"node": value.name}
-    if isinstance(value, (torch.Size, tuple)) and type(value) in (torch.Size, tuple):
-        return {"tuple": [written_value(one) for one in value]}
+    if type(value) in (torch.Size, tuple):
+        kind = "size" if type(value) is torch.Size else "tuple"
+        return {kind: [written_value(one) for one in value]}
     if isinstance(value, list):
         return [written_value(one) for one in value]
     if isinstance(value, slice):
@@ -109,6 +110,7 @@ _READERS: dict[str, Callable[[Any, Mapping[str, fx.Node]], Any]] = {
     "float": lambda inner, nodes: float(inner),
     "complex": lambda inner, nodes: complex(*[read_value(one, nodes) for one in inner]),
     "tuple": lambda inner, nodes: tuple(read_value(one, nodes) for one in inner),
+    "size": lambda inner, nodes: torch.Size(inner),
     "slice": lambda inner, nodes: slice(*[read_value(one, nodes) for one in inner]),
     "dict": lambda inner, nodes: {key: read_value(one, nodes) for key, one in inner.items()},
     "device": lambda inner, nodes: torch.device(inner),

@@ -7,13 +7,34 @@ example inputs. Out: a boxed callable, that is one that takes a list of inputs a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import fx
 
-__all__ = ["Backend", "Boxed"]
+__all__ = ["SEGMENT", "Backend", "Boxed", "Half"]
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Half:
+    """What a graph is part of.
+
+    Attributes:
+        is_backward: whether it computes gradients of a captured function.
+        is_inference: whether nothing of it will be differentiated.
+        visible: how many outputs, from the first, must have the strides that they were traced with; None: it is for
+            the backend to say.
+    """
+
+    is_backward: bool = False
+    is_inference: bool = False
+    visible: int | None = None
+
+
+#: a segment of a live backward.
+SEGMENT = Half()
 
 
 class Backend(Protocol):
@@ -32,6 +53,6 @@ class Backend(Protocol):
         """Decompositions to apply while tracing."""
         ...
 
-    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
-        """Compile a traced segment."""
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
+        """Compile a traced segment, or half of a captured function."""
         ...

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd.backends.base import Boxed
+from retrograd.backends.base import SEGMENT, Boxed, Half
 from retrograd.errors import BackendError
 
 __all__ = ["CustomBackend"]
@@ -30,7 +30,7 @@ class CustomBackend:
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         return {}
 
-    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
         compiled = self._fn(gm, list(example_inputs))
         if not callable(compiled):
             raise BackendError(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.boxed import boxed, copied
-from retrograd.backends.base import Boxed
+from retrograd.backends.base import SEGMENT, Boxed, Half
 
 __all__ = ["AtenBackend", "EagerBackend"]
 
@@ -22,7 +22,7 @@ class EagerBackend:
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         return {}
 
-    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
         return boxed(copied(gm.graph), gm)
 
 

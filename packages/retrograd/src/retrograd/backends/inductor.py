@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.inductor import compile_graph, decompositions, patched
-from retrograd.backends.base import Boxed
+from retrograd.backends.base import SEGMENT, Boxed, Half
 
 __all__ = ["InductorBackend"]
 
@@ -30,6 +30,12 @@ class InductorBackend:
         with patched(self._settings):
             return decompositions()
 
-    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
         with patched(self._settings):
-            return compile_graph(gm, example_inputs)
+            return compile_graph(
+                gm,
+                example_inputs,
+                visible=half.visible,
+                is_backward=half.is_backward,
+                is_inference=half.is_inference,
+            )

@@ -1,4 +1,5 @@
-"""Which session runs a backward: that of the innermost context of this thread, else the process-wide one.
+"""Which session runs a backward: that of the innermost context of this thread, else the process-wide one, else
+that of the callable of ``retrograd.compile`` from which it comes.
 
 In: contexts that are entered and left, and the process-wide setting. Out: `run_backward`, which stands in for
 torch's gateway. Contexts are kept in a ``ContextVar``: each thread and each asyncio task has its own, and a
@@ -22,6 +23,7 @@ from retrograd._torch.stance import compile_stance
 from retrograd._torch.stock_compiler import installed_compiler, stock_compiler_off
 from retrograd._torch.window import window
 from retrograd.errors import ContextError
+from retrograd.live.claims import claimant
 from retrograd.live.session import MOST_NESTED, TOO_DEEP, Session
 
 __all__ = ["ProcessWide", "enter", "gateway", "leave", "run_backward"]
@@ -111,12 +113,17 @@ def run_backward(*args: Any, **kwargs: Any) -> Grads:
         entry.session.note(TOO_DEEP)
         return grads
     if stock is None:
-        return _run(entry, request)
+        return _run(entry or _claimed(request), request)
     if entry is None or stock is not entry.stock:  # it was switched on inside our context, or there is none
         _engine_cache.leave_to_stock()
         return _run(None, request)
     with stock_compiler_off():
         return _run(entry, request)
+
+
+def _claimed(request: EngineRequest) -> _Entry | None:
+    session = claimant(request)
+    return None if session is None else _Entry(session, session)
 
 
 def _run(entry: _Entry | None, request: EngineRequest) -> Grads:
