@@ -21,11 +21,15 @@ from retrograd._torch.ambient import autocast_off
 from retrograd._torch.operators import is_random
 from retrograd._torch.rng import seeds_and_states
 from retrograd._torch.history import saved_tensors_unseen
+from retrograd._torch.locks import ForkSafeLock
 from retrograd._torch.tracing import quiet_fakes
 
 __all__ = ["JointTracer", "ReseededError", "decomposed", "trace_joint"]
 
 Decompositions = Mapping[Any, Callable[..., Any]]
+
+#: tracers patch what all threads share.
+_ONE_AT_A_TIME = ForkSafeLock()
 
 
 class JointTracer:
@@ -112,6 +116,7 @@ def trace_joint(
         return tuple(body(JointTracer(mode.tracer)))
 
     with (
+        _ONE_AT_A_TIME,
         autocast_off(),
         fake_mode,
         _dispatcher(is_symbolic),

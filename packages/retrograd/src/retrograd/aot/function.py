@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from retrograd._torch.ambient import is_foreign_mode_active, modes_now
+from retrograd._torch.fakes import why_not_fakeable
 from retrograd._torch.guards import changed_sizes
 from retrograd._torch.leaf_hooks import has_waiting_hooks
 from retrograd._torch.saved_hooks import why_saved_hooks_matter
@@ -31,7 +32,7 @@ from retrograd.aot.watch import Watched
 from retrograd.backends.registry import find_backend
 from retrograd.cache.call_guard import CallGuard
 from retrograd.cache.lookup import GuardedCache
-from retrograd.errors import Reason, RetrogradError
+from retrograd.errors import CaptureError, Reason, RetrogradError
 
 __all__ = ["AotConfig", "AotFunction", "AotModule", "function", "module"]
 
@@ -111,7 +112,7 @@ class AotFunction:
         Raises:
             CaptureError: the module is not initialised yet.
         """
-        if self._watched is None or not self._watched.is_intact():
+        if self._watched is None or not (self._watched.is_intact() and self._state.is_tied_as_before()):
             self._entries.clear()
             self._state = ModuleState.of(self.fn) if isinstance(self.fn, nn.Module) else ModuleState()
             self._watched = Watched(self.fn)
@@ -152,6 +153,8 @@ class AotFunction:
         return _HOOKS if watched.has_hooks() else None
 
     def _eagerly(self, reason: Reason, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.config.strict:
+            raise CaptureError(reason)
         report.fell_back(reason)
         return self.fn(*args, **kwargs)
 
@@ -162,7 +165,8 @@ class AotFunction:
         if len(known) >= self.config.recompile_limit:
             return _Entry(known[-1].guard, None, _LIMIT)
         made = self._compiled(leaves, _spec(key[0]), known, stepped=key[3])
-        self._entries.add(key, made)
+        if not any(isinstance(leaf, torch.Tensor) and why_not_fakeable(leaf) for leaf in leaves):
+            self._entries.add(key, made)
         return made
 
     def _compiled(
@@ -170,6 +174,8 @@ class AotFunction:
     ) -> _Entry:
         dynamic = self._dynamic(leaves, known)
         try:
+            if self._watched is not None:
+                self._watched.note()
             code = self._stages(leaves, spec, dynamic, stepped)
             if self._watched is not None:
                 self._watched.refuse_changes()

@@ -68,6 +68,7 @@ class RegionCode:
         self._tensors = len(saved) - len(self._numbers)
         self._follows_layout = not backend.decompositions()
         self._codes: dict[tuple[Any, ...], Boxed] = {}
+        self._saves = any(not entry.is_number for entry in saved)
 
     def _expect(self, root: int) -> _Expected:
         joint = self._partition.joint
@@ -87,7 +88,7 @@ class RegionCode:
         """Gradients for the destinations."""
         if all(cotangent is None for cotangent in cotangents):
             return [None] * len(self.destinations)
-        saved = ctx.saved_tensors
+        saved = ctx.saved_tensors if self._saves else ()  # what saves nothing may run as often as one likes
         if (
             torch.is_grad_enabled()
             or Ambient.autocast_now()
@@ -102,7 +103,7 @@ class RegionCode:
         del saved, cotangents
         if not graph_is_kept():
             ctx.maybe_clear_saved_tensors()
-            ctx.numbers = ctx.again = None
+            ctx.again = None
         return self._results(self._run(layouts, args))
 
     def _layouts(self, cotangents: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
