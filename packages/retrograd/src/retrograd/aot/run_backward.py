@@ -68,7 +68,7 @@ class RegionCode:
         self._tensors = len(saved) - len(self._numbers)
         self._follows_layout = not backend.decompositions()
         self._codes: dict[tuple[Any, ...], Boxed] = {}
-        self._saves = any(not entry.is_number for entry in saved)
+        self._saves = bool(self._tensors or self._graphs.checked)
 
     def _expect(self, root: int) -> _Expected:
         joint = self._partition.joint
