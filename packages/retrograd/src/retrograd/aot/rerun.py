@@ -64,7 +64,8 @@ def rerun_region(
         entries = {
             number: primal[...] for number, primal in primals.items() if joint.primals[number].differentiable
         }
-        visible = _values(joint, _again(joint, call, entries))
+        outputs = _again(joint, call, entries)  # while they live, their nodes do
+        visible = _values(joint, outputs)
     ends = {entry.grad_fn: number for number, entry in entries.items()}
     graph = graph_below(visible, ends)
     known = {i: ends[node.handle] for i, node in enumerate(graph.nodes) if node.handle in ends}
