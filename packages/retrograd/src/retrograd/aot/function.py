@@ -112,6 +112,7 @@ class AotFunction:
         self._entries: GuardedCache[_Entry] = GuardedCache(self.config.cache_size)
         self.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)
         self._watched: Watched | None = None
+        self._state = ModuleState()
 
     def _watch(self) -> Watched:
         """What the function depends on; forgets what was compiled if that has changed.
