@@ -27,6 +27,7 @@ __all__ = [
     "is_fake",
     "laid_out_like",
     "new_fake_mode",
+    "retraced",
     "strided_fake",
     "why_not_fakeable",
 ]
@@ -101,10 +102,22 @@ def fake_results(gm: fx.GraphModule, examples: Sequence[Any]) -> dict[fx.Node, A
                 found[n] = value
             return value
 
-    mode = next(filter(None, (fake_mode_of(value) for value in examples if isinstance(value, torch.Tensor))), None)
+    mode = next(
+        filter(None, (fake_mode_of(value) for value in examples if isinstance(value, torch.Tensor))), None
+    )
     with torch.no_grad(), mode or new_fake_mode(True), enable_python_dispatcher():
         Recorder(gm).run(*examples)
     return found
+
+
+def retraced(gm: fx.GraphModule, examples: Sequence[Any]) -> fx.GraphModule:
+    """A copy of `gm` whose ``meta["val"]`` are what its nodes give for the fake `examples`."""
+    found = fake_results(gm, examples)
+    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in gm.graph.nodes:
+        made[node] = graph.node_copy(node, made.__getitem__)
+        made[node].meta = {**node.meta, "val": found[node]} if node in found else dict(node.meta)
+    return fx.GraphModule(gm, graph)
 
 
 def laid_out_like(fake: Any, value: Any) -> Any:
@@ -113,7 +126,7 @@ def laid_out_like(fake: Any, value: Any) -> Any:
         return fake
     if any(isinstance(number, torch.SymInt) for number in (*fake.shape, *fake.stride())):
         return fake
-    if fake.stride() == value.stride():
+    if fake.stride() == value.stride() or fake.shape != value.shape:
         return fake
     with fake.fake_mode, torch.no_grad():
         return torch.empty_strided(fake.shape, value.stride(), dtype=fake.dtype, device=fake.device)
