@@ -101,7 +101,9 @@ def fake_results(gm: fx.GraphModule, examples: Sequence[Any]) -> dict[fx.Node, A
                 found[n] = value
             return value
 
-    mode = next(filter(None, (fake_mode_of(value) for value in examples if isinstance(value, torch.Tensor))), None)
+    mode = next(
+        filter(None, (fake_mode_of(value) for value in examples if isinstance(value, torch.Tensor))), None
+    )
     with torch.no_grad(), mode or new_fake_mode(True), enable_python_dispatcher():
         Recorder(gm).run(*examples)
     return found

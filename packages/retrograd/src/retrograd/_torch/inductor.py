@@ -5,6 +5,8 @@ Inductor itself is imported when it is used: that takes a second.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -16,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from retrograd._torch.boxed import copied
+from retrograd._torch.cache_folder import why_not_trusted
+from retrograd.errors import FallbackWarning
 
 __all__ = ["compile_graph", "decompositions", "patched", "settings"]
 
@@ -51,13 +55,14 @@ def compile_graph(
     Args:
         gm: the graph.
         example_inputs: fakes of its inputs.
-        visible: how many outputs, from the first, must have the strides that they were traced with. Others, as saved
-            values are, may get strides that are quicker to make.
+        visible: how many outputs, from the first, must have the strides that they were traced with. Others,
+            as saved values are, may get strides that are quicker to make.
         flags: ``is_backward`` and ``is_inference`` of ``compile_fx_inner``.
 
-    No input is called static (``static_input_idxs``): that would make Inductor rely on the alignment of memory, which
-    no guard checks, and it saves no more than that check.
+    No input is called static (``static_input_idxs``): that would make Inductor rely on the alignment of
+    memory, which no guard checks, and it saves no more than that check.
     """
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
@@ -72,6 +77,7 @@ def compile_graph(
     with (
         torch.no_grad(),
         _with_shape_env(fake_mode),
+        config.patch(fx_graph_cache=config.fx_graph_cache and _is_cache_trusted()),
         tracing(TracingContext(fake_mode)),
         V.set_fake_mode(fake_mode),
     ):
@@ -80,6 +86,27 @@ def compile_graph(
     if getattr(compiled, "_boxed_call", False):
         return compiled
     return lambda args: compiled(*args)
+
+
+def _is_cache_trusted() -> bool:
+    """Whether Inductor's folder is safe to read; if not, that is said once."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = cache_dir()
+    why = why_not_trusted(folder)
+    if why is not None:
+        _say_untrusted(folder, why)
+    return why is None
+
+
+@functools.cache
+def _say_untrusted(folder: str, why: str) -> None:
+    warnings.warn(
+        f"compiled graphs are not read from {folder}: {why}\n"
+        "  try    TORCHINDUCTOR_CACHE_DIR, with a folder that only you can write to",
+        FallbackWarning,
+        stacklevel=2,
+    )
 
 
 @contextmanager
