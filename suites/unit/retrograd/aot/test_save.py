@@ -1,4 +1,4 @@
-"""Programs in files: another process runs and trains them as eager; what is no such file is refused, and never run."""
+"""Programs in files: another process runs and trains them as eager; other files are refused, never run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def attention(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def many_kinds(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Arguments of many kinds: infinity, complex numbers, dtypes, memory formats, slices, constants, random numbers."""
+    """Arguments of many kinds: infinity, complex numbers, dtypes, memory formats, slices, constants."""
     y = (x @ w).to(torch.float64).clone(memory_format=torch.contiguous_format)
     z = torch.fft.fft(y * torch.tensor(3.0)) * complex(1, 2)
     noise = torch.rand_like(x) + torch.randn(4)

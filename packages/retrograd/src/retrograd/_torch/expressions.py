@@ -41,8 +41,8 @@ _OF_SYMPY = (
 )  # fmt: skip
 _OF_TORCH = (
     "FloorDiv", "Mod", "PythonMod", "CleanDiv", "CeilToInt", "FloorToInt", "IntTrueDiv", "FloatTrueDiv",
-    "ToFloat", "Max", "Min", "PowByNatural", "FloatPow", "TruncToInt", "RoundToInt", "ModularIndexing", "Where",
-    "Identity",
+    "ToFloat", "Max", "Min", "PowByNatural", "FloatPow", "TruncToInt", "RoundToInt", "ModularIndexing",
+    "Where", "Identity",
 )  # fmt: skip
 _FUNCTIONS: dict[str, Any] = {
     **{cls.__name__: cls for cls in _OF_SYMPY},

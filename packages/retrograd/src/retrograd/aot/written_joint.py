@@ -207,7 +207,7 @@ class _Absent:
         raise CaptureError(
             Reason(
                 "loaded-graph",
-                f"{self._name} was loaded from a file, which holds its joint graph and not the function; this "
+                f"{self._name} was loaded from a file, which holds its joint graph, not the function; this "
                 "(a second derivative, a backward under autocast, or cotangents of another kind) needs the "
                 "function again",
                 "aot.load",
