@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,14 +21,11 @@ import torch._dynamo
 import torch._functorch.aot_autograd
 import torch.fx.experimental.symbolic_shapes
 
+from .allocator import allocator_peak_of
+from .aot_measure import aot_capture_partition, aot_forward_overhead, aot_peak_memory, aot_steady_step
+from .clock import synchronize
 from .models import Workload, workload
 from .subjects import SUBJECTS, Context
-
-
-def synchronize(device: str) -> None:
-    """Wait until the device has done what it was given."""
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def timed_backward(program: Workload, context: Context, device: str) -> float:
@@ -77,20 +73,16 @@ def steady_backward(
 def allocator_peak(program: Workload, context: Context) -> int:
     """Most bytes of torch's CPU allocator in use at any moment of the backward.
 
-    Exact, from the profiler's events. What was allocated before the forward is not counted.
+    What was allocated before the forward is not counted.
     """
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+
+    def forward_and_backward(starts: Callable[[], None]) -> None:
         loss = program.loss()
-        with torch.profiler.record_function("measured backward"), context():
+        starts()
+        with context():
             loss.backward()
-    with TemporaryDirectory() as folder:
-        trace = Path(folder, "trace.json")
-        profile.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    start = next(event["ts"] for event in events if event.get("name") == "measured backward")
-    allocations = [event for event in events if event.get("name") == "[memory]" and event["ts"] >= start]
-    return max(event["args"]["Total Allocated"] for event in allocations)
+
+    return allocator_peak_of(forward_and_backward)
 
 
 def resident_bytes(field: str) -> int:
@@ -142,7 +134,16 @@ def peak_memory(subject: str, model: str = "wide", device: str = "cpu") -> dict[
 
 COUNTERS = {"cpu": {"allocator": allocator_peak, "resident": resident_peak}, "cuda": {"cuda": cuda_peak}}
 MEASUREMENTS: dict[str, Callable[..., Any]] = {
-    measurement.__name__: measurement for measurement in (first_backward, steady_backward, peak_memory)
+    measurement.__name__: measurement
+    for measurement in (
+        first_backward,
+        steady_backward,
+        peak_memory,
+        aot_forward_overhead,
+        aot_capture_partition,
+        aot_steady_step,
+        aot_peak_memory,
+    )
 }
 
 if __name__ == "__main__":

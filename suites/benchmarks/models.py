@@ -24,8 +24,10 @@ class Shape:
 
 
 #: `small` is for compile time and overhead: little arithmetic, the graph of the real thing. `wide` has
-#: activations of hundreds of MiB, so that its peak memory says something.
+#: activations of hundreds of MiB, so that its peak memory says something. `deep` has the graph of a large
+#: model.
 WORKLOADS = {
+    "deep": Shape(layers=12, width=64, heads=4, batch=4, sequence=16),
     "small": Shape(layers=4, width=64, heads=4, batch=8, sequence=32),
     "wide": Shape(layers=4, width=64, heads=4, batch=32, sequence=512),
 }

@@ -11,10 +11,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import fresh, measure, subjects
+from benchmarks import aot_measure, aot_subjects, fresh, measure, subjects
 from benchmarks.models import Workload
 
-MODULES = ("compile_time", "run_time", "memory")
+MODULES = ("compile_time", "run_time", "memory", "aot_compile_time", "aot_run_time")
 MEBIBYTE = 1 << 20
 
 
@@ -53,7 +53,7 @@ def test_every_benchmark_says_its_unit_and_what_it_is(module: ModuleType) -> Non
 
 
 def test_every_subject_of_a_benchmark_is_defined(module: ModuleType) -> None:
-    assert set(module.SUBJECTS) <= set(subjects.SUBJECTS)
+    assert set(module.SUBJECTS) <= {*subjects.SUBJECTS, *aot_subjects.SUBJECTS}
 
 
 class Detour(torch.autograd.Function):
@@ -93,3 +93,34 @@ def test_a_measurement_runs_in_a_fresh_process() -> None:
 def test_a_measurement_that_fails_says_why() -> None:
     with pytest.raises(fresh.MeasurementError, match="KeyError: 'nobody'"):
         fresh.measure("first_backward", subject="nobody")
+
+
+def test_the_added_time_of_a_compiled_call_is_measured_beside_eager_and_another_subject() -> None:
+    seconds = fresh.measure(
+        "aot_forward_overhead", subject="retrograd-aot-eager", beside="stock-aot", rounds=3
+    )
+    assert list(seconds) == ["eager", "retrograd-aot-eager", "stock-aot"]
+    assert 0 < seconds["eager"] < min(seconds["retrograd-aot-eager"], seconds["stock-aot"])
+
+
+def test_capture_and_partition_are_measured_without_compiling() -> None:
+    seconds = aot_measure.aot_capture_partition(model="small", rounds=1)
+    assert list(seconds) == ["retrograd-aot-trace", "stock-aot"]
+    assert min(seconds.values()) > 0
+
+
+def test_the_peak_of_a_step_contains_its_forward_and_not_what_was_there_before() -> None:
+    held = torch.ones(16 * MEBIBYTE)
+
+    def step() -> None:
+        torch.ones(8 * MEBIBYTE)
+
+    assert 32 * MEBIBYTE <= aot_measure.cpu_peak_of(step) < 33 * MEBIBYTE
+    assert held.numel() == 16 * MEBIBYTE
+
+
+def test_every_step_of_a_pair_gives_gradients_and_leaves_none() -> None:
+    steps = aot_measure.training_steps(("eager", "retrograd-aot-eager"), "small", "cpu")
+    assert list(steps) == ["eager", "retrograd-aot-eager"]
+    for step in steps.values():
+        step()

@@ -35,7 +35,15 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _HOMES = {
-    "retrograd.api": ("CompiledAutograd", "compile", "compiled_autograd", "disable", "enable", "explain", "reset"),
+    "retrograd.api": (
+        "CompiledAutograd",
+        "compile",
+        "compiled_autograd",
+        "disable",
+        "enable",
+        "explain",
+        "reset",
+    ),
     "retrograd.config": ("Config",),
     "retrograd.errors": (
         "BackendError",

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from retrograd import aot
 from retrograd.backends import inductor
-from retrograd.backends.base import Boxed, Half
+from retrograd.backends.base import SEGMENT, Boxed, Half
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def halves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Half, list[tuple[int, 
     seen: list[tuple[Half, list[tuple[int, ...]]]] = []
     compile_half = inductor.InductorBackend.compile
 
-    def noted(self: Any, gm: fx.GraphModule, examples: Sequence[Any], half: Half = Half()) -> Boxed:
+    def noted(self: Any, gm: fx.GraphModule, examples: Sequence[Any], half: Half = SEGMENT) -> Boxed:
         seen.append((half, [tuple(e.stride()) for e in examples if isinstance(e, torch.Tensor)]))
         return compile_half(self, gm, examples, half)
 
@@ -48,7 +48,8 @@ def test_gradients_and_strides_of_convolutions_are_eagers(halves: list[Any]) -> 
         torch.testing.assert_close(y.grad, x.grad)
         for p, q in zip(eager.parameters(), compiled.parameters(), strict=True):
             torch.testing.assert_close(q.grad, p.grad)
-            assert q.grad is not None and p.grad is not None
+            assert q.grad is not None
+            assert p.grad is not None
             assert q.grad.stride() == p.grad.stride()
 
 

@@ -48,7 +48,12 @@ def patched(values: Mapping[str, Any]) -> AbstractContextManager[Any]:
 
 
 def compile_graph(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, visible: int | None = None, **flags: bool
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    visible: int | None = None,
+    is_backward: bool = False,
+    is_inference: bool = False,
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """Compile `gm` (functional, decomposed, returning a tuple), which stays as it is.
 
@@ -57,7 +62,7 @@ def compile_graph(
         example_inputs: fakes of its inputs.
         visible: how many outputs, from the first, must have the strides that they were traced with. Others,
             as saved values are, may get strides that are quicker to make.
-        flags: ``is_backward`` and ``is_inference`` of ``compile_fx_inner``.
+        is_backward, is_inference: as ``compile_fx_inner`` takes them.
 
     No input is called static (``static_input_idxs``): that would make Inductor rely on the alignment of
     memory, which no guard checks, and it saves no more than that check.
@@ -82,7 +87,9 @@ def compile_graph(
         V.set_fake_mode(fake_mode),
     ):
         joint_graph_passes(gm)
-        compiled = compile_fx_inner(gm, list(example_inputs), **flags)
+        compiled = compile_fx_inner(
+            gm, list(example_inputs), is_backward=is_backward, is_inference=is_inference
+        )
     if getattr(compiled, "_boxed_call", False):
         return compiled
     return lambda args: compiled(*args)

@@ -2,9 +2,9 @@
 
 In: the frame of a call (see `run_forward`). Out: the same, its differentiable values with a ``grad_fn``.
 
-A region's node is applied after those of the regions that take gradients from it, so that its sequence number is
-lower. A leaf whose gradient must wait for its turn gets a *gate*: an alias, made at its place in the order, through
-which the engine passes when the turn has come.
+A region's node is applied after those of the regions that take gradients from it, so that its sequence number
+is lower. A leaf whose gradient must wait for its turn gets a *gate*: an alias, made at its place in the
+order, through which the engine passes when the turn has come.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
 
 from retrograd.aot.finish import Finish
 from retrograd.aot.frame import Layout, picker
@@ -29,7 +27,8 @@ Frame = list[Any]
 
 
 class Attaching:
-    """How the nodes of one function are attached, called with a frame and what is needed to run the call again.
+    """How the nodes of one function are attached, called with a frame and what is needed to run the call
+    again.
 
     Args:
         partition: the function.
@@ -62,7 +61,9 @@ class Attaching:
         value_of = [junction.value for junction in signature.junctions]
         first = self._layout.values
         saved = [partition.saved[i] for i in partition.backwards[number].saved]
-        take_tensors = picker([self._layout.place_of(s) for s in saved if not s.is_number])
+        tensors = [s for s in saved if not s.is_number]
+        checked = partition.backwards[number].checked
+        take_tensors = picker([self._layout.place_of(s) for s in (*tensors, *checked)])
         take_numbers = picker([self._layout.place_of(s) for s in saved if s.is_number])
         roots = [first + value_of[root] for root in region.roots]
         take_roots = picker(roots)
@@ -97,11 +98,13 @@ def _gate(primal: int) -> Callable[[Frame, Any], None]:
 
 
 def steps_of(joint: JointValues) -> list[Step]:
-    """What to make: regions, and gates of leaves whose gradients have to wait for their turn, in eager's order.
+    """What to make: regions, and gates of leaves whose gradients have to wait for their turn, in eager's
+    order.
 
-    The engine hands gradients to leaves before anything else, in the order of the region's inputs. That is certain of
-    two of them only: leaves are equal in its heap, and a heap keeps no order among more. So one needs no gate if it is
-    the first after the only region that makes its gradient, or the second and a later input.
+    The engine hands gradients to leaves before anything else, in the order of the region's inputs. That is
+    certain of two of them only: leaves are equal in its heap, and a heap keeps no order among more. So one
+    needs no gate if it is the first after the only region that makes its gradient, or the second and a later
+    input.
     """
     signature = joint.signature
     made_by = Counter(

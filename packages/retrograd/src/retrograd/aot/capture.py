@@ -46,13 +46,15 @@ _REASONS = {
 }
 
 
-def capture(state: CaptureState, *, single_region: bool = False) -> JointGraph:
+def capture(state: CaptureState, *, single_region: bool = False, stepped: bool = False) -> JointGraph:
     """Capture the function of `state`.
 
     Args:
         state: from `create_state`.
         single_region: differentiate all outputs together, as stock AOTAutograd does, instead of keeping eager's
             structure.
+        stepped: end regions where gradients of leaves are complete, so that hooks see these one by one, and need not
+            hold them all at once. Bits stay the same; each piece costs a call.
 
     Returns:
         The joint graph. If nothing requires grad (or grad mode is off) it has no backward half.
@@ -62,9 +64,9 @@ def capture(state: CaptureState, *, single_region: bool = False) -> JointGraph:
     """
     plan = EntryPlan()
     while True:
-        attempt = _Attempt(state, plan, single_region)
+        attempt = _Attempt(state, plan, single_region, stepped)
         try:
-            gm = trace_joint(attempt.body, state.fake_mode, state.decompositions)
+            gm = trace_joint(attempt.body, state.fake_mode, state.decompositions, state.is_symbolic)
         except RetrogradError:
             raise
         except Exception as error:
@@ -72,6 +74,9 @@ def capture(state: CaptureState, *, single_region: bool = False) -> JointGraph:
                 plan = larger
                 continue
             raise _capture_error(state, error) from error
+        if attempt.leaves_gaps:
+            stepped = False
+            continue
         if attempt.amended == plan:
             return attempt.result(gm)
         plan = attempt.amended
@@ -103,6 +108,8 @@ class _Attempt:
     state: CaptureState
     plan: EntryPlan
     single_region: bool
+    stepped: bool = False
+    leaves_gaps: bool = False
 
     def body(self, tracer: JointTracer) -> Sequence[Any]:
         self.amended = self.plan
@@ -114,7 +121,10 @@ class _Attempt:
             self.amended = self.plan.amended(self.state, self.analysis)
             if self.amended != self.plan:
                 return (0,)
-            self.backward = differentiate(tracer, inputs, self.analysis, self.single_region)
+            self.backward = differentiate(
+                tracer, inputs, self.analysis, self.single_region, self.stepped
+            )
+            self.leaves_gaps = self.stepped and self.backward.leaves_gaps()
             return self._outputs(self.analysis, self.backward)
 
     def _outputs(self, analysis: Analysis, backward: Differentiated) -> list[Any]:
@@ -141,6 +151,7 @@ class _Attempt:
             gradients=self.backward.wrappings(),
             undefined_matters=frozenset(self.backward.undefined_matters),
             is_single_region=self.single_region,
+            awaited=self.backward.awaited,
         )
 
     def _signature(self, values: Sequence[Any]) -> JointSignature:

@@ -39,7 +39,7 @@ class Differentiated:
         stand_ins: values that stand for hidden junctions.
         cotangents: junction and make-up of each cotangent, in the order of the placeholders.
         grads: by region, the functional gradient of each destination, or None.
-        undefined_matters: as in `JointGraph`.
+        undefined_matters, awaited: as in `JointGraph`.
     """
 
     structure: Structure = Structure((), (), ())
@@ -49,10 +49,19 @@ class Differentiated:
     cotangents: list[tuple[int, Wrapping]] = field(default_factory=list)
     grads: list[dict[Destination, Any]] = field(default_factory=list)
     undefined_matters: set[int] = field(default_factory=set)
+    awaited: frozenset[int] = frozenset()
 
     def junction_of(self, value: int) -> int | None:
         """The junction of a forward value."""
         return self.junction_values.index(value) if value in self.junction_values else None
+
+    def leaves_gaps(self) -> bool:
+        """Whether a hidden junction gets no gradient, which the next region would have to take for zeros."""
+        return any(
+            grad is None and there.is_junction and there.index >= len(self.visible)
+            for grads in self.grads
+            for there, grad in grads.items()
+        )
 
     def _defined(self) -> Iterator[tuple[int, Destination, Any]]:
         for number, grads in enumerate(self.grads):
@@ -78,9 +87,19 @@ class Differentiated:
 
 
 def differentiate(
-    tracer: JointTracer, inputs: Inputs, analysis: Analysis, single_region: bool
+    tracer: JointTracer,
+    inputs: Inputs,
+    analysis: Analysis,
+    single_region: bool,
+    stepped: bool = False,
 ) -> Differentiated:
     """Trace the backward of all differentiable values.
+
+    Args:
+        tracer: of the joint graph.
+        inputs, analysis: of the forward.
+        single_region: differentiate all values together.
+        stepped: let gradients of leaves become visible one by one.
 
     Raises:
         RefusedError: the autograd graph ends in something that is no input.
@@ -96,11 +115,14 @@ def differentiate(
         raise RefusedError("two of its outputs have one and the same place in the autograd graph")
     graph = graph_below(edges.values())
     primals = _accumulated(graph, inputs)
-    structure = divide(graph, primals, single_region)
+    awaited = frozenset(
+        primal for primal in primals.values() if stepped and inputs.primals[primal].is_leaf
+    )
+    structure = divide(graph, primals, single_region, awaited)
     stand_ins = [_stand_in(graph, edge) for edge in structure.junctions[len(edges) :]]
     count = len(analysis.values)
     values = (*edges, *range(count, count + len(stand_ins)))
-    made = Differentiated(structure, tuple(edges), values, stand_ins)
+    made = Differentiated(structure, tuple(edges), values, stand_ins, awaited=awaited)
     traced = [*analysis.values, *stand_ins]
     for number, region in enumerate(structure.regions):
         with torch.no_grad(), tracer.noting(is_backward=True, region=number):

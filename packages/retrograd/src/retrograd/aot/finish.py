@@ -29,7 +29,8 @@ __all__ = ["Finish"]
 
 
 class Finish:
-    """What is left to do when the graph of `joint` has run: first `write`, as values come to be, then the outputs.
+    """What is left to do when the graph of `joint` has run: first `write`, as values come to be, then the
+    outputs.
 
     Works on the frame of a call (see `frame`), in which values begin at `first` and primals at 0.
     """
@@ -58,8 +59,8 @@ class Finish:
         return [self._output(plan, sources, frame) for plan in self._joint.outputs]
 
     def write_unseen(self, frame: list[Any]) -> None:
-        """Make all changes that have no part in the autograd graph. Values that are written are the primals from then
-        on."""
+        """Make all changes that have no part in the autograd graph. Values that are written are the primals
+        from then on."""
         if self._at_once:
             with torch.no_grad():
                 torch._foreach_copy_(

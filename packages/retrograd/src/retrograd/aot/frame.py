@@ -1,6 +1,7 @@
 """Where the values of one call of a compiled function stand.
 
-In: a partition. Out: `Layout`: places in the call's one list of values, its *frame*; and pickers, functions that take
+In: a partition. Out: `Layout`: places in the call's one list of values, its *frame*; and pickers, functions
+    that take
 values out of it by places which are decided before the first call.
 """
 
@@ -27,8 +28,8 @@ class Layout:
 
     Attributes:
         is_plain: whether there are no wrapper subclasses; then primals are their own parts.
-        is_apart: whether values stand apart from the graph's results: if there are wrapper subclasses, or if values
-            are written into primals, which they are from then on.
+        is_apart: whether values stand apart from the graph's results: if there are wrapper subclasses, or if
+            values are written into primals, which they are from then on.
         parts: what the graph is given.
         results: what it gives.
         values: forward values of the joint graph; in the course of the call they get their history.
@@ -66,8 +67,8 @@ class Layout:
         return Layout(is_plain, is_apart, parts, results, values, end, plain)
 
     def place_of(self, saved: Saved) -> int:
-        """Where a saved value stands. One that eager saves too is saved as it is now: perhaps written into a primal,
-        with its history."""
+        """Where a saved value stands. One that eager saves too is saved as it is now: perhaps written into a
+        primal, with its history."""
         if saved.kind is SavedKind.PRIMAL:
             return self.parts + saved.place
         if saved.by_eager and saved.place in self.plain_values:

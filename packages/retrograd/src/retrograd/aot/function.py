@@ -15,7 +15,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from retrograd._torch.ambient import is_foreign_mode_active, modes_now
+from retrograd._torch.fakes import why_not_fakeable
 from retrograd._torch.guards import changed_sizes
+from retrograd._torch.leaf_hooks import has_waiting_hooks
 from retrograd._torch.saved_hooks import why_saved_hooks_matter
 from retrograd.aot.calls import FlatCall
 from retrograd.aot.capture import capture
@@ -30,7 +32,7 @@ from retrograd.aot.watch import Watched
 from retrograd.backends.registry import find_backend
 from retrograd.cache.call_guard import CallGuard
 from retrograd.cache.lookup import GuardedCache
-from retrograd.errors import Reason, RetrogradError
+from retrograd.errors import CaptureError, Reason, RetrogradError
 
 __all__ = ["AotConfig", "AotFunction", "AotModule", "function", "module"]
 
@@ -110,7 +112,7 @@ class AotFunction:
         Raises:
             CaptureError: the module is not initialised yet.
         """
-        if self._watched is None or not self._watched.is_intact():
+        if self._watched is None or not (self._watched.is_intact() and self._state.is_tied_as_before()):
             self._entries.clear()
             self._state = ModuleState.of(self.fn) if isinstance(self.fn, nn.Module) else ModuleState()
             self._watched = Watched(self.fn)
@@ -126,7 +128,9 @@ class AotFunction:
                 return self._eagerly(reason, args, kwargs)
             flat, form = _flattened(args, kwargs)
             leaves = [*self._state.current(), *flat]
-            entry = self._entry(leaves, (form, modes_now(), watched.switches()))
+            modes = modes_now(), torch.get_default_dtype()
+            key = form, modes, watched.switches(), has_waiting_hooks(leaves)
+            entry = self._entry(leaves, key)
         except RetrogradError as error:
             if self.config.strict:
                 raise
@@ -149,6 +153,8 @@ class AotFunction:
         return _HOOKS if watched.has_hooks() else None
 
     def _eagerly(self, reason: Reason, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.config.strict:
+            raise CaptureError(reason)
         report.fell_back(reason)
         return self.fn(*args, **kwargs)
 
@@ -158,14 +164,19 @@ class AotFunction:
         known = self._entries.known(key)
         if len(known) >= self.config.recompile_limit:
             return _Entry(known[-1].guard, None, _LIMIT)
-        made = self._compiled(leaves, _spec(key[0]), known)
-        self._entries.add(key, made)
+        made = self._compiled(leaves, _spec(key[0]), known, stepped=key[3])
+        if not any(isinstance(leaf, torch.Tensor) and why_not_fakeable(leaf) for leaf in leaves):
+            self._entries.add(key, made)
         return made
 
-    def _compiled(self, leaves: Sequence[Any], spec: Any, known: Sequence[_Entry]) -> _Entry:
+    def _compiled(
+        self, leaves: Sequence[Any], spec: Any, known: Sequence[_Entry], stepped: bool
+    ) -> _Entry:
         dynamic = self._dynamic(leaves, known)
         try:
-            code = self._stages(leaves, spec, dynamic)
+            if self._watched is not None:
+                self._watched.note()
+            code = self._stages(leaves, spec, dynamic, stepped)
             if self._watched is not None:
                 self._watched.refuse_changes()
         except Exception as error:
@@ -185,7 +196,9 @@ class AotFunction:
                     changed[i] = changed.get(i, frozenset()) | dims
         return changed or None
 
-    def _stages(self, leaves: Sequence[Any], spec: Any, dynamic: Dynamic) -> CompiledFunction:
+    def _stages(
+        self, leaves: Sequence[Any], spec: Any, dynamic: Dynamic, stepped: bool
+    ) -> CompiledFunction:
         config, state = self.config, self._state
         backend = find_backend(config.backend)
         call = FlatCall(self.fn, state, spec)
@@ -200,6 +213,7 @@ class AotFunction:
                 decompositions=backend.decompositions(),
             ),
             single_region=config.single_region,
+            stepped=stepped,
         )
         for change in config.passes:
             captured = captured.apply(change)

@@ -1,6 +1,7 @@
 """The autograd node of a region.
 
-In: what a region saved, and the forward values of its junctions. Out: those values with a ``grad_fn`` whose backward
+In: what a region saved, and the forward values of its junctions. Out: those values with a ``grad_fn`` whose
+    backward
 runs the region's compiled graph.
 """
 
@@ -17,8 +18,9 @@ __all__ = ["RegionNode", "attach"]
 
 
 class RegionNode(torch.autograd.Function):
-    """One node for one region. Its context keeps, besides the saved tensors, ``numbers`` (saved values that are no
-    tensors) and ``again`` (what is needed to run the region as eager would); both are given up with them."""
+    """One node for one region. Its context keeps, besides the saved tensors, ``numbers`` (saved values that
+    are no tensors) and ``again`` (what is needed to run the region as eager would); both are given up with
+    them."""
 
     @staticmethod
     def forward(

@@ -6,8 +6,9 @@ In: the inputs of a call, and cotangents of any kind. Out: gradients for the reg
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from retrograd.aot.structure import divide
 from retrograd.aot.walk import Walk
 from retrograd.errors import CaptureError, Reason
 from retrograd.graph.joint import Destination
+from retrograd.graph.live_graph import LiveGraph
 from retrograd.graph.joint_graph import AliasOf, ComputedOutput, JointValues
 
 __all__ = ["Call", "rerun_region"]
@@ -64,20 +66,35 @@ def rerun_region(
         entries = {
             number: primal[...] for number, primal in primals.items() if joint.primals[number].differentiable
         }
-        visible = _values(joint, _again(joint, call, entries))
+        outputs = _again(joint, call, entries)  # kept: they own their autograd nodes
+        visible = _values(joint, outputs)
     ends = {entry.grad_fn: number for number, entry in entries.items()}
     graph = graph_below(visible, ends)
     known = {i: ends[node.handle] for i, node in enumerate(graph.nodes) if node.handle in ends}
-    walk = Walk(
-        graph, divide(graph, known, joint.is_single_region), known, number, lambda _: nullcontext(), _checks()
-    )
+    graph = _ending_like_a_trace(graph, known)
+    structure = divide(graph, known, joint.is_single_region, joint.awaited)
+    walk = Walk(graph, structure, known, number, lambda _: nullcontext(), _checks())
 
     def run() -> dict[Destination, Any]:
         with torch.set_grad_enabled(differentiable):
             return walk.run(cotangents)
 
     found: dict[Destination, Any] = outside_of_graph_task(run, differentiable)
+    del outputs
     return found
+
+
+def _ending_like_a_trace(graph: LiveGraph, ends: Iterable[int]) -> LiveGraph:
+    """The graph with its ends ordered as nodes that accumulate, which they were when it was captured: the division
+    has to be the same."""
+    nodes = list(graph.nodes)
+    for i in ends:
+        nodes[i] = replace(nodes[i], sequence=_ACCUMULATES)
+    return replace(graph, nodes=tuple(nodes))
+
+
+#: the sequence number of AccumulateGrad.
+_ACCUMULATES = (1 << 64) - 1
 
 
 def _checks() -> bool:

@@ -1,11 +1,12 @@
 """A compiled function at run time.
 
-In: flat inputs. Out: what the captured function would return, with eager's autograd structure: one `RegionNode` per
+In: flat inputs. Out: what the captured function would return, with eager's autograd structure: one
+    `RegionNode` per
 region, put into the graph so that the engine runs them, and hands on gradients, in eager's order.
 
-All that can be decided before the first call is decided when a `CompiledFunction` is made; what is left is a list of
-values, the *frame*: primals (and, if some are wrapper subclasses, their parts), what the graph gives (and what is built
-of it), gates. Steps that attach regions take their values out of it by place.
+All that can be decided before the first call is decided when a `CompiledFunction` is made; what is left is a
+list of values, the *frame*: primals (and, if some are wrapper subclasses, their parts), what the graph gives
+(and what is built of it), gates. Steps that attach regions take their values out of it by place.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class CompiledFunction:
         self._direct = self._plan_primals()
         self._layout = layout = Layout.of(partition)
         self._value_count = len(joint.values)
+        self._copied = partition.copied
         self._finish, self._rebuild = Finish(joint, layout.values), rebuilder(joint.out_spec)
         self._attaching = Attaching(partition, regions, layout, self._finish) if regions else None
         self._records_inside = not joint.state.ambient.grad  # autograd was switched on by the function itself
@@ -80,7 +82,7 @@ class CompiledFunction:
         generators = generator_states(self._draws) if self._draws else {}
         frame = list(primals)
         if self._layout.is_plain:
-            results = self._run([*primals])
+            results = self._results([*primals])
             frame += results
             if self._layout.is_apart:
                 frame += results[: self._value_count]
@@ -97,6 +99,15 @@ class CompiledFunction:
                 self._attaching(frame, again)
         return self._rebuild(self._finish(sources, frame))
 
+    def _results(self, parts: list[Any]) -> Sequence[Any]:
+        """What the graph gives for `parts`, each in memory of its own where that matters."""
+        results = self._run(parts)
+        if self._copied:
+            results = [*results]
+            for place in self._copied:
+                results[place] = results[place].detach().clone()
+        return results
+
     def _run_on_parts(self, primals: Sequence[Any], frame: list[Any]) -> None:
         """Run, with wrapper subclasses taken apart; fills the frame."""
         parts = [
@@ -104,7 +115,7 @@ class CompiledFunction:
             for value, primal in zip(primals, self._joint.primals, strict=True)
             for part in parts_of(value, primal.wrapping)
         ]
-        results = self._run([*parts])
+        results = self._results([*parts])
         flat = iter(results)
         frame += [*parts, *results, *[built(value.wrapping, flat) for value in self._joint.values]]
 

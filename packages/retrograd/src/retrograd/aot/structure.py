@@ -11,9 +11,10 @@ is no visible junction leads to nodes that are reached by as many roots or more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from retrograd.aot.blocks import cut_into_blocks
 from retrograd.graph.eager_order import ROOT, eager_walk
 from retrograd.graph.joint import Destination, Step
 from retrograd.graph.live_graph import Edge, LiveGraph
@@ -48,13 +49,19 @@ class Structure:
     order: tuple[Step, ...]
 
 
-def divide(graph: LiveGraph, primals: Mapping[int, int], single: bool = False) -> Structure:
+def divide(
+    graph: LiveGraph,
+    primals: Mapping[int, int],
+    single: bool = False,
+    awaited: Collection[int] = (),
+) -> Structure:
     """Divide `graph`, whose roots are the edges of the visible tensors.
 
     Args:
         graph: the autograd graph.
         primals: by node that accumulates: the primal whose gradient it is.
         single: make one region of it all.
+        awaited: primals whose gradients are to become visible one by one: regions end where these are complete.
     """
     order = [node for node in eager_walk(graph) if node != ROOT]
     reached = _reached_by(graph, primals, order)
@@ -62,7 +69,10 @@ def divide(graph: LiveGraph, primals: Mapping[int, int], single: bool = False) -
     if single or len(set(reached.values())) > MOST_REGIONS:
         everything = frozenset().union(*reached.values())
         reached, borders = dict.fromkeys(reached, everything), frozenset()
-    return _Division(graph, primals, order, borders, reached).structure()
+    region_of: Mapping[int, Hashable] = reached
+    if awaited:
+        region_of = cut_into_blocks(graph, primals, order, reached, awaited)
+    return _Division(graph, primals, order, borders, region_of).structure()
 
 
 def _reached_by(
@@ -86,15 +96,15 @@ class _Division:
     primals: Mapping[int, int]
     order: Sequence[int]
     borders: frozenset[Edge]
-    reached: Mapping[int, frozenset[int]]
+    region_of: Mapping[int, Hashable]
     junctions: dict[Edge, int] = field(default_factory=dict)
 
     def structure(self) -> Structure:
         self.junctions = {edge: number for number, edge in enumerate(self.graph.roots)}
-        members: dict[frozenset[int], list[int]] = {}
+        members: dict[Hashable, list[int]] = {}
         for node in self.order:
             if node not in self.primals:
-                members.setdefault(self.reached[node], []).append(node)
+                members.setdefault(self.region_of[node], []).append(node)
                 for edge in self._crossing(node):
                     self.junctions.setdefault(edge, len(self.junctions))
         regions = [self._region(nodes) for nodes in members.values()]
@@ -104,7 +114,7 @@ class _Division:
         """Edges of the node that lead into another region."""
         for edge in self.graph.nodes[node].edges:
             if edge is not None and edge.node not in self.primals:
-                if edge in self.borders or self.reached[edge.node] != self.reached[node]:
+                if edge in self.borders or self.region_of[edge.node] != self.region_of[node]:
                     yield edge
 
     def _region(self, nodes: list[int]) -> RegionNodes:

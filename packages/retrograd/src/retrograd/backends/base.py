@@ -24,8 +24,8 @@ class Half:
     Attributes:
         is_backward: whether it computes gradients of a captured function.
         is_inference: whether nothing of it will be differentiated.
-        visible: how many outputs, from the first, must have the strides that they were traced with; None: it is for
-            the backend to say.
+        visible: how many outputs, from the first, must have the strides that they were traced with; None: it
+            is for the backend to say.
     """
 
     is_backward: bool = False

@@ -173,6 +173,7 @@ class JointValues:
         out_spec: the pytree of the outputs.
         gradients: how the gradient of each destination of each region is built; absent where it is undefined.
         undefined_matters: regions in which a cotangent that is undefined is not the same as zeros.
+        awaited: primals after whose gradients regions end, for that they become visible one by one.
         is_single_region: whether the outputs are differentiated together, not in eager's structure.
     """
 
@@ -187,3 +188,4 @@ class JointValues:
     gradients: Mapping[tuple[int, Destination], Any] = field(default_factory=dict)
     undefined_matters: frozenset[int] = frozenset()
     is_single_region: bool = False
+    awaited: frozenset[int] = frozenset()
