@@ -19,9 +19,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from retrograd._torch.boxed import copied
 from retrograd._torch.cache_folder import why_not_trusted
+from retrograd._torch.locks import ForkSafeLock
 from retrograd.errors import FallbackWarning
 
 __all__ = ["compile_graph", "decompositions", "patched", "settings"]
+
+#: the engine's threads may compile at the same time, also graphs of one fake mode, which is changed here.
+_LOCK = ForkSafeLock()
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
@@ -80,6 +84,7 @@ def compile_graph(
         output.meta["user_visible_output_idxs"] = seen
     fake_mode = detect_fake_mode(example_inputs)
     with (
+        _LOCK,
         torch.no_grad(),
         _with_shape_env(fake_mode),
         config.patch(fx_graph_cache=config.fx_graph_cache and _is_cache_trusted()),

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from retrograd._torch import pytree
 from retrograd._torch.expressions import encoded, guards_of, shown, symbols_of
 from retrograd.aot.extract import extract
 from retrograd.aot.fit import Expected, InputFit

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from retrograd._torch import pytree
 from retrograd._torch.ambient import autocast_off
 from retrograd.aot.fit import InputFit
 from retrograd.aot.joint import JointGraph

@@ -12,8 +12,8 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch
-from torch.utils import _pytree as pytree
 
+from retrograd._torch import pytree
 from retrograd._torch.ambient import Ambient
 from retrograd._torch.expressions import Symbol, encoded, guards_of, size_of, symbolic_mode, symbols_of
 from retrograd._torch.fakes import strided_fake
