@@ -1,11 +1,12 @@
-"""One joint graph, three uses: changed by a pass, compiled and trained; and exported, loaded elsewhere, and run.
+"""One joint graph, three uses: changed by a pass, compiled and trained; and exported, loaded elsewhere, and
+run.
 
     python suites/examples/joint_graph.py                 all of it; `--backend eager` needs no C++ compiler
     python suites/examples/joint_graph.py --resume DIR    the second process: started by the first
 
-A network with its loss is captured; a pass marks what its backward computes again instead of keeping it; what remains is
-compiled and trained for 20 steps beside an eager twin. Then the same joint graph is written to a file, and a
-process that does not know the model loads it, runs it, and trains it on.
+A network with its loss is captured; a pass marks what its backward computes again instead of keeping it; what
+remains is compiled and trained for 20 steps beside an eager twin. Then the same joint graph is written to a
+file, and a process that does not know the model loads it, runs it, and trains it on.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def captured(model: nn.Module) -> JointGraph:
     return joint.apply(recompute_by_policy, policy=policy)
 
 
-def train(loss_of: Callable[..., torch.Tensor], parameters: Mapping[str, nn.Parameter], first: int, last: int) -> list[float]:
+def train(
+    loss_of: Callable[..., torch.Tensor], parameters: Mapping[str, nn.Parameter], first: int, last: int
+) -> list[float]:
     """Plain gradient descent; the losses."""
     optimizer = torch.optim.SGD(parameters.values(), lr=RATE)
     losses = []
@@ -75,7 +78,9 @@ def train(loss_of: Callable[..., torch.Tensor], parameters: Mapping[str, nn.Para
     return losses
 
 
-def compiled(joint: JointGraph, leaves: Callable[..., list[Any]], backend: str) -> Callable[..., torch.Tensor]:
+def compiled(
+    joint: JointGraph, leaves: Callable[..., list[Any]], backend: str
+) -> Callable[..., torch.Tensor]:
     """A function of one batch with real autograd."""
     run = aot.compile(aot.partition(joint, "min_cut"), forward=backend)
     return lambda *inputs: run(leaves(*inputs))
@@ -88,12 +93,17 @@ def begin(backend: str, folder: Path) -> None:
     twin.load_state_dict(model.state_dict())
     joint = captured(model)
     before = aot.partition(aot.capture(aot.create_state(model, batch(0))), "save_all").saved_bytes
-    print(f"saved for the backward: {aot.partition(joint, 'min_cut').saved_bytes} bytes, without the pass {before}")
+    after = aot.partition(joint, "min_cut").saved_bytes
+    print(f"saved for the backward: {after} bytes, without the pass {before}")
     parameters = dict(model.named_parameters())
-    found = train(compiled(joint, lambda *inputs: [*parameters.values(), *inputs], backend), parameters, 0, STEPS)
+    found = train(
+        compiled(joint, lambda *inputs: [*parameters.values(), *inputs], backend), parameters, 0, STEPS
+    )
     expected = train(twin, dict(twin.named_parameters()), 0, STEPS)
     _compare(found, expected, backend)
-    _compare([p.sum().item() for p in model.parameters()], [p.sum().item() for p in twin.parameters()], backend)
+    _compare(
+        [p.sum().item() for p in model.parameters()], [p.sum().item() for p in twin.parameters()], backend
+    )
     print(f"{STEPS} steps with {backend}: loss {found[0]:.4f} -> {found[-1]:.4f}, as eager")
 
     aot.save(aot.export(joint, kind="training"), folder / "program")

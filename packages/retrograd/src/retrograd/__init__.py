@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from retrograd.version import VERSION
+
 if TYPE_CHECKING:
     from retrograd.api import CompiledAutograd, compile, compiled_autograd, disable, enable, explain, reset
     from retrograd.config import Config
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     )
     from retrograd.events import counters
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOMES = {
     "retrograd.api": (

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from retrograd import aot
+from retrograd._torch.cache_folder import why_not_trusted
 from retrograd.cache.call_guard import CallGuard
 from retrograd.cache.lookup import GuardedCache
 from retrograd.events import counters
@@ -132,7 +133,7 @@ def test_shared_memory_matters_only_if_something_is_changed() -> None:
     assert guard.fits([x[:2], x[1:3]])
 
 
-# on disk --------------------------------------------------------------------------------------------------------------
+# on disk ------------------------------------------------------------------------------------------
 
 COMPILES = """
 import sys, torch
@@ -152,18 +153,60 @@ print(found["fxgraph_cache_miss"], found["fxgraph_cache_hit"], found["fxgraph_ca
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", ["static", "dynamic"])
-def test_another_process_finds_what_inductor_compiled(sizes: str, tmp_path: Path) -> None:
+def compiled_in(folder: Path, sizes: str = "static") -> tuple[list[str], str]:
+    """Misses, hits and bypasses of another process, and what it warned of."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
     }
     command = [sys.executable, "-c", COMPILES, sizes]
-    printed = [
-        subprocess.run(command, env=environment, capture_output=True, text=True, timeout=140, check=True).stdout.split()
-        for _ in range(2)
-    ]
-    assert printed == [["2", "0", "0"], ["0", "2", "0"]]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=140)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.split(), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", ["static", "dynamic"])
+def test_another_process_finds_what_inductor_compiled(sizes: str, tmp_path: Path) -> None:
+    assert compiled_in(tmp_path, sizes)[0] == ["2", "0", "0"]
+    assert compiled_in(tmp_path, sizes)[0] == ["0", "2", "0"]
+
+
+@pytest.mark.slow
+def test_damaged_files_are_ignored(tmp_path: Path) -> None:
+    compiled_in(tmp_path)
+    pickles = [path for path in (tmp_path / "fxgraph").rglob("*") if path.is_file()]
+    for path in pickles:
+        path.write_bytes(b"no pickle")
+    assert len(pickles) == 2
+    assert compiled_in(tmp_path)[0][:2] == ["2", "0"]
+
+
+@pytest.mark.slow
+def test_a_folder_that_everybody_may_write_to_is_not_read(tmp_path: Path) -> None:
+    compiled_in(tmp_path)
+    tmp_path.chmod(0o777)
+    found, warnings = compiled_in(tmp_path)
+    assert found == ["0", "0", "0"]
+    assert f"compiled graphs are not read from {tmp_path}: everybody may write to it" in warnings
+
+
+@pytest.mark.parametrize(
+    ("mode", "why"), [(0o700, None), (0o755, None), (0o777, "everybody may write to it")]
+)
+def test_whose_folder_is_trusted(mode: int, why: str | None, tmp_path: Path) -> None:
+    tmp_path.chmod(mode)
+    assert why_not_trusted(str(tmp_path)) == why
+
+
+def test_a_folder_of_another_user_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = tmp_path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    expected = None if owner == 0 else f"it belongs to user {owner}, not to this one ({owner + 1})"
+    assert why_not_trusted(str(tmp_path)) == expected
+
+
+def test_a_folder_that_is_not_there_is_not_trusted(tmp_path: Path) -> None:
+    assert why_not_trusted(str(tmp_path / "absent")) == "it cannot be examined: No such file or directory"

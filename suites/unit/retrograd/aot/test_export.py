@@ -22,7 +22,9 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
 
-    def forward(self, x: torch.Tensor, target: torch.Tensor, *, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, target: torch.Tensor, *, scale: float = 1.0
+    ) -> dict[str, torch.Tensor]:
         y = self.last(nn.functional.dropout(self.norm(self.first(x)), 0.3))
         return {"y": y, "loss": (y - target).square().mean() * scale}
 
@@ -44,7 +46,9 @@ def model() -> Model:
 INPUTS = (torch.linspace(-1, 1, 24).reshape(6, 4), torch.linspace(0, 1, 12).reshape(6, 2))
 
 
-def stepped(model: Model, *inputs: torch.Tensor, scale: float = 1.0) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+def stepped(
+    model: Model, *inputs: torch.Tensor, scale: float = 1.0
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Result, buffers afterwards, and gradients, as eager has them."""
     torch.manual_seed(5)
     model.zero_grad()
@@ -116,12 +120,16 @@ def test_training_through_several_regions(loss: int, dynamic: bool | None) -> No
 
 def test_what_the_loss_does_not_reach_has_no_gradient() -> None:
     joint = captured(lambda x, w: ((x * 2).sum(), (w * 3).sum()), leaf(3), leaf(3))
-    assert list(aot.export(joint, kind="training", loss="output[1]").run({}, leaf(3), leaf(3)).gradients) == ["args[1]"]
+    assert list(aot.export(joint, kind="training", loss="output[1]").run({}, leaf(3), leaf(3)).gradients) == [
+        "args[1]"
+    ]
 
 
 def test_signature_is_readable(model: Model) -> None:
     joint = captured(model, *INPUTS, dynamic={9: frozenset({0}), 10: frozenset({0})})
-    assert_expected_inline(str(aot.export(joint, kind="training").signature), """\
+    assert_expected_inline(
+        str(aot.export(joint, kind="training").signature),
+        """\
 inputs
   first.weight: float32[8, 4] on cpu
   first.bias: float32[8] on cpu
@@ -145,7 +153,8 @@ outputs
   gradient of norm.weight
   gradient of norm.bias
   gradient of first.bias
-  gradient of first.weight""")
+  gradient of first.weight""",
+    )
 
 
 def test_an_input_that_is_returned_is_returned() -> None:
@@ -187,7 +196,7 @@ def test_other_strides_than_at_capture_are_laid_out() -> None:
     assert torch.equal(program.run({}, x).value, x.reshape(-1) * 2)
 
 
-# what is refused ------------------------------------------------------------------------------------------------------
+# what is refused ----------------------------------------------------------------------------------
 
 
 def changes_an_argument(x: torch.Tensor) -> torch.Tensor:
@@ -212,7 +221,11 @@ class Odd:
     [
         (changes_an_argument, (torch.ones(3),), r"argument args\[0\] is changed in place; .*buffers"),
         (reshapes_an_argument, (torch.ones(2, 3),), r"args\[0\] gets another shape in place"),
-        (lambda x: x.view(-1), (leaf(2, 3),), r"output 0 is a view of input args\[0\](.|\n)*return a clone of it"),
+        (
+            lambda x: x.view(-1),
+            (leaf(2, 3),),
+            r"output 0 is a view of input args\[0\](.|\n)*return a clone of it",
+        ),
         (lambda x: (lambda y: (y, y.t()))(x * 2), (leaf(2, 3),), r"output 1 is a view of value 0"),
         (lambda x: x * WEIGHT, (leaf(3),), r"uses a tensor that requires grad and is not given to it"),
         (lambda x: (x * 2, Odd), (leaf(3),), r"output 1 is type <class .*Odd'>"),
@@ -234,7 +247,9 @@ def test_a_call_without_a_schema_is_refused() -> None:
         return gm
 
     joint = captured(lambda x: x.sin(), leaf(3)).apply(inserts)
-    with pytest.raises(ExportError, match=r"the graph holds sin, a function without a schema(.|\n)*node  sin"):
+    with pytest.raises(
+        ExportError, match=r"the graph holds sin, a function without a schema(.|\n)*node  sin"
+    ):
         aot.export(joint)
 
 
@@ -252,7 +267,7 @@ def test_a_training_program_needs_one_loss(fn: Any, loss: str | None, text: str)
         aot.export(captured(fn, leaf(3)), kind="training", loss=loss)
 
 
-# calls that do not fit ------------------------------------------------------------------------------------------------
+# calls that do not fit ----------------------------------------------------------------------------
 
 
 def scaled() -> Exported:
@@ -267,11 +282,23 @@ def scaled() -> Exported:
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ((torch.ones(5, 3, dtype=torch.float64), {"scale": 2.0}), r"input args\[0\] is torch.float64 on cpu, and was"),
+        (
+            (torch.ones(5, 3, dtype=torch.float64), {"scale": 2.0}),
+            r"input args\[0\] is torch.float64 on cpu, and was",
+        ),
         ((torch.ones(5), {"scale": 2.0}), r"input args\[0\] has 1 dimensions, and had 2 at capture"),
-        ((torch.ones(5, 1), {"scale": 2.0}), r"input args\[0\] has a size 1, and the capture is for sizes from 2 to any"),
-        ((torch.ones(3, 3), {"scale": 2.0}), r"input args\[0\] has a size 3, and the capture is for sizes from 4 to any"),
-        ((torch.ones(5, 3), {"scale": 3.0}), r"args\[1\]\['scale'\] is 3.0, and was the constant 2.0 at capture"),
+        (
+            (torch.ones(5, 1), {"scale": 2.0}),
+            r"input args\[0\] has a size 1, and the capture is for sizes from 2 to any",
+        ),
+        (
+            (torch.ones(3, 3), {"scale": 2.0}),
+            r"input args\[0\] has a size 3, and the capture is for sizes from 4 to any",
+        ),
+        (
+            (torch.ones(5, 3), {"scale": 3.0}),
+            r"args\[1\]\['scale'\] is 3.0, and was the constant 2.0 at capture",
+        ),
         ((torch.ones(5, 3), {"size": 2.0}), r"the arguments are built as "),
         (([1.0], {"scale": 2.0}), r"the arguments are built as "),
         (("x", {"scale": 2.0}), r"input args\[0\] is a str, not a tensor"),
@@ -296,9 +323,9 @@ def test_wrong_arity_and_names(model: Model) -> None:
     program = aot.export(captured(model, *INPUTS), kind="forward")
     with pytest.raises(ExportError, match="2 inputs where the program takes 11"):
         program(*INPUTS)
-    with pytest.raises(ExportError, match="input first.weight is missing"):
+    with pytest.raises(ExportError, match=r"input first\.weight is missing"):
         program.call_by_name({})
-    with pytest.raises(ExportError, match="first.weight is not in the state"):
+    with pytest.raises(ExportError, match=r"first\.weight is not in the state"):
         program.run({}, *INPUTS)
     with pytest.raises(ExportError, match="a joint program takes cotangents"):
         aot.export(program.joint).run(model.state_dict(), *INPUTS)

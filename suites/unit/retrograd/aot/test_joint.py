@@ -78,7 +78,9 @@ def test_clip_gradients_sees_parameters() -> None:
 
 
 def test_options_for_several_passes_are_refused() -> None:
-    with pytest.raises(PassError, match=r"\(max_norm\) were given for 2 passes(.|\n)*try +one apply for each"):
+    with pytest.raises(
+        PassError, match=r"\(max_norm\) were given for 2 passes(.|\n)*try +one apply for each"
+    ):
         linear().apply(clip_gradients, remove_dead_code, max_norm=1.0)
 
 
@@ -119,7 +121,9 @@ def test_recomputation_by_policy_reaches_the_partition() -> None:
 def test_what_reads_a_buffer_that_changes_is_saved_whatever_the_policy_says() -> None:
     torch.manual_seed(0)
     module, x = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Tanh()), torch.randn(4, 3)
-    joint = aot.capture(aot.create_state(module, (x,))).apply(recompute_by_policy, policy=lambda node: "recompute")
+    joint = aot.capture(aot.create_state(module, (x,))).apply(
+        recompute_by_policy, policy=lambda node: "recompute"
+    )
     state = {name: value.clone() for name, value in module.state_dict().items()}
     leaves = [*module.parameters(), *module.buffers(), x]
     aot.compile(aot.partition(joint, "min_cut"), "eager")(leaves).sum().backward()

@@ -1,4 +1,4 @@
-"""Programs in files: another process runs and trains them as eager; what is no such file is refused, and never run."""
+"""Programs in files: another process runs and trains them as eager; other files are refused, never run."""
 
 from __future__ import annotations
 
@@ -44,12 +44,20 @@ def attention(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def many_kinds(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Arguments of many kinds: infinity, complex numbers, dtypes, memory formats, slices, constants, random numbers."""
+    """Arguments of many kinds: infinity, complex numbers, dtypes, memory formats, slices, constants."""
     y = (x @ w).to(torch.float64).clone(memory_format=torch.contiguous_format)
     z = torch.fft.fft(y * torch.tensor(3.0)) * complex(1, 2)
     noise = torch.rand_like(x) + torch.randn(4)
-    shown = torch.nan_to_num(y.detach()[:, ::2] / 0.0, posinf=1.0, neginf=float("-inf")).clamp(min=-2) * y[:, 1::2]
-    return torch.view_as_real(z).square().sum() + (noise * x).sum() + shown.sum() + x.new_ones(x.shape[0] * 2).sum()
+    shown = (
+        torch.nan_to_num(y.detach()[:, ::2] / 0.0, posinf=1.0, neginf=float("-inf")).clamp(min=-2)
+        * y[:, 1::2]
+    )
+    return (
+        torch.view_as_real(z).square().sum()
+        + (noise * x).sum()
+        + shown.sum()
+        + x.new_ones(x.shape[0] * 2).sum()
+    )
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -84,7 +92,10 @@ def test_a_loaded_joint_graph_is_compiled(backend: str, dynamic: bool | None) ->
     (y, loss), (eager_y, eager_loss) = compiled(loaded.leaves({}, x, w)), fn(x, w)
     tolerance = 0.0 if backend == "eager" else 1e-5
     for found, expected in (
-        (torch.autograd.grad(loss, (x, w), retain_graph=True), torch.autograd.grad(eager_loss, (x, w), retain_graph=True)),
+        (
+            torch.autograd.grad(loss, (x, w), retain_graph=True),
+            torch.autograd.grad(eager_loss, (x, w), retain_graph=True),
+        ),
         (torch.autograd.grad(y.mean(), (x, w)), torch.autograd.grad(eager_y.mean(), (x, w))),
     ):
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
@@ -97,7 +108,10 @@ def test_marks_of_a_policy_are_kept() -> None:
     loaded = returned(aot.export(marked)).joint
     assert aot.partition(joint, "save_all").saved_bytes > 0
     assert aot.partition(loaded, "min_cut").saved_bytes == 0
-    metas = [{key: node.meta.get(key) for key in ("seq_nr", "is_backward", "recompute")} for node in marked.gm.graph.nodes]
+    metas = [
+        {key: node.meta.get(key) for key in ("seq_nr", "is_backward", "recompute")}
+        for node in marked.gm.graph.nodes
+    ]
     assert metas == [{key: node.meta.get(key) for key in metas[0]} for node in loaded.gm.graph.nodes]
 
 
@@ -111,8 +125,21 @@ def test_a_second_derivative_of_a_loaded_graph_says_what_is_missing() -> None:
     x = leaf(3)
     loaded = returned(program_of(lambda x: x.exp().sum(), x))
     loss = aot.compile(aot.partition(loaded.joint), "eager")(loaded.leaves({}, x))
-    with pytest.raises(CaptureError, match=r"was loaded from a file(.|\n)*try +capture the function in this process"):
+    with pytest.raises(
+        CaptureError, match=r"was loaded from a file(.|\n)*try +capture the function in this process"
+    ):
         torch.autograd.grad(loss, x, create_graph=True)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_sizes_that_are_returned(dynamic: bool | None) -> None:
+    loaded = returned(
+        program_of(lambda x: (x.shape, x.shape[0], x * 2), torch.ones(3, 2), kind="forward", dynamic=dynamic)
+    )
+    x = torch.ones(5 if dynamic else 3, 2)
+    size, first, value = loaded.run({}, x).value
+    assert (size, first, value.shape) == (x.shape, len(x), x.shape)
+    assert type(size) is torch.Size
 
 
 def test_tensors_of_a_closure_travel() -> None:
@@ -121,7 +148,7 @@ def test_tensors_of_a_closure_travel() -> None:
     assert loaded.run({}, torch.ones(2, 3)).value.item() == 30.0
 
 
-# another process ------------------------------------------------------------------------------------------------------
+# another process ----------------------------------------------------------------------------------
 
 ELSEWHERE = """
 import sys, torch
@@ -135,7 +162,8 @@ inputs = torch.load(folder + "/inputs", weights_only=True)
 torch.manual_seed(7)
 run = program.run(state, *inputs)
 
-parameters = {name: nn.Parameter(value.clone()) for name, value in state.items() if "weight" in name or "bias" in name}
+names = [name for name in state if "weight" in name or "bias" in name]
+parameters = {name: nn.Parameter(state[name].clone()) for name in names}
 buffers = {name: value.clone() for name, value in state.items() if name not in parameters}
 compiled = aot.compile(aot.partition(program.joint), "eager")
 torch.manual_seed(7)
@@ -159,7 +187,13 @@ class Training(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout(0.4), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)
+            nn.Linear(4, 8),
+            nn.BatchNorm1d(8),
+            nn.GELU(),
+            nn.Dropout(0.4),
+            nn.Linear(8, 8),
+            nn.Tanh(),
+            nn.Linear(8, 2),
         )
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -199,7 +233,7 @@ def test_another_process_runs_and_trains_as_eager_to_the_bit(tmp_path: Path) -> 
         assert all(torch.equal(grads[name], gradients[name]) for name in gradients)
 
 
-# files that are refused -----------------------------------------------------------------------------------------------
+# files that are refused ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -258,7 +292,9 @@ def test_a_newer_version_is_refused(written: bytes) -> None:
         data["schema"] = 99
 
     file = rewritten(written, "manifest.json", with_json(newer))
-    with pytest.raises(LoadError, match=r"has schema 99, written by retrograd 0\.1\.0; known is 1\n(.|\n)*a newer retrograd"):
+    with pytest.raises(
+        LoadError, match=r"has schema 99, written by retrograd 0\.1\.0; known is 1\n(.|\n)*a newer retrograd"
+    ):
         aot.load(file)
 
 
@@ -274,18 +310,32 @@ def calls(target: Any) -> Callable[[Any], None]:
     [
         (calls({"function": "os.system"}), "KeyError"),
         (calls({"higher_order": "print"}), "operator of higher order 'print' is unknown"),
-        (calls({"name": "aten::no_such", "overload": "default", "schema": ""}), "aten::no_such.default is not registered"),
-        (calls({"name": "aten::mul", "overload": "Tensor", "schema": "mul()"}), r"operator mul\(\) is aten::mul.Tensor"),
-        (calls({"name": "load_library::x", "overload": "default", "schema": ""}), "is not registered in this process"),
+        (
+            calls({"name": "aten::no_such", "overload": "default", "schema": ""}),
+            "aten::no_such.default is not registered",
+        ),
+        (
+            calls({"name": "aten::mul", "overload": "Tensor", "schema": "mul()"}),
+            r"operator mul\(\) is aten::mul.Tensor",
+        ),
+        (
+            calls({"name": "load_library::x", "overload": "default", "schema": ""}),
+            "is not registered in this process",
+        ),
         (lambda data: data["graph"]["nodes"].pop(), "cannot be read|breaks a law"),
         (lambda data: data["signature"]["inputs"].pop(), "breaks a law"),
         (lambda data: data.pop("primals"), "KeyError"),
         (lambda data: data["guards"].append(["__import__", "os"]), r"the size \['__import__', 'os'\]"),
-        (lambda data: data.update(out_spec=data["out_spec"].replace("null", '{"__enum__": 1}')), "containers? with enums"),
+        (
+            lambda data: data.update(out_spec=data["out_spec"].replace("null", '{"__enum__": 1}')),
+            "containers? with enums",
+        ),
         (lambda data: data["graph"]["nodes"][0].update(name="x; import os"), "no name of a node"),
     ],
 )
-def test_contents_that_make_no_sense_are_refused(written: bytes, change: Callable[[Any], None], text: str) -> None:
+def test_contents_that_make_no_sense_are_refused(
+    written: bytes, change: Callable[[Any], None], text: str
+) -> None:
     with pytest.raises(LoadError, match=text):
         aot.load(rewritten(written, "joint.json", with_json(change)))
 
@@ -300,7 +350,10 @@ class Runs:
 
 
 def test_pickled_code_is_not_run(written: bytes) -> None:
-    assert refused(rewritten(written, "tensors.pt", lambda content: pickle.dumps({"x": Runs()}))) == "load-damaged"
+    assert (
+        refused(rewritten(written, "tensors.pt", lambda content: pickle.dumps({"x": Runs()})))
+        == "load-damaged"
+    )
     file = io.BytesIO()
     torch.save({"x": Runs()}, file)
     assert refused(rewritten(written, "tensors.pt", lambda content: file.getvalue())) == "load-damaged"
@@ -309,6 +362,8 @@ def test_pickled_code_is_not_run(written: bytes) -> None:
 
 def test_a_program_that_came_to_hold_something_else_is_not_saved() -> None:
     program = program_of(lambda x: x.sin().sum(), leaf(3))
-    program.joint.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)[0].target = torch.sin
+    program.joint.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)[
+        0
+    ].target = torch.sin
     with pytest.raises(ExportError, match="a function without a schema"):
         aot.save(program, io.BytesIO())

@@ -1,7 +1,7 @@
 """Symbolic sizes as plain data, and back, without evaluating any text.
 
-In: sizes of fake tensors and the guards of their shape environment. Out: trees of lists, strings and integers; of
-such trees, a new shape environment with equal symbols and guards.
+In: sizes of fake tensors and the guards of their shape environment. Out: trees of lists, strings and
+integers; of such trees, a new shape environment with equal symbols and guards.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ _OF_SYMPY = (
     sympy.StrictGreaterThan, sympy.GreaterThan, sympy.And, sympy.Or, sympy.Not,
 )  # fmt: skip
 _OF_TORCH = (
-    "FloorDiv", "Mod", "PythonMod", "CleanDiv", "CeilToInt", "FloorToInt", "IntTrueDiv", "FloatTrueDiv", "ToFloat",
-    "Max", "Min", "PowByNatural", "FloatPow", "TruncToInt", "RoundToInt", "ModularIndexing", "Where", "Identity",
+    "FloorDiv", "Mod", "PythonMod", "CleanDiv", "CeilToInt", "FloorToInt", "IntTrueDiv", "FloatTrueDiv",
+    "ToFloat", "Max", "Min", "PowByNatural", "FloatPow", "TruncToInt", "RoundToInt", "ModularIndexing",
+    "Where", "Identity",
 )  # fmt: skip
 _FUNCTIONS: dict[str, Any] = {
     **{cls.__name__: cls for cls in _OF_SYMPY},
@@ -135,7 +136,9 @@ def guards_of(shape_env: ShapeEnv | None) -> list[Tree]:
     return [encoded(guard) for guard in left if guard is not sympy.true]
 
 
-def symbolic_mode(symbols: Mapping[str, Symbol], guards: Sequence[Tree]) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:
+def symbolic_mode(
+    symbols: Mapping[str, Symbol], guards: Sequence[Tree]
+) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:
     """A fake mode with these symbols and guards, and for each symbol a size."""
     env = ShapeEnv()
     made = {
@@ -169,7 +172,11 @@ def shown(tree: Tree, names: Mapping[str, str]) -> int | str:
     """The tree for people; symbols by other names, which do not depend on the process."""
     if type(tree) is int:
         return tree
-    return str(decoded(tree, {name: sympy.Symbol(short, integer=True, positive=True) for name, short in names.items()}))
+    return str(
+        decoded(
+            tree, {name: sympy.Symbol(short, integer=True, positive=True) for name, short in names.items()}
+        )
+    )
 
 
 def value_of(tree: Tree, values: Mapping[str, int]) -> int:

@@ -5,6 +5,8 @@ Inductor itself is imported when it is used: that takes a second.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -16,8 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from retrograd._torch.boxed import copied
+from retrograd._torch.cache_folder import why_not_trusted
+from retrograd._torch.locks import ForkSafeLock
+from retrograd.errors import FallbackWarning
 
 __all__ = ["compile_graph", "decompositions", "patched", "settings"]
+
+#: the engine's threads may compile at the same time, also graphs of one fake mode, which is changed here.
+_LOCK = ForkSafeLock()
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
@@ -63,6 +71,7 @@ def compile_graph(
     No input is called static (``static_input_idxs``): that would make Inductor rely on the alignment of
     memory, which no guard checks, and it saves no more than that check.
     """
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
@@ -75,8 +84,10 @@ def compile_graph(
         output.meta["user_visible_output_idxs"] = seen
     fake_mode = detect_fake_mode(example_inputs)
     with (
+        _LOCK,
         torch.no_grad(),
         _with_shape_env(fake_mode),
+        config.patch(fx_graph_cache=config.fx_graph_cache and _is_cache_trusted()),
         tracing(TracingContext(fake_mode)),
         V.set_fake_mode(fake_mode),
     ):
@@ -87,6 +98,27 @@ def compile_graph(
     if getattr(compiled, "_boxed_call", False):
         return compiled
     return lambda args: compiled(*args)
+
+
+def _is_cache_trusted() -> bool:
+    """Whether Inductor's folder is safe to read; if not, that is said once."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = cache_dir()
+    why = why_not_trusted(folder)
+    if why is not None:
+        _say_untrusted(folder, why)
+    return why is None
+
+
+@functools.cache
+def _say_untrusted(folder: str, why: str) -> None:
+    warnings.warn(
+        f"compiled graphs are not read from {folder}: {why}\n"
+        "  try    TORCHINDUCTOR_CACHE_DIR, with a folder that only you can write to",
+        FallbackWarning,
+        stacklevel=2,
+    )
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """A `JointGraph` becomes a program that outlives its process.
 
-In: a joint graph, and which part of it is wanted. Out: `Exported`, or an `ExportError` that names what cannot be
-represented.
+In: a joint graph, and which part of it is wanted. Out: `Exported`, or an `ExportError` that names what cannot
+be represented.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from retrograd._torch import pytree
 from retrograd._torch.expressions import encoded, guards_of, shown, symbols_of
 from retrograd.aot.extract import extract
 from retrograd.aot.fit import Expected, InputFit
@@ -23,7 +23,7 @@ from retrograd.aot.training import drop_dead, whole_backward
 from retrograd.errors import ExportError, Reason
 from retrograd.graph.copies import copied
 from retrograd.graph.joint import Cotangent, Destination, Gradient, Primal
-from retrograd.graph.joint_graph import ComputedOutput, JointValues
+from retrograd.graph.joint_graph import ComputedOutput, JointValues, SizeOutput, SizeValue
 from retrograd.graph.program import (
     GradientOf,
     Hidden,
@@ -39,22 +39,24 @@ from retrograd.graph.verify_joint import output_values, verify_joint
 __all__ = ["export"]
 
 
-def export(joint: JointGraph, *, kind: str | ProgramKind = ProgramKind.JOINT, loss: str | None = None) -> Exported:
+def export(
+    joint: JointGraph, *, kind: str | ProgramKind = ProgramKind.JOINT, loss: str | None = None
+) -> Exported:
     """Make a program of `joint`.
 
-    Parameters and buffers are inputs of the program, not part of it. Tensors that the function found by itself, and
-    that do not require grad, are kept by value. New values of buffers are outputs.
+    Parameters and buffers are inputs of the program, not part of it. Tensors that the function found by
+    itself, and that do not require grad, are kept by value. New values of buffers are outputs.
 
     Args:
         joint: from ``capture``, perhaps changed by passes.
         kind: ``"joint"``: (primals, cotangents) -> (outputs, gradients); ``"forward"``: primals -> outputs;
             ``"training"``: primals -> (outputs, gradients of the loss).
-        loss: for training, the output that is differentiated, such as ``"output['loss']"``; not needed if only one
-            output is a differentiable scalar.
+        loss: for training, the output that is differentiated, such as ``"output['loss']"``; not needed if
+            only one output is a differentiable scalar.
 
     Raises:
-        ExportError: the graph changes an argument in place, gives an output that is a view, or refers to something
-            of this process; or there is no such loss.
+        ExportError: the graph changes an argument in place, gives an output that is a view, or refers to
+            something of this process; or there is no such loss.
         VerificationError: the graph breaks a law of joint graphs.
     """
     chosen = ProgramKind(kind)
@@ -72,7 +74,7 @@ def program_of(joint: JointGraph, kind: ProgramKind, loss: str | None) -> Export
         gm, outputs = copied(joint.gm), _joint_outputs(joint, names)
         inputs = list(joint.signature.inputs)  # type: ignore[arg-type]
     else:
-        wanted = [n for n, value in enumerate(joint.values) if _is_seen(joint, n)]
+        wanted = [n for n, value in enumerate(joint.values) if n in names or _is_update(joint, n)]
         outputs = [_forward_output(joint, n, names) for n in wanted]
         if kind is ProgramKind.FORWARD:
             gm = _forward(joint, wanted)
@@ -80,7 +82,9 @@ def program_of(joint: JointGraph, kind: ProgramKind, loss: str | None) -> Export
             value, loss = _loss(joint, names, loss)
             gm, order = whole_backward(joint, value, wanted)
             ends = [Destination(primal) for primal in order]
-            outputs += [ProgramOutput(f"gradient of {joint.primals[e.index].name}", GradientOf(e, None)) for e in ends]
+            outputs += [
+                ProgramOutput(f"gradient of {joint.primals[e.index].name}", GradientOf(e, None)) for e in ends
+            ]
     placeholders = gm.graph.find_nodes(op="placeholder")
     taken = [
         (role, node)
@@ -93,9 +97,8 @@ def program_of(joint: JointGraph, kind: ProgramKind, loss: str | None) -> Export
     return Exported(kind, joint, gm, ProgramSignature(tuple(given), tuple(outputs)), fit, loss)
 
 
-def _is_seen(joint: JointValues, number: int) -> bool:
-    """Whether a forward value is more than a stand-in."""
-    return joint.values[number].is_visible or any(update.value == number for update in joint.updates)
+def _is_update(joint: JointValues, number: int) -> bool:
+    return any(update.value == number for update in joint.updates)
 
 
 def _output_names(joint: JointValues) -> dict[int, str]:
@@ -106,6 +109,9 @@ def _output_names(joint: JointValues) -> dict[int, str]:
         plan = joint.outputs[position]
         if isinstance(plan, ComputedOutput):
             names.setdefault(plan.value, "output" + pytree.keystr(path))
+        for place, size in enumerate(plan.sizes) if isinstance(plan, SizeOutput) else ():
+            if isinstance(size, SizeValue):
+                names.setdefault(size.value, f"output{pytree.keystr(path)}[{place}]")
     return names
 
 
@@ -165,7 +171,11 @@ def _loss(joint: JointValues, names: dict[int, str], given: str | None) -> tuple
     if given in scalars:
         return scalars[given], given
     known = ", ".join(scalars) or "none"
-    found = f"{given!r} is no differentiable scalar output" if given else f"{len(scalars)} outputs could be the loss"
+    found = (
+        f"{given!r} is no differentiable scalar output"
+        if given
+        else f"{len(scalars)} outputs could be the loss"
+    )
     raise ExportError(
         Reason(
             "loss",
@@ -183,12 +193,17 @@ def _is_real_scalar(node: Any) -> bool:
 
 
 def _input_name(joint: JointValues, role: Primal | Cotangent, names: dict[int, str]) -> str:
-    return role.name if isinstance(role, Primal) else f"cotangent of {_junction_name(joint, role.junction, names)}"
+    return (
+        role.name
+        if isinstance(role, Primal)
+        else f"cotangent of {_junction_name(joint, role.junction, names)}"
+    )
 
 
 def _input(role: Primal | Cotangent, one: Expected, short: dict[str, str]) -> ProgramInput:
     shape, stride = (
-        None if trees is None else tuple(shown(tree, short) for tree in trees) for trees in (one.size, one.stride)
+        None if trees is None else tuple(shown(tree, short) for tree in trees)
+        for trees in (one.size, one.stride)
     )
     return ProgramInput(one.name, role, shape, stride, one.dtype, one.device)
 

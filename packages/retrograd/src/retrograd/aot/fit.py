@@ -1,7 +1,7 @@
 """Do inputs fit what a program was captured for?
 
-In: what each input must be like, and the guards of the capture. Out: the inputs, in the layout that was traced, or an
-`ExportError` that names the input.
+In: what each input must be like, and the guards of the capture. Out: the inputs, in the layout that was
+traced, or an `ExportError` that names the input.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class InputFit:
             if not holds(guard, values):
                 text = f"sizes {values} do not satisfy {guard}, which the capture relied on"
                 raise _refused("guard", text, "sizes", "capture again with such sizes")
-        return [_laid_out(expected, given, values) for expected, given in zip(self.expected, inputs, strict=True)]
+        return [
+            _laid_out(expected, given, values) for expected, given in zip(self.expected, inputs, strict=True)
+        ]
 
     def _bind(self, expected: Expected, given: Any, values: dict[str, int]) -> None:
         if expected.size is None:
@@ -86,7 +88,9 @@ class InputFit:
         symbol = self.symbols[tree]
         low, high = symbol.lower, symbol.upper
         if (low is not None and size < low) or (high is not None and size > high):
-            raise _unfit(expected, f"has a size {size}, and the capture is for sizes from {low} to {high or 'any'}")
+            raise _unfit(
+                expected, f"has a size {size}, and the capture is for sizes from {low} to {high or 'any'}"
+            )
         values.setdefault(tree, size)
 
 
@@ -110,7 +114,9 @@ def _laid_out(expected: Expected, given: Any, values: Mapping[str, int]) -> Any:
 
 
 def _unfit(expected: Expected, found: str) -> ExportError:
-    return _refused("input", f"input {expected.name} {found}", expected.name, "give what was captured, or capture again")
+    return _refused(
+        "input", f"input {expected.name} {found}", expected.name, "give what was captured, or capture again"
+    )
 
 
 def _refused(code: str, text: str, name: str, way_out: str) -> ExportError:

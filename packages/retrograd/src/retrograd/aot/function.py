@@ -295,8 +295,15 @@ def function(
     """
     find_backend(backend)
     config = AotConfig(
-        backend, backward, partitioner, dynamic, tuple(passes), strict, recompile_limit, single_region,
-        cache_size
+        backend,
+        backward,
+        partitioner,
+        dynamic,
+        tuple(passes),
+        strict,
+        recompile_limit,
+        single_region,
+        cache_size,
     )
     return AotFunction(fn, config)
 

@@ -34,15 +34,15 @@ class JointGraph(JointValues):
         """The joint graph with `passes` applied, in order; this one stays as it is.
 
         Args:
-            passes: each is ``pass(gm, example_inputs, **options) -> gm`` and may change the `gm` that it is given; or
-                the name of one of our own (``retrograd.passes.aten``).
+            passes: each is ``pass(gm, example_inputs, **options) -> gm`` and may change the `gm` that it is
+                given; or the name of one of our own (``retrograd.passes.aten``).
             texts: whether the reports hold the graph as code before and after.
             options: keyword arguments of the pass; there must be only one then.
 
         Raises:
             PassError: a pass raised (its error is the cause), or returned no graph module.
-            VerificationError: the graph broke a law of joint graphs after a pass; the text names the pass, the node,
-                its role and the way out.
+            VerificationError: the graph broke a law of joint graphs after a pass; the text names the pass,
+                the node, its role and the way out.
             ValueError: there is no pass of that name.
         """
         named = [pass_named(one) if isinstance(one, str) else one for one in passes]

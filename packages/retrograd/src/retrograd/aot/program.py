@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from retrograd._torch import pytree
 from retrograd._torch.ambient import autocast_off
 from retrograd.aot.fit import InputFit
 from retrograd.aot.joint import JointGraph
 from retrograd.errors import ExportError, Reason
-from retrograd.graph.joint_graph import ComputedOutput, ConstantOutput, SameAs
+from retrograd.graph.joint_graph import ComputedOutput, ConstantOutput, SameAs, SizeOutput, SizeValue
 from retrograd.graph.program import GradientOf, NewValue, ProgramKind, ProgramSignature, Result
 
 __all__ = ["Exported", "ProgramResult"]
@@ -82,7 +82,12 @@ class Exported:
         """
         names = [one.name for one in self.signature.inputs]
         if missing := [name for name in names if name not in inputs]:
-            raise _refused("missing-input", f"input {missing[0]} is missing", missing[0], f"inputs are {', '.join(names)}")
+            raise _refused(
+                "missing-input",
+                f"input {missing[0]} is missing",
+                missing[0],
+                f"inputs are {', '.join(names)}",
+            )
         results = self(*[inputs[name] for name in names])
         return {one.name: value for one, value in zip(self.signature.outputs, results, strict=True)}
 
@@ -94,12 +99,14 @@ class Exported:
             args, kwargs: as the function takes them.
 
         Raises:
-            ExportError: the arguments are built otherwise than at capture, an entry of `state` is missing, or the
-                program is a joint graph, which takes cotangents.
+            ExportError: the arguments are built otherwise than at capture, an entry of `state` is missing, or
+                the program is a joint graph, which takes cotangents.
         """
         if self.kind is ProgramKind.JOINT:
             text = "a joint program takes cotangents besides the arguments"
-            raise _refused("joint-program", text, "cotangents", "call it, or export kind='forward' or 'training'")
+            raise _refused(
+                "joint-program", text, "cotangents", "call it, or export kind='forward' or 'training'"
+            )
         leaves = self.leaves(state, *args, **kwargs)
         taken = [leaves[p.leaf] for p in self.joint.primals if p.found is None and p.leaf is not None]
         return self._result(leaves, self(*taken))
@@ -116,7 +123,9 @@ class Exported:
         leaves = []
         for leaf in known[:count]:
             if leaf.name not in state:
-                raise _refused("missing-input", f"{leaf.name} is not in the state", leaf.name, "module.state_dict()")
+                raise _refused(
+                    "missing-input", f"{leaf.name} is not in the state", leaf.name, "module.state_dict()"
+                )
             leaves.append(state[leaf.name])
         for leaf, value in zip(known[count:], flat, strict=True):
             _refuse_other_constant(leaf, value)
@@ -152,6 +161,10 @@ class Exported:
                     flat.append(values[number])
                 case ConstantOutput(constant):
                     flat.append(constant)
+                case SizeOutput(sizes):
+                    flat.append(
+                        torch.Size([values[s.value] if isinstance(s, SizeValue) else s for s in sizes])
+                    )
                 case SameAs(source):
                     flat.append(changed.get(source, leaves[source]))
         value = pytree.tree_unflatten(flat, self.joint.out_spec)

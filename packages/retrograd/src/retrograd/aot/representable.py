@@ -30,7 +30,12 @@ def refuse_unrepresentable(joint: JointValues) -> None:
         _check_primal(joint, number, primal)
     for number, value in enumerate(joint.values):
         if value.wrapping is not PLAIN:
-            _refuse("subclass", f"output {number} is a {value.wrapping.cls.__name__}", f"output {number}", _PLAIN_WAY)
+            _refuse(
+                "subclass",
+                f"output {number} is a {value.wrapping.cls.__name__}",
+                f"output {number}",
+                _PLAIN_WAY,
+            )
         if value.requires_grad:
             text = f"output {number} is a new leaf that requires grad"
             _refuse("new-leaf", text, f"output {number}", "let the caller call requires_grad_()")
@@ -69,8 +74,14 @@ def _check_updates(joint: JointValues) -> None:
             text = f"{name} gets another shape in place"
             _refuse("metadata-mutation", text, name, "return a reshaped tensor instead")
         if kinds[update.primal] is not PrimalKind.BUFFER:
-            text = f"{kinds[update.primal].value} {name} is changed in place; a program can only give new values of buffers"
-            _refuse("mutation", text, name, "change a clone and return it, or register it as a buffer of the module")
+            found = f"{kinds[update.primal].value} {name} is changed in place"
+            text = f"{found}; a program can only give new values of buffers"
+            _refuse(
+                "mutation",
+                text,
+                name,
+                "change a clone and return it, or register it as a buffer of the module",
+            )
 
 
 def _check_outputs(joint: JointValues) -> None:
@@ -81,7 +92,12 @@ def _check_outputs(joint: JointValues) -> None:
                 of = f"input {_source_name(joint, source)}" if value is None else f"value {value}"
                 _refuse("aliased-output", f"{role} is a view of {of}", role, "return a clone of it")
             case SameAs(source) if source >= len(joint.state.leaves):
-                _refuse("found-tensor", f"{role} is a tensor that was not given to it", role, "return a clone of it")
+                _refuse(
+                    "found-tensor",
+                    f"{role} is a tensor that was not given to it",
+                    role,
+                    "return a clone of it",
+                )
             case ConstantOutput(constant):
                 _check_constant(constant, role, "return tensors and plain constants")
             case _:
@@ -115,7 +131,9 @@ def _check_graph(joint: JointValues) -> None:
     try:
         written_graph(joint.gm, {})
     except UnwritableNodeError as error:
-        _refuse("graph", f"the graph holds {error}", _named(error.node), "replace the call by one of an operator")
+        _refuse(
+            "graph", f"the graph holds {error}", _named(error.node), "replace the call by one of an operator"
+        )
 
 
 def _named(node: fx.Node) -> str:

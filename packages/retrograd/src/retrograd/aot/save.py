@@ -1,8 +1,8 @@
 """Programs in files.
 
-In: an `Exported` and a file. Out: a zip archive of JSON and tensors; of such an archive, the program again. Loading
-runs nothing that stands in the file: no pickle of code, no text that is evaluated. torch's own archives of programs
-are not used, because loading them does both.
+In: an `Exported` and a file. Out: a zip archive of JSON and tensors; of such an archive, the program again.
+Loading runs nothing that stands in the file: no pickle of code, no text that is evaluated. torch's own
+archives of programs are not used, because loading them does both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import IO, Any
 
 import torch
 
-import retrograd
 from retrograd.aot.export import program_of
 from retrograd.aot.program import Exported
 from retrograd.aot.representable import refuse_unrepresentable
@@ -23,6 +22,7 @@ from retrograd.aot.written_joint import read_joint, written_joint
 from retrograd.errors import LoadError, Reason, VerificationError
 from retrograd.graph.program import ProgramKind
 from retrograd.graph.verify_joint import verify_joint
+from retrograd.version import VERSION
 
 __all__ = ["SCHEMA", "load", "save"]
 
@@ -46,7 +46,7 @@ def save(exported: Exported, file: File) -> None:
     manifest = {
         "format": _FORMAT,
         "schema": SCHEMA,
-        "retrograd": retrograd.__version__,
+        "retrograd": VERSION,
         "torch": torch.__version__,
         "kind": exported.kind.value,
         "loss": exported.loss,
@@ -62,11 +62,12 @@ def save(exported: Exported, file: File) -> None:
 def load(file: File) -> Exported:
     """The program in `file`, as `save` wrote it.
 
-    Its ``joint`` can be partitioned and compiled here. The function itself is not in the file: what needs it again
-    raises `CaptureError` (second derivatives, a backward under autocast, cotangents of another kind).
+    Its ``joint`` can be partitioned and compiled here. The function itself is not in the file: what needs it
+    again raises `CaptureError` (second derivatives, a backward under autocast, cotangents of another kind).
 
     Raises:
-        LoadError: the file is damaged, no such program, of a newer version, or does not fit the installed torch.
+        LoadError: the file is damaged, no such program, of a newer version, or does not fit the installed
+            torch.
         OSError: the file cannot be read.
     """
     manifest, data, tensors = _contents(file)
@@ -77,7 +78,9 @@ def load(file: File) -> Exported:
         refuse_unrepresentable(joint)
         return program_of(joint, ProgramKind(manifest["kind"]), manifest["loss"])
     except VerificationError as error:
-        raise _refused("law", f"the joint graph in {_name(file)} breaks a law: {error.reason.text}", writer) from error
+        raise _refused(
+            "law", f"the joint graph in {_name(file)} breaks a law: {error.reason.text}", writer
+        ) from error
     except Exception as error:
         text = (str(error).splitlines() or [""])[0]
         found = f"the joint graph in {_name(file)} cannot be read: {type(error).__name__}: {text}"
@@ -102,17 +105,21 @@ def _contents(file: File) -> tuple[dict[str, Any], dict[str, Any], dict[str, tor
         ) from error
     if not isinstance(data, dict) or not isinstance(tensors, dict):
         raise _refused("damaged", f"{_name(file)} is damaged: it holds no joint graph", "export it again")
+    assert manifest is not None
     return manifest, data, tensors
 
 
 def _check_manifest(file: File, manifest: Any) -> None:
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise _refused("foreign", f"{_name(file)} is no program that aot.save wrote", "aot.save(aot.export(joint), file)")
+        raise _refused(
+            "foreign", f"{_name(file)} is no program that aot.save wrote", "aot.save(aot.export(joint), file)"
+        )
     schema = manifest.get("schema")
     if type(schema) is not int or schema < 1:
         raise _refused("damaged", f"{_name(file)} has no version", "export it again")
     if schema > SCHEMA:
-        found = f"{_name(file)} has schema {schema}, written by retrograd {manifest.get('retrograd')}; known is {SCHEMA}"
+        writer = f"written by retrograd {manifest.get('retrograd')}"
+        found = f"{_name(file)} has schema {schema}, {writer}; known is {SCHEMA}"
         raise _refused("newer", found, "a newer retrograd, or export it with this one")
 
 

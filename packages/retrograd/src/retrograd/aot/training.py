@@ -1,7 +1,8 @@
 """Forward, loss and backward as one graph.
 
-In: a joint graph and the value that is the loss. Out: a graph that takes the primals and gives the forward values
-and the gradients, each added up as eager's engine adds it up when the loss is differentiated with cotangent 1.
+In: a joint graph and the value that is the loss. Out: a graph that takes the primals and gives the forward
+values and the gradients, each added up as eager's engine adds it up when the loss is differentiated with
+cotangent 1.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ __all__ = ["whole_backward"]
 _aten = torch.ops.aten
 
 
-def whole_backward(joint: JointValues, loss: int, wanted: Sequence[int]) -> tuple[fx.GraphModule, tuple[int, ...]]:
-    """The graph, and the primals whose gradients it gives after the forward values `wanted`, in eager's order.
+def whole_backward(
+    joint: JointValues, loss: int, wanted: Sequence[int]
+) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    """The graph, and the primals whose gradients it gives after the forward values `wanted`, in eager's
+    order.
 
     Args:
         joint: with static or symbolic sizes.
@@ -130,8 +134,8 @@ def _undefined(region: int, root: int) -> ExportError:
     return ExportError(
         Reason(
             "undefined-cotangent",
-            f"region {region} of the backward has to know that nothing flows into junction {root}, as a custom "
-            "function sees it",
+            f"region {region} of the backward has to know that nothing flows into junction {root}, as a "
+            "custom function sees it",
             "aot.export",
             node=f"cotangent of junction {root}",
             way_out='kind="joint", or return the loss alone',

@@ -1,7 +1,7 @@
 """A graph of ATen calls as plain data, and back.
 
-In: a graph module. Out: JSON values, one entry a node, and the tensors that the graph holds; of those, the graph
-again, with example values computed by running it on fake tensors.
+In: a graph module. Out: JSON values, one entry a node, and the tensors that the graph holds; of those, the
+graph again, with example values computed by running it on fake tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.fakes import fake_results
-from retrograd.aot.written_values import UnwritableError, read_operator, read_value, written_operator, written_value
+from retrograd.aot.written_values import (
+    UnwritableError,
+    read_operator,
+    read_value,
+    written_operator,
+    written_value,
+)
 
 __all__ = ["UnwritableNodeError", "read_graph", "written_graph"]
 
@@ -78,7 +84,10 @@ def _write_attribute(
 
 
 def read_graph(
-    written: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], examples: Sequence[Any] | None, prefix: str = ""
+    written: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    examples: Sequence[Any] | None,
+    prefix: str = "",
 ) -> fx.GraphModule:
     """What `written_graph` wrote.
 

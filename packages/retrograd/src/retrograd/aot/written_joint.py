@@ -1,7 +1,8 @@
 """A joint graph as plain data, and back.
 
-In: a joint graph that can be represented. Out: JSON values and the tensors that it holds; of those, a joint graph
-without its function: it can be partitioned, compiled and run, and what needs the function again says so.
+In: a joint graph that can be represented. Out: JSON values and the tensors that it holds; of those, a joint
+graph without its function: it can be partitioned, compiled and run, and what needs the function again says
+so.
 """
 
 from __future__ import annotations
@@ -11,15 +12,20 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch
-from torch.utils import _pytree as pytree
 
+from retrograd._torch import pytree
 from retrograd._torch.ambient import Ambient
 from retrograd._torch.expressions import Symbol, encoded, guards_of, size_of, symbolic_mode, symbols_of
 from retrograd._torch.fakes import strided_fake
 from retrograd._torch.wrappers import PLAIN
 from retrograd.aot.joint import JointGraph
 from retrograd.aot.written_graph import read_graph, written_graph
-from retrograd.aot.written_roles import read_destination, read_signature, written_destination, written_signature
+from retrograd.aot.written_roles import (
+    read_destination,
+    read_signature,
+    written_destination,
+    written_signature,
+)
 from retrograd.aot.written_values import read_value, written_value
 from retrograd.errors import CaptureError, Reason
 from retrograd.graph.capture_state import CaptureState, Leaf
@@ -32,6 +38,8 @@ from retrograd.graph.joint_graph import (
     OutputPlan,
     PrimalValue,
     SameAs,
+    SizeOutput,
+    SizeValue,
     Update,
 )
 
@@ -48,7 +56,9 @@ def written_joint(joint: JointValues) -> tuple[dict[str, Any], dict[str, torch.T
     """
     tensors: dict[str, torch.Tensor] = {}
     examples = [node.meta["val"] for node in joint.gm.graph.find_nodes(op="placeholder")]
-    sizes = [size for value in examples for size in (value.shape if isinstance(value, torch.Tensor) else [value])]
+    sizes = [
+        size for value in examples for size in (value.shape if isinstance(value, torch.Tensor) else [value])
+    ]
     env, state = joint.state.fake_mode.shape_env, joint.state
     for number, primal in enumerate(joint.primals):
         if primal.found is not None:
@@ -112,6 +122,8 @@ def _written_plan(plan: OutputPlan) -> dict[str, Any]:
             return {"same_as": source}
         case ConstantOutput(constant):
             return {"constant": written_value(constant)}
+        case SizeOutput(sizes):
+            return {"sizes": [[size.value] if isinstance(size, SizeValue) else size for size in sizes]}
         case _:
             raise ValueError(f"an output that is a view: {plan}")
 
@@ -129,7 +141,10 @@ def read_joint(data: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
     gm.meta["signature"] = signature = read_signature(data["signature"])
     primals = tuple(
         PrimalValue(
-            wrapping=PLAIN, fake=examples[number], found=tensors.get(f"{_FOUND}{number}"), **_checked_primal(one)
+            wrapping=PLAIN,
+            fake=examples[number],
+            found=tensors.get(f"{_FOUND}{number}"),
+            **_checked_primal(one),
         )
         for number, one in enumerate(data["primals"])
     )
@@ -158,7 +173,9 @@ def _read_example(one: Mapping[str, Any], mode: Any, sizes: Mapping[str, Any]) -
     if "number" in one:
         return size_of(one["number"], mode, sizes)
     shape, stride = ([size_of(tree, mode, sizes) for tree in one[key]] for key in ("size", "stride"))
-    return strided_fake(mode, shape, stride, dtype=read_value(one["dtype"], {}), device=torch.device(one["device"]))
+    return strided_fake(
+        mode, shape, stride, dtype=read_value(one["dtype"], {}), device=torch.device(one["device"])
+    )
 
 
 def _read_state(data: Mapping[str, Any], mode: Any, fakes: Mapping[int | None, Any]) -> CaptureState:
@@ -190,8 +207,9 @@ class _Absent:
         raise CaptureError(
             Reason(
                 "loaded-graph",
-                f"{self._name} was loaded from a file, which holds its joint graph and not the function; this (a second "
-                "derivative, a backward under autocast, or cotangents of another kind) needs the function again",
+                f"{self._name} was loaded from a file, which holds its joint graph, not the function; this "
+                "(a second derivative, a backward under autocast, or cotangents of another kind) needs the "
+                "function again",
                 "aot.load",
                 way_out="capture the function in this process",
             )
@@ -202,7 +220,11 @@ def _read_plan(one: Mapping[str, Any]) -> OutputPlan:
     ((kind, value),) = one.items()
     if kind == "constant":
         return ConstantOutput(read_value(value, {}))
-    return {"value": ComputedOutput, "same_as": SameAs}[kind](value)
+    if kind == "sizes":
+        return SizeOutput(tuple(SizeValue(*size) if isinstance(size, list) else size for size in value))
+    if kind not in ("value", "same_as"):
+        raise ValueError(f"an output of unknown kind {kind!r}")
+    return ComputedOutput(value) if kind == "value" else SameAs(value)
 
 
 def _read_spec(text: str) -> Any:

@@ -31,7 +31,8 @@ def written_signature(signature: JointSignature) -> dict[str, Any]:
         ],
         "junctions": [[junction.value, junction.is_visible] for junction in signature.junctions],
         "regions": [
-            [list(region.roots), [written_destination(of) for of in region.destinations]] for region in signature.regions
+            [list(region.roots), [written_destination(of) for of in region.destinations]]
+            for region in signature.regions
         ],
         "order": [[step.index, step.is_leaf] for step in signature.order],
     }
@@ -61,7 +62,8 @@ def read_signature(written: Mapping[str, Any]) -> JointSignature:
     return JointSignature(
         inputs=tuple(_read_input(*one) for one in written["inputs"]),
         outputs=tuple(
-            Output(one[0]) if len(one) == 1 else Gradient(one[0], read_destination(one[1])) for one in written["outputs"]
+            Output(one[0]) if len(one) == 1 else Gradient(one[0], read_destination(one[1]))
+            for one in written["outputs"]
         ),
         junctions=tuple(Junction(value, visible) for value, visible in written["junctions"]),
         regions=tuple(

@@ -1,7 +1,7 @@
 """Arguments and operators of a graph as plain data, and back.
 
-In: what stands in the argument lists of an ATen graph. Out: JSON values, and from those the same again. Nothing is
-looked up by a name from a file but operators with a schema, and a fixed set of functions.
+In: what stands in the argument lists of an ATen graph. Out: JSON values, and from those the same again.
+Nothing is looked up by a name from a file but operators with a schema, and a fixed set of functions.
 """
 
 from __future__ import annotations
@@ -29,9 +29,30 @@ _NAMED: dict[str, type] = {
     "layout": torch.layout,
     "memory_format": torch.memory_format,
 }
-_ARITHMETIC = (
-    "getitem add sub mul floordiv truediv mod neg pos pow eq ne lt le gt ge and_ or_ not_ lshift rshift abs"
-).split()
+_ARITHMETIC = [
+    "getitem",
+    "add",
+    "sub",
+    "mul",
+    "floordiv",
+    "truediv",
+    "mod",
+    "neg",
+    "pos",
+    "pow",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "and_",
+    "or_",
+    "not_",
+    "lshift",
+    "rshift",
+    "abs",
+]
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"operator.{name}": getattr(operator, name) for name in _ARITHMETIC},
     **{f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "trunc", "sqrt", "pow")},
@@ -40,8 +61,19 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 _NAMES = {function: name for name, function in reversed(_FUNCTIONS.items())}
 #: operators of higher order that refer to nothing outside of the graph.
 _HIGHER_ORDER = frozenset(
-    "associative_scan auto_functionalized auto_functionalized_v2 cond flex_attention flex_attention_backward "
-    "invoke_subgraph map_impl out_dtype scan while_loop".split()
+    [
+        "associative_scan",
+        "auto_functionalized",
+        "auto_functionalized_v2",
+        "cond",
+        "flex_attention",
+        "flex_attention_backward",
+        "invoke_subgraph",
+        "map_impl",
+        "out_dtype",
+        "scan",
+        "while_loop",
+    ]
 )
 
 
@@ -51,7 +83,9 @@ def written_value(value: Any) -> Any:
     Raises:
         UnwritableError: there is no way to write it.
     """
-    if value is None or isinstance(value, (bool, int, str)) and not isinstance(value, (torch.SymInt, torch.SymBool)):
+    if value is None or (
+        isinstance(value, (bool, int, str)) and not isinstance(value, (torch.SymInt, torch.SymBool))
+    ):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": repr(value)}
@@ -150,9 +184,11 @@ def read_operator(written: Any) -> Any:
             raise ValueError(f"the operator of higher order {written['higher_order']!r} is unknown")
         return getattr(torch.ops.higher_order, written["higher_order"])
     namespace, _, name = written["name"].partition("::")
-    found = getattr(getattr(getattr(torch.ops, namespace), name, None), written["overload"], None)
+    found: Any = getattr(getattr(getattr(torch.ops, namespace), name, None), written["overload"], None)
     if not is_operator_overload(found):
-        raise ValueError(f"the operator {written['name']}.{written['overload']} is not registered in this process")
+        raise ValueError(
+            f"the operator {written['name']}.{written['overload']} is not registered in this process"
+        )
     if str(found._schema) != written["schema"]:
         raise ValueError(f"the operator {written['schema']} is {found._schema} in this process")
     return found

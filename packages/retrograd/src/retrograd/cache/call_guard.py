@@ -1,8 +1,8 @@
 """May a compiled joint graph be used for these inputs?
 
-In: the flat inputs that it was captured for, and the joint graph. Out: `CallGuard.fits`. Looks at what a capture
-relies on: metadata of tensors and relations between sizes (torch's own guards), which tensors are leaves, how wrapper
-subclasses are made up, and, if the function changes inputs, which of them share memory.
+In: the flat inputs that it was captured for, and the joint graph. Out: `CallGuard.fits`. Looks at what a
+capture relies on: metadata of tensors and relations between sizes (torch's own guards), which tensors are
+leaves, how wrapper subclasses are made up, and, if the function changes inputs, which of them share memory.
 """
 
 from __future__ import annotations

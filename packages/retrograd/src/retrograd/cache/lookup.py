@@ -1,7 +1,7 @@
 """A bounded store of what was compiled.
 
-In: a key, which must be equal, and values, for which a guard must hold. Out: the entry for them, or None. When there
-are too many entries, the one that was not used for longest is given up.
+In: a key, which must be equal, and values, for which a guard must hold. Out: the entry for them, or None.
+When there are too many entries, the one that was not used for longest is given up.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class GuardedCache(Generic[E]):
 
     def _give_one_up(self) -> None:
         key, oldest = min(
-            ((key, kept) for key, entries in self._kept.items() for kept in entries), key=lambda found: found[1].used
+            ((key, kept) for key, entries in self._kept.items() for kept in entries),
+            key=lambda found: found[1].used,
         )
         left = [kept for kept in self._kept[key] if kept is not oldest]
         if left:

@@ -38,8 +38,8 @@ class ProgramInput:
     Attributes:
         name: ``layer.weight``, ``args[0]``, ``cotangent of output``.
         role: a primal with its kind, or a cotangent.
-        shape, stride: sizes; one that may differ is an expression over the names of symbols, such as ``s0*2``. None
-            for a number.
+        shape, stride: sizes; one that may differ is an expression over the names of symbols, such as
+            ``s0*2``. None for a number.
         dtype, device: of the tensor; None for a number.
     """
 
@@ -82,7 +82,12 @@ class Hidden:
 
 @dataclass(frozen=True)
 class ProgramOutput:
-    """One value that a program gives: ``output['loss']``, ``new value of running_mean``, ``gradient of layer.weight``."""
+    """One value that a program gives.
+
+    Attributes:
+        name: ``output['loss']``, ``new value of running_mean``, ``gradient of layer.weight``.
+        role: what it means.
+    """
 
     name: str
     role: Result | NewValue | GradientOf | Hidden

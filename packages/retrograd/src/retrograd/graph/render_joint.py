@@ -19,8 +19,9 @@ def rendered(graph: fx.Graph, signature: JointSignature, sources: bool) -> str:
     """The text; `sources` puts the user's line before the first call that comes from it."""
     lines = ["def joint("]
     placeholders = graph.find_nodes(op="placeholder")
-    for node, role in zip(placeholders, signature.inputs, strict=True):
-        lines.append(f"    {_typed(node)},  # {role}")
+    lines += [
+        f"    {_typed(node)},  # {role}" for node, role in zip(placeholders, signature.inputs, strict=True)
+    ]
     lines.append("):")
     before = ""
     for node in graph.nodes:

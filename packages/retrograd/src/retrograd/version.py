@@ -1,0 +1,7 @@
+"""The version of this package: what ``retrograd.__version__`` and files say."""
+
+from __future__ import annotations
+
+__all__ = ["VERSION"]
+
+VERSION = "0.1.0"
