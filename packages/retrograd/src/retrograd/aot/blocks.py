@@ -72,5 +72,7 @@ def _cuts(
         place
         for place in sorted(completed)
         if place < len(nodes) - 1
-        and not any(places[0] <= place and len(places) > 2 and places[-2] > place for places in given.values())
+        and not any(
+            places[0] <= place and len(places) > 2 and places[-2] > place for places in given.values()
+        )
     ]

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from retrograd._torch.ambient import is_foreign_mode_active, modes_now
-from retrograd._torch.leaf_hooks import has_waiting_hooks
 from retrograd._torch.guards import InputGuard, changed_sizes
+from retrograd._torch.leaf_hooks import has_waiting_hooks
 from retrograd._torch.memory import groups_sharing_memory
 from retrograd._torch.saved_hooks import why_saved_hooks_matter
 from retrograd._torch.wrappers import PLAIN, wrapping_of
@@ -192,9 +192,7 @@ class AotFunction:
         known.append(made)
         return made
 
-    def _compiled(
-        self, leaves: Sequence[Any], spec: Any, known: Sequence[_Entry], stepped: bool
-    ) -> _Entry:
+    def _compiled(self, leaves: Sequence[Any], spec: Any, known: Sequence[_Entry], stepped: bool) -> _Entry:
         dynamic = self._dynamic(leaves, known)
         tensors = {i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         try:
@@ -230,9 +228,7 @@ class AotFunction:
                     changed[i] = changed.get(i, frozenset()) | dims
         return changed or None
 
-    def _stages(
-        self, leaves: Sequence[Any], spec: Any, dynamic: Dynamic, stepped: bool
-    ) -> CompiledFunction:
+    def _stages(self, leaves: Sequence[Any], spec: Any, dynamic: Dynamic, stepped: bool) -> CompiledFunction:
         config, state = self.config, self._state
         backend = find_backend(config.backend)
         call = FlatCall(self.fn, state, spec)
