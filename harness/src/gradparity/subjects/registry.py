@@ -1,8 +1,8 @@
 """Names of subjects.
 
 In: "eager", "stock-ca:inductor", "retrograd-live:eager",
-"retrograd-live+aot_eager:eager", "retrograd-aot:eager", "retrograd-compile:eager", "retrograd-compile+live:eager",
-"compile:<backend>", "planted:<fault>",
+"retrograd-live+aot_eager:eager", "retrograd-aot:eager", "retrograd-compile:eager",
+"retrograd-compile+live:eager", "compile:<backend>", "planted:<fault>",
 "import:<module>:<class>". Out: a Subject. Raises UnknownNameError for anything else.
 """
 
@@ -16,7 +16,12 @@ from gradparity.subjects.base import Subject
 from gradparity.subjects.eager import Eager
 from gradparity.subjects.planted import FAULTS, planted
 from gradparity.subjects.retrograd_aot import BACKENDS as AOT_BACKENDS
-from gradparity.subjects.retrograd_aot import RetrogradAot, RetrogradCompile, RetrogradLiveOverAot, RetrogradWhole
+from gradparity.subjects.retrograd_aot import (
+    RetrogradAot,
+    RetrogradCompile,
+    RetrogradLiveOverAot,
+    RetrogradWhole,
+)
 from gradparity.subjects.retrograd_behind_stock import FORWARDS, RetrogradBehindStock
 from gradparity.subjects.retrograd_live import BACKENDS, RetrogradLive
 from gradparity.subjects.stock import StockCompile, StockCompiledAutograd

@@ -80,13 +80,14 @@ class RetrogradAot(Subject):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Eager's random numbers in Inductor's code too; nothing to set for the other backend."""
+        """Eager's random numbers, and its rounding between operations of low precision, in Inductor's code too; nothing
+        to set for the other backend."""
         if self.backend != "inductor":
             yield
             return
         import torch._inductor.config as inductor_config
 
-        with inductor_config.patch(fallback_random=True):
+        with inductor_config.patch(fallback_random=True, emulate_precision_casts=True):
             yield
 
     def begin(self) -> None:
@@ -169,7 +170,7 @@ class RetrogradCompile(DynamoSubject):
 
 
 class RetrogradWhole(RetrogradCompile):
-    """retrograd.compile: the same, with the live path around each backward that comes from a compiled call."""
+    """retrograd.compile: the same, with the live path around each backward that comes from a call."""
 
     def compile(self, target: T) -> T:
         """The function or module under retrograd.compile."""

@@ -33,7 +33,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "retrograd.api": ("CompiledAutograd", "compile", "compiled_autograd", "disable", "enable", "explain", "reset"),
+    "retrograd.api": (
+        "CompiledAutograd",
+        "compile",
+        "compiled_autograd",
+        "disable",
+        "enable",
+        "explain",
+        "reset",
+    ),
     "retrograd.config": ("Config",),
     "retrograd.errors": (
         "BackendError",

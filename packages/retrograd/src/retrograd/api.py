@@ -115,11 +115,12 @@ def compile(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Compile a module or function with ``torch.compile(backend="retrograd")``, and its backward with the live path.
+    """Compile a module or function by ``torch.compile(backend="retrograd")``, and its backward by the live path.
 
-    A backward belongs to the callable if it comes by an output of one of its calls, whenever and on whichever thread
-    it runs; what else hangs from the loss is compiled with it. Other backwards run as if nothing were there, and a
-    context of `compiled_autograd`, or `enable`, wins where it is open. With the callable ends its hold on backwards.
+    A backward belongs to the callable if it comes by an output of one of its calls, whenever and on
+    whichever thread it runs; what else hangs from the loss is compiled with it. Other backwards run as if
+    nothing were there, and a context of `compiled_autograd`, or `enable`, wins where it is open. With the
+    callable ends its hold on backwards.
 
     Args:
         target: a module, which stays as it is, or a function; without it, the result is a decorator.

@@ -1,12 +1,13 @@
 """The ``torch.compile`` backend ``retrograd``.
 
-In: a graph that Dynamo made, its example inputs, the user's mode and options. Out: a callable over real inputs, with
-eager's autograd structure. All stages run while Dynamo lowers, on Dynamo's own fakes, so that each guard that they
-need stands in Dynamo's shape environment and is installed with Dynamo's.
+In: a graph that Dynamo made, its example inputs, the user's mode and options. Out: a callable over real
+inputs, with eager's autograd structure. All stages run while Dynamo lowers, on Dynamo's own fakes, so that
+each guard that they need stands in Dynamo's shape environment and is installed with Dynamo's.
 
 >>> torch.compile(model, backend="retrograd", options={"backend": "eager", "partitioner": "save_all"})
 
-Importing this module registers the backend where the distribution, whose entry point does so, is not installed.
+Importing this module registers the backend where the distribution, whose entry point does so, is not
+installed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = ["RetrogradBackend", "list_mode_options", "list_options", "retrograd"]
 OPTIONS: Mapping[str, str] = {
     "backend": "'inductor', 'eager', 'aten', or a callable (gm, example_inputs) -> callable, for the graphs",
     "backward": "the same for the backward graphs, if another one",
-    "partitioner": "'min_cut', 'save_all', 'recompute_all', or a callable in the form of torch's partitioners",
+    "partitioner": "'min_cut', 'save_all', 'recompute_all', or a callable in the form of torch's",
     "passes": "passes over the joint graph, in order: names, or callables (gm, example_inputs) -> gm",
     "single_region": "differentiate all outputs together, as stock AOTAutograd does",
     "strict": "raise instead of running eagerly what cannot be captured",
@@ -76,7 +77,9 @@ class Options:
         if backend == "inductor":
             backend = InductorBackend(inner) if inner else backend
         elif given:
-            raise BackendError(f"options {sorted(given)} are Inductor's, but options['backend'] is {backend!r}")
+            raise BackendError(
+                f"options {sorted(given)} are Inductor's, but options['backend'] is {backend!r}"
+            )
         config = AotConfig(
             backend=backend,
             backward=own.get("backward"),
@@ -107,8 +110,8 @@ class RetrogradBackend:
 
         Args:
             gm: what Dynamo made.
-            example_inputs: as Dynamo gives them. Under a fake mode each tensor must be fake, or one of which Dynamo
-                made a fake; without one, the result is an ``aot.function``, which guards itself.
+            example_inputs: as Dynamo gives them. Under a fake mode each tensor must be fake, or one of which
+                Dynamo made a fake; without one, the result is an ``aot.function``, which guards itself.
             mode: see `list_mode_options`.
             options: see `list_options`.
 
@@ -145,8 +148,7 @@ class RetrogradBackend:
         Options.of(mode, options)
 
     def reset(self) -> None:
-        """Called by ``torch._dynamo.reset()``: forget what was reported. Compiled code belongs to Dynamo, which
-        forgets it."""
+        """Forget what was reported; ``torch._dynamo.reset()`` calls this. Code belongs to Dynamo, which forgets it."""
         report.clear()
 
 
@@ -195,7 +197,9 @@ def _known_mode(mode: str) -> str:
 def _partitioner(policy: Any) -> Policy:
     names = ("min_cut", "recompute_all", "save_all")
     if policy not in names and not callable(policy):
-        raise BackendError(f"unknown partitioner {policy!r}\n  expected one of {', '.join(names)}, or a callable")
+        raise BackendError(
+            f"unknown partitioner {policy!r}\n  expected one of {', '.join(names)}, or a callable"
+        )
     chosen: Policy = policy
     return chosen
 

@@ -33,7 +33,7 @@ FUNCTIONS = (products, uses_the_first_again, uses_them_backwards)
 
 
 def order_of(fn: Callable[[Leaves], torch.Tensor], given: Sequence[int], busy: bool) -> list[int]:
-    """In which order tensor hooks on leaves run; `busy`: with something else waiting in the engine's queue."""
+    """In which order tensor hooks on leaves run; `busy`: while others wait in the engine's queue."""
     leaves = [torch.ones(2, requires_grad=True) for _ in given]
     seen: list[int] = []
     for number, leaf in enumerate(leaves):

@@ -116,6 +116,20 @@ def test_recomputation_by_policy_reaches_the_partition() -> None:
     assert kept.saved_bytes > less.saved_bytes == 0
 
 
+def test_what_reads_a_buffer_that_changes_is_saved_whatever_the_policy_says() -> None:
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Tanh()), torch.randn(4, 3)
+    joint = aot.capture(aot.create_state(module, (x,))).apply(recompute_by_policy, policy=lambda node: "recompute")
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    leaves = [*module.parameters(), *module.buffers(), x]
+    aot.compile(aot.partition(joint, "min_cut"), "eager")(leaves).sum().backward()
+    found = [parameter.grad for parameter in module.parameters()]
+    module.load_state_dict(state)
+    module.zero_grad()
+    module(x).sum().backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(found, module.parameters(), strict=True))  # type: ignore[arg-type]
+
+
 def test_print_readable() -> None:
     assert_expected_inline(
         linear().print_readable(sources=False),

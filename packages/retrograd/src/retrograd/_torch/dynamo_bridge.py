@@ -1,7 +1,7 @@
 """What Dynamo has prepared when it calls a backend: fake inputs, their mode, and the place for guards.
 
-In: the graph and example inputs that a backend is called with. Out: `GraphInput` values with the fakes that Dynamo
-traced with, so that no tensor is made fake a second time; guards, which Dynamo installs with its own.
+In: the graph and example inputs that a backend is called with. Out: `GraphInput` values with the fakes that
+Dynamo traced with, so that no tensor is made fake a second time; guards, which Dynamo installs with its own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from retrograd._torch.fakes import fake_mode_of, is_fake
 
 __all__ = [
     "GraphInput",
-    "fake_of_attribute",
     "fake_mode_for",
+    "fake_of_attribute",
     "grad_mode_left",
     "graph_inputs",
     "guard_no_other_overlap",
@@ -76,12 +76,13 @@ def _graph_input(node: fx.Node, given: Any) -> GraphInput:
         value = node.meta.get("example_value", given)
     argument = node.meta.get("grapharg")
     source = getattr(node, "_dynamo_source", None) or getattr(argument, "source", None)
+    is_number = bool(getattr(argument, "pass_arg_as_tensor", False))  # the program's own value is no tensor
     marks = node.meta.get("tensor_dict") or {}
     return GraphInput(
         source.name if source is not None else node.name,
         value,
         given,
-        source,
+        None if is_number else source,
         isinstance(given, torch.nn.Parameter) or bool(getattr(given, "_is_param", False)),
         "_dynamo_static_input_type" in marks,
     )
@@ -99,7 +100,7 @@ def mode_of(inputs: Sequence[GraphInput]) -> Any:
 
 
 def why_not_as_given(item: GraphInput) -> str | None:
-    """What Dynamo's own trace changed of a fake, so that it does not show the input any more; None if nothing."""
+    """What Dynamo's own trace changed of a fake, so that it no longer shows the input; None if nothing."""
     fake, given = item.value, item.given
     if not isinstance(given, torch.Tensor) or fake is given:
         return None
@@ -171,4 +172,4 @@ def grad_mode_left(gm: fx.GraphModule) -> bool | None:
 def register_once(name: str, backend: Callable[..., Any]) -> None:
     """Make `backend` known to ``torch.compile``, unless an installed distribution has done so."""
     if name not in list_backends(exclude_tags=None):
-        register_backend(backend, name)  # type: ignore[arg-type]
+        register_backend(backend, name)

@@ -124,8 +124,15 @@ def _integer(limit: Any) -> int | None:
 
 
 def guards_of(shape_env: ShapeEnv | None) -> list[Tree]:
-    """What tracing relied on, beyond the sizes that are static."""
-    return [encoded(guard.expr) for guard in shape_env.guards] if shape_env else []
+    """What tracing relied on, beyond the sizes that have become static.
+
+    Raises:
+        UnknownExpressionError: as `encoded`.
+    """
+    if shape_env is None:
+        return []
+    left = [shape_env.replace(guard.expr) for guard in shape_env.guards]
+    return [encoded(guard) for guard in left if guard is not sympy.true]
 
 
 def symbolic_mode(symbols: Mapping[str, Symbol], guards: Sequence[Tree]) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:

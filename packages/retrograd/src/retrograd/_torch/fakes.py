@@ -27,6 +27,7 @@ __all__ = [
     "is_fake",
     "laid_out_like",
     "new_fake_mode",
+    "retraced",
     "strided_fake",
     "why_not_fakeable",
 ]
@@ -109,13 +110,23 @@ def fake_results(gm: fx.GraphModule, examples: Sequence[Any]) -> dict[fx.Node, A
     return found
 
 
+def retraced(gm: fx.GraphModule, examples: Sequence[Any]) -> fx.GraphModule:
+    """A copy of `gm` whose ``meta["val"]`` are what its nodes give for the fake `examples`."""
+    found = fake_results(gm, examples)
+    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in gm.graph.nodes:
+        made[node] = graph.node_copy(node, made.__getitem__)
+        made[node].meta = {**node.meta, "val": found[node]} if node in found else dict(node.meta)
+    return fx.GraphModule(gm, graph)
+
+
 def laid_out_like(fake: Any, value: Any) -> Any:
     """`fake`, or one like it with the strides of the real `value` if it has others; symbolic ones stay."""
     if not isinstance(fake, FakeTensor) or not isinstance(value, torch.Tensor):
         return fake
     if any(isinstance(number, torch.SymInt) for number in (*fake.shape, *fake.stride())):
         return fake
-    if fake.stride() == value.stride():
+    if fake.stride() == value.stride() or fake.shape != value.shape:
         return fake
     with fake.fake_mode, torch.no_grad():
         return torch.empty_strided(fake.shape, value.stride(), dtype=fake.dtype, device=fake.device)

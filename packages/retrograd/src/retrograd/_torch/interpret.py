@@ -1,7 +1,7 @@
 """Run a graph that Dynamo made, so that what its nodes know goes on to what they are traced to.
 
-In: a graph module and its inputs. Out: its outputs. Checkpointed parts are run once; what was to be recomputed
-carries ``meta["recompute"]``, for the partition to decide by.
+In: a graph module and its inputs. Out: its outputs. Checkpointed parts are run once; what was to be
+recomputed carries ``meta["recompute"]``, for the partition to decide by.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NotRepresentableError(Exception):
 
 
 def run_graph(gm: fx.GraphModule, args: Sequence[Any]) -> Any:
-    """Run `gm`; while it is traced, stack traces, module paths and checkpoint policies go on to what it becomes."""
+    """Run `gm`; while it is traced, stack traces, module paths and checkpoint policies go on to the trace."""
     if get_proxy_mode() is None:
         return gm(*args)
     with traceback.preserve_node_meta():

@@ -21,11 +21,15 @@ from retrograd._torch.ambient import autocast_off
 from retrograd._torch.operators import is_random
 from retrograd._torch.rng import seeds_and_states
 from retrograd._torch.history import saved_tensors_unseen
+from retrograd._torch.locks import ForkSafeLock
 from retrograd._torch.tracing import quiet_fakes
 
 __all__ = ["JointTracer", "ReseededError", "decomposed", "trace_joint"]
 
 Decompositions = Mapping[Any, Callable[..., Any]]
+
+#: tracers patch what all threads share.
+_ONE_AT_A_TIME = ForkSafeLock()
 
 
 class JointTracer:
@@ -95,9 +99,12 @@ class ReseededError(Exception):
 
 
 def trace_joint(
-    body: Callable[[JointTracer], Sequence[Any]], fake_mode: FakeTensorMode, decompositions: Decompositions
+    body: Callable[[JointTracer], Sequence[Any]],
+    fake_mode: FakeTensorMode,
+    decompositions: Decompositions,
+    is_symbolic: bool,
 ) -> fx.GraphModule:
-    """Trace `body`, which returns plain (not functional) values. Whoever changes the graph last recompiles it.
+    """Trace `body`, which returns plain (not functional) values; `is_symbolic`: whether some sizes are. Whoever changes the graph last recompiles it.
 
     Raises:
         Exception: whatever an operation raises on fake tensors.
@@ -109,9 +116,10 @@ def trace_joint(
         return tuple(body(JointTracer(mode.tracer)))
 
     with (
+        _ONE_AT_A_TIME,
         autocast_off(),
         fake_mode,
-        _dispatcher(fake_mode),
+        _dispatcher(is_symbolic),
         quiet_fakes(),
         saved_tensors_unseen(),
         _said_to_compile(),
@@ -121,9 +129,9 @@ def trace_joint(
     return gm
 
 
-def _dispatcher(fake_mode: FakeTensorMode) -> AbstractContextManager[Any]:
+def _dispatcher(is_symbolic: bool) -> AbstractContextManager[Any]:
     """Symbolic sizes need torch's Python versions of operators, which may differ from the others in the last bit."""
-    return nullcontext() if fake_mode.shape_env is None else enable_python_dispatcher()
+    return enable_python_dispatcher() if is_symbolic else nullcontext()
 
 
 @contextmanager

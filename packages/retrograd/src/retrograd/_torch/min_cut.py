@@ -5,6 +5,7 @@ In: a joint graph and which of its placeholders are cotangents. Out: the names o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,7 @@ def cut_by(
         gm: the joint graph; stays as it is.
         cotangents: names of placeholders.
         forward_count: how many outputs belong to the forward.
-        pinned: calls that must not be made again.
+        pinned: calls that must not be made again; if one gives several values, each is kept, whatever its mark says.
     """
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in gm.graph.nodes:
@@ -44,7 +45,7 @@ def cut_by(
         copy.meta = dict(node.meta)
         if node.name in cotangents:
             copy.target = f"tangents_{node.name}"  # how torch tells them from primals
-        if node.name in pinned:
+        if node.name in pinned or (node.target is operator.getitem and node.args[0].name in pinned):
             copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             copy.meta.setdefault("ac_graph_id", 0)
         if node.meta.get("is_backward"):

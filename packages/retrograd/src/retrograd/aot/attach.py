@@ -61,7 +61,9 @@ class Attaching:
         value_of = [junction.value for junction in signature.junctions]
         first = self._layout.values
         saved = [partition.saved[i] for i in partition.backwards[number].saved]
-        take_tensors = picker([self._layout.place_of(s) for s in saved if not s.is_number])
+        tensors = [s for s in saved if not s.is_number]
+        checked = partition.backwards[number].checked
+        take_tensors = picker([self._layout.place_of(s) for s in (*tensors, *checked)])
         take_numbers = picker([self._layout.place_of(s) for s in saved if s.is_number])
         roots = [first + value_of[root] for root in region.roots]
         take_roots = picker(roots)

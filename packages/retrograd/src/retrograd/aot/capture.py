@@ -66,7 +66,7 @@ def capture(state: CaptureState, *, single_region: bool = False, stepped: bool =
     while True:
         attempt = _Attempt(state, plan, single_region, stepped)
         try:
-            gm = trace_joint(attempt.body, state.fake_mode, state.decompositions)
+            gm = trace_joint(attempt.body, state.fake_mode, state.decompositions, state.is_symbolic)
         except RetrogradError:
             raise
         except Exception as error:

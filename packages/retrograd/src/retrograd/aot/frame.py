@@ -87,7 +87,7 @@ def picker(places: Sequence[int]) -> Picker:
 
 
 def rebuilder(spec: pytree.TreeSpec) -> Callable[[Sequence[Any]], Any]:
-    """What ``tree_unflatten`` does for `spec`; without walking it if it is a tensor, or a flat tuple or list."""
+    """What ``tree_unflatten`` does for `spec`, without walking one tensor, or a flat tuple or list."""
     if spec.is_leaf():
         return lambda values: values[0]
     if spec.type in (tuple, list) and all(child.is_leaf() for child in spec.children()):

@@ -7,7 +7,7 @@ input that it meets, and runs eagerly, saying why, what cannot be captured.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +15,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from retrograd._torch.ambient import is_foreign_mode_active, modes_now
-from retrograd._torch.guards import InputGuard, changed_sizes
+from retrograd._torch.fakes import why_not_fakeable
+from retrograd._torch.guards import changed_sizes
 from retrograd._torch.leaf_hooks import has_waiting_hooks
-from retrograd._torch.memory import groups_sharing_memory
 from retrograd._torch.saved_hooks import why_saved_hooks_matter
-from retrograd._torch.wrappers import PLAIN, wrapping_of
 from retrograd.aot.calls import FlatCall
 from retrograd.aot.capture import capture
 from retrograd.aot.compile import compile as compile_partition
@@ -31,7 +30,9 @@ from retrograd.aot.run_forward import CompiledFunction
 from retrograd.aot.state import Dynamic, state_of_flat
 from retrograd.aot.watch import Watched
 from retrograd.backends.registry import find_backend
-from retrograd.errors import Reason, RetrogradError
+from retrograd.cache.call_guard import CallGuard
+from retrograd.cache.lookup import GuardedCache
+from retrograd.errors import CaptureError, Reason, RetrogradError
 
 __all__ = ["AotConfig", "AotFunction", "AotModule", "function", "module"]
 
@@ -49,6 +50,7 @@ class AotConfig:
         strict: raise instead of running eagerly.
         recompile_limit: kinds of input that are compiled before others run eagerly.
         single_region: as in ``aot.capture``.
+        cache_size: kinds of input whose code is kept; the one that was not used for longest is given up first.
     """
 
     backend: str | Callable[..., Any] = "inductor"
@@ -59,45 +61,16 @@ class AotConfig:
     strict: bool = False
     recompile_limit: int = 8
     single_region: bool = False
+    cache_size: int = 64
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class _Entry:
     """One kind of input: what it must be like, and the code for it (None: run eagerly, for `reason`)."""
 
-    guard: InputGuard
-    leafness: Leafness
-    wrappings: tuple[tuple[int, Any], ...]
-    aliases: tuple[tuple[int, ...], ...] | None
+    guard: CallGuard
     code: CompiledFunction | None
     reason: Reason | None = None
-
-    def fits(self, leaves: Sequence[Any]) -> bool:
-        return (
-            self.guard.check(leaves)
-            and self.leafness.fits(leaves)
-            and (not self.wrappings or all(wrapping.fits(leaves[i]) for i, wrapping in self.wrappings))
-            and (self.aliases is None or self.aliases == _aliases(leaves))
-        )
-
-
-class Leafness:
-    """Which of the tensors that require grad are leaves; others always are."""
-
-    def __init__(self, leaves: Sequence[Any]) -> None:
-        self._places = [
-            i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
-        self._are_leaves = [leaves[i].is_leaf for i in self._places]
-
-    def fits(self, leaves: Sequence[Any]) -> bool:
-        """Whether it is the same for others, of which the same ones require grad."""
-        return [leaves[i].is_leaf for i in self._places] == self._are_leaves
-
-
-def _aliases(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-    return tuple(groups_sharing_memory(tensors))
 
 
 #: how arguments are nested: how many there are if none is, else their spec.
@@ -127,9 +100,9 @@ class AotFunction:
 
     fn: Callable[..., Any]
     config: AotConfig
-    _entries: dict[Any, list[_Entry]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._entries: GuardedCache[_Entry] = GuardedCache(self.config.cache_size)
         self.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)
         self._watched: Watched | None = None
 
@@ -139,7 +112,7 @@ class AotFunction:
         Raises:
             CaptureError: the module is not initialised yet.
         """
-        if self._watched is None or not self._watched.is_intact():
+        if self._watched is None or not (self._watched.is_intact() and self._state.is_tied_as_before()):
             self._entries.clear()
             self._state = ModuleState.of(self.fn) if isinstance(self.fn, nn.Module) else ModuleState()
             self._watched = Watched(self.fn)
@@ -155,7 +128,9 @@ class AotFunction:
                 return self._eagerly(reason, args, kwargs)
             flat, form = _flattened(args, kwargs)
             leaves = [*self._state.current(), *flat]
-            entry = self._entry(leaves, (form, modes_now(), watched.switches(), has_waiting_hooks(leaves)))
+            modes = modes_now(), torch.get_default_dtype()
+            key = form, modes, watched.switches(), has_waiting_hooks(leaves)
+            entry = self._entry(leaves, key)
         except RetrogradError as error:
             if self.config.strict:
                 raise
@@ -178,44 +153,35 @@ class AotFunction:
         return _HOOKS if watched.has_hooks() else None
 
     def _eagerly(self, reason: Reason, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.config.strict:
+            raise CaptureError(reason)
         report.fell_back(reason)
         return self.fn(*args, **kwargs)
 
     def _entry(self, leaves: Sequence[Any], key: tuple[Any, ...]) -> _Entry:
-        known = self._entries.setdefault(key, [])
-        for entry in known:
-            if entry.fits(leaves):
-                return entry
+        if (found := self._entries.find(key, leaves)) is not None:
+            return found
+        known = self._entries.known(key)
         if len(known) >= self.config.recompile_limit:
-            return _Entry(known[-1].guard, Leafness(leaves), (), None, None, _LIMIT)
+            return _Entry(known[-1].guard, None, _LIMIT)
         made = self._compiled(leaves, _spec(key[0]), known, stepped=key[3])
-        known.append(made)
+        if not any(isinstance(leaf, torch.Tensor) and why_not_fakeable(leaf) for leaf in leaves):
+            self._entries.add(key, made)
         return made
 
     def _compiled(self, leaves: Sequence[Any], spec: Any, known: Sequence[_Entry], stepped: bool) -> _Entry:
         dynamic = self._dynamic(leaves, known)
-        tensors = {i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         try:
+            if self._watched is not None:
+                self._watched.note()
             code = self._stages(leaves, spec, dynamic, stepped)
             if self._watched is not None:
                 self._watched.refuse_changes()
         except Exception as error:
             if self.config.strict:
                 raise
-            guard = InputGuard(leaves, sorted(tensors), [leaves[i] for i in sorted(tensors)], None)
-            return _Entry(guard, Leafness(leaves), (), None, None, _reason(error))
-        joint = code.partition.joint
-        fed = [i for i, leaf in enumerate(joint.state.leaves) if isinstance(leaf.value, torch.Tensor)]
-        fed = [i for i in fed if wrapping_of(joint.state.leaves[i].value) is PLAIN]
-        fakes = [joint.state.leaves[i].value for i in fed]
-        guard = InputGuard(leaves, fed, fakes, joint.state.fake_mode.shape_env)
-        wrappings = tuple(
-            (primal.leaf, primal.wrapping)
-            for primal in joint.primals
-            if primal.leaf is not None and primal.wrapping is not PLAIN
-        )
-        aliases = _aliases(leaves) if joint.updates else None
-        return _Entry(guard, Leafness(leaves), wrappings, aliases, code)
+            return _Entry(CallGuard.exact(leaves), None, _reason(error))
+        return _Entry(CallGuard.for_joint(leaves, code.partition.joint), code)
 
     def _dynamic(self, leaves: Sequence[Any], known: Sequence[_Entry]) -> Dynamic:
         """Sizes that changed since the inputs that were compiled before are symbolic from now on."""
@@ -223,7 +189,7 @@ class AotFunction:
             return self.config.dynamic
         changed: dict[int, frozenset[int]] = {}
         for entry in known:
-            for i, dims in changed_sizes(entry.guard.args_metadata, leaves).items():
+            for i, dims in changed_sizes(entry.guard.inputs.args_metadata, leaves).items():
                 if isinstance(leaves[i], torch.Tensor):
                     changed[i] = changed.get(i, frozenset()) | dims
         return changed or None
@@ -292,6 +258,7 @@ def function(
     strict: bool = False,
     recompile_limit: int = 8,
     single_region: bool = False,
+    cache_size: int = 64,
 ) -> AotFunction:
     """Capture and compile `fn` for each kind of input that it is called with.
 
@@ -308,6 +275,7 @@ def function(
         strict: raise instead of running eagerly what cannot be captured.
         recompile_limit: kinds of input that are compiled; others run eagerly.
         single_region: differentiate all outputs together, as stock AOTAutograd does.
+        cache_size: kinds of input whose code is kept; the one that was not used for longest is given up first.
 
     Raises:
         UnknownBackendError: no such backend.
@@ -315,7 +283,15 @@ def function(
     """
     find_backend(backend)
     config = AotConfig(
-        backend, backward, partitioner, dynamic, tuple(passes), strict, recompile_limit, single_region
+        backend,
+        backward,
+        partitioner,
+        dynamic,
+        tuple(passes),
+        strict,
+        recompile_limit,
+        single_region,
+        cache_size,
     )
     return AotFunction(fn, config)
 

@@ -1,7 +1,7 @@
 """A graph that Dynamo made, compiled at once, with Dynamo's fakes and for Dynamo's guards.
 
-In: the graph module, its inputs (fake as Dynamo traced them) and the user's choices. Out: `GraphFunction`, called
-with real inputs that Dynamo's guards have let through.
+In: the graph module, its inputs (fake as Dynamo traced them) and the user's choices. Out: `GraphFunction`,
+called with real inputs that Dynamo's guards have let through.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class GraphFunction:
         Exception: whatever capture and backends raise.
     """
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[GraphInput], mode: Any, config: AotConfig) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, inputs: Sequence[GraphInput], mode: Any, config: AotConfig
+    ) -> None:
         self._gm, self._config = gm, config
         self._mode = mode_of(inputs) or mode
         self._module = ModuleState.of(gm)

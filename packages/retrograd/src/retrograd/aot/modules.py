@@ -65,6 +65,15 @@ class ModuleState:
         """The tensors that are in these places now."""
         return [places[0][0][places[0][1]] for places in self.places]
 
+    def is_tied_as_before(self) -> bool:
+        """Whether places that held one and the same tensor still do."""
+        return all(
+            holder.get(key) is places[0][0].get(places[0][1])
+            for places in self.places
+            if len(places) > 1
+            for holder, key in places[1:]
+        )
+
     @contextmanager
     def replaced(self, tensors: Sequence[Any]) -> Iterator[None]:
         """The module with `tensors` in place of its own.

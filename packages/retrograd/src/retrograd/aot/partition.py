@@ -65,6 +65,7 @@ class _Division:
     memory: Memory
     chosen: set[fx.Node]
     instead: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    copied: list[int] = field(default_factory=list)
 
     def partition(self) -> Partition:
         gm, signature = self.joint.gm, self.joint.signature
@@ -89,7 +90,7 @@ class _Division:
             self._backward(number, [n for n in saved if n in read], saved, nodes)
             for number, (read, nodes) in enumerate(zip(reads, wanted, strict=True))
         )
-        return Partition(self.joint, forward, described, backwards)
+        return Partition(self.joint, forward, described, backwards, tuple(self.copied))
 
     def _read(self, wanted: Sequence[Any]) -> set[fx.Node]:
         """The saved nodes that a region reads; numbers are saved, never computed again."""
@@ -120,7 +121,7 @@ class _Division:
 
     def _forward(self, saved: Sequence[fx.Node]) -> tuple[fx.GraphModule, tuple[Saved, ...]]:
         graph = self.joint.gm.graph
-        results = self._own_memory(graph)
+        results = self._own_memory()
         extra: list[fx.Node] = []
         described = []
         changed = self._changed_primals()
@@ -135,11 +136,10 @@ class _Division:
             elif node in places:
                 entry = Saved(node.name, SavedKind.OUTPUT, places[node], value, by_eager)
             else:
-                kept = node
                 if self.memory.owner.get(node) in changed:
-                    kept = _cloned(graph, node)
+                    self.copied.append(len(results) + len(extra))
                 entry = Saved(node.name, SavedKind.INTERMEDIATE, len(results) + len(extra), value, by_eager)
-                extra.append(kept)
+                extra.append(node)
             described.append(entry)
         effects = [node for node in graph.nodes if not is_backward(node) and has_effect(node)]
         forward = extract(self.joint.gm, self.primals, [*results, *extra], "forward", also=effects)
@@ -150,18 +150,16 @@ class _Division:
         roles = self.joint.signature.inputs
         return {node for node, place in self.memory.primals.items() if roles[place].index in numbers}  # type: ignore[union-attr]
 
-    def _own_memory(self, graph: fx.Graph) -> list[Any]:
-        """Forward results, copied where they would be a primal itself, or one another."""
+    def _own_memory(self) -> list[Any]:
+        """Forward results; notes which of them are a primal itself, or one another."""
         taken = {self.memory.owner[node] for node in self.primals}
-        results: list[Any] = []
-        for node in self.forward_results:
-            if not isinstance(node, fx.Node) or is_number(node):
-                results.append(node)
-                continue
-            owner = self.memory.owner[node]
-            results.append(_cloned(graph, node) if owner in taken else node)
-            taken.add(owner)
-        return results
+        for place, node in enumerate(self.forward_results):
+            if isinstance(node, fx.Node) and not is_number(node):
+                owner = self.memory.owner[node]
+                if owner in taken:
+                    self.copied.append(place)
+                taken.add(owner)
+        return self.forward_results
 
     def _backward(
         self, number: int, read: list[fx.Node], saved: Sequence[fx.Node], wanted: Sequence[Any]
@@ -194,7 +192,30 @@ class _Division:
             ) from missing
         _follow_layouts(gm)
         order = {node: i for i, node in enumerate(saved)}
-        return RegionBackward(gm, tuple(order[node] for node in read))
+        return RegionBackward(gm, tuple(order[node] for node in read), self._checked(number, read))
+
+    def _checked(self, number: int, read: list[fx.Node]) -> tuple[Saved, ...]:
+        """What eager keeps for a region, can be changed by the user, and is not saved as it is."""
+        memory, changed = self.memory, self._changed_primals()
+        kept = {
+            memory.owner[value]: value
+            for node in self.joint.gm.graph.nodes
+            if is_backward(node) and node.meta["region"] == number
+            for value in node.all_input_nodes
+            if not is_backward(value) and value in memory.owner and not is_number(value)
+        }
+        covered = {memory.owner[node] for node in read if node in memory.primals or node in memory.outputs}
+        checked = []
+        for owner, value in kept.items():
+            if owner in covered or owner in changed:
+                continue
+            example = value.meta.get("val")
+            if owner in memory.primals:
+                checked.append(Saved(owner.name, SavedKind.PRIMAL, memory.primals[owner], example, True))
+            for output, place in memory.outputs.items():
+                if memory.owner[output] is owner and owner not in memory.primals:
+                    checked.append(Saved(output.name, SavedKind.OUTPUT, place, example, True))
+        return tuple(checked)
 
 
 def _follow_layouts(gm: fx.GraphModule) -> None:
@@ -218,10 +239,3 @@ def _refuse_effect(node: fx.Node) -> None:
                 way_out="mark it CheckpointPolicy.MUST_SAVE in node.meta['recompute']",
             )
         )
-
-
-def _cloned(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    with graph.inserting_before(graph.output_node()):
-        copy = graph.call_function(torch.ops.aten.clone.default, (node,))
-    copy.meta = dict(node.meta)
-    return copy

@@ -40,7 +40,7 @@ class RegionNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
-        """Run the region: `backward` gets the context and the cotangents, and gives a gradient for each input."""
+        """Run the region, which gets the context and the cotangents, and gives a gradient for each input."""
         return None, None, None, None, None, *ctx.run(ctx, cotangents)
 
 

@@ -66,7 +66,8 @@ def rerun_region(
         entries = {
             number: primal[...] for number, primal in primals.items() if joint.primals[number].differentiable
         }
-        visible = _values(joint, _again(joint, call, entries))
+        outputs = _again(joint, call, entries)  # kept: they own their autograd nodes
+        visible = _values(joint, outputs)
     ends = {entry.grad_fn: number for number, entry in entries.items()}
     graph = graph_below(visible, ends)
     known = {i: ends[node.handle] for i, node in enumerate(graph.nodes) if node.handle in ends}
@@ -79,6 +80,7 @@ def rerun_region(
             return walk.run(cotangents)
 
     found: dict[Destination, Any] = outside_of_graph_task(run, differentiable)
+    del outputs
     return found
 
 

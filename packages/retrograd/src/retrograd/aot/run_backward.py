@@ -14,16 +14,23 @@ from typing import Any
 import torch
 
 from retrograd._torch.ambient import Ambient
-from retrograd._torch.fakes import laid_out_like
+from retrograd._torch.fakes import laid_out_like, retraced
+from retrograd._torch.tracing import is_batched
 from retrograd._torch.tensors import graph_is_kept
 from retrograd._torch.wrappers import PLAIN, Wrapping, built, parts_of
 from retrograd.aot.lower import lower
 from retrograd.aot.rerun import rerun_region
 from retrograd.backends.base import Backend, Boxed, Half
+from retrograd.backends.registry import find_backend
 from retrograd.events import counters
 from retrograd.graph.partition import Partition
 
-__all__ = ["RegionCode"]
+__all__ = ["MOST_LAYOUTS", "RegionCode"]
+
+#: how many layouts of cotangents code is made for; others are copied.
+MOST_LAYOUTS = 4
+#: in place of strides: cotangents of torch's older vmap (``is_grads_batched``), which no generated code takes.
+_BATCHED = ("batched",)
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ class RegionCode:
             joint.gradients.get((number, there)) for there in self.destinations
         ]
         self._expected = [self._expect(root) for root in self.roots]
+        self._nothing = (None,) * len(self.roots)
         self._plain = all(e.wrapping is PLAIN for e in self._expected) and all(
             g is None or g is PLAIN for g in self._gradients
         )
@@ -57,8 +65,10 @@ class RegionCode:
         self._undefined_matters = number in joint.undefined_matters
         saved = [partition.saved[i] for i in self._graphs.saved]
         self._numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number)
+        self._tensors = len(saved) - len(self._numbers)
         self._follows_layout = not backend.decompositions()
-        self._code: Boxed | None = None
+        self._codes: dict[tuple[Any, ...], Boxed] = {}
+        self._saves = any(not entry.is_number for entry in saved)
 
     def _expect(self, root: int) -> _Expected:
         joint = self._partition.joint
@@ -72,13 +82,13 @@ class RegionCode:
 
     def compile_ahead(self) -> None:
         """Compile now, for the layouts that tracing predicted."""
-        self._code = self._lowered(None)
+        self._codes[self._layouts(())] = self._lowered(None)
 
     def __call__(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         """Gradients for the destinations."""
         if all(cotangent is None for cotangent in cotangents):
             return [None] * len(self.destinations)
-        saved = ctx.saved_tensors
+        saved = ctx.saved_tensors if self._saves else ()  # what saves nothing may run as often as one likes
         if (
             torch.is_grad_enabled()
             or Ambient.autocast_now()
@@ -86,12 +96,31 @@ class RegionCode:
             or not self._fit(cotangents)
         ):
             return self._as_eager(ctx, cotangents)
-        args = self._arguments(saved, ctx.numbers, cotangents)
+        layouts = self._layouts(cotangents)
+        is_known = layouts in self._codes or len(self._codes) < MOST_LAYOUTS
+        args = self._arguments(saved, ctx.numbers, cotangents, is_known)
+        layouts = layouts if is_known else self._layouts(())
         del saved, cotangents
         if not graph_is_kept():
             ctx.maybe_clear_saved_tensors()
-            ctx.numbers = ctx.again = None
-        return self._results(self._run(args))
+            ctx.again = None
+        return self._results(self._run(layouts, args))
+
+    def _layouts(self, cotangents: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+        """For each plain cotangent that is laid out otherwise than traced, its strides: code is made for each such
+        layout, for a backend that does not follow them by itself."""
+        if self._follows_layout:
+            return ()
+        if any(map(is_batched, cotangents)):
+            return _BATCHED
+        return tuple(
+            [
+                cotangent.stride()
+                if cotangent is not None and e.wrapping is PLAIN and cotangent.stride() != e.strides
+                else None
+                for cotangent, e in zip(cotangents or self._nothing, self._expected, strict=True)
+            ]
+        )
 
     def _fit(self, cotangents: Sequence[torch.Tensor | None]) -> bool:
         for cotangent, expected in zip(cotangents, self._expected, strict=True):
@@ -103,13 +132,13 @@ class RegionCode:
         return True
 
     def _arguments(
-        self, saved: Sequence[Any], numbers: Sequence[Any], cotangents: Sequence[Any]
+        self, saved: Sequence[Any], numbers: Sequence[Any], cotangents: Sequence[Any], is_known: bool
     ) -> list[Any]:
-        args = list(saved)
+        args = list(saved[: self._tensors])
         for place, value in zip(self._numbers, numbers, strict=True):
             args.insert(place, value)
         for cotangent, expected in zip(cotangents, self._expected, strict=True):
-            if self._follows_layout and expected.wrapping is PLAIN and cotangent is not None:
+            if expected.wrapping is PLAIN and cotangent is not None and is_known:
                 args.append(cotangent)
             elif expected.wrapping is PLAIN:
                 args.append(_laid_out(cotangent, expected))
@@ -117,20 +146,25 @@ class RegionCode:
                 args.extend(parts_of(_defined(cotangent, expected), expected.wrapping))
         return args
 
-    def _run(self, args: list[Any]) -> Sequence[Any]:
-        code = self._code
+    def _run(self, layouts: tuple[Any, ...], args: list[Any]) -> Sequence[Any]:
+        code = self._codes.get(layouts)
         if code is None:
             counters["aot_backward_lowerings"] += 1
-            code = self._code = self._lowered(args)
+            code = self._codes[layouts] = self._lowered(args, layouts)
         return code(args)
 
-    def _lowered(self, args: Sequence[Any] | None) -> Boxed:
-        """Code for inputs laid out as they are in `args`: a backend may have given what is saved other
-        strides than tracing did."""
+    def _lowered(self, args: Sequence[Any] | None, layouts: tuple[Any, ...] = ()) -> Boxed:
+        """Code for inputs laid out as they are in `args`: a backend may have given what is saved other strides than
+        tracing did."""
         gm = self._graphs.gm
+        if layouts is _BATCHED:
+            return find_backend("eager").compile(gm, ())
         examples = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
         if args is not None:
-            examples = [laid_out_like(fake, value) for fake, value in zip(examples, args, strict=True)]
+            traced = examples
+            examples = [laid_out_like(fake, value) for fake, value in zip(traced, args, strict=True)]
+            if any(one is not other for one, other in zip(traced, examples, strict=True)):
+                gm = retraced(gm, examples)
         half = Half(is_backward=True, visible=len(gm.graph.output_node().args[0]))  # type: ignore[arg-type]
         return lower(self._backend, gm, self._partition.joint.state, half, examples)
 

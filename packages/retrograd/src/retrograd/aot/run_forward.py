@@ -48,6 +48,7 @@ class CompiledFunction:
         self._direct = self._plan_primals()
         self._layout = layout = Layout.of(partition)
         self._value_count = len(joint.values)
+        self._copied = partition.copied
         self._finish, self._rebuild = Finish(joint, layout.values), rebuilder(joint.out_spec)
         self._attaching = Attaching(partition, regions, layout, self._finish) if regions else None
         self._records_inside = not joint.state.ambient.grad  # autograd was switched on by the function itself
@@ -81,7 +82,7 @@ class CompiledFunction:
         generators = generator_states(self._draws) if self._draws else {}
         frame = list(primals)
         if self._layout.is_plain:
-            results = self._run([*primals])
+            results = self._results([*primals])
             frame += results
             if self._layout.is_apart:
                 frame += results[: self._value_count]
@@ -98,6 +99,15 @@ class CompiledFunction:
                 self._attaching(frame, again)
         return self._rebuild(self._finish(sources, frame))
 
+    def _results(self, parts: list[Any]) -> Sequence[Any]:
+        """What the graph gives for `parts`, each in memory of its own where that matters."""
+        results = self._run(parts)
+        if self._copied:
+            results = [*results]
+            for place in self._copied:
+                results[place] = results[place].detach().clone()
+        return results
+
     def _run_on_parts(self, primals: Sequence[Any], frame: list[Any]) -> None:
         """Run, with wrapper subclasses taken apart; fills the frame."""
         parts = [
@@ -105,7 +115,7 @@ class CompiledFunction:
             for value, primal in zip(primals, self._joint.primals, strict=True)
             for part in parts_of(value, primal.wrapping)
         ]
-        results = self._run([*parts])
+        results = self._results([*parts])
         flat = iter(results)
         frame += [*parts, *results, *[built(value.wrapping, flat) for value in self._joint.values]]
 

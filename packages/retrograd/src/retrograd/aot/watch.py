@@ -41,9 +41,17 @@ class Watched:
         modules = dict.fromkeys(module for root in roots for module in root.modules())
         self._modules = tuple(modules)
         self._children = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
-        self._counts = [(m._parameters, len(m._parameters)) for m in modules]
+        self._counts = [
+            (holder, len(holder)) for m in modules for holder in (m._modules, m._parameters, m._buffers)
+        ]
+        self._settings = [
+            (vars(owner), key, value)
+            for owner in (*modules, *_owners(fn))
+            for key, value in vars(owner).items()
+            if isinstance(value, _SCALARS) and key != "training"
+        ]
         self._contents = [(c, _content(c)) for c in self._cells if isinstance(c, (list, dict, set))]
-        self._attributes = [_attributes(module) for module in self._modules]
+        self.note()
         self._registered = -1
         self._hooked = False
 
@@ -52,9 +60,17 @@ class Watched:
         return (
             all(holder.get(name) is child for holder, name, child in self._children)
             and all(len(holder) == count for holder, count in self._counts)
+            and all(
+                holder.get(key) is value or _same([holder.get(key)], [value])
+                for holder, key, value in self._settings
+            )
             and all(_same(_content(container), content) for container, content in self._contents)
             and all(now is before for now, before in zip(_referred(self._fn), self._cells, strict=False))
         )
+
+    def note(self) -> None:
+        """Remember what `refuse_changes` compares with."""
+        self._attributes = [_attributes(module) for module in self._modules]
 
     def refuse_changes(self) -> None:
         """Look for what the function left behind when it was captured: what it set or changed in Python.
@@ -88,6 +104,12 @@ class Watched:
                 getattr(torch_module, name) for name in _GLOBAL_HOOKS
             )
         return self._hooked
+
+
+def _owners(fn: Any) -> list[Any]:
+    """The object of a bound method, whose settings it may read."""
+    owner = getattr(fn, "__self__", None)
+    return [owner] if hasattr(owner, "__dict__") and not isinstance(owner, (type, nn.Module)) else []
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

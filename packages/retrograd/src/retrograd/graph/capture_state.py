@@ -95,6 +95,17 @@ class CaptureState:
     in_spec: Any = None
 
     @property
+    def is_symbolic(self) -> bool:
+        """Whether some sizes are symbolic."""
+        kinds = (torch.SymInt, torch.SymFloat)
+        numbers = [
+            number
+            for leaf in self.leaves
+            for number in (leaf.value.shape if isinstance(leaf.value, torch.Tensor) else (leaf.value,))
+        ]
+        return any(isinstance(number, kinds) for number in numbers)
+
+    @property
     def tensors(self) -> list[int]:
         """Positions of the tensors among the leaves, each given once."""
         return [i for i, leaf in enumerate(self.leaves) if leaf.is_tensor]

@@ -53,7 +53,10 @@ class Saved:
         """Memory that lives only because it is saved; sizes that are symbolic count as at capture."""
         if self.is_number or self.kind is not SavedKind.INTERMEDIATE:
             return 0
-        return int(self.value.numel()) * self.value.element_size()
+        count = self.value.numel()
+        if isinstance(count, torch.SymInt):  # not asked for its value, which would make it a constant
+            count = count.node.hint or 0
+        return int(count) * self.value.element_size()
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,14 +67,13 @@ class RegionBackward:
         gm: takes the saved values, then the cotangents of the region's roots; gives its gradients, in the order of the
             signature.
         saved: which of the partition's saved values it takes.
-        checked: forward outputs (by number) that eager keeps for it in a form that is not saved.
-        checked_primals: placeholders of the same kind.
+        checked: primals and outputs that eager keeps for it and that are not saved as they are: like eager, the backward
+            refuses to run if they have changed.
     """
 
     gm: fx.GraphModule
     saved: tuple[int, ...]
-    checked: tuple[int, ...] = ()
-    checked_primals: tuple[int, ...] = ()
+    checked: tuple[Saved, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,12 +85,15 @@ class Partition:
         forward: takes the primals; gives the forward outputs of the signature, then the saved intermediates.
         saved: what is kept.
         backwards: one per region.
+        copied: places among the forward's results whose memory belongs to a primal, or to a result before them: they are
+            copied before anything is written. (Not in the graph, where a backend would leave the copy out.)
     """
 
     joint: JointValues
     forward: fx.GraphModule
     saved: tuple[Saved, ...]
     backwards: tuple[RegionBackward, ...]
+    copied: tuple[int, ...] = ()
 
     @property
     def saved_bytes(self) -> int:

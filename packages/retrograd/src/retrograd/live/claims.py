@@ -1,11 +1,11 @@
 """Backwards that belong to a compiled callable, wherever and whenever they run.
 
-In: the outputs of a call, and the session of the callable that made it. Out: later, for the roots of a backward,
-that session. A mark is left on the autograd nodes of the outputs, where it lives as long as they do; a backward
-belongs to the callable whose mark is met first below its roots.
+In: the outputs of a call, and the session of the callable that made it. Out: later, for the roots of a
+backward, that session. A mark is left on the autograd nodes of the outputs, where it lives as long as they
+do; a backward belongs to the callable whose mark is met first below its roots.
 
-This is how ``retrograd.compile`` compiles a backward that runs long after the call, in any thread, without a setting
-for the whole process: backwards that meet no mark run as if nothing were there.
+This is how ``retrograd.compile`` compiles a backward that runs long after the call, in any thread, without
+a setting for the whole process: backwards that meet no mark run as if nothing were there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def claim(outputs: Any, session: Session) -> None:
     """Leave the mark of `session` on the nodes of all tensors in `outputs`, unless they have one."""
     for output in pytree.tree_leaves(outputs):
         if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-            output.grad_fn.metadata.setdefault(_MARK, session)
+            node: Any = output.grad_fn
+            node.metadata.setdefault(_MARK, session)
 
 
 def claimant(request: EngineRequest) -> Session | None:

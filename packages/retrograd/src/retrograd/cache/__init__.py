@@ -1,0 +1,1 @@
+"""What was compiled, found again: by a key, then by guards. Bounded."""

@@ -1,0 +1,169 @@
+"""What was compiled is found again: bounded, by guards, and on disk by another process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from retrograd import aot
+from retrograd.cache.call_guard import CallGuard
+from retrograd.cache.lookup import GuardedCache
+from retrograd.events import counters
+
+
+@dataclass
+class Below:
+    """Fits values below a limit."""
+
+    limit: int
+
+    def fits(self, values: Sequence[Any]) -> bool:
+        return values[0] < self.limit
+
+
+@dataclass
+class Entry:
+    name: str
+    guard: Below
+
+
+def test_the_first_entry_of_the_key_whose_guard_holds_is_found() -> None:
+    cache: GuardedCache[Entry] = GuardedCache(8)
+    small, large = Entry("small", Below(10)), Entry("large", Below(100))
+    for entry in (small, large):
+        cache.add("key", entry)
+    assert cache.find("key", [5]) is small
+    assert cache.find("key", [50]) is large
+    assert cache.find("key", [500]) is None
+    assert cache.find("other", [5]) is None
+    assert cache.known("key") == [small, large]
+
+
+def test_what_was_not_used_for_longest_goes() -> None:
+    cache: GuardedCache[Entry] = GuardedCache(2)
+    entries = {name: Entry(name, Below(10)) for name in "abc"}
+    cache.add("a", entries["a"])
+    cache.add("b", entries["b"])
+    assert cache.find("a", [1]) is entries["a"]
+    cache.add("c", entries["c"])
+    assert [cache.find(name, [1]) is not None for name in "abc"] == [True, False, True]
+    assert len(cache) == 2
+
+
+def test_within_one_key_too_the_oldest_use_goes() -> None:
+    cache: GuardedCache[Entry] = GuardedCache(2)
+    small, large = Entry("small", Below(10)), Entry("large", Below(100))
+    cache.add("key", small)
+    cache.add("key", large)
+    cache.find("key", [5])
+    cache.add("other", Entry("more", Below(1)))
+    assert cache.known("key") == [small]
+
+
+def test_cleared() -> None:
+    cache: GuardedCache[Entry] = GuardedCache(2)
+    cache.add("a", Entry("a", Below(1)))
+    cache.clear()
+    assert len(cache) == 0
+    assert cache.find("a", [0]) is None
+
+
+def test_a_cache_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one entry, not 0"):
+        GuardedCache(0)
+
+
+def test_a_function_keeps_a_bounded_number_of_kinds() -> None:
+    compiled = aot.function(lambda x, power: x**power, backend="eager", cache_size=2)
+    x = torch.ones(3, requires_grad=True)
+    before = counters["aot_compiles"]
+    for power in (2, 3, 4):
+        compiled(x, power)
+    assert counters["aot_compiles"] - before == 3
+    compiled(x, 4)
+    compiled(x, 3)
+    assert counters["aot_compiles"] - before == 3
+    assert torch.equal(compiled(x + 1, 2), torch.full((3,), 4.0))
+    assert counters["aot_compiles"] - before >= 4
+
+
+def joint(fn: Any, *inputs: Any, dynamic: bool | None = None) -> tuple[list[Any], CallGuard]:
+    captured = aot.capture(aot.create_state(fn, inputs, dynamic=dynamic))
+    return list(inputs), CallGuard.for_joint(inputs, captured)
+
+
+def test_a_guard_looks_at_what_the_capture_relied_on() -> None:
+    x = torch.ones(4, 3, requires_grad=True)
+    (given, guard) = joint(lambda x: x * 2, x)
+    assert guard.fits(given)
+    assert guard.fits([torch.zeros(4, 3, requires_grad=True)])
+    assert not guard.fits([torch.ones(4, 3)])
+    assert not guard.fits([torch.ones(5, 3, requires_grad=True)])
+    assert not guard.fits([x.detach().double().requires_grad_()])
+    assert not guard.fits([torch.ones(4, 3, requires_grad=True) * 1])
+    assert not guard.fits([torch.ones(3, 4, requires_grad=True).t()])
+
+
+def test_a_guard_for_symbolic_sizes() -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.sum() if x.shape[0] > y.shape[0] else y.sum()
+
+    _, guard = joint(fn, torch.ones(5), torch.ones(4), dynamic=True)
+    assert guard.fits([torch.ones(9), torch.ones(3)])
+    assert not guard.fits([torch.ones(3), torch.ones(9)])
+
+
+def test_shared_memory_matters_only_if_something_is_changed() -> None:
+    def changes(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.add_(y)
+
+    x = torch.ones(4)
+    _, guard = joint(changes, torch.ones(2), torch.ones(2))
+    assert not guard.fits([x[:2], x[2:].as_strided((2,), (1,), 0)])
+    _, guard = joint(lambda x, y: x + y, torch.ones(2), torch.ones(2))
+    assert guard.fits([x[:2], x[1:3]])
+
+
+# on disk --------------------------------------------------------------------------------------------------------------
+
+COMPILES = """
+import sys, torch
+from torch._dynamo.utils import counters
+from retrograd import aot
+
+def fn(x, w):
+    return (x @ w).sin().exp().sum()
+
+dynamic = True if sys.argv[1] == "dynamic" else None
+x, w = torch.ones(4, 3, requires_grad=True), torch.ones(3, 5, requires_grad=True)
+compiled = aot.function(fn, backend="inductor", dynamic=dynamic)
+compiled(x, w).backward()
+assert torch.allclose(x.grad, torch.autograd.grad(fn(x, w), x)[0])
+found = counters["inductor"]
+print(found["fxgraph_cache_miss"], found["fxgraph_cache_hit"], found["fxgraph_cache_bypass"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", ["static", "dynamic"])
+def test_another_process_finds_what_inductor_compiled(sizes: str, tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+    }
+    command = [sys.executable, "-c", COMPILES, sizes]
+    printed = [
+        subprocess.run(command, env=environment, capture_output=True, text=True, timeout=140, check=True).stdout.split()
+        for _ in range(2)
+    ]
+    assert printed == [["2", "0", "0"], ["0", "2", "0"]]

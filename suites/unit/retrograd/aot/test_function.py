@@ -1,0 +1,576 @@
+"""All stages in one call: when a capture is used again, when there is another one, when eager runs instead."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import retrograd
+from retrograd import aot
+from retrograd.errors import CaptureError, FallbackWarning, UnknownBackendError
+from unit.retrograd.aot.against_eager import captures, leaf, tensor
+
+quiet = pytest.mark.filterwarnings("ignore::retrograd.errors.FallbackWarning")
+
+
+def compiled(fn: Callable[..., Any], **options: Any) -> aot.AotFunction:
+    return aot.function(fn, **{"backend": "eager", "strict": True, **options})
+
+
+def fallbacks() -> int:
+    return retrograd.counters["aot_fallbacks"]
+
+
+def same(fn: Callable[..., Any], call: Callable[..., Any], *args: Any) -> None:
+    expected, found = fn(*args), call(*args)
+    assert (found.dtype, found.shape, found.stride()) == (expected.dtype, expected.shape, expected.stride())
+    assert torch.equal(found, expected)
+
+
+# Guards: the first call is captured; is there a capture for the second?
+
+w = tensor(3, 4)
+CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], int]] = {
+    "the same": (lambda x: x * 2, (w,), (w,), 1),
+    "other values": (lambda x: x * 2, (w,), (w + 1,), 1),
+    "another dtype": (lambda x: x * 2, (w,), (w.double(),), 2),
+    "another layout": (lambda x: x * 2, (w,), (torch.ones(4, 3).t(),), 2),
+    "another rank": (lambda x: x * 2, (w,), (tensor(3, 4, 1),), 2),
+    "another size": (lambda x: x * 2, (w,), (tensor(5, 4),), 2),
+    "requires_grad": (lambda x: x * 2, (w,), (leaf(3, 4),), 2),
+    "a parameter for a tensor": (lambda x: x * 2, (leaf(3, 4),), (nn.Parameter(tensor(3, 4)),), 2),
+    "no leaf": (lambda x: x * 2, (leaf(3, 4),), (leaf(3, 4) * 1,), 2),
+    "another number": (lambda x, n: x * n, (w, 2), (w, 3), 2),
+    "an equal number": (lambda x, n: x * n, (w, 2), (w, 2), 1),
+    "a float for an int": (lambda x, n: x * n, (w, 2), (w, 2.0), 2),
+    "True for 1": (lambda x, n: x * n, (w, 1), (w, True), 2),
+    "another string": (lambda x, how: getattr(x, how)(), (w, "sin"), (w, "cos"), 2),
+    "another dtype as argument": (lambda x, to: x.to(to), (w, torch.float64), (w, torch.int32), 2),
+    "another key": (lambda x: next(iter(x.values())) * 2, ({"a": w},), ({"b": w},), 2),
+    "another length": (lambda x: sum(x), ([w],), ([w, w + 1],), 2),
+    "one tensor twice": (lambda x, y: x * y, (w, w.clone()), (w, w), 2),
+    "no longer one twice": (lambda x, y: x * y, (w, w), (w, w.clone()), 2),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_guards(name: str) -> None:
+    fn, first, second, expected = CALLS[name]
+    call = compiled(fn, dynamic=False)
+    same(fn, call, *first)
+    same(fn, call, *second)
+    assert captures() == expected
+    same(fn, call, *first)
+    assert captures() == expected
+
+
+def test_keywords_are_told_from_one_another() -> None:
+    call = compiled(lambda x, *, by=1, plus=0: x * by + plus)
+    assert torch.equal(call(w, by=2), w * 2)
+    assert torch.equal(call(w, plus=2), w + 2)
+    assert torch.equal(call(x=w, by=3), w * 3)
+    assert captures() == 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        pytest.param(torch.no_grad, 2, id="no_grad"),
+        pytest.param(torch.enable_grad, 1, id="enable_grad"),
+        pytest.param(functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16), 2, id="autocast"),
+    ],
+)
+def test_modes_are_guarded(mode: Callable[[], Any], expected: int) -> None:
+    fn = lambda x: x @ x  # noqa: E731
+    call, x = compiled(fn), leaf(3, 3)
+    same(fn, call, x)
+    with mode():
+        same(fn, call, x)
+        assert call(x).requires_grad == fn(x).requires_grad
+    same(fn, call, x)
+    assert captures() == expected
+
+
+def test_memory_that_is_shared_where_the_function_writes_is_guarded() -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        return x + y
+
+    call = compiled(fn)
+    for make in (lambda: (torch.ones(4), torch.ones(4)), lambda: (lambda x: (x, x[:]))(torch.ones(4))):
+        expected, found = fn(*make()), call(*make())
+        assert torch.equal(found, expected)
+    assert captures() == 2
+
+
+# Sizes
+
+
+def test_a_size_that_changes_is_symbolic_from_then_on() -> None:
+    fn = lambda x: (x * 2).sum(0)  # noqa: E731
+    call = compiled(fn)
+    for size in (3, 5, 7, 9):
+        same(fn, call, tensor(size, 4))
+    assert captures() == 2
+    same(fn, call, tensor(5, 6))
+    assert captures() == 3
+    same(fn, call, tensor(8, 9))
+    assert captures() == 3
+
+
+def test_gradients_with_symbolic_sizes() -> None:
+    fn = lambda x, w: (x @ w).tanh().sum(0)  # noqa: E731
+    call = compiled(fn)
+    for size in (2, 3, 4, 6):
+        found = []
+        for run in (fn, call):
+            x, weight = leaf(size, 3), leaf(3, 2)
+            run(x, weight).sum().backward()
+            found.append([x.grad, weight.grad])
+        assert all(map(torch.equal, *found))
+    assert captures() == 2
+
+
+def test_static_sizes_are_captured_each() -> None:
+    call = compiled(lambda x: x * 2, dynamic=False)
+    for size in (3, 5, 7):
+        call(tensor(size))
+    assert captures() == 3
+
+
+def test_symbolic_from_the_start() -> None:
+    fn = lambda x: x.reshape(-1).cumsum(0) * x.shape[0]  # noqa: E731
+    call = compiled(fn, dynamic=True)
+    for sizes in ((3, 4), (5, 6), (7, 8)):
+        same(fn, call, tensor(*sizes))
+    assert captures() == 1
+
+
+def test_what_the_function_asks_of_a_size_is_guarded() -> None:
+    fn = lambda x: x * 2 if x.shape[0] > 4 else x * 3  # noqa: E731
+    call = compiled(fn, dynamic=True)
+    for size in (3, 2, 6, 8, 3):
+        same(fn, call, tensor(size))
+    assert captures() == 2
+
+
+def test_sizes_0_and_1_are_special() -> None:
+    fn = lambda x: x.expand(3, 4) if x.shape[0] == 1 else x[:3] * 2  # noqa: E731
+    call = compiled(fn, dynamic=True)
+    for size in (5, 1, 6):
+        same(fn, call, tensor(size, 4))
+    assert captures() == 2
+
+
+# How many
+
+
+@quiet
+def test_more_kinds_than_the_limit_run_eagerly() -> None:
+    call = compiled(lambda x: x * 2, dynamic=False, recompile_limit=2, strict=False)
+    for size in (2, 3, 4, 5):
+        assert torch.equal(call(tensor(size)), tensor(size) * 2)
+    assert (captures(), fallbacks()) == (2, 2)
+    assert "recompile-limit" in [reason.code for reason in aot.explain().fallbacks]
+
+
+def test_the_limit_is_an_error_if_strict() -> None:
+    call = compiled(lambda x: x * 2, dynamic=False, recompile_limit=1)
+    call(tensor(2))
+    with pytest.raises(CaptureError, match="recompile_limit"):
+        call(tensor(3))
+
+
+def test_reset_forgets() -> None:
+    call = compiled(lambda x: x * 2)
+    call(w)
+    call.reset()
+    call(w)
+    assert captures() == 2
+
+
+def test_backends() -> None:
+    with pytest.raises(UnknownBackendError, match="nowhere"):
+        aot.function(lambda x: x, backend="nowhere")
+    seen = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        seen.append(len(example_inputs))
+        return gm.forward
+
+    x = leaf(3)
+    compiled(lambda x: x.sin(), backend=backend)(x).sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())
+    assert seen == [1, 2]
+
+
+# Eager instead
+
+
+def reads_data(x: Tensor) -> Tensor:
+    return x * x.sum().item()
+
+
+def test_what_cannot_be_captured_runs_eagerly_and_says_why() -> None:
+    call = compiled(reads_data, strict=False)
+    with pytest.warns(FallbackWarning, match="_local_scalar_dense"):
+        assert torch.equal(call(w), reads_data(w))
+    assert torch.equal(call(w), reads_data(w))
+    assert (captures(), fallbacks()) == (0, 2)
+    *_, reason = aot.explain().fallbacks
+    assert (reason.stage, bool(reason.way_out)) == ("aot.capture", True)
+
+
+def test_strict_raises_instead() -> None:
+    with pytest.raises(CaptureError, match="_local_scalar_dense"):
+        compiled(reads_data)(w)
+
+
+@quiet
+def test_errors_of_the_function_are_those_of_eager() -> None:
+    def fails(x: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        compiled(fails, strict=False)(w)
+    with pytest.raises(RuntimeError, match="must match the size of tensor b"):
+        compiled(lambda x: x + torch.ones(7), strict=False)(w)
+
+
+@quiet
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(lambda: torch.eye(3).to_sparse_csr(), id="sparse csr"),
+        pytest.param(lambda: torch.eye(3).to_sparse(), id="sparse coo"),
+        pytest.param(lambda: torch.quantize_per_tensor(torch.ones(3, 3), 0.1, 0, torch.qint8), id="quantized"),
+        pytest.param(lambda: torch.ones(3, 3, dtype=torch.cfloat).conj(), id="conjugated"),
+        pytest.param(lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), id="nested"),
+    ],
+)
+def test_tensors_of_other_kinds_run_eagerly(value: Callable[[], Tensor]) -> None:
+    call = compiled(lambda x: x.clone(), strict=False)
+    for _ in range(2):
+        assert type(call(value())) is Tensor
+        assert call(value()).layout == value().layout
+    assert captures() == 0
+    assert fallbacks() == 4
+
+
+@quiet
+def test_inside_a_transform_of_functorch() -> None:
+    fn = lambda x: (x * x).sum()  # noqa: E731
+    assert torch.equal(torch.func.grad(compiled(fn, strict=False))(w), w * 2)
+    assert captures() == 0
+
+
+def test_inside_another_capture_it_is_the_function_itself() -> None:
+    inner = compiled(lambda x: x.sin())
+    outer = compiled(lambda x: inner(x) * 2)
+    x = leaf(3)
+    outer(x).sum().backward()
+    torch.testing.assert_close(x.grad, x.detach().cos() * 2)
+
+
+@quiet
+def test_saved_tensor_hooks_around_a_call() -> None:
+    packed = []
+
+    def pack(value: Tensor) -> Tensor:
+        packed.append(tuple(value.shape))
+        return value
+
+    call, x = compiled(lambda x: x.sin(), strict=False), leaf(3)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        call(x).sum().backward()
+    assert packed == [(3,)]
+    torch.testing.assert_close(x.grad, x.detach().cos())
+
+
+# What a function refers to
+
+
+def test_tensors_of_a_closure_are_inputs() -> None:
+    scale = leaf(4)
+    call = compiled(lambda x: x * scale)
+    call(w)
+    with torch.no_grad():
+        scale.mul_(2)
+    assert torch.equal(call(w), w * scale)
+    call(w).sum().backward()
+    assert torch.equal(scale.grad, w.sum(0))
+    assert captures() == 1
+
+
+def test_another_tensor_in_the_closure() -> None:
+    scale = tensor(4)
+    call = compiled(lambda x: x * scale)
+    call(w)
+    scale = tensor(4, seed=9)
+    assert torch.equal(call(w), w * scale)
+
+
+def test_another_number_in_the_closure() -> None:
+    factor = 2
+    call = compiled(lambda x: x * factor)
+    call(w)
+    factor = 3
+    assert torch.equal(call(w), w * factor)
+
+
+FACTOR = 2
+
+
+@pytest.mark.xfail(strict=True, reason="of globals only modules and tensors are watched")
+def test_another_number_in_a_global(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = compiled(lambda x: x * FACTOR)
+    call(w)
+    monkeypatch.setitem(globals(), "FACTOR", 3)
+    assert torch.equal(call(w), w * 3)
+
+
+def test_methods_and_partials() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.scale = 2.0
+
+        def times(self, x: Tensor, more: float) -> Tensor:
+            return x * self.scale * more
+
+    assert torch.equal(compiled(Holder().times)(w, 2.0), w * 4)
+    assert torch.equal(compiled(functools.partial(torch.mul, w))(w), w * w)
+
+
+def test_another_number_in_an_attribute() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.scale = 2.0
+
+        def times(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    holder = Holder()
+    call = compiled(holder.times)
+    call(w)
+    holder.scale = 3.0
+    assert torch.equal(call(w), w * 3)
+
+
+# Modules
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(1)
+        return self.last(self.drop(self.first(x)))
+
+
+def module(mod: nn.Module, **options: Any) -> aot.AotModule:
+    return aot.module(mod, **{"backend": "eager", "strict": True, **options})
+
+
+def agree(mod: nn.Module, call: nn.Module, x: Tensor = w) -> None:
+    """Outputs and gradients of the module and of its compiled form, from one state and seed."""
+    found = []
+    before = {name: value.clone() for name, value in mod.state_dict().items()}
+    for run in (mod, call):
+        mod.load_state_dict(before)
+        mod.zero_grad()
+        torch.manual_seed(1)
+        run(x).sin().sum().backward()
+        found.append([p.grad if p.grad is None else p.grad.clone() for p in mod.parameters()])
+        found[-1] += [value.clone() for value in mod.buffers()]
+    for expected, value in zip(*found, strict=True):
+        assert (expected is None and value is None) or torch.equal(expected, value)
+
+
+def test_a_module_and_its_buffers() -> None:
+    net = Net()
+    call = module(net)
+    agree(net, call)
+    agree(net, call)
+    assert captures() == 1
+    assert net.seen.item() == 2
+
+
+def test_training_and_evaluation() -> None:
+    net = Net()
+    call = module(net)
+    agree(net, call)
+    net.eval()
+    agree(net, call)
+    net.train()
+    net.drop.eval()
+    agree(net, call)
+    assert captures() == 3
+    net.drop.train()
+    agree(net, call)
+    assert captures() == 3
+
+
+def test_the_compiled_module_is_switched_with_its_module() -> None:
+    net = Net()
+    call = module(net)
+    call.eval()
+    assert not net.training
+    agree(net, call)
+
+
+def test_tied_weights() -> None:
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+    net[2].weight = net[0].weight
+    call = module(net)
+    agree(net, call)
+    net[2].weight = nn.Parameter(tensor(4, 4))
+    agree(net, call)
+    assert len(list(net.parameters())) == 2
+
+
+def test_a_parameter_is_replaced() -> None:
+    net = nn.Linear(4, 2)
+    call = module(net)
+    agree(net, call)
+    net.weight = nn.Parameter(tensor(2, 4, seed=8))
+    agree(net, call)
+    assert captures() == 1
+
+
+def test_requires_grad_is_switched() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    call = module(net)
+    agree(net, call)
+    net[0].requires_grad_(False)
+    agree(net, call)
+    assert captures() == 2
+    net[0].requires_grad_(True)
+    agree(net, call)
+    assert captures() == 2
+
+
+def test_a_submodule_is_replaced() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    call = module(net)
+    agree(net, call)
+    net[1] = nn.Sigmoid()
+    agree(net, call)
+    assert captures() == 2
+
+
+def test_a_submodule_is_added() -> None:
+    net = nn.Sequential(nn.Linear(4, 4))
+    call = module(net)
+    agree(net, call)
+    net.append(nn.Tanh())
+    agree(net, call)
+
+
+def test_a_bias_is_taken_away() -> None:
+    net = nn.Linear(4, 4)
+    call = module(net)
+    agree(net, call)
+    net.bias = None
+    agree(net, call)
+
+
+@quiet
+def test_hooks_that_are_added_later_run() -> None:
+    net = Net()
+    call = module(net, strict=False)
+    call(w)
+    seen: list[str] = []
+    handle = net.first.register_forward_hook(lambda *_: seen.append("forward"))
+    net.last.register_full_backward_hook(lambda *_: seen.append("backward"))
+    call(w).sum().backward()
+    assert seen == ["forward", "backward"]
+    handle.remove()
+    call(w).sum().backward()
+    assert seen == ["forward", "backward", "backward"]
+
+
+def test_the_same_state_as_the_module() -> None:
+    net = Net()
+    call = module(net)
+    assert [id(p) for p in call.parameters()] == [id(p) for p in net.parameters()]
+    assert call.first is net.first
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got function"):
+        aot.module(lambda x: x)  # type: ignore[arg-type]
+
+
+@quiet
+def test_a_lazy_module_runs_eagerly_until_it_is_initialised() -> None:
+    call = module(nn.LazyLinear(3), strict=False)
+    assert call(w).shape == (3, 3)
+    assert call(w).shape == (3, 3)
+    assert captures() == 1
+
+
+def test_moving_a_module_to_another_dtype() -> None:
+    net = nn.Linear(4, 2)
+    call = module(net)
+    agree(net, call)
+    net.double()
+    agree(net, call, w.double())
+    assert captures() == 2
+
+
+def test_an_attribute_that_is_a_number() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = 2.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factor
+
+    net = Scaled()
+    call = module(net)
+    assert torch.equal(call(w), w * 2)
+    net.factor = 3.0
+    assert torch.equal(call(w), w * 3)
+
+
+# Memory and threads
+
+
+def test_inputs_are_not_kept_alive() -> None:
+    call = compiled(lambda x: x.sin())
+    x = leaf(1000)
+    reference = weakref.ref(x)
+    call(x).sum().backward()
+    del x
+    gc.collect()
+    assert reference() is None
+
+
+def test_two_threads() -> None:
+    fn = lambda x: (x.sin() * x).sum()  # noqa: E731
+    call, found = compiled(fn), []
+
+    def work(seed: int) -> None:
+        x = leaf(50, seed=seed)
+        for _ in range(5):
+            x.grad = None
+            call(x).backward()
+        y = leaf(50, seed=seed)
+        fn(y).backward()
+        found.append(torch.equal(x.grad, y.grad))  # type: ignore[arg-type]
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 4

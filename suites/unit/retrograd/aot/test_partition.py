@@ -1,0 +1,209 @@
+"""The third stage: what is saved, what runs again, and what breaks the law."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from retrograd import aot
+from retrograd.errors import VerificationError
+from retrograd.graph.joint import Gradient
+from retrograd.graph.partition import Partition, SavedKind
+from unit.retrograd.aot.against_eager import captured, leaf, tensor
+
+aten = torch.ops.aten
+
+
+def saved(parts: Partition) -> list[str]:
+    """``NAME kind`` of each saved value, sorted."""
+    return sorted(f"{value.name} {value.kind.value}" for value in parts.saved)
+
+
+def calls(gm: torch.fx.GraphModule) -> list[Any]:
+    return [node.target for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def waves(x: Tensor) -> Tensor:
+    return x.sin().exp().cos()
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected", "count"),
+    [
+        ("save_all", ["exp intermediate", "primal_0 primal"], 48),
+        ("recompute_all", ["primal_0 primal"], 0),
+        ("min_cut", ["primal_0 primal"], 0),
+    ],
+)
+def test_what_is_saved(policy: str, expected: list[str], count: int) -> None:
+    parts = aot.partition(captured(waves, leaf(3, 4)), policy)
+    assert saved(parts) == expected
+    assert parts.saved_bytes == count
+
+
+def test_what_is_computed_again() -> None:
+    joint = captured(waves, leaf(3))
+    again = [call for call in calls(aot.partition(joint, "recompute_all").backwards[0].gm)]
+    assert again.count(aten.exp.default) == 1
+    assert aten.exp.default not in calls(aot.partition(joint, "save_all").backwards[0].gm)
+
+
+def test_outputs_are_saved_without_memory_of_their_own() -> None:
+    parts = aot.partition(captured(lambda x: x.exp(), leaf(3)), "save_all")
+    assert saved(parts) == ["exp output"]
+    assert parts.saved_bytes == 0
+
+
+def test_saved_bytes_count_the_type() -> None:
+    parts = aot.partition(captured(waves, leaf(3, 4, dtype=torch.float64)), "save_all")
+    assert parts.saved_bytes == 96
+
+
+def test_sizes_are_saved_as_numbers() -> None:
+    joint = captured(lambda x, y: (x.expand(y.shape[0], 3) * y).sum(), leaf(3), tensor(5, 3), dynamic=True)
+    for policy in ("min_cut", "save_all", "recompute_all"):
+        numbers = [value for value in aot.partition(joint, policy).saved if value.is_number]
+        assert numbers
+        assert all(value.bytes == 0 for value in numbers)
+
+
+def test_every_gradient_is_made_once() -> None:
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        h = x * y
+        return h.sin(), h.exp() * x
+
+    joint = captured(fn, leaf(3), leaf(3, seed=4))
+    for policy in ("min_cut", "save_all", "recompute_all"):
+        parts = aot.partition(joint, policy)
+        assert len(parts.backwards) == len(joint.signature.regions) == 3
+        made = [len(backward.gm.graph.output_node().args[0]) for backward in parts.backwards]
+        roles = [role for role in joint.signature.outputs if isinstance(role, Gradient)]
+        assert made == [sum(role.region == region for role in roles) for region in range(3)]
+
+
+def test_partitioning_leaves_the_joint_graph_as_it_is() -> None:
+    joint = captured(lambda x: nn.functional.dropout(waves(x)), leaf(3))
+    before = str(joint.gm.graph)
+    texts = [saved(aot.partition(joint, policy)) for policy in ("recompute_all", "min_cut", "recompute_all")]
+    assert str(joint.gm.graph) == before
+    assert texts[0] == texts[2]
+
+
+@pytest.mark.parametrize("name", ["default_partition", "min_cut_rematerialization_partition"])
+def test_partitioners_of_torch(name: str) -> None:
+    from torch._functorch import partitioners
+
+    joint = captured(waves, leaf(3))
+    x, y = leaf(3), leaf(3)
+    aot.compile(aot.partition(joint, getattr(partitioners, name)), "eager")([x]).sum().backward()
+    waves(y).sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+def mark(joint: aot.JointGraph, target: Any, policy: CheckpointPolicy) -> None:
+    for node in joint.gm.graph.nodes:
+        if node.target is target and not node.meta.get("is_backward"):
+            node.meta["recompute"] = policy
+            node.meta["ac_graph_id"] = 0
+
+
+def test_users_say_what_must_be_saved() -> None:
+    joint = captured(waves, leaf(3))
+    mark(joint, aten.exp.default, CheckpointPolicy.MUST_SAVE)
+    assert saved(aot.partition(joint, "recompute_all")) == ["exp intermediate", "primal_0 primal"]
+    assert "exp intermediate" in saved(aot.partition(joint, "min_cut"))
+
+
+def test_users_say_what_must_be_computed_again() -> None:
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).sigmoid().sin()
+
+    joint = captured(product, leaf(4, 4), leaf(4, 4, seed=5))
+    assert "mm intermediate" not in saved(aot.partition(joint, "save_all"))
+    for target in (aten.mm.default, aten.sigmoid.default):
+        mark(joint, target, CheckpointPolicy.MUST_RECOMPUTE)
+    parts = aot.partition(joint, "min_cut")
+    assert saved(parts) == ["primal_0 primal", "primal_1 primal"]
+    assert aten.mm.default in calls(parts.backwards[0].gm)
+
+
+# Random numbers
+
+
+@pytest.mark.parametrize("policy", ["min_cut", "save_all", "recompute_all"])
+def test_the_mask_of_the_backward_is_that_of_the_forward(policy: str) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return nn.functional.dropout(nn.functional.dropout(x, 0.5).sin(), 0.5)
+
+    def run(call: Any) -> tuple[Tensor, Tensor, Tensor]:
+        torch.manual_seed(7)
+        x = leaf(200)
+        y = call(x)
+        y.sum().backward()
+        return y.detach(), x.grad, torch.rand(1)  # type: ignore[return-value]
+
+    compiled = aot.function(fn, backend="eager", partitioner=policy, strict=True)
+    assert all(map(torch.equal, run(compiled), run(fn)))
+    assert all(map(torch.equal, run(compiled), run(fn)))
+
+
+def test_a_mask_that_is_drawn_again_is_not_saved() -> None:
+    joint = captured(lambda x: nn.functional.dropout(x, 0.5).sin(), leaf(1000))
+    by_saving = aot.partition(joint, "save_all").saved_bytes
+    by_drawing = aot.partition(joint, "recompute_all")
+    assert by_saving >= 1000
+    assert all(entry.value.dtype is torch.uint8 for entry in by_drawing.saved if entry.kind is SavedKind.INTERMEDIATE)
+
+
+# The law
+
+
+def test_an_unknown_policy() -> None:
+    with pytest.raises(VerificationError) as raised:
+        aot.partition(captured(waves, leaf(3)), "greedy")
+    assert raised.value.reason.stage == "aot.partition"
+    assert "'greedy'" in raised.value.reason.text
+    assert "save_all" in raised.value.reason.way_out
+
+
+def test_a_partitioner_that_saves_what_the_forward_does_not_have() -> None:
+    def backward_alone(gm: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int) -> tuple[Any, Any]:
+        graph = torch.fx.Graph()
+        graph.output((graph.placeholder("nowhere"),))
+        return gm, torch.fx.GraphModule({}, graph)
+
+    with pytest.raises(VerificationError) as raised:
+        aot.partition(captured(waves, leaf(3)), backward_alone)
+    assert raised.value.reason.stage == "aot.partition"
+    assert raised.value.reason.node == "nowhere"
+
+
+def test_a_gradient_that_depends_on_the_cotangent_of_another_region() -> None:
+    joint = captured(lambda x, y: (x.sin(), y.cos()), leaf(3), leaf(3))
+    output = joint.gm.graph.output_node()
+    values = list(output.args[0])
+    values[2], values[3] = values[3], values[2]
+    output.args = (tuple(values),)
+    with pytest.raises(VerificationError) as raised:
+        aot.partition(joint)
+    assert raised.value.reason.stage == "aot.partition"
+    assert "region" in raised.value.reason.text
+    assert raised.value.reason.way_out
+
+
+def test_an_effect_that_would_happen_twice() -> None:
+    joint = captured(waves, leaf(3))
+    graph = joint.gm.graph
+    (exp,) = [node for node in graph.nodes if node.target is aten.exp.default]
+    with graph.inserting_after(exp):
+        twice = graph.call_function(aten.add_.Tensor, (exp, 1))
+    twice.meta["val"] = exp.meta["val"]
+    exp.replace_all_uses_with(twice, delete_user_cb=lambda node: node is not twice)
+    with pytest.raises(VerificationError) as raised:
+        aot.partition(joint, "recompute_all")
+    assert "add_" in raised.value.reason.node
+    assert "MUST_SAVE" in raised.value.reason.way_out

@@ -1,0 +1,314 @@
+"""Programs in files: another process runs and trains them as eager; what is no such file is refused, and never run."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from retrograd import aot
+from retrograd.aot import Exported
+from retrograd.errors import CaptureError, ExportError, LoadError
+from retrograd.passes.aten import recompute_by_policy
+
+
+def returned(program: Exported) -> Exported:
+    """Through a file and back."""
+    file = io.BytesIO()
+    aot.save(program, file)
+    return aot.load(file)
+
+
+def program_of(fn: Callable[..., Any], *inputs: Any, kind: str = "joint", dynamic: Any = None) -> Exported:
+    return aot.export(aot.capture(aot.create_state(fn, inputs, dynamic=dynamic)), kind=kind)
+
+
+def leaf(*sizes: int) -> torch.Tensor:
+    return torch.randn(*sizes, requires_grad=True)
+
+
+def attention(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    heads = (x @ w).view(1, 2, -1, 4)
+    return nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2).square().mean()
+
+
+def many_kinds(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Arguments of many kinds: infinity, complex numbers, dtypes, memory formats, slices, constants, random numbers."""
+    y = (x @ w).to(torch.float64).clone(memory_format=torch.contiguous_format)
+    z = torch.fft.fft(y * torch.tensor(3.0)) * complex(1, 2)
+    noise = torch.rand_like(x) + torch.randn(4)
+    shown = torch.nan_to_num(y.detach()[:, ::2] / 0.0, posinf=1.0, neginf=float("-inf")).clamp(min=-2) * y[:, 1::2]
+    return torch.view_as_real(z).square().sum() + (noise * x).sum() + shown.sum() + x.new_ones(x.shape[0] * 2).sum()
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("fn", [attention, many_kinds])
+def test_what_is_loaded_gives_the_same(fn: Callable[..., Any], dynamic: bool | None) -> None:
+    torch.manual_seed(0)
+    x, w = leaf(6, 4), leaf(4, 4)
+    program = program_of(fn, x, w, kind="training", dynamic=dynamic)
+    loaded = returned(returned(program))
+    assert str(loaded.signature) == str(program.signature)
+    if dynamic is None:
+        assert loaded.joint.print_readable() == program.joint.print_readable()
+    torch.manual_seed(1)
+    found = loaded.run({}, x, w)
+    torch.manual_seed(1)
+    value = fn(x, w)
+    expected = torch.autograd.grad(value, (x, w))
+    assert torch.equal(found.value, value)
+    assert [torch.equal(found.gradients[f"args[{i}]"], expected[i]) for i in range(2)] == [True, True]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_loaded_joint_graph_is_compiled(backend: str, dynamic: bool | None) -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = (x @ w).sin()
+        return y, y.exp().sum()
+
+    x, w = leaf(5, 4), leaf(4, 4)
+    loaded = returned(program_of(fn, x, w, dynamic=dynamic))
+    compiled = aot.compile(aot.partition(loaded.joint, "min_cut"), backend)
+    (y, loss), (eager_y, eager_loss) = compiled(loaded.leaves({}, x, w)), fn(x, w)
+    tolerance = 0.0 if backend == "eager" else 1e-5
+    for found, expected in (
+        (torch.autograd.grad(loss, (x, w), retain_graph=True), torch.autograd.grad(eager_loss, (x, w), retain_graph=True)),
+        (torch.autograd.grad(y.mean(), (x, w)), torch.autograd.grad(eager_y.mean(), (x, w))),
+    ):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_marks_of_a_policy_are_kept() -> None:
+    x = leaf(64)
+    joint = aot.capture(aot.create_state(lambda x: x.sin().cos().exp().sum(), (x,)))
+    marked = joint.apply(recompute_by_policy, policy=lambda node: "recompute")
+    loaded = returned(aot.export(marked)).joint
+    assert aot.partition(joint, "save_all").saved_bytes > 0
+    assert aot.partition(loaded, "min_cut").saved_bytes == 0
+    metas = [{key: node.meta.get(key) for key in ("seq_nr", "is_backward", "recompute")} for node in marked.gm.graph.nodes]
+    assert metas == [{key: node.meta.get(key) for key in metas[0]} for node in loaded.gm.graph.nodes]
+
+
+def test_passes_apply_to_a_loaded_joint_graph() -> None:
+    loaded = returned(program_of(lambda x: (x.sin() * x.sin()).sum(), leaf(3))).joint
+    changed = loaded.apply("merge_common_subexpressions")
+    assert changed.reports[0].change["aten.sin.default"] == -1
+
+
+def test_a_second_derivative_of_a_loaded_graph_says_what_is_missing() -> None:
+    x = leaf(3)
+    loaded = returned(program_of(lambda x: x.exp().sum(), x))
+    loss = aot.compile(aot.partition(loaded.joint), "eager")(loaded.leaves({}, x))
+    with pytest.raises(CaptureError, match=r"was loaded from a file(.|\n)*try +capture the function in this process"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_tensors_of_a_closure_travel() -> None:
+    table = torch.arange(6.0).reshape(3, 2)
+    loaded = returned(program_of(lambda x: (x @ table).sum(), leaf(2, 3), kind="forward"))
+    assert loaded.run({}, torch.ones(2, 3)).value.item() == 30.0
+
+
+# another process ------------------------------------------------------------------------------------------------------
+
+ELSEWHERE = """
+import sys, torch
+from torch import nn
+from retrograd import aot
+
+folder = sys.argv[1]
+program = aot.load(folder + "/program")
+state = torch.load(folder + "/state", weights_only=True)
+inputs = torch.load(folder + "/inputs", weights_only=True)
+torch.manual_seed(7)
+run = program.run(state, *inputs)
+
+parameters = {name: nn.Parameter(value.clone()) for name, value in state.items() if "weight" in name or "bias" in name}
+buffers = {name: value.clone() for name, value in state.items() if name not in parameters}
+compiled = aot.compile(aot.partition(program.joint), "eager")
+torch.manual_seed(7)
+loss = compiled(program.leaves(parameters | buffers, *inputs))
+loss.backward()
+order = [name for name in parameters if parameters[name].grad is not None]
+torch.save(
+    {
+        "run": [run.value, dict(run.updates), dict(run.gradients)],
+        "compiled": [loss.detach(), buffers, {name: parameters[name].grad for name in order}],
+    },
+    folder + "/found",
+)
+assert "test_save" not in sys.modules
+"""
+
+
+class Training(nn.Module):
+    """A network with its loss: dropout, and buffers that change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout(0.4), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)
+        )
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (self.body(x) - target).square().mean()
+
+
+def all_but_random(node: fx.Node) -> str:
+    return "save" if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) else "recompute"
+
+
+def test_another_process_runs_and_trains_as_eager_to_the_bit(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Training()
+    inputs = (torch.randn(16, 4), torch.randn(16, 2))
+    torch.save({name: value.clone() for name, value in model.state_dict().items()}, tmp_path / "state")
+    torch.save(inputs, tmp_path / "inputs")
+    joint = aot.capture(aot.create_state(model, inputs))
+    joint = joint.apply(recompute_by_policy, policy=all_but_random)
+    aot.save(aot.export(joint, kind="training"), tmp_path / "program")
+
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+    torch.manual_seed(7)
+    loss = model(*inputs)
+    loss.backward()
+    buffers = dict(model.named_buffers())
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = torch.load(tmp_path / "found", weights_only=True)
+    for value, updates, grads in found.values():
+        assert torch.equal(value, loss)
+        assert updates.keys() == buffers.keys()
+        assert all(torch.equal(updates[name], buffers[name]) for name in buffers)
+        assert grads.keys() == gradients.keys()
+        assert all(torch.equal(grads[name], gradients[name]) for name in gradients)
+
+
+# files that are refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def written() -> bytes:
+    file = io.BytesIO()
+    aot.save(program_of(lambda x: (x * torch.tensor(2.0)).sum(), leaf(3), kind="training"), file)
+    return file.getvalue()
+
+
+def rewritten(written: bytes, name: str, change: Callable[[bytes], bytes | None]) -> io.BytesIO:
+    """The archive with one entry changed, or without it."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(written)) as before, zipfile.ZipFile(file, "w") as after:
+        for entry in before.namelist():
+            content = before.read(entry)
+            changed = change(content) if entry == name else content
+            if changed is not None:
+                after.writestr(entry, changed)
+    return file
+
+
+def with_json(change: Callable[[Any], None]) -> Callable[[bytes], bytes]:
+    def changed(content: bytes) -> bytes:
+        data = json.loads(content)
+        change(data)
+        return json.dumps(data).encode()
+
+    return changed
+
+
+def refused(file: Any) -> str:
+    with pytest.raises(LoadError) as caught:
+        aot.load(file)
+    assert caught.value.reason.stage == "aot.load"
+    assert caught.value.reason.way_out
+    return str(caught.value.reason.code)
+
+
+def test_damaged_and_foreign_files(written: bytes, tmp_path: Path) -> None:
+    half = len(written) // 2
+    assert refused(io.BytesIO(written[:half])) == "load-damaged"
+    assert refused(io.BytesIO(b"no archive at all")) == "load-damaged"
+    flipped = bytearray(written)
+    flipped[written.index(b"joint.json") + 40] ^= 0xFF
+    assert refused(io.BytesIO(bytes(flipped))) == "load-damaged"
+    torch.save({"weight": torch.ones(2)}, tmp_path / "state")
+    assert refused(tmp_path / "state") == "load-foreign"
+    assert refused(rewritten(written, "joint.json", lambda content: None)) == "load-damaged"
+    assert refused(rewritten(written, "tensors.pt", lambda content: b"")) == "load-damaged"
+    with pytest.raises(FileNotFoundError):
+        aot.load(tmp_path / "absent")
+
+
+def test_a_newer_version_is_refused(written: bytes) -> None:
+    def newer(data: Any) -> None:
+        data["schema"] = 99
+
+    file = rewritten(written, "manifest.json", with_json(newer))
+    with pytest.raises(LoadError, match=r"has schema 99, written by retrograd 0\.1\.0; known is 1\n(.|\n)*a newer retrograd"):
+        aot.load(file)
+
+
+def calls(target: Any) -> Callable[[Any], None]:
+    def change(data: Any) -> None:
+        next(node for node in data["graph"]["nodes"] if node["op"] == "call_function")["target"] = target
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (calls({"function": "os.system"}), "KeyError"),
+        (calls({"higher_order": "print"}), "operator of higher order 'print' is unknown"),
+        (calls({"name": "aten::no_such", "overload": "default", "schema": ""}), "aten::no_such.default is not registered"),
+        (calls({"name": "aten::mul", "overload": "Tensor", "schema": "mul()"}), r"operator mul\(\) is aten::mul.Tensor"),
+        (calls({"name": "load_library::x", "overload": "default", "schema": ""}), "is not registered in this process"),
+        (lambda data: data["graph"]["nodes"].pop(), "cannot be read|breaks a law"),
+        (lambda data: data["signature"]["inputs"].pop(), "breaks a law"),
+        (lambda data: data.pop("primals"), "KeyError"),
+        (lambda data: data["guards"].append(["__import__", "os"]), r"the size \['__import__', 'os'\]"),
+        (lambda data: data.update(out_spec=data["out_spec"].replace("null", '{"__enum__": 1}')), "containers? with enums"),
+        (lambda data: data["graph"]["nodes"][0].update(name="x; import os"), "no name of a node"),
+    ],
+)
+def test_contents_that_make_no_sense_are_refused(written: bytes, change: Callable[[Any], None], text: str) -> None:
+    with pytest.raises(LoadError, match=text):
+        aot.load(rewritten(written, "joint.json", with_json(change)))
+
+
+class Runs:
+    """Pickled, it would run code when it is read."""
+
+    ran = False
+
+    def __reduce__(self) -> Any:
+        return (setattr, (Runs, "ran", True))
+
+
+def test_pickled_code_is_not_run(written: bytes) -> None:
+    assert refused(rewritten(written, "tensors.pt", lambda content: pickle.dumps({"x": Runs()}))) == "load-damaged"
+    file = io.BytesIO()
+    torch.save({"x": Runs()}, file)
+    assert refused(rewritten(written, "tensors.pt", lambda content: file.getvalue())) == "load-damaged"
+    assert not Runs.ran
+
+
+def test_a_program_that_came_to_hold_something_else_is_not_saved() -> None:
+    program = program_of(lambda x: x.sin().sum(), leaf(3))
+    program.joint.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)[0].target = torch.sin
+    with pytest.raises(ExportError, match="a function without a schema"):
+        aot.save(program, io.BytesIO())
