@@ -1,7 +1,7 @@
 """The measurements of compiled functions; each runs in this process, which is meant to be a fresh one.
 
 In: a subject of `aot_subjects`, perhaps one to measure beside it, and a device. Out: seconds or bytes by
-    subject.
+subject.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Hooks that run when the gradient of a leaf has accumulated.
 
 In: the inputs of a call. Out: whether any has such hooks. They may free the gradient at once, as an optimizer
-    in
-backward does, so that it matters how many gradients there are at a time.
+in backward does, so that it matters how many gradients there are at a time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Cut regions into blocks, so that gradients of leaves become visible one by one.
 
 In: an autograd graph, the region of each of its nodes, and the leaves whose gradients somebody waits for.
-    Out: the same
-regions in smaller pieces: each ends with a node that completes the gradient of such a leaf.
+Out: the same regions in smaller pieces: each ends with a node that completes the gradient of such a leaf.
 
 A region gives all its gradients at once. If hooks take gradients away as soon as they have accumulated (an
 optimizer in backward), eager has few of them at a time; a region cut into blocks has as few as a block makes.

@@ -1,8 +1,7 @@
 """Where the values of one call of a compiled function stand.
 
 In: a partition. Out: `Layout`: places in the call's one list of values, its *frame*; and pickers, functions
-    that take
-values out of it by places which are decided before the first call.
+that take values out of it by places which are decided before the first call.
 """
 
 from __future__ import annotations

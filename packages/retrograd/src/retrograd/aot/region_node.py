@@ -1,8 +1,7 @@
 """The autograd node of a region.
 
 In: what a region saved, and the forward values of its junctions. Out: those values with a ``grad_fn`` whose
-    backward
-runs the region's compiled graph.
+backward runs the region's compiled graph.
 """
 
 from __future__ import annotations
