@@ -177,9 +177,7 @@ class AotFunction:
             self._entries.add(key, made)
         return made
 
-    def _compiled(
-        self, leaves: Sequence[Any], spec: Any, known: Sequence[_Entry], stepped: bool
-    ) -> _Entry:
+    def _compiled(self, leaves: Sequence[Any], spec: Any, known: Sequence[_Entry], stepped: bool) -> _Entry:
         dynamic = self._dynamic(leaves, known)
         try:
             if self._watched is not None:
@@ -204,9 +202,7 @@ class AotFunction:
                     changed[i] = changed.get(i, frozenset()) | dims
         return changed or None
 
-    def _stages(
-        self, leaves: Sequence[Any], spec: Any, dynamic: Dynamic, stepped: bool
-    ) -> CompiledFunction:
+    def _stages(self, leaves: Sequence[Any], spec: Any, dynamic: Dynamic, stepped: bool) -> CompiledFunction:
         config, state = self.config, self._state
         backend = find_backend(config.backend)
         call = FlatCall(self.fn, state, spec)

@@ -1,8 +1,8 @@
 """The backward of one region at run time.
 
 In: the context of a `RegionNode` and cotangents. Out: a gradient for each of the region's destinations. The
-    compiled
-graph runs if the cotangents are what it was made for; otherwise the region runs as eager would run it.
+compiled graph runs if the cotangents are what it was made for; otherwise the region runs as eager would run
+it.
 """
 
 from __future__ import annotations
