@@ -82,18 +82,15 @@ def modes_now() -> bool | Ambient:
 
 
 def undifferentiated(code: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """`code`, run without autograd and without autocast, whatever is on outside."""
-    switch, is_autocast_on = torch._C._set_grad_enabled, torch._C._is_any_autocast_enabled
+    """`code`, run below autograd (which then records nothing, while operators that ask for grad mode see the caller's)
+    and without autocast, whatever is on outside."""
+    below, is_autocast_on = torch._C._AutoDispatchBelowAutograd, torch._C._is_any_autocast_enabled
 
     def run(args: list[Any]) -> Any:
-        grad = torch.is_grad_enabled()
-        switch(False)
-        try:
+        with below():
             if is_autocast_on():
                 with autocast_off():
                     return code(args)
             return code(args)
-        finally:
-            switch(grad)
 
     return run

@@ -44,6 +44,12 @@ class _Expected:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def is_static(self) -> bool:
+        """Whether it is a plain tensor without symbolic sizes."""
+        numbers = (*self.shape, *self.strides)
+        return self.wrapping is PLAIN and not any(isinstance(number, torch.SymInt) for number in numbers)
+
 
 class RegionCode:
     """Code for the backward of region `number`, compiled when it is first needed."""
@@ -119,7 +125,7 @@ class RegionCode:
         return tuple(
             [
                 cotangent.stride()
-                if cotangent is not None and e.wrapping is PLAIN and cotangent.stride() != e.strides
+                if cotangent is not None and e.is_static and cotangent.stride() != e.strides
                 else None
                 for cotangent, e in zip(cotangents or self._nothing, self._expected, strict=True)
             ]
@@ -141,7 +147,9 @@ class RegionCode:
         for place, value in zip(self._numbers, numbers, strict=True):
             args.insert(place, value)
         for cotangent, expected in zip(cotangents, self._expected, strict=True):
-            if expected.wrapping is PLAIN and cotangent is not None and is_known:
+            if expected.wrapping is PLAIN and cotangent is not None and (
+                self._follows_layout or (is_known and expected.is_static)
+            ):
                 args.append(cotangent)
             elif expected.wrapping is PLAIN:
                 args.append(_laid_out(cotangent, expected))
@@ -205,9 +213,9 @@ def _laid_out(cotangent: Any, expected: _Expected) -> torch.Tensor:
     if cotangent is None:
         return torch.zeros(expected.shape, dtype=expected.dtype, device=expected.device)
     tensor: torch.Tensor = cotangent
+    if not expected.is_static:
+        return tensor.contiguous()
     if tensor.stride() == expected.strides:
         return tensor
-    if any(isinstance(stride, torch.SymInt) for stride in expected.strides):
-        return tensor.contiguous()
     made = torch.empty_strided(tensor.shape, expected.strides, dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor)

@@ -28,7 +28,7 @@ __all__ = ["Dynamic", "create_state", "state_of_flat"]
 #: ``True``: every size may change; ``None`` or ``False``: none; or, by number of the flat input, which dimensions.
 Dynamic = bool | None | Mapping[int, frozenset[int]]
 
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, slice)
 
 
 def create_state(

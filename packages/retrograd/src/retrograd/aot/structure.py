@@ -11,8 +11,9 @@ is no visible junction leads to nodes that are reached by as many roots or more.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from retrograd.aot.blocks import cut_into_blocks
 from retrograd.graph.eager_order import ROOT, eager_walk
@@ -27,11 +28,16 @@ MOST_REGIONS = 64
 
 @dataclass(frozen=True)
 class RegionNodes:
-    """The nodes of a region in the order in which eager runs them; roots are numbers of junctions."""
+    """The nodes of a region in the order in which eager runs them; roots are numbers of junctions.
+
+    Attributes:
+        sends: by node and number of its edge, where the gradient goes if it leaves the region.
+    """
 
     nodes: tuple[int, ...]
     roots: tuple[int, ...]
     destinations: tuple[Destination, ...]
+    sends: Mapping[tuple[int, int], Destination] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,7 @@ class _Division:
                 members.setdefault(self.region_of[node], []).append(node)
                 for edge in self._crossing(node):
                     self.junctions.setdefault(edge, len(self.junctions))
-        regions = [self._region(nodes) for nodes in members.values()]
+        regions = _apart([self._region(nodes) for nodes in members.values()])
         return _in_order(regions, self._steps(regions), tuple(self.junctions))
 
     def _crossing(self, node: int) -> Iterator[Edge]:
@@ -120,15 +126,15 @@ class _Division:
     def _region(self, nodes: list[int]) -> RegionNodes:
         inside = set(nodes)
         roots = [number for edge, number in self.junctions.items() if edge.node in inside]
-        found: dict[Destination, None] = {}
+        sends: dict[tuple[int, int], Destination] = {}
         for node in nodes:
             crossing = set(self._crossing(node))
-            for edge in self.graph.nodes[node].edges:
+            for place, edge in enumerate(self.graph.nodes[node].edges):
                 if edge in crossing:
-                    found.setdefault(Destination(self.junctions[edge], True))
+                    sends[node, place] = Destination(self.junctions[edge], True)
                 elif edge is not None and edge.node in self.primals:
-                    found.setdefault(Destination(self.primals[edge.node]))
-        return RegionNodes(tuple(nodes), tuple(roots), tuple(found))
+                    sends[node, place] = Destination(self.primals[edge.node])
+        return RegionNodes(tuple(nodes), tuple(roots), tuple(dict.fromkeys(sends.values())), sends)
 
     def _steps(self, regions: Sequence[RegionNodes]) -> list[Step]:
         """A region as late as may be: just before the first thing that a user can see of it, which is a hook on a
@@ -138,7 +144,7 @@ class _Division:
         needs: dict[int | Destination, list[int]] = {}
         for number, region in enumerate(regions):
             for there in region.destinations:
-                key = junction_home[there.index] if there.is_junction else there
+                key = junction_home[there.index] if there.is_junction else Destination(there.index)
                 needs.setdefault(key, []).append(number)
         steps: dict[Step, None] = {}
 
@@ -157,6 +163,25 @@ class _Division:
             elif node in roots:
                 run(home[node])
         return list(steps)
+
+
+def _apart(regions: Sequence[RegionNodes]) -> list[RegionNodes]:
+    """Contributions to a gradient from several regions, three or more in all, stay apart."""
+    counts = [Counter(region.sends.values()) for region in regions]
+    total = sum(counts, Counter[Destination]())
+    shared = {there for there in total if total[there] > 2 and sum(there in count for count in counts) > 1}
+    return [_numbered(region, shared) for region in regions]
+
+
+def _numbered(region: RegionNodes, shared: Collection[Destination]) -> RegionNodes:
+    if not any(there in shared for there in region.destinations):
+        return region
+    seen = Counter[Destination]()
+    sends = {}
+    for place, there in region.sends.items():
+        sends[place] = replace(there, number=seen[there]) if there in shared else there
+        seen[there] += 1
+    return replace(region, destinations=tuple(dict.fromkeys(sends.values())), sends=sends)
 
 
 def _in_order(

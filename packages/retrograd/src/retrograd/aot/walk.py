@@ -52,8 +52,7 @@ class Walk:
         """
         region = self.structure.regions[self.number]
         self._found = dict.fromkeys(region.destinations)
-        self._inside = frozenset(region.nodes)
-        self._junctions = {edge: number for number, edge in enumerate(self.structure.junctions)}
+        self._sends = region.sends
         for root in region.roots:
             if cotangents[root] is not None:
                 self._add_inside(self.structure.junctions[root], cotangents[root])
@@ -70,23 +69,19 @@ class Walk:
             results = call_node(node.handle, grads)
             if self.checks:
                 refuse_nan(node.name, results)
-            for edge, grad in zip(node.edges, results, strict=True):
+            for place, (edge, grad) in enumerate(zip(node.edges, results, strict=True)):
                 if edge is not None and grad is not None:
-                    self._add(edge, fitted(self.graph.nodes[edge.node].handle, edge.slot, grad))
+                    grad = fitted(self.graph.nodes[edge.node].handle, edge.slot, grad)
+                    self._send(self._sends.get((index, place)), edge, grad)
 
-    def _add(self, edge: Edge, grad: Any) -> None:
-        if edge.node in self.primals:
-            self._sum(Destination(self.primals[edge.node]), grad)
-        elif edge.node not in self._inside or Destination(self._junctions.get(edge, -1), True) in self._found:
-            self._sum(Destination(self._junctions[edge], True), grad)
-        else:
+    def _send(self, there: Destination | None, edge: Edge, grad: Any) -> None:
+        if there is None:
             self._add_inside(edge, grad)
+        else:
+            known = self._found[there]
+            self._found[there] = grad if known is None else known + grad
 
     def _add_inside(self, edge: Edge, grad: Any) -> None:
         count = input_count(self.graph.nodes[edge.node].handle)
         slots = self._grads.setdefault(edge.node, [None] * count)
         slots[edge.slot] = grad if slots[edge.slot] is None else slots[edge.slot] + grad
-
-    def _sum(self, there: Destination, grad: Any) -> None:
-        known = self._found.get(there)
-        self._found[there] = grad if known is None else known + grad

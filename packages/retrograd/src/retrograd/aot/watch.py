@@ -160,7 +160,7 @@ def _referred(fn: Any) -> Iterator[Any]:
     names = fn.__globals__
     for name in code.co_names:
         value = names.get(name)
-        if isinstance(value, (nn.Module, torch.Tensor)):
+        if isinstance(value, (nn.Module, torch.Tensor, list, dict, set, *_SCALARS)):
             yield value
     for default in fn.__defaults__ or ():
         yield default

@@ -79,10 +79,15 @@ class Output:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a gradient goes: a primal, or (if `is_junction`) a junction further down."""
+    """Where a gradient goes: a primal, or (if `is_junction`) a junction further down.
+
+    Where several regions contribute to one gradient, each hands over its contributions one by one, numbered, so that the
+    engine adds them up in eager's order.
+    """
 
     index: int
     is_junction: bool = False
+    number: int = 0
 
     def __str__(self) -> str:
         return f"{'junction' if self.is_junction else 'primal'} {self.index}"
