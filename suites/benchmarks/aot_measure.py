@@ -1,7 +1,7 @@
 """The measurements of compiled functions; each runs in this process, which is meant to be a fresh one.
 
 In: a subject of `aot_subjects`, perhaps one to measure beside it, and a device. Out: seconds or bytes by
-    subject.
+subject.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def five_lines(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def aot_forward_overhead(
     subject: str, beside: str = "stock-compile-aot_eager", device: str = "cpu", rounds: int = 100
 ) -> dict[str, float]:
-    """Median seconds of one forward of `five_lines` on 8 elements that require grad: eager, `subject`, `beside`."""
+    """Median seconds of a forward of `five_lines` on 8 elements: of eager, `subject` and `beside`."""
     x, w = (torch.randn(8, device=device, requires_grad=True) for _ in range(2))
     programs: dict[str, Callable[[], object]] = {}
     for name in ("eager", subject, beside):

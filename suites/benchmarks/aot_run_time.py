@@ -1,4 +1,4 @@
-"""Run time and memory of compiled functions with their backward, against eager and stock in the same process."""
+"""Run time and memory of compiled functions with their backward, beside eager and stock in one process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ForwardOverhead:
 
 
 class SteadyStep:
-    """A warm forward and backward of a 4-layer transformer, d=64, through Inductor. Goal: within 5 % of stock's."""
+    """A warm forward and backward of a 4-layer transformer through Inductor. Goal: within 5 % of stock's."""
 
     params: ClassVar = [DEVICES]
     param_names: ClassVar = ["device"]
@@ -87,7 +87,7 @@ class SteadyStep:
 
 
 class PeakOfStep:
-    """Peak memory of a warm forward and backward, hundreds of MiB of activations. Goal: eager's, within 5 %."""
+    """Peak memory of a warm forward and backward with large activations. Goal: within 5 % of eager's."""
 
     params: ClassVar = [("retrograd-aot-eager", "retrograd-aot-inductor"), DEVICES]
     param_names: ClassVar = ["subject", "device"]

@@ -1,8 +1,7 @@
 """The ways to compile a function together with its backward that the benchmarks compare.
 
 In: a subject's name. Out: a function that wraps a function or module. `trace` stops where the backend's own
-    compile
-would begin; `aot` of stock is its AOTAutograd called directly, without Dynamo and its guards.
+compile would begin; `aot` of stock is its AOTAutograd called directly, without Dynamo and its guards.
 """
 
 from __future__ import annotations

@@ -85,6 +85,7 @@ def test_which_subjects_promise_bits_and_which_answer_for_divergences(fake) -> N
         "retrograd-aot+dynamic:eager",
         "retrograd-live+retrograd-aot:eager",
         "retrograd-compile:eager",
+        "retrograd-compile+live:eager",
     }
     assert {name for name, subject in made.items() if subject.accountable} == {
         name for name in NAMED if name.startswith("retrograd-")
@@ -100,6 +101,8 @@ def test_which_subjects_promise_bits_and_which_answer_for_divergences(fake) -> N
         "retrograd-live+inductor:eager": "stock-compile:inductor",
         "retrograd-live+inductor:inductor": "stock-compile:inductor",
         "retrograd-compile:eager": "stock-compile:eager",
+        "retrograd-compile+live:eager": "stock-compile:eager",
+        "retrograd-compile+live:inductor": "stock-compile:eager",
         "retrograd-compile:inductor": "stock-compile:eager",
     }
     assert all(subject.name == name for name, subject in made.items())

@@ -115,7 +115,7 @@ def compile(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Compile a module or function by ``torch.compile(backend="retrograd")``, and its backward by the live path.
+    """Compile a module or function by ``torch.compile(backend="retrograd")``, its backward by the live path.
 
     A backward belongs to the callable if it comes by an output of one of its calls, whenever and on
     whichever thread it runs; what else hangs from the loss is compiled with it. Other backwards run as if

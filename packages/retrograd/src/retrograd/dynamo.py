@@ -148,7 +148,7 @@ class RetrogradBackend:
         Options.of(mode, options)
 
     def reset(self) -> None:
-        """Forget what was reported; ``torch._dynamo.reset()`` calls this. Code belongs to Dynamo, which forgets it."""
+        """Forget what was reported. Called by ``torch._dynamo.reset()``, which forgets the code."""
         report.clear()
 
 

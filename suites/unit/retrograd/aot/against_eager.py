@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 import retrograd
 from retrograd import aot
-from retrograd.graph.partition import Partition
 from retrograd.aot.run_forward import CompiledFunction
+from retrograd.graph.partition import Partition
 
 Fn = Callable[..., Any]
 #: gives the tensors whose gradients count, and the arguments of the call.
@@ -74,7 +74,7 @@ def described(value: Any) -> Any:
 
 
 def agree(fn: Fn, make: Make, *, calls: int = 2, is_differentiated: bool = True, **options: Any) -> None:
-    """Assert that `fn` under ``aot.function`` does what it does by itself: when captured, and from the cache."""
+    """Assert that `fn` under ``aot.function`` does as it does by itself, captured and from the cache."""
     options = {"backend": "eager", "strict": True, **options}
     compiled = aot.function(fn, **options)
     expected = outcome(fn, make, is_differentiated)

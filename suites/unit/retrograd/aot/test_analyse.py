@@ -21,7 +21,7 @@ class Program:
     """A function with what the analysis has to find.
 
     Attributes:
-        updates: per changed primal ``NAME: data``, ``shape`` or ``both``, and ``unseen`` if autograd is not told.
+        updates: per changed primal ``NAME: data``, ``shape`` or ``both``, ``unseen`` if autograd is not told.
         outputs: ``computed N``, ``same N``, ``alias of N``, ``view of value N``, ``constant``.
     """
 
@@ -206,14 +206,18 @@ def writes_then_undoes(x: Tensor) -> Tensor:
 
 PROGRAMS = {
     "computes only": Program(lambda x: x * 2, given(3)),
-    "returns a number and a tensor": Program(lambda x: (3, x.sin(), None), given(3), (), ("constant", "computed", "constant")),
+    "returns a number and a tensor": Program(
+        lambda x: (3, x.sin(), None), given(3), (), ("constant", "computed", "constant")
+    ),
     "returns its input": Program(lambda x: x, given(3), (), ("same 0",)),
     "returns an inner input": Program(lambda x: (x, x * 2), inner(3), (), ("same 0", "computed")),
     "returns a view of its input": Program(lambda x: x[0], given(2, 3), (), ("alias of 0",)),
     "returns an expanded input": Program(lambda x: x.expand(2, 3), given(3), (), ("alias of 0",)),
     "returns a view of an inner input": Program(lambda x: x.t(), inner(2, 3), (), ("alias of 0",)),
     "returns a detached input": Program(lambda x: x.detach(), given(3), (), ("alias of 0",)),
-    "returns an intermediate and its view": Program(of_intermediate, given(2, 3), (), ("computed", "view of value")),
+    "returns an intermediate and its view": Program(
+        of_intermediate, given(2, 3), (), ("computed", "view of value")
+    ),
     "returns two views of an intermediate": Program(
         two_views_of_an_intermediate, given(2, 3), (), ("view of value", "view of value")
     ),
@@ -223,12 +227,16 @@ PROGRAMS = {
     "adds to data": Program(adds, data(3), ("args[0]: data",)),
     "adds to an inner input": Program(adds, inner(3), ("args[0]: data",)),
     "returns what it changed": Program(adds_and_returns_it, data(3), ("args[0]: data",), ("same 0",)),
-    "returns an inner input that it changed": Program(adds_and_returns_it, inner(3), ("args[0]: data",), ("same 0",)),
+    "returns an inner input that it changed": Program(
+        adds_and_returns_it, inner(3), ("args[0]: data",), ("same 0",)
+    ),
     "changes a counter": Program(counts, data_and_leaf, ("args[0]: data",)),
     "changes a leaf under no_grad": Program(scales_without_grad, given(3), ("args[0]: data unseen",)),
     "changes an inner input under no_grad": Program(scales_without_grad, inner(3), ("args[0]: data unseen",)),
     "writes through a view": Program(writes_through_a_view, data(2, 3), ("args[0]: data",)),
-    "writes through a view of an inner input": Program(writes_through_a_view, inner(2, 3), ("args[0]: data",)),
+    "writes through a view of an inner input": Program(
+        writes_through_a_view, inner(2, 3), ("args[0]: data",)
+    ),
     "writes through a view and returns it": Program(
         writes_through_a_transpose_and_returns_it, data(2, 3), ("args[0]: data",), ("alias of 0",)
     ),
@@ -244,7 +252,9 @@ PROGRAMS = {
     "transposes in place": Program(transposes, data(2, 3), ("args[0]: shape unseen",)),
     "transposes and adds in place": Program(transposes_and_adds, data(2, 3), ("args[0]: both",)),
     "unsqueezes in place": Program(unsqueezes, data(3), ("args[0]: shape unseen",)),
-    "swaps two inputs": Program(swaps, lambda: ([], [tensor(3), tensor(3, seed=4)]), ("args[0]: data", "args[1]: data")),
+    "swaps two inputs": Program(
+        swaps, lambda: ([], [tensor(3), tensor(3, seed=4)]), ("args[0]: data", "args[1]: data")
+    ),
     "changes a detached leaf": Program(unseen_by_detach, given(3), ("args[0]: data",)),
     "changes and undoes": Program(writes_then_undoes, data(3), ("args[0]: data",)),
     "reads a view of its input": Program(lambda x, y: x.sum() * y.sum(), base_and_view),
@@ -252,13 +262,19 @@ PROGRAMS = {
     "reads one inner input twice": Program(lambda x, y: x * y, inner_twice),
     "changes one input given twice": Program(writes_the_first, twice_the_same, ("args[0]: data",)),
     "changes one inner input given twice": Program(writes_the_first, inner_twice, ("args[0]: data",)),
-    "changes a base, reads its view": Program(writes_the_first, base_and_view, ("base of shared memory: data",)),
+    "changes a base, reads its view": Program(
+        writes_the_first, base_and_view, ("base of shared memory: data",)
+    ),
     "changes a base and its view": Program(writes_both, base_and_view, ("base of shared memory: data",)),
     "changes one of two views": Program(writes_the_first, two_views, ("base of shared memory: data",)),
     "changes both of two views": Program(writes_both, two_views, ("base of shared memory: data",)),
-    "changes an inner base, reads its view": Program(writes_the_first, inner_and_view, ("base of shared memory: data",)),
-    "changes an inner base and its view": Program(writes_both, inner_and_view, ("base of shared memory: data",)),
-}  # fmt: skip
+    "changes an inner base, reads its view": Program(
+        writes_the_first, inner_and_view, ("base of shared memory: data",)
+    ),
+    "changes an inner base and its view": Program(
+        writes_both, inner_and_view, ("base of shared memory: data",)
+    ),
+}
 
 
 def updates(joint: JointValues) -> list[str]:

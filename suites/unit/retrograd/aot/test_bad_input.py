@@ -42,28 +42,49 @@ def lazy() -> nn.Module:
 #: what is given to `create_state`, then code, node and words of the error
 STATES: dict[str, tuple[Callable[[], aot.JointGraph], str, str, str]] = {
     "an object that is no tensor": (
-        lambda: captured(identity, Opaque()), "constant", "args[0]", "is Opaque",
+        lambda: captured(identity, Opaque()),
+        "constant",
+        "args[0]",
+        "is Opaque",
     ),
     "such an object by keyword": (
-        lambda: captured(identity, tensor(2), kwargs={"how": Opaque()}), "constant", "how", "is Opaque",
+        lambda: captured(identity, tensor(2), kwargs={"how": Opaque()}),
+        "constant",
+        "how",
+        "is Opaque",
     ),
     "a fake tensor given as real": (lambda: captured(identity, fake(2)), "fake-input", "args[0]", "is fake"),
     "a fake tensor inside a list": (
-        lambda: captured(identity, tensor(2), [tensor(1), fake(2)]), "fake-input", "args[1][1]", "is fake",
+        lambda: captured(identity, tensor(2), [tensor(1), fake(2)]),
+        "fake-input",
+        "args[1][1]",
+        "is fake",
     ),
     "a real tensor given as fake": (
-        lambda: captured(identity, tensor(2), fake_mode=FakeTensorMode()), "real-input", "args[0]", "is real",
+        lambda: captured(identity, tensor(2), fake_mode=FakeTensorMode()),
+        "real-input",
+        "args[0]",
+        "is real",
     ),
     "a fake tensor of another mode": (
-        lambda: captured(identity, fake(2), fake_mode=FakeTensorMode()), "fake-input", "args[0]", "given fake mode",
+        lambda: captured(identity, fake(2), fake_mode=FakeTensorMode()),
+        "fake-input",
+        "args[0]",
+        "given fake mode",
     ),
     "a sparse tensor": (
-        lambda: captured(identity, torch.eye(2).to_sparse()), "input", "args[0]", "torch.sparse_coo tensor",
+        lambda: captured(identity, torch.eye(2).to_sparse()),
+        "input",
+        "args[0]",
+        "torch.sparse_coo tensor",
     ),
     "a parameter that is not initialised": (
-        lambda: captured(lazy(), tensor(2, 4)), "lazy-state", "weight", "not initialised",
+        lambda: captured(lazy(), tensor(2, 4)),
+        "lazy-state",
+        "weight",
+        "not initialised",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -195,7 +216,11 @@ def raises(gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
 
 
 PASSES: dict[str, tuple[Any, type[RetrogradError], str]] = {
-    "a forward output that depends on a cotangent": (swaps_forward_and_gradient, VerificationError, "output 0"),
+    "a forward output that depends on a cotangent": (
+        swaps_forward_and_gradient,
+        VerificationError,
+        "output 0",
+    ),
     "a gradient is lost": (drops_a_gradient, VerificationError, "gradient of primal 0"),
     "a placeholder is lost": (drops_a_placeholder, VerificationError, "cotangent of junction 0"),
     "an effect is added": (writes_into_a_value, VerificationError, "add_"),
@@ -231,5 +256,5 @@ def test_a_function_with_such_a_pass_runs_eagerly_or_raises(name: str) -> None:
 
 
 def test_what_is_no_module() -> None:
-    with pytest.raises(TypeError, match="expected a torch.nn.Module, got function"):
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got function"):
         aot.module(scaled)  # type: ignore[arg-type]

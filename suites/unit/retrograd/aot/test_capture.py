@@ -41,7 +41,13 @@ def test_roles_of_a_function() -> None:
     joint = captured(lambda x, y: (x * y).sin(), leaf(3), tensor(3))
     assert inputs(joint) == ["argument args[0]", "argument args[1]", "cotangent of junction 0"]
     assert outputs(joint) == ["output 0", "gradient of primal 0 from region 0"]
-    assert calls(joint) == [aten.mul.Tensor, aten.sin.default, aten.cos.default, aten.mul.Tensor, aten.mul.Tensor]
+    assert calls(joint) == [
+        aten.mul.Tensor,
+        aten.sin.default,
+        aten.cos.default,
+        aten.mul.Tensor,
+        aten.mul.Tensor,
+    ]
 
 
 def test_roles_of_a_module() -> None:

@@ -1,4 +1,4 @@
-"""All stages in one call: when a capture is used again, when there is another one, when eager runs instead."""
+"""All stages in one call: when a capture is used again, when there is another, when eager runs."""
 
 from __future__ import annotations
 
@@ -251,7 +251,9 @@ def test_errors_of_the_function_are_those_of_eager() -> None:
     [
         pytest.param(lambda: torch.eye(3).to_sparse_csr(), id="sparse csr"),
         pytest.param(lambda: torch.eye(3).to_sparse(), id="sparse coo"),
-        pytest.param(lambda: torch.quantize_per_tensor(torch.ones(3, 3), 0.1, 0, torch.qint8), id="quantized"),
+        pytest.param(
+            lambda: torch.quantize_per_tensor(torch.ones(3, 3), 0.1, 0, torch.qint8), id="quantized"
+        ),
         pytest.param(lambda: torch.ones(3, 3, dtype=torch.cfloat).conj(), id="conjugated"),
         pytest.param(lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), id="nested"),
     ],

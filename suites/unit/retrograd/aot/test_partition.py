@@ -47,7 +47,7 @@ def test_what_is_saved(policy: str, expected: list[str], count: int) -> None:
 
 def test_what_is_computed_again() -> None:
     joint = captured(waves, leaf(3))
-    again = [call for call in calls(aot.partition(joint, "recompute_all").backwards[0].gm)]
+    again = calls(aot.partition(joint, "recompute_all").backwards[0].gm)
     assert again.count(aten.exp.default) == 1
     assert aten.exp.default not in calls(aot.partition(joint, "save_all").backwards[0].gm)
 
@@ -156,7 +156,9 @@ def test_a_mask_that_is_drawn_again_is_not_saved() -> None:
     by_saving = aot.partition(joint, "save_all").saved_bytes
     by_drawing = aot.partition(joint, "recompute_all")
     assert by_saving >= 1000
-    assert all(entry.value.dtype is torch.uint8 for entry in by_drawing.saved if entry.kind is SavedKind.INTERMEDIATE)
+    assert all(
+        entry.value.dtype is torch.uint8 for entry in by_drawing.saved if entry.kind is SavedKind.INTERMEDIATE
+    )
 
 
 # The law

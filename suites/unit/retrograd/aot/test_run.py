@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -210,7 +210,10 @@ def test_unused_parameters_of_a_module_stay_without_gradient(compiled: bool) -> 
     model = Experts()
     run = aot.module(model, backend="eager", strict=True) if compiled else model
     run(tensor(1, 2))[1].sum().backward()
-    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["second.weight", "second.bias"]
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == [
+        "second.weight",
+        "second.bias",
+    ]
 
 
 @BOTH
@@ -377,8 +380,14 @@ def test_changes_before_the_backward(name: str, which: str, policy: str, compile
     expected = grad(y.sum(), x, retain_graph=True)[0]
     change(x if which == "input" else y)
     must_raise = raises_for_input if which == "input" else raises_for_output
-    if compiled and policy == "recompute_all":  # reads inputs where eager reads outputs; wrong it must never be
-        must_raise = which == "input" and name not in ("add saves nothing", "mul by a number saves nothing", "a copy may be changed")
+    if (
+        compiled and policy == "recompute_all"
+    ):  # reads inputs where eager reads outputs; wrong it must never be
+        must_raise = which == "input" and name not in (
+            "add saves nothing",
+            "mul by a number saves nothing",
+            "a copy may be changed",
+        )
     if must_raise:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
@@ -541,9 +550,9 @@ class Scaled(torch.autograd.Function):
 
 
 @pytest.fixture
-def both_outputs() -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+def both_outputs() -> tuple[Tensor, tuple[Tensor, Tensor]]:
     x = leaf(2)
-    yield x, call_of(lambda x: Scaled.apply(x), True)(x)
+    return x, call_of(lambda x: Scaled.apply(x), True)(x)
 
 
 def test_undefined_gradients_reach_a_function_that_wants_them(

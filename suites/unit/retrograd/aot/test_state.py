@@ -65,7 +65,11 @@ def test_tensors_are_fake_and_look_like_those_given() -> None:
 def test_history_is_noted_and_not_kept() -> None:
     x = leaf(2)
     state = state_of(x, x * 2, x.detach())
-    assert [(made.requires_grad, made.is_leaf) for made in state.leaves] == [(True, True), (True, False), (False, True)]
+    assert [(made.requires_grad, made.is_leaf) for made in state.leaves] == [
+        (True, True),
+        (True, False),
+        (False, True),
+    ]
     assert all(made.value.grad_fn is None for made in state.leaves)
 
 

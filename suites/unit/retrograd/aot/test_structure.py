@@ -1,4 +1,4 @@
-"""Eager's autograd graph, divided: regions, junctions and the order of a backward, for graphs written by hand."""
+"""Eager's autograd graph, divided: regions, junctions, order; for graphs written by hand."""
 
 from __future__ import annotations
 
@@ -40,13 +40,9 @@ def text(structure: Structure) -> list[str]:
 
 
 CHAIN = graph(("sum", 2, [1]), ("mul", 1, [2]), ("x", LEAF, []), roots=[0])
-INDEPENDENT = graph(
-    ("sin", 1, [2]), ("exp", 2, [3]), ("x", LEAF, []), ("y", LEAF, []), roots=[0, 1]
-)
+INDEPENDENT = graph(("sin", 1, [2]), ("exp", 2, [3]), ("x", LEAF, []), ("y", LEAF, []), roots=[0, 1])
 INTERMEDIATE = graph(("sin", 2, [1]), ("mul", 1, [2]), ("x", LEAF, []), roots=[0, 1])
-MEETING = graph(
-    ("sin", 2, [2]), ("exp", 3, [2]), ("mul", 1, [3]), ("x", LEAF, []), roots=[0, 1]
-)
+MEETING = graph(("sin", 2, [2]), ("exp", 3, [2]), ("mul", 1, [3]), ("x", LEAF, []), roots=[0, 1])
 SHARED_LEAF = graph(("sin", 1, [2]), ("exp", 2, [2]), ("x", LEAF, []), roots=[0, 1])
 #: y = (x * a) + (x * b): the leaves a and b become ready one after the other
 LEAVES_IN_TURN = graph(

@@ -31,7 +31,10 @@ def parts(value: Any) -> Any:
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
     "one input": (lambda x: x.sin() * 2, lambda: (two(3),)),
     "with a plain one": (lambda x, y: x * y, lambda: (two(3), leaf(3))),
-    "a plain one that gets a gradient of the class": (lambda x, y: (x * y).exp(), lambda: (two(3, grad=False), leaf(3))),
+    "a plain one that gets a gradient of the class": (
+        lambda x, y: (x * y).exp(),
+        lambda: (two(3, grad=False), leaf(3)),
+    ),
     "matrix product": (lambda x, w: (x @ w).tanh(), lambda: (two(2, 3), leaf(3, 2))),
     "two of them": (lambda x, y: x * y + x, lambda: (two(3), two(3, seed=8))),
     "made inside": (lambda x, y: TwoTensor(y * 2, y * 3) * x, lambda: (leaf(3), tensor(3, seed=4))),
@@ -42,7 +45,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = 
     "views": (lambda x: x.t().reshape(-1) * 2, lambda: (two(2, 3),)),
     "without grad": (lambda x: x.exp(), lambda: (two(3, grad=False),)),
     "changed in place": (lambda x: x.mul_(2).sin(), lambda: (two(3, grad=False),)),
-}  # fmt: skip
+}
 
 
 def run(fn: Callable[..., Any], make: Callable[[], tuple[Any, ...]]) -> list[Any]:

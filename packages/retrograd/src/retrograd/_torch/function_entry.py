@@ -1,8 +1,7 @@
 """The shortest way to apply an ``autograd.Function``.
 
 In: a Function without ``setup_context``. Out: its ``apply`` below the checks for functorch transforms, for
-    callers that
-know that none is active.
+callers that know that none is active.
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ _checkpoints = itertools.count()
 #: what functionalisation takes for no effect at all.
 _RESIZE = torch.ops.inductor.resize_storage_bytes_
 _REFUSED = (_RESIZE, _RESIZE.default)
+#: the last of the calls to which Dynamo lowers an assignment to ``.data``; the call for reading it.
+_DATA_WRITTEN, _DATA_READ = "_lower_version_count_by_1", "_get_data_attr"
 
 
 class NotRepresentableError(Exception):
@@ -50,6 +52,10 @@ class _Interpreter(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in _REFUSED:
             raise NotRepresentableError(f"it calls {target}")
+        if getattr(target, "__name__", "") == _DATA_WRITTEN:
+            raise NotRepresentableError("it assigns to .data of a tensor")
+        if getattr(target, "__name__", "") == _DATA_READ:
+            return args[0].data  # seen by those who watch for it
         if target is not tag_activation_checkpoint:
             return super().call_function(target, args, kwargs)
         body, *inputs = args

@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
 
 from retrograd._torch.ambient import autocast_off
-from retrograd._torch.operators import is_random
-from retrograd._torch.rng import seeds_and_states
 from retrograd._torch.history import saved_tensors_unseen
 from retrograd._torch.locks import ForkSafeLock
+from retrograd._torch.operators import is_random
+from retrograd._torch.rng import seeds_and_states
 from retrograd._torch.tracing import quiet_fakes
 
 __all__ = ["JointTracer", "ReseededError", "decomposed", "trace_joint"]

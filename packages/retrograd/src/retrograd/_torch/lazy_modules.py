@@ -1,7 +1,7 @@
 """Graph modules whose Python code is written when it is first asked for.
 
 In: an FX graph. Out: a module for those who only read or change the graph: writing code takes as long as
-    tracing.
+tracing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hooks that run when the gradient of a leaf has accumulated.
 
-In: the inputs of a call. Out: whether any has such hooks. They may free the gradient at once, as an optimizer in
-backward does, so that it matters how many gradients there are at a time.
+In: the inputs of a call. Out: whether any has such hooks. They may free the gradient at once, as an optimizer
+in backward does, so that it matters how many gradients there are at a time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ __all__ = ["has_waiting_hooks"]
 
 def has_waiting_hooks(values: Iterable[Any]) -> bool:
     """Whether one of `values` is a leaf with post-accumulate-grad hooks."""
-    for value in values:
-        if type(value) in _PLAIN and value._post_accumulate_grad_hooks:
-            return True
-    return False
+    return any([bool(value._post_accumulate_grad_hooks) for value in values if type(value) in _PLAIN])
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})

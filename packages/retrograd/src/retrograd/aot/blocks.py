@@ -1,10 +1,10 @@
 """Cut regions into blocks, so that gradients of leaves become visible one by one.
 
-In: an autograd graph, the region of each of its nodes, and the leaves whose gradients somebody waits for. Out: the same
-regions in smaller pieces: each ends with a node that completes the gradient of such a leaf.
+In: an autograd graph, the region of each of its nodes, and the leaves whose gradients somebody waits for.
+Out: the same regions in smaller pieces: each ends with a node that completes the gradient of such a leaf.
 
-A region gives all its gradients at once. If hooks take gradients away as soon as they have accumulated (an optimizer in
-backward), eager has few of them at a time; a region cut into blocks has as few as a block makes.
+A region gives all its gradients at once. If hooks take gradients away as soon as they have accumulated (an
+optimizer in backward), eager has few of them at a time; a region cut into blocks has as few as a block makes.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def cut_into_blocks(
 def _cuts(
     graph: LiveGraph, primals: Mapping[int, int], nodes: Sequence[int], awaited: Collection[int]
 ) -> list[int]:
-    """Places among `nodes` after which to cut, in order: those that complete an awaited gradient, but for the last
-    node, and but for those at which a sum would be made in another order.
+    """Places among `nodes` after which to cut, in order: those that complete an awaited gradient, but for the
+    last node, and but for those at which a sum would be made in another order.
 
-    A block adds up what it gives to one place before anything else is added. That is eager's sum if, of those that
-    give to one place, only one comes after the cut.
+    A block adds up what it gives to one place before anything else is added. That is eager's sum if, of those
+    that give to one place, only one comes after the cut.
     """
     given: dict[Hashable, list[int]] = {}
     for place, node in enumerate(nodes):
@@ -72,5 +72,7 @@ def _cuts(
         place
         for place in sorted(completed)
         if place < len(nodes) - 1
-        and not any(places[0] <= place and len(places) > 2 and places[-2] > place for places in given.values())
+        and not any(
+            places[0] <= place and len(places) > 2 and places[-2] > place for places in given.values()
+        )
     ]

@@ -115,9 +115,7 @@ def differentiate(
         raise RefusedError("two of its outputs have one and the same place in the autograd graph")
     graph = graph_below(edges.values())
     primals = _accumulated(graph, inputs)
-    awaited = frozenset(
-        primal for primal in primals.values() if stepped and inputs.primals[primal].is_leaf
-    )
+    awaited = frozenset(primal for primal in primals.values() if stepped and inputs.primals[primal].is_leaf)
     structure = divide(graph, primals, single_region, awaited)
     stand_ins = [_stand_in(graph, edge) for edge in structure.junctions[len(edges) :]]
     count = len(analysis.values)

@@ -1,8 +1,7 @@
 """Where the values of one call of a compiled function stand.
 
 In: a partition. Out: `Layout`: places in the call's one list of values, its *frame*; and pickers, functions
-    that take
-values out of it by places which are decided before the first call.
+that take values out of it by places which are decided before the first call.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def picker(places: Sequence[int]) -> Picker:
 
 
 def rebuilder(spec: pytree.TreeSpec) -> Callable[[Sequence[Any]], Any]:
-    """What ``tree_unflatten`` does for `spec`; without walking it if it is a tensor, or a flat tuple or list."""
+    """What ``tree_unflatten`` does for `spec`, without walking one tensor, or a flat tuple or list."""
     if spec.is_leaf():
         return lambda values: values[0]
     if spec.type in (tuple, list) and all(child.is_leaf() for child in spec.children()):

@@ -68,9 +68,16 @@ class AotConfig:
 class _Entry:
     """One kind of input: what it must be like, and the code for it (None: run eagerly, for `reason`)."""
 
-    guard: CallGuard
+    guard: CallGuard | None
     code: CompiledFunction | None
     reason: Reason | None = None
+
+
+def _guard_of(leaves: Sequence[Any]) -> CallGuard | None:
+    """A guard for inputs that cannot be captured; None for those that it cannot describe."""
+    if any(isinstance(leaf, torch.Tensor) and why_not_fakeable(leaf) for leaf in leaves):
+        return None
+    return CallGuard.exact(leaves)
 
 
 #: how arguments are nested: how many there are if none is, else their spec.
@@ -105,6 +112,7 @@ class AotFunction:
         self._entries: GuardedCache[_Entry] = GuardedCache(self.config.cache_size)
         self.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)
         self._watched: Watched | None = None
+        self._state = ModuleState()
 
     def _watch(self) -> Watched:
         """What the function depends on; forgets what was compiled if that has changed.
@@ -165,13 +173,11 @@ class AotFunction:
         if len(known) >= self.config.recompile_limit:
             return _Entry(known[-1].guard, None, _LIMIT)
         made = self._compiled(leaves, _spec(key[0]), known, stepped=key[3])
-        if not any(isinstance(leaf, torch.Tensor) and why_not_fakeable(leaf) for leaf in leaves):
+        if made.guard is not None:
             self._entries.add(key, made)
         return made
 
-    def _compiled(
-        self, leaves: Sequence[Any], spec: Any, known: Sequence[_Entry], stepped: bool
-    ) -> _Entry:
+    def _compiled(self, leaves: Sequence[Any], spec: Any, known: Sequence[_Entry], stepped: bool) -> _Entry:
         dynamic = self._dynamic(leaves, known)
         try:
             if self._watched is not None:
@@ -182,7 +188,7 @@ class AotFunction:
         except Exception as error:
             if self.config.strict:
                 raise
-            return _Entry(CallGuard.exact(leaves), None, _reason(error))
+            return _Entry(_guard_of(leaves), None, _reason(error))
         return _Entry(CallGuard.for_joint(leaves, code.partition.joint), code)
 
     def _dynamic(self, leaves: Sequence[Any], known: Sequence[_Entry]) -> Dynamic:
@@ -196,9 +202,7 @@ class AotFunction:
                     changed[i] = changed.get(i, frozenset()) | dims
         return changed or None
 
-    def _stages(
-        self, leaves: Sequence[Any], spec: Any, dynamic: Dynamic, stepped: bool
-    ) -> CompiledFunction:
+    def _stages(self, leaves: Sequence[Any], spec: Any, dynamic: Dynamic, stepped: bool) -> CompiledFunction:
         config, state = self.config, self._state
         backend = find_backend(config.backend)
         call = FlatCall(self.fn, state, spec)

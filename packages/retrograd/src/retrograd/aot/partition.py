@@ -177,7 +177,9 @@ class _Division:
             if is_backward(node) and node.meta["region"] == number and has_effect(node)
         ]
         try:
-            gm = extract(self.joint.gm, [*read, *cotangents], wanted, f"backward_{number}", self.instead, effects)
+            gm = extract(
+                self.joint.gm, [*read, *cotangents], wanted, f"backward_{number}", self.instead, effects
+            )
         except KeyError as missing:
             raise VerificationError(
                 Reason(

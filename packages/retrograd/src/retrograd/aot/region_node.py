@@ -1,8 +1,7 @@
 """The autograd node of a region.
 
 In: what a region saved, and the forward values of its junctions. Out: those values with a ``grad_fn`` whose
-    backward
-runs the region's compiled graph.
+backward runs the region's compiled graph.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class RegionNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
-        """Run the region: `backward` gets the context and the cotangents, and gives a gradient for each input."""
+        """Run the region, which gets the context and the cotangents, and gives a gradient for each input."""
         return None, None, None, None, None, *ctx.run(ctx, cotangents)
 
 

@@ -24,8 +24,8 @@ from retrograd.aot.structure import divide
 from retrograd.aot.walk import Walk
 from retrograd.errors import CaptureError, Reason
 from retrograd.graph.joint import Destination
-from retrograd.graph.live_graph import LiveGraph
 from retrograd.graph.joint_graph import AliasOf, ComputedOutput, JointValues
+from retrograd.graph.live_graph import LiveGraph
 
 __all__ = ["Call", "rerun_region"]
 

@@ -1,8 +1,8 @@
 """The backward of one region at run time.
 
 In: the context of a `RegionNode` and cotangents. Out: a gradient for each of the region's destinations. The
-    compiled
-graph runs if the cotangents are what it was made for; otherwise the region runs as eager would run it.
+compiled graph runs if the cotangents are what it was made for; otherwise the region runs as eager would run
+it.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ class RegionCode:
         self._numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number)
         self._tensors = len(saved) - len(self._numbers)
         self._follows_layout = not backend.decompositions()
+        # Code for another layout would be made when nobody installs the guards of its sizes any more.
+        self._is_symbolic = not self._follows_layout and any(map(_has_symbols, self._expected))
         self._codes: dict[tuple[Any, ...], Boxed] = {}
-        self._saves = any(not entry.is_number for entry in saved)
+        self._saves = bool(self._tensors or self._graphs.checked)
 
     def _expect(self, root: int) -> _Expected:
         joint = self._partition.joint
@@ -97,7 +99,8 @@ class RegionCode:
         ):
             return self._as_eager(ctx, cotangents)
         layouts = self._layouts(cotangents)
-        is_known = layouts in self._codes or len(self._codes) < MOST_LAYOUTS
+        may_add = len(self._codes) < MOST_LAYOUTS and (layouts is _BATCHED or not self._is_symbolic)
+        is_known = layouts in self._codes or may_add
         args = self._arguments(saved, ctx.numbers, cotangents, is_known)
         layouts = layouts if is_known else self._layouts(())
         del saved, cotangents
@@ -184,6 +187,10 @@ class RegionCode:
         given = dict(zip(self.roots, cotangents, strict=True))
         found = rerun_region(self._partition.joint, self._number, ctx.again, given)
         return [found[there] for there in self.destinations]
+
+
+def _has_symbols(expected: _Expected) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in (*expected.shape, *expected.strides))
 
 
 def _defined(cotangent: Any, expected: _Expected) -> Any:

@@ -1,8 +1,8 @@
 """A compiled function at run time.
 
 In: flat inputs. Out: what the captured function would return, with eager's autograd structure: one
-    `RegionNode` per
-region, put into the graph so that the engine runs them, and hands on gradients, in eager's order.
+`RegionNode` per region, put into the graph so that the engine runs them, and hands on gradients, in eager's
+order.
 
 All that can be decided before the first call is decided when a `CompiledFunction` is made; what is left is a
 list of values, the *frame*: primals (and, if some are wrapper subclasses, their parts), what the graph gives

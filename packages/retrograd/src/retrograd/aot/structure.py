@@ -80,8 +80,8 @@ def _reached_by(
 ) -> dict[int, frozenset[int]]:
     """For each node that does not accumulate, the visible tensors that reach it."""
     reached: dict[int, set[int]] = {}
-    for junction, edge in enumerate(graph.roots):
-        reached.setdefault(edge.node, set()).add(junction)
+    for junction, root in enumerate(graph.roots):
+        reached.setdefault(root.node, set()).add(junction)
     borders = set(graph.roots)
     for node in order:
         for edge in () if node in primals else graph.nodes[node].edges:

@@ -1,5 +1,5 @@
-"""Which session runs a backward: of the innermost context of this thread, else the process-wide one, else that
-of the callable of ``retrograd.compile`` from which it comes.
+"""Which session runs a backward: that of the innermost context of this thread, else the process-wide one,
+else that of the callable of ``retrograd.compile`` from which it comes.
 
 In: contexts that are entered and left, and the process-wide setting. Out: `run_backward`, which stands in for
 torch's gateway. Contexts are kept in a ``ContextVar``: each thread and each asyncio task has its own, and a

@@ -1,0 +1,62 @@
+"""Leaves get their gradients in eager's order, with as few gates as that takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from retrograd import aot
+from retrograd.aot.attach import steps_of
+
+Leaves = Sequence[torch.Tensor]
+
+
+def products(leaves: Leaves) -> torch.Tensor:
+    out = leaves[0].sin()
+    for leaf in leaves[1:]:
+        out = out * leaf
+    return out
+
+
+def uses_the_first_again(leaves: Leaves) -> torch.Tensor:
+    return products(leaves) + leaves[0] * leaves[-1]
+
+
+def uses_them_backwards(leaves: Leaves) -> torch.Tensor:
+    return products(leaves[::-1]).exp() * leaves[0]
+
+
+FUNCTIONS = (products, uses_the_first_again, uses_them_backwards)
+
+
+def order_of(fn: Callable[[Leaves], torch.Tensor], given: Sequence[int], busy: bool) -> list[int]:
+    """In which order tensor hooks on leaves run; `busy`: while others wait in the engine's queue."""
+    leaves = [torch.ones(2, requires_grad=True) for _ in given]
+    seen: list[int] = []
+    for number, leaf in enumerate(leaves):
+        leaf.register_hook(lambda grad, number=number: seen.append(number))
+    elsewhere = [torch.ones(2, requires_grad=True).exp().sin() for _ in range(5 if busy else 0)]
+    out = fn([leaves[i] for i in given])
+    sum([out.sum(), *[other.sum() for other in elsewhere]]).backward()  # type: ignore[union-attr]
+    return seen
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS)
+@pytest.mark.parametrize("busy", [False, True])
+def test_hooks_on_leaves_run_in_eagers_order(fn: Callable[[Leaves], torch.Tensor], busy: bool) -> None:
+    for count in (1, 2, 3):
+        for given in itertools.permutations(range(count)):
+            compiled = aot.function(fn, backend="eager", strict=True)
+            assert order_of(compiled, given, busy) == order_of(fn, given, busy)
+    compiled = aot.function(fn, backend="eager", strict=True)
+    assert order_of(compiled, range(7), busy) == order_of(fn, range(7), busy)
+
+
+@pytest.mark.parametrize(("count", "gates"), [(1, 0), (2, 0), (3, 1), (5, 3)])
+def test_two_leaves_need_no_gate(count: int, gates: int) -> None:
+    leaves = [torch.ones(2, requires_grad=True) for _ in range(count)]
+    joint = aot.capture(aot.create_state(lambda *given: products(given), leaves))
+    assert sum(step.is_leaf for step in steps_of(joint)) == gates
