@@ -87,7 +87,7 @@ def compile_graph(
         _LOCK,
         torch.no_grad(),
         _with_shape_env(fake_mode),
-        config.patch(fx_graph_cache=config.fx_graph_cache and _is_cache_trusted()),
+        config.patch(force_disable_caches=config.force_disable_caches or not _is_cache_trusted()),
         tracing(TracingContext(fake_mode)),
         V.set_fake_mode(fake_mode),
     ):
