@@ -27,8 +27,9 @@ def allocator_peak_of(program: Callable[[Callable[[], Any]], Any]) -> int:
         profile.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
     start = next(event["ts"] for event in events if event.get("name") == _START)
-    allocations = [event for event in events if event.get("name") == "[memory]" and event["ts"] >= start]
-    return max(event["args"]["Total Allocated"] for event in allocations)
+    changes = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda event: event["ts"])
+    before = changes[0]["args"]["Total Allocated"] - changes[0]["args"]["Bytes"]
+    return max(e["args"]["Total Allocated"] for e in changes if e["ts"] >= start) - before
 
 
 _START = "start of what is measured"

@@ -74,6 +74,13 @@ def test_private_torch_is_reached_through_one_door(sources: list[Path], root: Pa
     assert {path: names for path, names in found.items() if names} == {}
 
 
+def test_the_door_to_private_torch_names_all_that_is_behind_it(root: Path) -> None:
+    door = root / "packages/retrograd/src/retrograd/_torch"
+    told = ast.get_docstring(ast.parse((door / "__init__.py").read_text())) or ""
+    behind = {path.stem for path in door.glob("*.py")} - {"__init__"}
+    assert {name for name in behind if f"`{name}`" not in told} == set()
+
+
 def test_own_code_is_imported_at_the_top(sources: list[Path], root: Path) -> None:
     adapters = root / "harness/src/gradparity/subjects"
     inside = {

@@ -8,7 +8,17 @@
   derivatives)
 - reading it: `live_graph` (the autograd graph), `saved` (saved tensors with their history), `queries` (what
   user code asks about the running backward)
-- reading ATen graphs: `operators` (what an operator does besides returning a value)
+- reading ATen graphs: `operators` (what an operator does besides returning a value), `pytree` (nested
+  containers)
+- tracing a function with its backward: `joint_tracing`, `fakes` (inputs), `functional` (mutations and views
+  as values), `wrappers` (wrapper subclasses, taken apart), `lifting` (tensors that were not given), `memory`
+  (which tensors share it), `autograd_nodes` (called by hand), `effects` (calls chained by tokens),
+  `checkpointing`, `interpret` (graphs that Dynamo made), `lazy_modules` (code written when asked for)
+- dividing a joint graph: `min_cut` (torch's partitioners), `rng` (random numbers drawn again)
+- running what was made of it: `function_entry` (an ``autograd.Function``, applied), `ambient` (modes around a
+  call), `saved_hooks` (around a call), `leaf_hooks` (waiting on inputs), `dynamo_bridge` (a backend's side of
+  Dynamo)
+- keeping it: `expressions` (symbolic sizes as data), `cache_folder` (where compiled code lies)
 - telling: `structured_trace` (for tlparse), `profiling` (ranges), `provenance` (which autograd node an ATen
   node comes from)
 - other settings of torch: `stance` (may we compile), `stock_compiler` (stock compiled autograd beside ours)

@@ -19,7 +19,7 @@ def without_tokens(graph: fx.Graph) -> None:
     tokens = set[fx.Node]()
     for node in list(graph.nodes):
         if node.target is with_effects:
-            tokens.add(node.args[0])  # type: ignore[arg-type]
+            tokens.add(node.args[0])
             _unwrapped(graph, node, tokens)
     for token in reversed([node for node in graph.nodes if node in tokens]):
         if not token.users:

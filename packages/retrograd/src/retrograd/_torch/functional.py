@@ -37,9 +37,9 @@ def to_functional(value: torch.Tensor) -> torch.Tensor:
     """The tensor, functional; of a wrapper subclass the inner tensors. It is a leaf, as `value` was given."""
     if is_traceable_wrapper_subclass(value):
         made = transform_subclass(value, lambda _, inner: to_functional(inner))
-        torch._mirror_autograd_meta_to(value, made)  # type: ignore[attr-defined]
+        torch._mirror_autograd_meta_to(value, made)
         return made
-    return FunctionalTensor.to_functional(value)  # type: ignore[no-any-return]
+    return FunctionalTensor.to_functional(value)
 
 
 def plain(value: Any) -> Any:
@@ -49,7 +49,7 @@ def plain(value: Any) -> Any:
     if is_traceable_wrapper_subclass(value):
         return transform_subclass(value, lambda _, inner: plain(inner))
     if isinstance(value, FunctionalTensor):
-        torch._sync(value)
+        torch._sync(value)  # type: ignore[attr-defined]
         return torch._from_functional_tensor(value.elem)
     return value
 
@@ -80,7 +80,7 @@ def storage_key(value: torch.Tensor) -> tuple[int, ...]:
 
 def was_data_mutated(value: torch.Tensor) -> bool:
     """Whether its elements were written to, also through an alias."""
-    return any(torch._functionalize_has_data_mutation(part.elem) for part in _parts(value))
+    return any(torch._functionalize_has_data_mutation(part.elem) for part in _parts(value))  # type: ignore[attr-defined]
 
 
 def was_metadata_mutated(value: torch.Tensor) -> bool:

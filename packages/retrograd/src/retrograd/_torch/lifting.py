@@ -24,12 +24,10 @@ _CHANGES = {
     torch.Tensor.resize_: "resize_",
     torch.Tensor.resize_as_: "resize_as_",
     torch.Tensor.set_: "set_",
-    torch.Tensor.data.__set__: "assigning to .data",
-    torch.Tensor.grad.__set__: "assigning to .grad",
+    torch.Tensor.data.__set__: "assigning to .data",  # type: ignore[attr-defined]
+    torch.Tensor.grad.__set__: "assigning to .grad",  # type: ignore[union-attr]
 }
-
-
-_DATA = torch.Tensor.data.__get__
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class HookInTraceError(Exception):

@@ -26,11 +26,12 @@ def insert_replay(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.
     Returns:
         The state, what the call gives (which is read in place of `node`), and a call that gives it again.
     """
+    draw: tuple[Any, ...] = (node.target, *node.args)
     with graph.inserting_before(node):
-        both = graph.call_function(run_and_save_rng_state, (node.target, *node.args), dict(node.kwargs))
+        both = graph.call_function(run_and_save_rng_state, draw, dict(node.kwargs))
         state = graph.call_function(operator.getitem, (both, 0))
         value = graph.call_function(operator.getitem, (both, 1))
-        again = graph.call_function(run_with_rng_state, (state, node.target, *node.args), dict(node.kwargs))
+        again = graph.call_function(run_with_rng_state, (state, *draw), dict(node.kwargs))
     for made in (both, value, again):
         made.meta = dict(node.meta)
     value.name, again.name = f"{node.name}_drawn", f"{node.name}_again"

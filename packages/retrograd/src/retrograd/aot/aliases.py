@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -66,11 +67,9 @@ def memory_of(gm: fx.GraphModule, signature: JointSignature) -> Memory:
         for i, (node, role) in enumerate(zip(placeholders, signature.inputs, strict=True))
         if isinstance(role, Primal)
     }
-    results = gm.graph.output_node().args[0]
+    results: Any = gm.graph.output_node().args[0]
     forward = [
-        node
-        for node, role in zip(results, signature.outputs, strict=True)
-        if not isinstance(role, Gradient)  # type: ignore[arg-type]
+        node for node, role in zip(results, signature.outputs, strict=True) if not isinstance(role, Gradient)
     ]
     outputs: dict[fx.Node, int] = {}
     for i, node in enumerate(forward):
@@ -83,7 +82,7 @@ def memory_of(gm: fx.GraphModule, signature: JointSignature) -> Memory:
         for value in node.all_input_nodes
         if not is_backward(value)
     }
-    kept |= {owner[node] for node in results[len(forward) :] if isinstance(node, fx.Node)}  # type: ignore[index]
+    kept |= {owner[node] for node in results[len(forward) :] if isinstance(node, fx.Node)}
     return Memory(owner, primals, outputs, frozenset(kept))
 
 

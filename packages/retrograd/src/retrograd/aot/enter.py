@@ -160,7 +160,7 @@ class Inputs:
         if differentiable:
             made.requires_grad_(True)
         if given.kind is PrimalKind.PARAMETER and wrapping.cls is None:
-            made._is_param = True  # type: ignore[attr-defined]
+            made._is_param = True
         self.leaves.append(made)
         entered = made
         if differentiable and not given.is_leaf and self.plan.copies:

@@ -48,7 +48,7 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
         return _read_by_backward(joint)
     if policy == "min_cut" or callable(policy):
         names = cut_by(
-            None if policy == "min_cut" else policy,
+            None if isinstance(policy, str) else policy,
             joint.gm,
             frozenset(_cotangents(joint)),
             joint.signature.forward_count,

@@ -107,9 +107,9 @@ def _again(joint: JointValues, call: Call, entries: Mapping[int, Any]) -> list[A
     for number, entry in entries.items():
         if (leaf := joint.primals[number].leaf) is not None:
             leaves[leaf] = entry
-    for i, leaf in enumerate(joint.state.leaves):
-        if leaf.same_as is not None:
-            leaves[i] = leaves[leaf.same_as]
+    for i, same in enumerate(leaf.same_as for leaf in joint.state.leaves):
+        if same is not None:
+            leaves[i] = leaves[same]
     with joint.state.ambient.restored(), with_generator_states(dict(call.generators)):
         return pytree.tree_leaves(joint.state.call(leaves))
 
