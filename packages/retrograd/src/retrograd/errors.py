@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "BackendError",
+    "CallError",
     "CaptureError",
     "ContextError",
     "ExportError",
@@ -67,6 +68,10 @@ class _ReasonedError(RetrogradError):
 class CaptureError(_ReasonedError):
     """A backward could not be captured. Raised in strict mode only; otherwise that backward runs on
     the stock engine."""
+
+
+class CallError(_ReasonedError):
+    """A compiled joint graph was called with inputs unlike those that it was captured for."""
 
 
 class LoweringError(_ReasonedError):

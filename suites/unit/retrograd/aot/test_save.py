@@ -124,7 +124,7 @@ def test_passes_apply_to_a_loaded_joint_graph() -> None:
 def test_a_second_derivative_of_a_loaded_graph_says_what_is_missing() -> None:
     x = leaf(3)
     loaded = returned(program_of(lambda x: x.exp().sum(), x))
-    loss = aot.compile(aot.partition(loaded.joint), "eager")(loaded.leaves({}, x))
+    loss = aot.compile(aot.partition(loaded.joint), "eager").flat(loaded.leaves({}, x))
     with pytest.raises(
         CaptureError, match=r"was loaded from a file(.|\n)*try +capture the function in this process"
     ):

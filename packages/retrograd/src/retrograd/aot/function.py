@@ -222,7 +222,7 @@ class AotFunction:
         for change in config.passes:
             captured = captured.apply(change)
         parts = partition(captured, config.partitioner)
-        code = compile_partition(parts, config.backend, config.backward)
+        code = compile_partition(parts, config.backend, config.backward).code
         report.captured(parts)
         return code
 

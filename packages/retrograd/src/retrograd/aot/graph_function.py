@@ -142,7 +142,7 @@ class GraphFunction:
         # With symbolic sizes the backward is compiled now too: Dynamo installs only guards that are made now.
         code = compile_partition(
             parts, config.backend, config.backward, lazy=not has_symbols(state.fake_mode)
-        )
+        ).code
         report.captured(parts)
         return code
 
