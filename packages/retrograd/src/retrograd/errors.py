@@ -20,6 +20,7 @@ __all__ = [
     "Reason",
     "RetrogradError",
     "UnknownBackendError",
+    "UnlikeTracedError",
     "UnsupportedTorchError",
     "VerificationError",
 ]
@@ -72,6 +73,11 @@ class CaptureError(_ReasonedError):
 
 class CallError(_ReasonedError):
     """A compiled joint graph was called with inputs unlike those that it was captured for."""
+
+
+class UnlikeTracedError(_ReasonedError):
+    """Real operators gave other shapes or types than torch's fake ones: code compiled for these is not right. Raised
+    in strict mode only; otherwise such a function runs eagerly."""
 
 
 class LoweringError(_ReasonedError):
