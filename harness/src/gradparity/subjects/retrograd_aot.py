@@ -80,8 +80,8 @@ class RetrogradAot(Subject):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Eager's random numbers, and its rounding between operations of low precision, in Inductor's code too; nothing
-        to set for the other backend."""
+        """Eager's random numbers, and its rounding between operations of low precision, in Inductor's code
+        too; nothing to set for the other backend."""
         if self.backend != "inductor":
             yield
             return

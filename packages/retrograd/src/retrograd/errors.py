@@ -90,8 +90,8 @@ class VerificationError(_ReasonedError):
 
 
 class ExportError(_ReasonedError):
-    """A joint graph holds what a program that outlives its process cannot; or a program was called with what it
-    does not take."""
+    """A joint graph holds what a program that outlives its process cannot; or a program was called with what
+    it does not take."""
 
 
 class LoadError(_ReasonedError):

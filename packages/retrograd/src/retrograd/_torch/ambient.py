@@ -82,8 +82,8 @@ def modes_now() -> bool | Ambient:
 
 
 def undifferentiated(code: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """`code`, run below autograd (which then records nothing, while operators that ask for grad mode see the caller's)
-    and without autocast, whatever is on outside."""
+    """`code`, run below autograd (which then records nothing, while operators that ask for grad mode see the
+    caller's) and without autocast, whatever is on outside."""
     below, is_autocast_on = torch._C._AutoDispatchBelowAutograd, torch._C._is_any_autocast_enabled
 
     def run(args: list[Any]) -> Any:

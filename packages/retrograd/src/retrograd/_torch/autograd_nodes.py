@@ -1,7 +1,8 @@
 """Autograd nodes, called by hand.
 
-In: nodes of an autograd graph (``grad_fn``) and gradients. Out: the gradients they give for each of their edges,
-as ``Engine::evaluate_function`` and ``validate_outputs`` (``torch/csrc/autograd/engine.cpp``) would hand them on.
+In: nodes of an autograd graph (``grad_fn``) and gradients. Out: the gradients they give for each of their
+edges, as ``Engine::evaluate_function`` and ``validate_outputs`` (``torch/csrc/autograd/engine.cpp``) would
+hand them on.
 """
 
 from __future__ import annotations

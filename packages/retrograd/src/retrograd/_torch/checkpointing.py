@@ -1,8 +1,8 @@
 """Checkpoints inside a traced function.
 
-In: a trace. Out: while it runs, ``torch.utils.checkpoint`` runs its function once and marks what that computes to be
-computed again in the backward, instead of hooking the tensors that it saves or differentiating a second run.
-The partition does the rest, with the same random numbers.
+In: a trace. Out: while it runs, ``torch.utils.checkpoint`` runs its function once and marks what that
+computes to be computed again in the backward, instead of hooking the tensors that it saves or differentiating
+a second run. The partition does the rest, with the same random numbers.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def without_tokens(graph: fx.Graph) -> None:
 
 
 def _unwrapped(graph: fx.Graph, node: fx.Node, tokens: set[fx.Node]) -> None:
-    """Put the call itself in place of ``with_effects(token, operator, ...)``, which gives (token, *results)."""
+    """Put the call in place of ``with_effects(token, operator, ...)``, which gives (token, *results)."""
     target = node.args[1]
     assert isinstance(target, torch._ops.OpOverload)
     with graph.inserting_before(node):

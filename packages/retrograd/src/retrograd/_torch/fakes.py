@@ -59,7 +59,7 @@ def alias_of_fake(value: torch.Tensor) -> torch.Tensor:
 
 
 def fake_of(mode: FakeTensorMode, value: torch.Tensor, name: str, symbolic: Iterable[int]) -> Any:
-    """A fake of `value` whose dimensions in `symbolic` are symbolic. It has no history and requires no grad."""
+    """A fake of `value` whose dimensions in `symbolic` are symbolic, without history; it requires no grad."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         bare = value.detach()
     source, dims = ConstantSource(name), frozenset(symbolic)

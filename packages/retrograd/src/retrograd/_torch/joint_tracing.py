@@ -1,7 +1,7 @@
 """Trace a function together with its backward into one graph.
 
-In: a body that is given a `JointTracer`. Out: the FX graph of what the body did. The body makes the placeholders
-itself, in whatever order it comes to need them; in the graph they stand first.
+In: a body that is given a `JointTracer`. Out: the FX graph of what the body did. The body makes the
+placeholders itself, in whatever order it comes to need them; in the graph they stand first.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class JointTracer:
 
     @contextmanager
     def marking(self, policy: Callable[..., Any], group: int) -> Iterator[None]:
-        """Every call made inside is marked with what `policy` (of an operator and its arguments) says about saving it."""
+        """Every call made inside is marked with what `policy` (of an operator and its arguments) says about
+        saving it."""
         before, self._policy = self._policy, policy
         try:
             with self.noting(ac_graph_id=group):
@@ -86,7 +87,7 @@ class JointTracer:
                 self._refuse_other_numbers()
             node.meta.update(self._note)
             if "is_backward" not in self._note:
-                node.meta.setdefault("seq_nr", torch.autograd._get_sequence_nr() - 1)
+                node.meta.setdefault("seq_nr", torch._C._autograd._get_sequence_nr() - 1)
                 if self._policy is not None:
                     node.meta["recompute"] = self._policy(node.target, *node.args, **node.kwargs)
                 if "stack_trace" not in node.meta and (line := _users_line()):
@@ -104,7 +105,8 @@ def trace_joint(
     decompositions: Decompositions,
     is_symbolic: bool,
 ) -> fx.GraphModule:
-    """Trace `body`, which returns plain (not functional) values; `is_symbolic`: whether some sizes are. Whoever changes the graph last recompiles it.
+    """Trace `body`, which returns plain (not functional) values; `is_symbolic`: whether some sizes are.
+    Whoever changes the graph last recompiles it.
 
     Raises:
         Exception: whatever an operation raises on fake tensors.
@@ -130,7 +132,7 @@ def trace_joint(
 
 
 def _dispatcher(is_symbolic: bool) -> AbstractContextManager[Any]:
-    """Symbolic sizes need torch's Python versions of operators, which may differ from the others in the last bit."""
+    """Symbolic sizes need torch's Python versions of operators, which may differ in the last bit."""
     return enable_python_dispatcher() if is_symbolic else nullcontext()
 
 

@@ -16,7 +16,7 @@ __all__ = ["has_waiting_hooks"]
 
 def has_waiting_hooks(values: Iterable[Any]) -> bool:
     """Whether one of `values` is a leaf with post-accumulate-grad hooks."""
-    return any([bool(value._post_accumulate_grad_hooks) for value in values if type(value) in _PLAIN])
+    return any(bool(value._post_accumulate_grad_hooks) for value in values if type(value) in _PLAIN)
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from retrograd._torch import pytree
 from retrograd._torch.functional import is_traced
 
 __all__ = ["ChangeInTraceError", "FreeTensors", "HookInTraceError"]

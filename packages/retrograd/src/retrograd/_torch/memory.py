@@ -13,7 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from retrograd._torch.functional import inner_tensors
 
-__all__ = ["common_base", "groups_sharing_memory", "lies_within", "view_origin", "with_view_origin"]
+__all__ = [
+    "common_base",
+    "copy_each",
+    "groups_sharing_memory",
+    "lies_within",
+    "view_origin",
+    "with_view_origin",
+]
 
 
 def groups_sharing_memory(tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, ...]]:
@@ -59,12 +66,18 @@ def view_origin(view: torch.Tensor) -> Any:
 
 
 def with_view_origin(make: Callable[[], torch.Tensor], origin: Any) -> torch.Tensor:
-    """The view that `make` makes, for which torch refuses in-place changes as it would for one of this `origin`."""
+    """The view that `make` makes, for which torch refuses in-place changes as it would for one of this
+    `origin`."""
     kinds = torch._C._autograd.CreationMeta
     with torch.set_grad_enabled(torch.is_grad_enabled() and origin != kinds.NO_GRAD_MODE):
         view = make()
     torch._C._autograd._set_creation_meta(view, origin)
     return view
+
+
+def copy_each(written: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Write each of `values` into the tensor at its place in `written`, with one call for all."""
+    torch._foreach_copy_(written, values)
 
 
 def lies_within(view: torch.Tensor, base: torch.Tensor) -> bool:

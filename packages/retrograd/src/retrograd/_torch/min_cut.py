@@ -1,6 +1,7 @@
 """torch's partitioners, as choosers of what is saved.
 
-In: a joint graph and which of its placeholders are cotangents. Out: the names of the nodes that the backward reads.
+In: a joint graph and which of its placeholders are cotangents. Out: the names of the nodes that the backward
+reads.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from retrograd._torch.lazy_modules import lazily, lazy_graph_module
 __all__ = ["cut_by"]
 
 
-#: what torch's partitioner gives a backward besides values of the joint graph: cotangents, and states of generators
-#: from which numbers are drawn again.
+#: what torch's partitioner gives a backward besides values of the joint graph: cotangents, and states of
+#: generators from which numbers are drawn again.
 _NO_VALUES = ("tangents_", "rng_state_output_", "bwd_rng_state_")
 
 
@@ -37,7 +38,8 @@ def cut_by(
         gm: the joint graph; stays as it is.
         cotangents: names of placeholders.
         forward_count: how many outputs belong to the forward.
-        pinned: calls that must not be made again; if one gives several values, each is kept, whatever its mark says.
+        pinned: calls that must not be made again; if one gives several values, each is kept, whatever its
+            mark says.
     """
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in gm.graph.nodes:

@@ -30,6 +30,7 @@ __all__ = [
     "is_wait",
     "real_tensors",
     "same_layout",
+    "schema_of",
 ]
 
 #: operators of higher order that do nothing beyond what the graphs or operators given to them do.
@@ -57,6 +58,11 @@ _DEPENDS_ON_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sh
 def is_operator_overload(target: Any) -> bool:
     """Whether the target is an operator with a schema, such as ``aten.add.Tensor``."""
     return isinstance(target, torch._ops.OpOverload)
+
+
+def schema_of(target: Any) -> Any:
+    """The schema of an operator with one: its ``arguments`` and ``returns``, each with its ``alias_info``."""
+    return target._schema
 
 
 def is_higher_order(target: Any) -> bool:

@@ -1,6 +1,7 @@
 """Random numbers that are drawn in the forward and again, the same, in the backward; generators as they were.
 
-In: a graph and a call that draws; or the devices of a function. Out: nodes that keep the generator's state; states.
+In: a graph and a call that draws; or the devices of a function. Out: nodes that keep the generator's state;
+states.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def generator_states(devices: Iterable[torch.device]) -> dict[torch.device, Any]
 
 
 def seeds_and_states() -> tuple[Any, ...]:
-    """What the default generators are at, for comparison: the CPU's state, and seeds of CUDA devices in use."""
+    """What the default generators are at, to be compared: the CPU's state, and the seed of CUDA in use."""
     seeds = torch.cuda.initial_seed() if torch.cuda.is_initialized() else None
     with real_tensors():
         return bytes(torch.random.get_rng_state().numpy()), seeds

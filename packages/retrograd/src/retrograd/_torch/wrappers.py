@@ -1,7 +1,7 @@
 """Wrapper subclasses as values: what a tensor is made of, taken apart and put together again.
 
-In: tensors that follow the ``__tensor_flatten__`` protocol, or plain ones. Out: `Wrapping`: class, metadata and
-parts, from which an equal one can be built of other inner tensors.
+In: tensors that follow the ``__tensor_flatten__`` protocol, or plain ones. Out: `Wrapping`: class, metadata
+and parts, from which an equal one can be built of other inner tensors.
 """
 
 from __future__ import annotations

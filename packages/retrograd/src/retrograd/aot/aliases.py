@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from retrograd._torch.operators import is_operator_overload, schema_of
 from retrograd.graph.joint import Gradient, JointSignature, Primal
 
 __all__ = ["Memory", "is_backward", "is_number", "memory_of"]
@@ -47,8 +48,8 @@ class Memory:
         return frozenset(self.owner[node] for node in (*self.primals, *self.outputs))
 
     def is_forbidden(self, node: fx.Node) -> bool:
-        """Whether keeping the value would make the backward depend on memory that the user may change and on which
-        eager's backward does not depend."""
+        """Whether keeping the value would make the backward depend on memory that the user may change and on
+        which eager's backward does not depend."""
         owner = self.owner[node]
         return owner in self.visible and owner not in self.kept_by_eager and not is_number(node)
 
@@ -88,9 +89,9 @@ def memory_of(gm: fx.GraphModule, signature: JointSignature) -> Memory:
 
 def _viewed(node: fx.Node) -> fx.Node | None:
     """The argument whose memory a call's result shows."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not is_operator_overload(node.target):
         return None
-    schema = node.target._schema
+    schema = schema_of(node.target)
     if not any(result.alias_info is not None for result in schema.returns):
         return None
     for argument, value in zip(schema.arguments, node.args, strict=False):

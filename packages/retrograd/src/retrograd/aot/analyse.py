@@ -1,7 +1,7 @@
 """What a function did besides computing: changes in place, outputs that share memory.
 
-In: the inputs of a trace after the function ran, and its flat outputs. Out: `Analysis`: the values that the graph has
-to compute, the changes to make after a call, and a plan for every output.
+In: the inputs of a trace after the function ran, and its flat outputs. Out: `Analysis`: the values that the
+graph has to compute, the changes to make after a call, and a plan for every output.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ __all__ = ["Analysis", "RefusedError", "TracedValue", "analyse"]
 
 #: what a function may return besides tensors.
 CONSTANTS = (
-    type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.layout,
-    torch.memory_format
+    type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device,
+    torch.layout, torch.memory_format,
 )  # fmt: skip
 
 

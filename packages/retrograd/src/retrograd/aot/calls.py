@@ -1,6 +1,7 @@
 """A function of pytrees as a function of flat inputs.
 
-In: a function or module, and how its arguments are nested. Out: `FlatCall`, with a name and a kind for each flat input.
+In: a function or module, and how its arguments are nested. Out: `FlatCall`, with a name and a kind for each
+flat input.
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
+from retrograd._torch import pytree
 from retrograd.aot.analyse import RefusedError
 from retrograd.aot.modules import ModuleState
 from retrograd.graph.joint import PrimalKind
@@ -47,7 +47,8 @@ class FlatCall:
         return result
 
     def names(self, leaves: Sequence[Any]) -> list[str]:
-        """``layer.weight``, ``args[0]['x']``, or the keyword; numbers where a container has no names for its parts."""
+        """``layer.weight``, ``args[0]['x']``, or the keyword; numbers where a container has no names for its
+        parts."""
         arguments = list(leaves[len(self.state.tensors) :])
         try:
             paths = pytree.tree_flatten_with_path(pytree.tree_unflatten(arguments, self.spec))[0]

@@ -1,12 +1,12 @@
 """Second stage: a `CaptureState` becomes a `JointGraph`.
 
-In: a function and fake inputs. Out: one graph that computes the outputs and, of cotangents, the gradients; what
-the call does in place, and which outputs share memory with what.
+In: a function and fake inputs. Out: one graph that computes the outputs and, of cotangents, the gradients;
+what the call does in place, and which outputs share memory with what.
 
 The function runs once, functionalised, with autograd on. Then the autograd graph that it left is divided into
-regions, and each region is run by hand, so that the joint graph adds up gradients as eager does. If the run shows
-that an input has to enter otherwise (one that is not a leaf and is changed in place; two that share memory, one
-of which is changed), it is repeated so.
+regions, and each region is run by hand, so that the joint graph adds up gradients as eager does. If the run
+shows that an input has to enter otherwise (one that is not a leaf and is changed in place; two that share
+memory, one of which is changed), it is repeated so.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from retrograd._torch import pytree
 from retrograd._torch.autograd_nodes import NodeCallError
 from retrograd._torch.interpret import NotRepresentableError
 from retrograd._torch.joint_tracing import JointTracer, ReseededError, trace_joint
@@ -51,10 +51,10 @@ def capture(state: CaptureState, *, single_region: bool = False, stepped: bool =
 
     Args:
         state: from `create_state`.
-        single_region: differentiate all outputs together, as stock AOTAutograd does, instead of keeping eager's
-            structure.
-        stepped: end regions where gradients of leaves are complete, so that hooks see these one by one, and need not
-            hold them all at once. Bits stay the same; each piece costs a call.
+        single_region: differentiate all outputs together, as stock AOTAutograd does, instead of keeping
+            eager's structure.
+        stepped: end regions where gradients of leaves are complete, so that hooks see these one by one, and
+            need not hold them all at once. Bits stay the same; each piece costs a call.
 
     Returns:
         The joint graph. If nothing requires grad (or grad mode is off) it has no backward half.
@@ -121,9 +121,7 @@ class _Attempt:
             self.amended = self.plan.amended(self.state, self.analysis)
             if self.amended != self.plan:
                 return (0,)
-            self.backward = differentiate(
-                tracer, inputs, self.analysis, self.single_region, self.stepped
-            )
+            self.backward = differentiate(tracer, inputs, self.analysis, self.single_region, self.stepped)
             self.leaves_gaps = self.stepped and self.backward.leaves_gaps()
             return self._outputs(self.analysis, self.backward)
 

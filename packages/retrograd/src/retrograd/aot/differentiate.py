@@ -1,7 +1,7 @@
 """Run eager's autograd graph by hand, inside a trace.
 
-In: the values that a traced function left, with their ``grad_fn``. Out: `Differentiated`: regions, the cotangents that
-they take as new inputs of the graph, and the gradients that they give.
+In: the values that a traced function left, with their ``grad_fn``. Out: `Differentiated`: regions, the
+cotangents that they take as new inputs of the graph, and the gradients that they give.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Differentiated:
         undefined_matters, awaited: as in `JointGraph`.
     """
 
-    structure: Structure = Structure((), (), ())
+    structure: Structure = field(default_factory=lambda: Structure((), (), ()))
     visible: tuple[int, ...] = ()
     junction_values: tuple[int, ...] = ()
     stand_ins: list[TracedValue] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """How inputs enter a trace: the tensors that the user's function is called with.
 
-In: a `CaptureState` and an `EntryPlan`. Out: `Inputs`: the graph's primals, the functional tensors made of them,
-and the call itself.
+In: a `CaptureState` and an `EntryPlan`. Out: `Inputs`: the graph's primals, the functional tensors made of
+them, and the call itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class EntryPlan:
     """What is done to inputs before the function sees them.
 
     Attributes:
-        copies: whether inputs that require grad and are no leaves enter as copies, so that they may be changed.
+        copies: whether inputs that require grad and are no leaves enter as copies, so that they may be
+            changed.
         based: numbers of the alias groups whose members are views of one base.
     """
 
@@ -68,7 +69,8 @@ class Inputs:
     Attributes:
         primals: inputs of the graph, in order; `roles` has one entry per placeholder.
         leaves: by primal, the functional tensor with which autograd begins.
-        entries: by source (leaf of the state, or after those what the function found), what the function sees.
+        entries: by source (leaf of the state, or after those what the function found), what the function
+            sees.
         entered: by primal, the tensor that the function can change.
         bared: tensors of which the function took ``.data``.
         histories: by primal, the ``grad_fn`` with which it entered.

@@ -1,7 +1,7 @@
 """Cut a part out of a graph.
 
-In: a graph, values that are given and values that are wanted. Out: a graph module of its own, with the calls between
-them in their old order.
+In: a graph, values that are given and values that are wanted. Out: a graph module of its own, with the calls
+between them in their old order.
 """
 
 from __future__ import annotations

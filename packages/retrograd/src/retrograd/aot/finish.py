@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.memory import with_view_origin
+from retrograd._torch.memory import copy_each, with_view_origin
 from retrograd.aot.frame import picker
 from retrograd.graph.joint_graph import (
     AliasOf,
@@ -63,7 +63,7 @@ class Finish:
         from then on."""
         if self._at_once:
             with torch.no_grad():
-                torch._foreach_copy_(
+                copy_each(
                     [frame[u.primal] for u in self._at_once],
                     [frame[self._first + u.value] for u in self._at_once],  # type: ignore[operator]
                 )

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
+from retrograd._torch import pytree
 from retrograd._torch.wrappers import PLAIN
 from retrograd.graph.partition import Partition, Saved, SavedKind
 

@@ -25,7 +25,7 @@ def lower(
     half: Half,
     example_inputs: Sequence[Any] | None = None,
 ) -> Boxed:
-    """Compile `gm`, after the decompositions that the backend asks for, unless they were applied at capture."""
+    """Compile `gm`, after the decompositions that the backend asks for unless `capture` applied them."""
     inputs = example_inputs or [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
     table = backend.decompositions()
     if table and not state.decompositions:

@@ -1,7 +1,7 @@
 """The state of a module: parameters and buffers as inputs of a function.
 
-In: a module. Out: `ModuleState`: its tensors, each once however often it is tied, and a way to call the module
-with others in their place.
+In: a module. Out: `ModuleState`: its tensors, each once however often it is tied, and a way to call the
+module with others in their place.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Third stage: a `JointGraph` becomes a `Partition`.
 
-In: a joint graph and a policy. Out: a forward graph, a backward graph for each region, and what is saved between them.
+In: a joint graph and a policy. Out: a forward graph, a backward graph for each region, and what is saved
+between them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import torch
 from torch import fx
 
 from retrograd._torch.lazy_modules import lazy_graph_module
-from retrograd._torch.operators import has_effect
+from retrograd._torch.operators import has_effect, is_mutating
 from retrograd._torch.rng import insert_replay
 from retrograd.aot.aliases import Memory, is_backward, is_number, memory_of
 from retrograd.aot.extract import extract, needed_between
 from retrograd.aot.policies import Policy, choose_saved, draws_random_numbers
 from retrograd.errors import Reason, VerificationError
+from retrograd.graph.copies import copied
 from retrograd.graph.joint import Cotangent, Gradient
 from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.partition import Partition, RegionBackward, Saved, SavedKind
@@ -31,13 +33,13 @@ def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
 
     Args:
         joint: from ``capture``, perhaps changed by passes.
-        policy: ``"min_cut"``: torch's minimum cut, which recomputes what is cheap; ``"save_all"``: what eager saves;
-            ``"recompute_all"``: only inputs; or a callable in the form of torch's partitioners. Nodes whose
-            ``meta["recompute"]`` is a ``torch.utils.checkpoint.CheckpointPolicy`` are treated so.
+        policy: ``"min_cut"``: torch's minimum cut, which recomputes what is cheap; ``"save_all"``: what eager
+            saves; ``"recompute_all"``: only inputs; or a callable in the form of torch's partitioners. Nodes
+            whose ``meta["recompute"]`` is a ``torch.utils.checkpoint.CheckpointPolicy`` are treated so.
 
     Raises:
-        VerificationError: the law of a partition would be broken: a backward reads what is not saved, or an effect
-            would happen twice.
+        VerificationError: the law of a partition would be broken: a backward reads what is not saved, or an
+            effect would happen twice.
     """
     copy = _copied(joint)
     memory = memory_of(copy.gm, copy.signature)
@@ -48,15 +50,8 @@ def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
 
 def _copied(joint: JointValues) -> JointValues:
     """The same with a graph that may be changed."""
-    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in joint.gm.graph.nodes:
-        made[node] = graph.node_copy(node, made.__getitem__)
-        made[node].meta = dict(node.meta)
-        made[node].name = node.name
-    gm = lazy_graph_module(joint.gm, graph, "joint")
-    return JointValues(
-        **{**{name: getattr(joint, name) for name in JointValues.__dataclass_fields__}, "gm": gm}
-    )
+    values = {name: getattr(joint, name) for name in JointValues.__dataclass_fields__}
+    return JointValues(**{**values, "gm": copied(joint.gm, lazy_graph_module)})
 
 
 @dataclass
@@ -188,10 +183,12 @@ class _Division:
             raise VerificationError(
                 Reason(
                     "partition-law",
-                    f"the backward of region {number} reads {missing}, which is neither saved nor its own cotangent",
+                    f"the backward of region {number} reads {missing}, "
+                    "which is neither saved nor its own cotangent",
                     "aot.partition",
                     node=str(missing),
-                    way_out="a pass has mixed regions: let each region's gradients depend on its own cotangents only",
+                    way_out="a pass has mixed regions: let each region's gradients depend on its own "
+                    "cotangents only",
                 )
             ) from missing
         _follow_layouts(gm)
@@ -223,7 +220,7 @@ class _Division:
 
 
 def _follow_layouts(gm: fx.GraphModule) -> None:
-    """Cotangents may come in another layout than they were traced with: a view of them may have to be a copy."""
+    """A cotangent may come in another layout than it was traced with: a view of it may have to be a copy."""
     for node in gm.graph.nodes:
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
@@ -233,7 +230,7 @@ def _follow_layouts(gm: fx.GraphModule) -> None:
 def _refuse_effect(node: fx.Node) -> None:
     if is_backward(node) or node.op != "call_function":
         return
-    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+    if is_mutating(node):
         raise VerificationError(
             Reason(
                 "partition-law",

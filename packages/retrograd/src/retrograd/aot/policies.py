@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.min_cut import cut_by
+from retrograd._torch.operators import is_operator_overload, is_random
 from retrograd.aot.aliases import Memory, is_backward, is_number
 from retrograd.errors import Reason, VerificationError
 from retrograd.graph.joint import Cotangent
@@ -28,11 +28,8 @@ _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether a call draws random numbers."""
-    return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in node.target.tags
-    )
+    """Whether a call itself, not one in a graph given to it, draws random numbers."""
+    return is_operator_overload(node.target) and is_random(node)
 
 
 def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.Node]:
@@ -98,8 +95,8 @@ def _must(joint: JointValues, policy: CheckpointPolicy) -> set[fx.Node]:
 
 
 def _pinned(joint: JointValues, memory: Memory) -> frozenset[str]:
-    """Calls that must not be made again in the backward: those that read memory which eager would not keep, and
-    those that draw random numbers (unless the user wants that)."""
+    """Calls that must not be made again in the backward: those that read memory which eager would not keep,
+    and those that draw random numbers (unless the user wants that)."""
     return frozenset(
         node.name
         for node in joint.gm.graph.nodes

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
+from retrograd._torch import pytree
 from retrograd._torch.autograd_nodes import edge_of
 from retrograd._torch.graph_task import outside_of_graph_task
 from retrograd._torch.live_graph import graph_below
@@ -85,8 +85,8 @@ def rerun_region(
 
 
 def _ending_like_a_trace(graph: LiveGraph, ends: Iterable[int]) -> LiveGraph:
-    """The graph with its ends ordered as nodes that accumulate, which they were when it was captured: the division
-    has to be the same."""
+    """The graph with its ends ordered as nodes that accumulate, which they were when it was captured: the
+    division has to be the same."""
     nodes = list(graph.nodes)
     for i in ends:
         nodes[i] = replace(nodes[i], sequence=_ACCUMULATES)

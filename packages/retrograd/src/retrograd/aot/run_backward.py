@@ -15,8 +15,8 @@ import torch
 
 from retrograd._torch.ambient import Ambient
 from retrograd._torch.fakes import laid_out_like, retraced
-from retrograd._torch.tracing import is_batched
 from retrograd._torch.tensors import graph_is_kept
+from retrograd._torch.tracing import is_batched
 from retrograd._torch.wrappers import PLAIN, Wrapping, built, parts_of
 from retrograd.aot.lower import lower
 from retrograd.aot.rerun import rerun_region
@@ -29,7 +29,8 @@ __all__ = ["MOST_LAYOUTS", "RegionCode"]
 
 #: how many layouts of cotangents code is made for; others are copied.
 MOST_LAYOUTS = 4
-#: in place of strides: cotangents of torch's older vmap (``is_grads_batched``), which no generated code takes.
+#: in place of strides: cotangents of torch's older vmap (``is_grads_batched``), which no generated code
+#: takes.
 _BATCHED = ("batched",)
 
 
@@ -116,8 +117,8 @@ class RegionCode:
         return self._results(self._run(layouts, args))
 
     def _layouts(self, cotangents: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-        """For each plain cotangent that is laid out otherwise than traced, its strides: code is made for each such
-        layout, for a backend that does not follow them by itself."""
+        """For each plain cotangent that is laid out otherwise than traced, its strides: code is made for each
+        such layout, for a backend that does not follow them by itself."""
         if self.follows_layout:
             return ()
         if any(map(is_batched, cotangents)):
@@ -147,8 +148,10 @@ class RegionCode:
         for place, value in zip(self._numbers, numbers, strict=True):
             args.insert(place, value)
         for cotangent, expected in zip(cotangents, self._expected, strict=True):
-            if expected.wrapping is PLAIN and cotangent is not None and (
-                self.follows_layout or (is_known and expected.is_static)
+            if (
+                expected.wrapping is PLAIN
+                and cotangent is not None
+                and (self.follows_layout or (is_known and expected.is_static))
             ):
                 args.append(cotangent)
             elif expected.wrapping is PLAIN:
@@ -165,8 +168,8 @@ class RegionCode:
         return code(args)
 
     def _lowered(self, args: Sequence[Any] | None, layouts: tuple[Any, ...] = ()) -> Boxed:
-        """Code for inputs laid out as they are in `args`: a backend may have given what is saved other strides than
-        tracing did."""
+        """Code for inputs laid out as they are in `args`: a backend may have given what is saved other
+        strides than tracing did."""
         gm = self._graphs.gm
         if layouts is _BATCHED:
             return find_backend("eager").compile(gm, ())

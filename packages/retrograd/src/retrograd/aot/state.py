@@ -12,10 +12,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from retrograd._torch import pytree
 from retrograd._torch.ambient import Ambient
-from retrograd._torch.fakes import alias_of_fake, fake_mode_of, fake_of, is_fake, new_fake_mode, why_not_fakeable
+from retrograd._torch.fakes import (
+    alias_of_fake,
+    fake_mode_of,
+    fake_of,
+    is_fake,
+    new_fake_mode,
+    why_not_fakeable,
+)
 from retrograd._torch.memory import common_base, groups_sharing_memory
 from retrograd.aot.calls import FlatCall
 from retrograd.aot.modules import ModuleState
@@ -25,10 +32,13 @@ from retrograd.graph.joint import PrimalKind
 
 __all__ = ["Dynamic", "create_state", "state_of_flat"]
 
-#: ``True``: every size may change; ``None`` or ``False``: none; or, by number of the flat input, which dimensions.
+#: ``True``: every size may change; ``None`` or ``False``: none; or, by number of the flat input, which
+#: dimensions.
 Dynamic = bool | None | Mapping[int, frozenset[int]]
 
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, slice)
+_CONSTANTS = (
+    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, slice,
+)  # fmt: skip
 
 
 def create_state(
@@ -43,7 +53,8 @@ def create_state(
     """Prepare `fn_or_module` to be captured on inputs like these.
 
     Args:
-        fn_or_module: called as ``fn_or_module(*args, **kwargs)``. Parameters and buffers of a module are inputs.
+        fn_or_module: called as ``fn_or_module(*args, **kwargs)``. Parameters and buffers of a module are
+            inputs.
         args, kwargs: pytrees of tensors and constants.
         dynamic: ``True``: all sizes (but 0 and 1) are symbolic; a mapping from the number of a flat input to
             dimensions: those; otherwise sizes are static.
@@ -51,7 +62,8 @@ def create_state(
         fake_mode: the mode of inputs that are fake already; its shape environment gets the guards.
 
     Raises:
-        CaptureError: an input that cannot stand in a graph, or that is fake without (or real with) `fake_mode`.
+        CaptureError: an input that cannot stand in a graph, or that is fake without (or real with)
+            `fake_mode`.
     """
     flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     state = ModuleState.of(fn_or_module) if isinstance(fn_or_module, nn.Module) else ModuleState()
@@ -71,7 +83,7 @@ def create_state(
     )
 
 
-def state_of_flat(
+def state_of_flat(  # noqa: PLR0913 - what a `CaptureState` is made of
     call: Callable[[Sequence[Any]], Any],
     leaves: Sequence[Any],
     *,
@@ -83,7 +95,7 @@ def state_of_flat(
     fake_mode: Any = None,
     in_spec: Any = None,
 ) -> CaptureState:
-    """The same for a function of flat inputs, which have names and kinds; `in_spec` is as in `CaptureState`."""
+    """The same for a function of flat inputs with names and kinds; `in_spec` is as in `CaptureState`."""
     fakes = _Fakes(name, fake_mode, dynamic)
     made = tuple(
         fakes.leaf(i, value, leaf_name, kind)

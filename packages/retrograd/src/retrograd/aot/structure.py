@@ -4,9 +4,9 @@ In: the autograd graph above a function's primals. Out: `Structure`: junctions, 
 the order of a whole backward.
 
 Two nodes belong to the same region if the same visible tensors reach them without passing another visible
-tensor. So a region is reached as a whole or not at all, whatever outputs a loss is made of. Where an edge leads
-from one region into another there is a junction. (That no two regions wait for each other follows: an edge that
-is no visible junction leads to nodes that are reached by as many roots or more.)
+tensor. So a region is reached as a whole or not at all, whatever outputs a loss is made of. Where an edge
+leads from one region into another there is a junction. (That no two regions wait for each other follows: an
+edge that is no visible junction leads to nodes that are reached by as many roots or more.)
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def divide(
         graph: the autograd graph.
         primals: by node that accumulates: the primal whose gradient it is.
         single: make one region of it all.
-        awaited: primals whose gradients are to become visible one by one: regions end where these are complete.
+        awaited: primals whose gradients are to become visible one by one: regions end where these are
+            complete.
     """
     order = [node for node in eager_walk(graph) if node != ROOT]
     reached = _reached_by(graph, primals, order)
@@ -119,9 +120,10 @@ class _Division:
     def _crossing(self, node: int) -> Iterator[Edge]:
         """Edges of the node that lead into another region."""
         for edge in self.graph.nodes[node].edges:
-            if edge is not None and edge.node not in self.primals:
-                if edge in self.borders or self.region_of[edge.node] != self.region_of[node]:
-                    yield edge
+            if edge is None or edge.node in self.primals:
+                continue
+            if edge in self.borders or self.region_of[edge.node] != self.region_of[node]:
+                yield edge
 
     def _region(self, nodes: list[int]) -> RegionNodes:
         inside = set(nodes)
@@ -137,8 +139,8 @@ class _Division:
         return RegionNodes(tuple(nodes), tuple(roots), tuple(dict.fromkeys(sends.values())), sends)
 
     def _steps(self, regions: Sequence[RegionNodes]) -> list[Step]:
-        """A region as late as may be: just before the first thing that a user can see of it, which is a hook on a
-        visible tensor, or a gradient that is complete."""
+        """A region as late as may be: just before the first thing that a user can see of it, which is a hook
+        on a visible tensor, or a gradient that is complete."""
         home = {node: number for number, region in enumerate(regions) for node in region.nodes}
         junction_home = [home[edge.node] for edge in self.junctions]
         needs: dict[int | Destination, list[int]] = {}

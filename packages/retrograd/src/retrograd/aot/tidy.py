@@ -1,7 +1,8 @@
 """Leave out of a fresh joint graph what only tracing needed.
 
-In: a joint graph as traced. Out: the same graph without aliases that stand for the very tensor, copies with which
-inputs entered, running statistics that a batch norm in training does not read, and calls that nothing reads.
+In: a joint graph as traced. Out: the same graph without aliases that stand for the very tensor, copies with
+which inputs entered, running statistics that a batch norm in training does not read, and calls that nothing
+reads.
 """
 
 from __future__ import annotations

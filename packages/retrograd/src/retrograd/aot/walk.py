@@ -1,7 +1,7 @@
 """Run one region of an autograd graph by hand, in eager's order.
 
-In: the graph, its division, and cotangents for a region's roots. Out: gradients for its destinations. Sums are made in
-the order in which the engine would make them.
+In: the graph, its division, and cotangents for a region's roots. Out: gradients for its destinations. Sums
+are made in the order in which the engine would make them.
 """
 
 from __future__ import annotations

@@ -162,5 +162,4 @@ def _referred(fn: Any) -> Iterator[Any]:
         value = names.get(name)
         if isinstance(value, (nn.Module, torch.Tensor, list, dict, set, *_SCALARS)):
             yield value
-    for default in fn.__defaults__ or ():
-        yield default
+    yield from fn.__defaults__ or ()

@@ -1,7 +1,7 @@
 """What is known before a function is captured.
 
-In: made by ``aot.create_state``. Out: read by ``aot.capture``. Nothing in it changes afterwards: it can be captured
-twice, and much later.
+In: made by ``aot.create_state``. Out: read by ``aot.capture``. Nothing in it changes afterwards: it can be
+captured twice, and much later.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class AliasGroup:
 
     Attributes:
         members: where each lies in the base.
-        base: the tensor of which all are views, as a leaf of its own; None if there is none that autograd knows.
+        base: the tensor of which all are views, as a leaf of its own; None if there is none that autograd
+            knows.
     """
 
     members: tuple[MemberView, ...]

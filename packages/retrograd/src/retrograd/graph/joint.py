@@ -2,10 +2,10 @@
 
 In: made by ``aot.capture``; changed by passes. Out: read by ``aot.partition`` and ``aot.export``.
 
-Eager's autograd graph of a function is divided into *regions*, so that what a user can see of it stays: a border
-runs through every *junction*, which is a differentiable output of the function, or a tensor inside it where the
-graphs of two outputs meet. A region takes the cotangents of its roots and gives gradients for its destinations:
-primals, or junctions further down. A function with one output has one region.
+Eager's autograd graph of a function is divided into *regions*, so that what a user can see of it stays: a
+border runs through every *junction*, which is a differentiable output of the function, or a tensor inside it
+where the graphs of two outputs meet. A region takes the cotangents of its roots and gives gradients for its
+destinations: primals, or junctions further down. A function with one output has one region.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class PrimalKind(enum.Enum):
 class Primal:
     """An input: its number among the primals, and a name for people (``args[0]``, ``layer.weight``).
 
-    A wrapper subclass has several placeholders, its inner tensors: `part` numbers them. So it is with the other
-    roles.
+    A wrapper subclass has several placeholders, its inner tensors: `part` numbers them. So it is with the
+    other roles.
     """
 
     index: int
@@ -81,8 +81,8 @@ class Output:
 class Destination:
     """Where a gradient goes: a primal, or (if `is_junction`) a junction further down.
 
-    Where several regions contribute to one gradient, each hands over its contributions one by one, numbered, so that the
-    engine adds them up in eager's order.
+    Where several regions contribute to one gradient, each hands over its contributions one by one, numbered,
+    so that the engine adds them up in eager's order.
     """
 
     index: int
@@ -114,8 +114,8 @@ class Junction:
     """A tensor at which regions meet.
 
     Attributes:
-        value: the forward value that it belongs to (`Output.index`). One that the user does not see has a stand-in
-            of its shape without elements.
+        value: the forward value that it belongs to (`Output.index`). One that the user does not see has a
+            stand-in of its shape without elements.
         is_visible: whether the user sees it.
     """
 
@@ -138,8 +138,8 @@ class Region:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a whole backward, in eager's order: a region runs, or (if `is_leaf`) the gradient of a primal
-    is complete and handed on to it."""
+    """One step of a whole backward, in eager's order: a region runs, or (if `is_leaf`) the gradient of a
+    primal is complete and handed on to it."""
 
     index: int
     is_leaf: bool = False

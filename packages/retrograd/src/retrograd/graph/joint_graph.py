@@ -45,8 +45,8 @@ class View:
         size, stride: of the view.
         offset: relative to that of the base.
         differentiable: whether autograd sees through it; if not, it is a detached alias.
-        origin: what torch says about a view of which in-place changes are refused (``CreationMeta``); None if it is
-            none.
+        origin: what torch says about a view of which in-place changes are refused (``CreationMeta``); None if
+            it is none.
         replay: makes the view of a base as the function made it; None to go by sizes and strides.
     """
 
@@ -81,8 +81,8 @@ class SizeOutput:
 
 @dataclass(frozen=True)
 class SameAs:
-    """An output that is the very tensor of a source: a leaf of the state by number, or after them those that the
-    function found."""
+    """An output that is the very tensor of a source: a leaf of the state by number, or after them those that
+    the function found."""
 
     source: int
 
@@ -118,7 +118,8 @@ class ForwardValue:
 
 @dataclass(frozen=True, eq=False)
 class PrimalValue:
-    """An input of the graph: a leaf of the state, the base of an alias group, or a tensor that the function found.
+    """An input of the graph: a leaf of the state, the base of an alias group, or a tensor that the function
+    found.
 
     Attributes:
         name: for people.

@@ -31,8 +31,8 @@ class Saved:
 
     Attributes:
         name: of its node in the joint graph.
-        kind: `PRIMAL`: the placeholder number `place`; `OUTPUT`: the forward output number `place`; `INTERMEDIATE`:
-            an additional output of the forward graph, also numbered `place`.
+        kind: `PRIMAL`: the placeholder number `place`; `OUTPUT`: the forward output number `place`;
+            `INTERMEDIATE`: an additional output of the forward graph, also numbered `place`.
         value: fake tensor, or symbolic number.
         by_eager: whether eager keeps it too, so that it must not change in between.
         is_view: whether its memory is that of an input, an output, or another saved value.
@@ -66,11 +66,11 @@ class RegionBackward:
     """The backward of one region.
 
     Attributes:
-        gm: takes the saved values, then the cotangents of the region's roots; gives its gradients, in the order of the
-            signature.
+        gm: takes the saved values, then the cotangents of the region's roots; gives its gradients, in the
+            order of the signature.
         saved: which of the partition's saved values it takes.
-        checked: primals and outputs that eager keeps for it and that are not saved as they are: like eager, the backward
-            refuses to run if they have changed.
+        checked: primals and outputs that eager keeps for it and that are not saved as they are: like eager,
+            the backward refuses to run if they have changed.
     """
 
     gm: fx.GraphModule
@@ -87,8 +87,9 @@ class Partition:
         forward: takes the primals; gives the forward outputs of the signature, then the saved intermediates.
         saved: what is kept.
         backwards: one per region.
-        copied: places among the forward's results whose memory belongs to a primal, or to a result before them: they are
-            copied before anything is written. (Not in the graph, where a backend would leave the copy out.)
+        copied: places among the forward's results whose memory belongs to a primal, or to a result before
+            them: they are copied before anything is written. (Not in the graph, where a backend would leave
+            the copy out.)
     """
 
     joint: JointValues
@@ -99,6 +100,6 @@ class Partition:
 
     @property
     def saved_bytes(self) -> int:
-        """Activation memory in bytes: what lives between forward and backward and belongs to neither inputs nor
-        outputs."""
+        """Activation memory in bytes: what lives between forward and backward and belongs to neither inputs
+        nor outputs."""
         return sum(saved.bytes for saved in self.saved)

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from retrograd._torch import pytree
 from retrograd._torch.engine import EngineRequest
 from retrograd._torch.live_graph import edge_of
 from retrograd.live.session import Session
