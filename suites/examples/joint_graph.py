@@ -83,7 +83,7 @@ def compiled(
 ) -> Callable[..., torch.Tensor]:
     """A function of one batch with real autograd."""
     run = aot.compile(aot.partition(joint, "min_cut"), forward=backend)
-    return lambda *inputs: run(leaves(*inputs))
+    return lambda *inputs: run.flat(leaves(*inputs))
 
 
 def begin(backend: str, folder: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "BackendError",
+    "CallError",
     "CaptureError",
     "ContextError",
     "ExportError",
@@ -19,6 +20,7 @@ __all__ = [
     "Reason",
     "RetrogradError",
     "UnknownBackendError",
+    "UnlikeTracedError",
     "UnsupportedTorchError",
     "VerificationError",
 ]
@@ -67,6 +69,15 @@ class _ReasonedError(RetrogradError):
 class CaptureError(_ReasonedError):
     """A backward could not be captured. Raised in strict mode only; otherwise that backward runs on
     the stock engine."""
+
+
+class CallError(_ReasonedError):
+    """A compiled joint graph was called with inputs unlike those that it was captured for."""
+
+
+class UnlikeTracedError(_ReasonedError):
+    """Real operators gave other shapes or types than torch's fake ones: code compiled for these is not right. Raised
+    in strict mode only; otherwise such a function runs eagerly."""
 
 
 class LoweringError(_ReasonedError):

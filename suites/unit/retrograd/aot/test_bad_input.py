@@ -149,22 +149,20 @@ def test_arguments_that_the_function_does_not_take_name_the_stage(name: str) -> 
     assert isinstance(raised.value.__cause__, TypeError)
 
 
-@pytest.mark.xfail(strict=True, reason="flat inputs of a compiled partition are not counted")
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_compiled_partition_takes_as_many_inputs_as_were_captured(count: int) -> None:
     call = aot.compile(aot.partition(captured(scaled, tensor(2), tensor(2))), "eager")
     with pytest.raises(RetrogradError) as raised:
-        call([tensor(2)] * count)
+        call.flat([tensor(2)] * count)
     assert "2" in str(raised.value)
     assert str(count) in str(raised.value)
     assert "try    " in str(raised.value)
 
 
-@pytest.mark.xfail(strict=True, reason="flat inputs of a compiled partition are not counted")
 def test_a_compiled_partition_refuses_what_is_no_list_of_inputs() -> None:
     call = aot.compile(aot.partition(captured(torch.sin, tensor(1))), "eager")
     with pytest.raises(RetrogradError, match="list"):
-        call(tensor(1))
+        call.flat(tensor(1))
 
 
 # Passes

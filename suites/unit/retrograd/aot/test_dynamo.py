@@ -551,7 +551,7 @@ def test_a_checkpoint_is_recomputed_with_the_same_mask_and_saves_nothing():
 
     inputs = leaf(4, 4), leaf(4, 4, seed=1)
     assert_same(outcome(compiled(fn)[0], *inputs), outcome(fn, *inputs))
-    assert aot.explain().captures[0].saved_bytes < 4 * 16  # less than one tensor: the generator's state apart
+    assert aot.explain().captures[0].saved_bytes == torch.random.get_rng_state().numel()  # nothing else
 
 
 def test_a_policy_of_selective_checkpointing_decides_what_is_saved(monkeypatch):

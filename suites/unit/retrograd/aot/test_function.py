@@ -331,7 +331,6 @@ def test_another_number_in_the_closure() -> None:
 FACTOR = 2
 
 
-@pytest.mark.xfail(strict=True, reason="of globals only modules and tensors are watched")
 def test_another_number_in_a_global(monkeypatch: pytest.MonkeyPatch) -> None:
     call = compiled(lambda x: x * FACTOR)
     call(w)

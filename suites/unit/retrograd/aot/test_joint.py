@@ -54,7 +54,7 @@ def test_passes_get_example_inputs_and_options() -> None:
 def test_what_a_pass_changes_is_compiled() -> None:
     module, x = nn.Linear(3, 2), torch.ones(4, 3)
     joint = aot.capture(aot.create_state(module, (x,))).apply(doubles_gradients, factor=4.0)
-    aot.compile(aot.partition(joint), "eager")([module.weight, module.bias, x]).sum().backward()
+    aot.compile(aot.partition(joint), "eager").flat([module.weight, module.bias, x]).sum().backward()
     torch.testing.assert_close(module.weight.grad, torch.full((2, 3), 16.0), rtol=0, atol=0)
     torch.testing.assert_close(module.bias.grad, torch.full((2,), 4.0), rtol=0, atol=0)
 
@@ -68,7 +68,7 @@ def test_our_passes_go_by_name() -> None:
 def test_clip_gradients_sees_parameters() -> None:
     module, x = nn.Linear(3, 2), torch.ones(4, 3)
     joint = aot.capture(aot.create_state(module, (x,))).apply(clip_gradients, max_norm=0.5)
-    aot.compile(aot.partition(joint), "eager")([module.weight, module.bias, x]).sum().backward()
+    aot.compile(aot.partition(joint), "eager").flat([module.weight, module.bias, x]).sum().backward()
     found = [p.grad.clone() for p in module.parameters() if p.grad is not None]
     module.zero_grad()
     module(x).sum().backward()
@@ -126,7 +126,7 @@ def test_what_reads_a_buffer_that_changes_is_saved_whatever_the_policy_says() ->
     )
     state = {name: value.clone() for name, value in module.state_dict().items()}
     leaves = [*module.parameters(), *module.buffers(), x]
-    aot.compile(aot.partition(joint, "min_cut"), "eager")(leaves).sum().backward()
+    aot.compile(aot.partition(joint, "min_cut"), "eager").flat(leaves).sum().backward()
     found = [parameter.grad for parameter in module.parameters()]
     module.load_state_dict(state)
     module.zero_grad()

@@ -88,7 +88,7 @@ def test_a_loaded_joint_graph_is_compiled(backend: str, dynamic: bool | None) ->
 
     x, w = leaf(5, 4), leaf(4, 4)
     loaded = returned(program_of(fn, x, w, dynamic=dynamic))
-    compiled = aot.compile(aot.partition(loaded.joint, "min_cut"), backend)
+    compiled = aot.compile(aot.partition(loaded.joint, "min_cut"), backend).flat
     (y, loss), (eager_y, eager_loss) = compiled(loaded.leaves({}, x, w)), fn(x, w)
     tolerance = 0.0 if backend == "eager" else 1e-5
     for found, expected in (
@@ -124,7 +124,7 @@ def test_passes_apply_to_a_loaded_joint_graph() -> None:
 def test_a_second_derivative_of_a_loaded_graph_says_what_is_missing() -> None:
     x = leaf(3)
     loaded = returned(program_of(lambda x: x.exp().sum(), x))
-    loss = aot.compile(aot.partition(loaded.joint), "eager")(loaded.leaves({}, x))
+    loss = aot.compile(aot.partition(loaded.joint), "eager").flat(loaded.leaves({}, x))
     with pytest.raises(
         CaptureError, match=r"was loaded from a file(.|\n)*try +capture the function in this process"
     ):
@@ -165,7 +165,7 @@ run = program.run(state, *inputs)
 names = [name for name in state if "weight" in name or "bias" in name]
 parameters = {name: nn.Parameter(state[name].clone()) for name in names}
 buffers = {name: value.clone() for name, value in state.items() if name not in parameters}
-compiled = aot.compile(aot.partition(program.joint), "eager")
+compiled = aot.compile(aot.partition(program.joint), "eager").flat
 torch.manual_seed(7)
 loss = compiled(program.leaves(parameters | buffers, *inputs))
 loss.backward()

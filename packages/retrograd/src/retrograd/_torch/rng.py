@@ -35,10 +35,22 @@ def insert_replay(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.
     for made in (both, value, again):
         made.meta = dict(node.meta)
     value.name, again.name = f"{node.name}_drawn", f"{node.name}_again"
-    state.meta["val"] = torch.empty(0, dtype=torch.uint8)
+    state.meta["val"] = _fake_state(node)
     node.replace_all_uses_with(value)
     graph.erase_node(node)
     return state, value, again
+
+
+def _fake_state(node: fx.Node) -> torch.Tensor:
+    """A fake of the state of the generator that a call draws from."""
+    value = node.meta["val"]
+    while isinstance(value, (tuple, list)):
+        value = value[0]
+    with real_tensors():
+        cuda = value.device.type == "cuda" and torch.cuda.is_available()
+        size = (torch.cuda.get_rng_state() if cuda else torch.random.get_rng_state()).numel()
+    with value.fake_mode:
+        return torch.empty(size, dtype=torch.uint8)
 
 
 def generator_states(devices: Iterable[torch.device]) -> dict[torch.device, Any]:

@@ -156,10 +156,8 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
 
 
 def _refuse_state_changes(primal: PrimalValue, leaf: torch.Tensor) -> None:
-    if leaf.requires_grad != primal.differentiable:
+    if leaf.requires_grad != primal.differentiable and leaf.grad_fn is None:
         raise RefusedError(f"it switches requires_grad of {primal.name}")
-    if not leaf.is_leaf:
-        raise RefusedError(f"it gives {primal.name} another history")
     if leaf.is_leaf and leaf.grad is not None:
         raise RefusedError(f"it runs a backward that accumulates into {primal.name}")
 

@@ -1,6 +1,6 @@
 """Fourth stage: a `Partition` becomes a callable with real autograd.
 
-In: forward and backward graphs, and a backend for each. Out: a `CompiledFunction`.
+In: forward and backward graphs, and a backend for each. Out: a `Compiled`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 from retrograd.aot.lower import lower
 from retrograd.aot.run_backward import RegionCode
+from retrograd.aot.compiled import Compiled
 from retrograd.aot.run_forward import CompiledFunction
 from retrograd.backends.base import Half
 from retrograd.backends.registry import find_backend
@@ -24,7 +25,7 @@ def compile(
     backward: str | Callable[..., Any] | None = None,
     *,
     lazy: bool = True,
-) -> CompiledFunction:
+) -> Compiled:
     """Compile both halves.
 
     Args:
@@ -47,7 +48,7 @@ def compile(
     if not lazy:
         for region in regions:
             region.compile_ahead()
-    return CompiledFunction(partition, code, regions)
+    return Compiled(CompiledFunction(partition, code, regions))
 
 
 def _forward_half(partition: Partition, lazy: bool) -> Half:

@@ -32,7 +32,7 @@ from retrograd.aot.watch import Watched
 from retrograd.backends.registry import find_backend
 from retrograd.cache.call_guard import CallGuard
 from retrograd.cache.lookup import GuardedCache
-from retrograd.errors import CaptureError, Reason, RetrogradError
+from retrograd.errors import CaptureError, Reason, RetrogradError, UnlikeTracedError
 
 __all__ = ["AotConfig", "AotFunction", "AotModule", "function", "module"]
 
@@ -64,7 +64,7 @@ class AotConfig:
     cache_size: int = 64
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Entry:
     """One kind of input: what it must be like, and the code for it (None: run eagerly, for `reason`)."""
 
@@ -146,7 +146,11 @@ class AotFunction:
         if entry.code is None:
             assert entry.reason is not None
             return self._eagerly(entry.reason, args, kwargs)
-        return entry.code(leaves)
+        try:
+            return entry.code(leaves)
+        except UnlikeTracedError as error:  # in the first call, before anything was changed
+            entry.code, entry.reason = None, error.reason
+            return self._eagerly(error.reason, args, kwargs)
 
     def reset(self) -> None:
         """Forget what was compiled."""
@@ -222,7 +226,7 @@ class AotFunction:
         for change in config.passes:
             captured = captured.apply(change)
         parts = partition(captured, config.partitioner)
-        code = compile_partition(parts, config.backend, config.backward)
+        code = compile_partition(parts, config.backend, config.backward).code
         report.captured(parts)
         return code
 

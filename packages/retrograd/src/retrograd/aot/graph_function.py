@@ -38,7 +38,7 @@ from retrograd.aot.report import report
 from retrograd.aot.run_forward import CompiledFunction
 from retrograd.aot.state import state_of_flat
 from retrograd.backends.registry import find_backend
-from retrograd.errors import CaptureError, Reason
+from retrograd.errors import CaptureError, Reason, UnlikeTracedError
 from retrograd.graph.capture_state import AliasGroup, CaptureState
 from retrograd.graph.joint import PrimalKind
 from retrograd.graph.partition import Partition
@@ -87,7 +87,14 @@ class GraphFunction:
             report.fell_back(_MEMORY)
             return self._gm(*args)
         code = self._codes.get(self._leafness(args)) or self._recompiled(args)
-        outputs = code([*self._module.current(), *args])
+        try:
+            outputs = code([*self._module.current(), *args])
+        except UnlikeTracedError as error:
+            if self._config.strict:
+                raise
+            report.fell_back(error.reason)
+            self._codes[self._leafness(args)] = lambda leaves: self._gm(*leaves[self._offset :])
+            return self._gm(*args)
         if self._grad_mode is not None:
             torch.set_grad_enabled(self._grad_mode)
         return outputs
@@ -142,7 +149,7 @@ class GraphFunction:
         # With symbolic sizes the backward is compiled now too: Dynamo installs only guards that are made now.
         code = compile_partition(
             parts, config.backend, config.backward, lazy=not has_symbols(state.fake_mode)
-        )
+        ).code
         report.captured(parts)
         return code
 

@@ -119,6 +119,7 @@ class _Division:
         results = self._own_memory()
         extra: list[fx.Node] = []
         described = []
+        owners = {self.memory.owner[node] for node in (*self.memory.primals, *self.memory.outputs)}
         changed = self._changed_primals()
         places = {
             node: place for place, node in reversed(list(enumerate(results))) if isinstance(node, fx.Node)
@@ -133,7 +134,10 @@ class _Division:
             else:
                 if self.memory.owner.get(node) in changed:
                     self.copied.append(len(results) + len(extra))
-                entry = Saved(node.name, SavedKind.INTERMEDIATE, len(results) + len(extra), value, by_eager)
+                place, owner = len(results) + len(extra), self.memory.owner.get(node, node)
+                is_view = owner in owners and place not in self.copied
+                owners.add(owner)
+                entry = Saved(node.name, SavedKind.INTERMEDIATE, place, value, by_eager, is_view)
                 extra.append(node)
             described.append(entry)
         effects = [node for node in graph.nodes if not is_backward(node) and has_effect(node)]

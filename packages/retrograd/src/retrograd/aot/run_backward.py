@@ -73,9 +73,9 @@ class RegionCode:
         saved = [partition.saved[i] for i in self._graphs.saved]
         self._numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number)
         self._tensors = len(saved) - len(self._numbers)
-        self._follows_layout = not backend.decompositions()
+        self.follows_layout = not backend.decompositions()
         # Code for another layout would be made when nobody installs the guards of its sizes any more.
-        self._is_symbolic = not self._follows_layout and any(map(_has_symbols, self._expected))
+        self._is_symbolic = not self.follows_layout and any(map(_has_symbols, self._expected))
         self._codes: dict[tuple[Any, ...], Boxed] = {}
         self._saves = bool(self._tensors or self._graphs.checked)
 
@@ -119,7 +119,7 @@ class RegionCode:
     def _layouts(self, cotangents: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
         """For each plain cotangent that is laid out otherwise than traced, its strides: code is made for each
         such layout, for a backend that does not follow them by itself."""
-        if self._follows_layout:
+        if self.follows_layout:
             return ()
         if any(map(is_batched, cotangents)):
             return _BATCHED
@@ -151,7 +151,7 @@ class RegionCode:
             if (
                 expected.wrapping is PLAIN
                 and cotangent is not None
-                and (self._follows_layout or (is_known and expected.is_static))
+                and (self.follows_layout or (is_known and expected.is_static))
             ):
                 args.append(cotangent)
             elif expected.wrapping is PLAIN:

@@ -22,6 +22,7 @@ from retrograd._torch.rng import generator_states
 from retrograd._torch.versions import versions_of
 from retrograd._torch.wrappers import built, parts_of
 from retrograd.aot.attach import Attaching
+from retrograd.aot.expected import expected_results, refuse_unlike_traced
 from retrograd.aot.finish import Finish
 from retrograd.aot.frame import Layout, rebuilder
 from retrograd.aot.policies import draws_random_numbers
@@ -49,6 +50,10 @@ class CompiledFunction:
         self._layout = layout = Layout.of(partition)
         self._value_count = len(joint.values)
         self._copied = partition.copied
+        #: what the graph is expected to give; looked at in the first call
+        self._expected: list[Any] | None = expected_results(
+            partition, any(not region.follows_layout for region in regions)
+        )
         self._finish, self._rebuild = Finish(joint, layout.values), rebuilder(joint.out_spec)
         self._attaching = Attaching(partition, regions, layout, self._finish) if regions else None
         self._records_inside = not joint.state.ambient.grad  # autograd was switched on by the function itself
@@ -102,6 +107,9 @@ class CompiledFunction:
     def _results(self, parts: list[Any]) -> Sequence[Any]:
         """What the graph gives for `parts`, each in memory of its own where that matters."""
         results = self._run(parts)
+        if self._expected is not None:
+            refuse_unlike_traced(results, self._expected, self._joint.state.name)
+            self._expected = None
         if self._copied:
             results = [*results]
             for place in self._copied:

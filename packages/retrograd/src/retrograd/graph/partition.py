@@ -35,6 +35,7 @@ class Saved:
             `INTERMEDIATE`: an additional output of the forward graph, also numbered `place`.
         value: fake tensor, or symbolic number.
         by_eager: whether eager keeps it too, so that it must not change in between.
+        is_view: whether its memory is that of an input, an output, or another saved value.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Saved:
     place: int
     value: Any
     by_eager: bool
+    is_view: bool = False
 
     @property
     def is_number(self) -> bool:
@@ -51,7 +53,7 @@ class Saved:
     @property
     def bytes(self) -> int:
         """Memory that lives only because it is saved; sizes that are symbolic count as at capture."""
-        if self.is_number or self.kind is not SavedKind.INTERMEDIATE:
+        if self.is_number or self.is_view or self.kind is not SavedKind.INTERMEDIATE:
             return 0
         count = self.value.numel()
         if isinstance(count, torch.SymInt):  # not asked for its value, which would make it a constant
