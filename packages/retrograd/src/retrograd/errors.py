@@ -76,8 +76,8 @@ class CallError(_ReasonedError):
 
 
 class UnlikeTracedError(_ReasonedError):
-    """Real operators gave other shapes or types than torch's fake ones: code compiled for these is not right. Raised
-    in strict mode only; otherwise such a function runs eagerly."""
+    """Real operators gave other shapes or types than torch's fake ones: code compiled for these is not right.
+    Raised in strict mode only; otherwise such a function runs eagerly."""
 
 
 class LoweringError(_ReasonedError):

@@ -19,7 +19,7 @@ def test_joint_graph(backend: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    assert lines[0] == "saved for the backward: 4224 bytes, without the pass 12800"
+    assert lines[0] == "saved for the backward: 4224 bytes, without the pass 8448"
     assert lines[1].startswith(f"20 steps with {backend}: loss ")
     assert lines[2].endswith(
         "gradients of body.5.bias, body.5.weight, body.3.bias, body.3.weight, body.1.weight, body.1.bias, "

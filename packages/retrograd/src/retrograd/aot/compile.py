@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from retrograd.aot.compiled import Compiled
 from retrograd.aot.lower import lower
 from retrograd.aot.run_backward import RegionCode
-from retrograd.aot.compiled import Compiled
 from retrograd.aot.run_forward import CompiledFunction
 from retrograd.backends.base import Half
 from retrograd.backends.registry import find_backend
@@ -30,9 +30,10 @@ def compile(
 
     Args:
         partition: from ``partition``. One may be compiled several times, with different backends.
-        forward, backward: a backend's name, or a callable ``(gm, example_inputs) -> callable``; the backward's is the
-            forward's if not given.
-        lazy: compile each region's backward when it first runs, for the layout of what was saved; else at once.
+        forward, backward: a backend's name, or a callable ``(gm, example_inputs) -> callable``; the
+            backward's is the forward's if not given.
+        lazy: compile each region's backward when it first runs, for the layout of what was saved; else at
+            once.
 
     Returns:
         A callable that takes what the captured function takes, and returns what it returns.

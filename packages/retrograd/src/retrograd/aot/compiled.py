@@ -1,7 +1,7 @@
 """What ``aot.compile`` returns: called like what was captured.
 
-In: arguments, or flat inputs. Out: what the captured function returns. Inputs that are not like those of the capture
-are refused; ``aot.function`` captures again for them.
+In: arguments, or flat inputs. Out: what the captured function returns. Inputs that are not like those of the
+capture are refused; ``aot.function`` captures again for them.
 """
 
 from __future__ import annotations
@@ -48,11 +48,15 @@ class Compiled:
         """
         state, (flat, spec) = self._state, tree_flatten((args, kwargs))
         if state.in_spec is not None and spec != state.in_spec:
-            raise self._error("arguments", f"the arguments are {spec}, and were {state.in_spec}", "give them as then")
+            raise self._error(
+                "arguments", f"the arguments are {spec}, and were {state.in_spec}", "give them as then"
+            )
         held = state.call.state.current() if isinstance(state.call, FlatCall) else []
         if len(held) + len(flat) != len(state.leaves):
             count = len(state.leaves) - len(held)
-            raise self._error("arguments", f"{count} inputs were captured, and {len(flat)} are given", _WITH_STATE)
+            raise self._error(
+                "arguments", f"{count} inputs were captured, and {len(flat)} are given", _WITH_STATE
+            )
         return self._checked([*held, *flat])
 
     def flat(self, leaves: Sequence[Any]) -> Any:
@@ -62,10 +66,14 @@ class Compiled:
             CallError: inputs unlike those of the capture.
         """
         if not isinstance(leaves, (list, tuple)):
-            raise self._error("inputs", f"expected a list of inputs, got {type(leaves).__name__}", _WITH_STATE)
+            raise self._error(
+                "inputs", f"expected a list of inputs, got {type(leaves).__name__}", _WITH_STATE
+            )
         expected = len(self._state.leaves)
         if len(leaves) != expected:
-            raise self._error("inputs", f"{expected} inputs were captured, and {len(leaves)} are given", _WITH_STATE)
+            raise self._error(
+                "inputs", f"{expected} inputs were captured, and {len(leaves)} are given", _WITH_STATE
+            )
         return self._checked(list(leaves))
 
     def _checked(self, leaves: list[Any]) -> Any:
@@ -90,7 +98,9 @@ class Compiled:
 
     def _error(self, role: str, text: str, way_out: str) -> CallError:
         name = self._state.name
-        return CallError(Reason("call", f"cannot call the compiled {name}: {text}", "aot.call", role, way_out=way_out))
+        return CallError(
+            Reason("call", f"cannot call the compiled {name}: {text}", "aot.call", role, way_out=way_out)
+        )
 
 
 _WITH_STATE = "call it like the function that was captured, or .flat([...]) with its state first"

@@ -1,7 +1,7 @@
 """Does a graph give what tracing predicted?
 
-In: a partition, and what its forward gave in its first call. Out: nothing, or an `UnlikeTracedError`: fake kernels of
-torch are not always right.
+In: a partition, and what its forward gave in its first call. Out: nothing, or an `UnlikeTracedError`: fake
+kernels of torch are not always right.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["expected_results", "refuse_unlike_traced"]
 
 
 def expected_results(partition: Partition, saved_too: bool) -> list[Any]:
-    """A fake for each result of the forward graph (with what is saved, if code is made for that); None for what is no
-    tensor."""
+    """A fake for each result of the forward graph (with what is saved, if code is made for that); None for
+    what is no tensor."""
     results: Any = partition.forward.graph.output_node().args[0]
     values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in results]
     if not saved_too:
@@ -44,8 +44,8 @@ def refuse_unlike_traced(results: Sequence[Any], expected: Sequence[Any], name: 
             raise UnlikeTracedError(
                 Reason(
                     "unlike-traced",
-                    f"result {number} of {name} is {result.dtype} {list(result.shape)}, and a fake tensor of torch's said "
-                    f"{fake.dtype} {list(fake.shape)}",
+                    f"result {number} of {name} is {result.dtype} {list(result.shape)}, and a fake tensor of "
+                    f"torch's said {fake.dtype} {list(fake.shape)}",
                     "aot.call",
                     way_out="this is a wrong fake kernel in torch: keep its operator out of the function",
                 )

@@ -1,7 +1,7 @@
 """All stages in one call, with a cache.
 
-In: a function or module, and the user's choices. Out: a callable that captures and compiles itself for each kind of
-input that it meets, and runs eagerly, saying why, what cannot be captured.
+In: a function or module, and the user's choices. Out: a callable that captures and compiles itself for each
+kind of input that it meets, and runs eagerly, saying why, what cannot be captured.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from retrograd._torch import pytree
 from retrograd._torch.ambient import is_foreign_mode_active, modes_now
 from retrograd._torch.fakes import why_not_fakeable
 from retrograd._torch.guards import changed_sizes
@@ -45,12 +45,14 @@ class AotConfig:
         backend: for forward and backward.
         backward: for the backward, if another one.
         partitioner: as in ``aot.partition``.
-        dynamic: ``None``: sizes are static until they change; ``True``: symbolic from the start; ``False``: static.
+        dynamic: ``None``: sizes are static until they change; ``True``: symbolic from the start; ``False``:
+            static.
         passes: applied to the joint graph, in order.
         strict: raise instead of running eagerly.
         recompile_limit: kinds of input that are compiled before others run eagerly.
         single_region: as in ``aot.capture``.
-        cache_size: kinds of input whose code is kept; the one that was not used for longest is given up first.
+        cache_size: kinds of input whose code is kept; the one that was not used for longest is given up
+            first.
     """
 
     backend: str | Callable[..., Any] = "inductor"
@@ -68,7 +70,7 @@ class AotConfig:
 class _Entry:
     """One kind of input: what it must be like, and the code for it (None: run eagerly, for `reason`)."""
 
-    guard: CallGuard | None
+    guard: CallGuard
     code: CompiledFunction | None
     reason: Reason | None = None
 
@@ -177,8 +179,7 @@ class AotFunction:
         if len(known) >= self.config.recompile_limit:
             return _Entry(known[-1].guard, None, _LIMIT)
         made = self._compiled(leaves, _spec(key[0]), known, stepped=key[3])
-        if made.guard is not None:
-            self._entries.add(key, made)
+        self._entries.add(key, made)
         return made
 
     def _compiled(self, leaves: Sequence[Any], spec: Any, known: Sequence[_Entry], stepped: bool) -> _Entry:
@@ -192,7 +193,9 @@ class AotFunction:
         except Exception as error:
             if self.config.strict:
                 raise
-            return _Entry(_guard_of(leaves), None, _reason(error))
+            if (guard := _guard_of(leaves)) is None:
+                raise CaptureError(_reason(error)) from error
+            return _Entry(guard, None, _reason(error))
         return _Entry(CallGuard.for_joint(leaves, code.partition.joint), code)
 
     def _dynamic(self, leaves: Sequence[Any], known: Sequence[_Entry]) -> Dynamic:
@@ -259,7 +262,7 @@ class AotModule(nn.Module):
         return getattr(self._orig_mod, name)
 
 
-def function(
+def function(  # noqa: PLR0913 - as many parameters as there are choices
     fn: Callable[..., Any],
     *,
     backend: str | Callable[..., Any] = "inductor",
@@ -274,20 +277,21 @@ def function(
 ) -> AotFunction:
     """Capture and compile `fn` for each kind of input that it is called with.
 
-    The function is captured as it runs once; what it does in Python, besides calling torch, happens then only. Tensors
-    that it closes over are inputs like others, also if they require grad.
+    The function is captured as it runs once; what it does in Python, besides calling torch, happens then
+    only. Tensors that it closes over are inputs like others, also if they require grad.
 
     Args:
         fn: of pytrees of tensors and constants.
         backend, backward: as in ``aot.compile``.
         partitioner: as in ``aot.partition``.
-        dynamic: ``None``: sizes are static until they change; ``True``: symbolic from the start; ``False``: always
-            static.
+        dynamic: ``None``: sizes are static until they change; ``True``: symbolic from the start; ``False``:
+            always static.
         passes: applied to the joint graph, in order; each is ``pass(gm, example_inputs) -> gm``.
         strict: raise instead of running eagerly what cannot be captured.
         recompile_limit: kinds of input that are compiled; others run eagerly.
         single_region: differentiate all outputs together, as stock AOTAutograd does.
-        cache_size: kinds of input whose code is kept; the one that was not used for longest is given up first.
+        cache_size: kinds of input whose code is kept; the one that was not used for longest is given up
+            first.
 
     Raises:
         UnknownBackendError: no such backend.

@@ -75,7 +75,9 @@ class GraphFunction:
             self._state = state_of_graph(gm, inputs, self._module, self._mode, config)
             self._guard_duplicates(inputs)
             code = self._compiled(self._state)
-        self._codes = {self._leafness([item.given for item in inputs]): code}
+        self._codes: dict[Any, Callable[[list[Any]], Any]] = {
+            self._leafness([item.given for item in inputs]): code
+        }
         self._guard_memory(inputs, code.partition)
 
     def __call__(self, *args: Any) -> Any:
