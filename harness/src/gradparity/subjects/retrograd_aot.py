@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -85,9 +85,7 @@ class RetrogradAot(Subject):
         if self.backend != "inductor":
             yield
             return
-        import torch._inductor.config as inductor_config
-
-        with inductor_config.patch(fallback_random=True, emulate_precision_casts=True):
+        with eager_numbers():
             yield
 
     def begin(self) -> None:
@@ -153,6 +151,12 @@ class RetrogradCompile(DynamoSubject):
         compiled: T = compiler(target, backend=self.backend, **self._options)
         return compiled
 
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """As with `RetrogradAot`: eager's random numbers and rounding."""
+        with eager_numbers():
+            yield
+
     def begin(self) -> None:
         """Remembers what Dynamo and the AOT path have done so far."""
         super().begin()
@@ -188,6 +192,16 @@ class RetrogradWhole(RetrogradCompile):
         """Remembers what both paths have done so far."""
         super().begin()
         self._live = Counter(self._retrograd.explain().fallbacks)
+
+
+def eager_numbers() -> AbstractContextManager[Any]:
+    """Inductor's code draws and rounds as eager does."""
+    import torch._inductor.config as inductor_config
+
+    context: AbstractContextManager[Any] = inductor_config.patch(
+        fallback_random=True, emulate_precision_casts=True
+    )
+    return context
 
 
 def compiled_ahead(target: T, **options: Any) -> T:

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from retrograd._torch.boxed import copied
 from retrograd._torch.cache_folder import why_not_trusted
 from retrograd._torch.locks import ForkSafeLock
+from retrograd._torch.strides import with_strides
 from retrograd.errors import FallbackWarning
 
 __all__ = ["compile_graph", "decompositions", "patched", "settings"]
@@ -78,8 +79,10 @@ def compile_graph(
 
     gm = fx.GraphModule(gm, copied(gm.graph))
     output = gm.graph.output_node()
+    fakes: list[Any] = []
     if visible is not None:
         results: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+        fakes = [r.meta.get("val") if isinstance(r, fx.Node) else None for r in results[:visible]]
         seen = [i for i, result in enumerate(results[:visible]) if isinstance(result, fx.Node)]
         output.meta["user_visible_output_idxs"] = seen
     fake_mode = detect_fake_mode(example_inputs)
@@ -95,9 +98,8 @@ def compile_graph(
         compiled = compile_fx_inner(
             gm, list(example_inputs), is_backward=is_backward, is_inference=is_inference
         )
-    if getattr(compiled, "_boxed_call", False):
-        return compiled
-    return lambda args: compiled(*args)
+    run = compiled if getattr(compiled, "_boxed_call", False) else lambda args: compiled(*args)
+    return with_strides(run, fakes) if fakes else run
 
 
 def _is_cache_trusted() -> bool:
