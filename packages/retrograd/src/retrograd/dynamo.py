@@ -21,9 +21,9 @@ from torch import fx
 from retrograd._torch.dynamo_bridge import fake_mode_for, graph_inputs, register_once
 from retrograd._torch.inductor import settings
 from retrograd.aot.function import AotConfig, function
-from retrograd.aot.graph_function import GraphFunction, reason_of
+from retrograd.aot.graph_function import GraphFunction
 from retrograd.aot.policies import Policy
-from retrograd.aot.report import report
+from retrograd.aot.report import reason_of, report
 from retrograd.backends.inductor import InductorBackend
 from retrograd.backends.registry import find_backend
 from retrograd.errors import BackendError, CaptureError, Reason
@@ -132,7 +132,7 @@ class RetrogradBackend:
         try:
             return GraphFunction(gm, graph_inputs(gm, example_inputs), fake_mode, config)
         except Exception as error:
-            reason = reason_of(error)
+            reason = reason_of(error, "dynamo")
             if config.strict or (isinstance(error, CaptureError) and reason.code in _ERRORS):
                 raise
             report.fell_back(reason)

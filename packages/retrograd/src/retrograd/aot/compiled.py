@@ -13,9 +13,9 @@ import torch
 
 from retrograd._torch.guards import InputGuard
 from retrograd._torch.pytree import tree_flatten
-from retrograd._torch.wrappers import wrapping_of
 from retrograd.aot.calls import FlatCall
 from retrograd.aot.run_forward import CompiledFunction
+from retrograd.cache.call_guard import guard_as_traced
 from retrograd.errors import CallError, Reason
 from retrograd.graph.capture_state import CaptureState, Leaf
 from retrograd.graph.partition import Partition
@@ -83,18 +83,8 @@ class Compiled:
                     raise self._error(leaf.name, f"{leaf.name} {what}", _ANEW)
             if self._guard is not None:
                 raise self._error("inputs", self._guard.why_not(leaves), _ANEW)
-            self._guard = self._guarded(leaves)
+            self._guard = guard_as_traced(leaves, self._state)
         return self.code(leaves)
-
-    def _guarded(self, leaves: list[Any]) -> InputGuard:
-        """A guard for all inputs that the capture is right for."""
-        fakes = {
-            i: leaf.value
-            for i, leaf in enumerate(self._state.leaves)
-            if isinstance(leaf.value, torch.Tensor) and wrapping_of(leaf.value).cls is None
-        }
-        env = self._state.fake_mode.shape_env
-        return InputGuard(leaves, list(fakes), list(fakes.values()), env)
 
     def _error(self, role: str, text: str, way_out: str) -> CallError:
         name = self._state.name

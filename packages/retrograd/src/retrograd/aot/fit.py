@@ -15,7 +15,7 @@ import torch
 from retrograd._torch.expressions import Symbol, Tree, holds, value_of
 from retrograd.errors import ExportError, Reason
 
-__all__ = ["Expected", "InputFit"]
+__all__ = ["Expected", "InputFit", "refused"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class InputFit:
         """
         if len(inputs) != len(self.expected):
             text = f"{len(inputs)} inputs where the program takes {len(self.expected)}"
-            raise _refused("arity", text, "", "see signature.inputs")
+            raise refused("arity", text, "", "see signature.inputs")
         values: dict[str, int] = {}
         for expected, given in zip(self.expected, inputs, strict=True):
             self._bind(expected, given, values)
@@ -61,7 +61,7 @@ class InputFit:
         for guard in self.guards:
             if not holds(guard, values):
                 text = f"sizes {values} do not satisfy {guard}, which the capture relied on"
-                raise _refused("guard", text, "sizes", "capture again with such sizes")
+                raise refused("guard", text, "sizes", "capture again with such sizes")
         return [
             _laid_out(expected, given, values) for expected, given in zip(self.expected, inputs, strict=True)
         ]
@@ -114,10 +114,11 @@ def _laid_out(expected: Expected, given: Any, values: Mapping[str, int]) -> Any:
 
 
 def _unfit(expected: Expected, found: str) -> ExportError:
-    return _refused(
+    return refused(
         "input", f"input {expected.name} {found}", expected.name, "give what was captured, or capture again"
     )
 
 
-def _refused(code: str, text: str, name: str, way_out: str) -> ExportError:
+def refused(code: str, text: str, name: str, way_out: str) -> ExportError:
+    """The error that says what about an input `name` a program does not take."""
     return ExportError(Reason(code, text, "aot.program", node=name, way_out=way_out))

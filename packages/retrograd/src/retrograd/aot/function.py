@@ -25,7 +25,7 @@ from retrograd.aot.compile import compile as compile_partition
 from retrograd.aot.modules import ModuleState
 from retrograd.aot.partition import partition
 from retrograd.aot.policies import Policy
-from retrograd.aot.report import report
+from retrograd.aot.report import reason_of, report
 from retrograd.aot.run_forward import CompiledFunction
 from retrograd.aot.state import Dynamic, state_of_flat
 from retrograd.aot.watch import Watched
@@ -144,7 +144,7 @@ class AotFunction:
         except RetrogradError as error:
             if self.config.strict:
                 raise
-            return self._eagerly(_reason(error), args, kwargs)
+            return self._eagerly(reason_of(error, "aot.compile"), args, kwargs)
         if entry.code is None:
             assert entry.reason is not None
             return self._eagerly(entry.reason, args, kwargs)
@@ -194,8 +194,8 @@ class AotFunction:
             if self.config.strict:
                 raise
             if (guard := _guard_of(leaves)) is None:
-                raise CaptureError(_reason(error)) from error
-            return _Entry(guard, None, _reason(error))
+                raise CaptureError(reason_of(error, "aot.compile")) from error
+            return _Entry(guard, None, reason_of(error, "aot.compile"))
         return _Entry(CallGuard.for_joint(leaves, code.partition.joint), code)
 
     def _dynamic(self, leaves: Sequence[Any], known: Sequence[_Entry]) -> Dynamic:
@@ -325,14 +325,6 @@ def module(mod: nn.Module, **options: Any) -> AotModule:
     if not isinstance(mod, nn.Module):
         raise TypeError(f"aot.module: expected a torch.nn.Module, got {type(mod).__name__}; use aot.function")
     return AotModule(function(mod, **options))
-
-
-def _reason(error: Exception) -> Reason:
-    reason = getattr(error, "reason", None)
-    if isinstance(reason, Reason):
-        return reason
-    text = (str(error).strip().splitlines() or [""])[0]
-    return Reason("compile-failed", f"{type(error).__name__}: {text}", "aot.compile")
 
 
 _MODE = Reason("dispatch-mode", "a dispatch mode or functorch transform is active", "aot.function")

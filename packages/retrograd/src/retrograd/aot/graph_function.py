@@ -34,7 +34,7 @@ from retrograd.aot.compile import compile as compile_partition
 from retrograd.aot.function import AotConfig
 from retrograd.aot.modules import ModuleState
 from retrograd.aot.partition import partition
-from retrograd.aot.report import report
+from retrograd.aot.report import reason_of, report
 from retrograd.aot.run_forward import CompiledFunction
 from retrograd.aot.state import state_of_flat
 from retrograd.backends.registry import find_backend
@@ -137,7 +137,7 @@ class GraphFunction:
         except Exception as error:
             if self._config.strict:
                 raise
-            report.fell_back(reason_of(error))
+            report.fell_back(reason_of(error, "dynamo"))
             return lambda values: self._gm(*values[self._offset :])
         self._codes[self._leafness(args)] = code
         return code
@@ -197,15 +197,6 @@ def state_of_graph(
         aliases=tuple(_as_given(group, given) for group in state.aliases),
         free=lambda tensor: alias_of_fake(fake_of_attribute(mode, tensor)),
     )
-
-
-def reason_of(error: Exception) -> Reason:
-    """Why a graph runs eagerly."""
-    reason = getattr(error, "reason", None)
-    if isinstance(reason, Reason):
-        return reason
-    text = (str(error).strip().splitlines() or [""])[0]
-    return Reason("compile-failed", f"{type(error).__name__}: {text}", "dynamo")
 
 
 def _as_given(group: AliasGroup, given: Sequence[Any]) -> AliasGroup:

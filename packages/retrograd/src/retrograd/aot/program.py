@@ -14,9 +14,8 @@ from torch import fx
 
 from retrograd._torch import pytree
 from retrograd._torch.ambient import autocast_off
-from retrograd.aot.fit import InputFit
+from retrograd.aot.fit import InputFit, refused
 from retrograd.aot.joint import JointGraph
-from retrograd.errors import ExportError, Reason
 from retrograd.graph.joint_graph import ComputedOutput, ConstantOutput, SameAs, SizeOutput, SizeValue
 from retrograd.graph.program import GradientOf, NewValue, ProgramKind, ProgramSignature, Result
 
@@ -82,7 +81,7 @@ class Exported:
         """
         names = [one.name for one in self.signature.inputs]
         if missing := [name for name in names if name not in inputs]:
-            raise _refused(
+            raise refused(
                 "missing-input",
                 f"input {missing[0]} is missing",
                 missing[0],
@@ -104,7 +103,7 @@ class Exported:
         """
         if self.kind is ProgramKind.JOINT:
             text = "a joint program takes cotangents besides the arguments"
-            raise _refused(
+            raise refused(
                 "joint-program", text, "cotangents", "call it, or export kind='forward' or 'training'"
             )
         leaves = self.leaves(state, *args, **kwargs)
@@ -118,12 +117,12 @@ class Exported:
         flat, found = pytree.tree_flatten((args, kwargs))
         if spec is None or found != spec:
             text = f"the arguments are built as {found}, and were {spec} at capture"
-            raise _refused("arguments", text, "arguments", "give them as at capture")
+            raise refused("arguments", text, "arguments", "give them as at capture")
         count = len(known) - len(flat)
         leaves = []
         for leaf in known[:count]:
             if leaf.name not in state:
-                raise _refused(
+                raise refused(
                     "missing-input", f"{leaf.name} is not in the state", leaf.name, "module.state_dict()"
                 )
             leaves.append(state[leaf.name])
@@ -133,7 +132,7 @@ class Exported:
         for number, leaf in enumerate(known):
             if leaf.same_as is not None and leaves[number] is not leaves[leaf.same_as]:
                 text = f"{leaf.name} and {known[leaf.same_as].name} were one tensor at capture, and are two"
-                raise _refused("not-the-same", text, leaf.name, "give the same tensor for both")
+                raise refused("not-the-same", text, leaf.name, "give the same tensor for both")
         return leaves
 
     def _result(self, leaves: Sequence[Any], given: Sequence[Any]) -> ProgramResult:
@@ -174,8 +173,4 @@ class Exported:
 def _refuse_other_constant(leaf: Any, value: Any) -> None:
     if leaf.kind is None and not (type(value) is type(leaf.value) and value == leaf.value):
         text = f"{leaf.name} is {value!r}, and was the constant {leaf.value!r} at capture"
-        raise _refused("constant", text, leaf.name, "give the same constant, or capture again")
-
-
-def _refused(code: str, text: str, name: str, way_out: str) -> ExportError:
-    return ExportError(Reason(code, text, "aot.program", node=name, way_out=way_out))
+        raise refused("constant", text, leaf.name, "give the same constant, or capture again")

@@ -13,7 +13,7 @@ from retrograd.errors import FallbackWarning, Reason
 from retrograd.events import counters
 from retrograd.graph.partition import Partition
 
-__all__ = ["AotReport", "Captured", "explain", "report", "reset"]
+__all__ = ["AotReport", "Captured", "explain", "reason_of", "report", "reset"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,15 @@ class AotReport:
 
 
 report = AotReport()
+
+
+def reason_of(error: Exception, stage: str) -> Reason:
+    """Why something runs eagerly that raised `error` when it was compiled in `stage`."""
+    reason = getattr(error, "reason", None)
+    if isinstance(reason, Reason):
+        return reason
+    text = (str(error).strip().splitlines() or [""])[0]
+    return Reason("compile-failed", f"{type(error).__name__}: {text}", stage)
 
 
 def explain() -> AotReport:

@@ -16,9 +16,10 @@ import torch
 from retrograd._torch.guards import InputGuard
 from retrograd._torch.memory import groups_sharing_memory
 from retrograd._torch.wrappers import PLAIN, wrapping_of
+from retrograd.graph.capture_state import CaptureState
 from retrograd.graph.joint_graph import JointValues
 
-__all__ = ["CallGuard"]
+__all__ = ["CallGuard", "guard_as_traced"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,18 +41,12 @@ class CallGuard:
     @staticmethod
     def for_joint(leaves: Sequence[Any], joint: JointValues) -> CallGuard:
         """For the inputs that `joint` was captured for, and all others that it is right for."""
-        fakes = {
-            i: leaf.value
-            for i, leaf in enumerate(joint.state.leaves)
-            if isinstance(leaf.value, torch.Tensor) and wrapping_of(leaf.value) is PLAIN
-        }
-        env = joint.state.fake_mode.shape_env
         wrappings = tuple(
             (primal.leaf, primal.wrapping)
             for primal in joint.primals
             if primal.leaf is not None and primal.wrapping is not PLAIN
         )
-        guard = InputGuard(leaves, list(fakes), list(fakes.values()), env)
+        guard = guard_as_traced(leaves, joint.state)
         return CallGuard(guard, _inner(leaves), wrappings, _aliases(leaves) if joint.updates else None)
 
     @staticmethod
@@ -70,6 +65,16 @@ class CallGuard:
         return (not self.wrappings or all(wrapping.fits(values[i]) for i, wrapping in self.wrappings)) and (
             self.aliases is None or self.aliases == _aliases(values)
         )
+
+
+def guard_as_traced(leaves: Sequence[Any], state: CaptureState) -> InputGuard:
+    """A guard on metadata and relations between sizes, for all inputs that a trace of `state` fits."""
+    fakes = {
+        i: leaf.value
+        for i, leaf in enumerate(state.leaves)
+        if isinstance(leaf.value, torch.Tensor) and wrapping_of(leaf.value) is PLAIN
+    }
+    return InputGuard(leaves, list(fakes), list(fakes.values()), state.fake_mode.shape_env)
 
 
 def _inner(leaves: Sequence[Any]) -> tuple[tuple[int, bool], ...]:
