@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import fx
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
@@ -54,7 +55,8 @@ def cut_by(
             copy.meta["partitioner_tag"] = "is_backward"
     names = {copy.name: node.name for node, copy in made.items()}
     inputs = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
-    with functorch_config.patch(cse=False), lazily():
+    context = tracing(TracingContext(detect_fake_mode(inputs)))  # for states of generators
+    with functorch_config.patch(cse=False), lazily(), context:
         _, backward = (partitioner or min_cut_rematerialization_partition)(
             lazy_graph_module(gm, graph), inputs, num_fwd_outputs=forward_count
         )

@@ -135,7 +135,7 @@ class RegionCode:
     def _fit(self, cotangents: Sequence[torch.Tensor | None]) -> bool:
         for cotangent, expected in zip(cotangents, self._expected, strict=True):
             if cotangent is None:
-                if self._undefined_matters:
+                if self._undefined_matters or not expected.is_static:
                     return False
             elif not expected.wrapping.fits(cotangent):
                 return False
