@@ -27,5 +27,6 @@
   (references, layouts), `layout_warning`, `function_flags` (what a custom Function wants for undefined
   gradients)
 - lowering: `tracing`, `history` (what eager would record of a segment), `guards`, `subclasses` and
-  `subclass_metadata` (wrapper subclasses at the border of a segment), `boxed`, `inductor`
+  `subclass_metadata` (wrapper subclasses at the border of a segment), `boxed`, `inductor`,
+  `strides` (of its results)
 """
