@@ -33,22 +33,33 @@ INDUCTOR = ("retrograd-live:inductor",)
 STOCK = ("stock-ca:eager",)
 STOCK_FORWARD = ("stock-compile:aot_eager",)
 BEHIND_STOCK = ("retrograd-live+aot_eager:eager",)
+AHEAD = ("retrograd-aot:eager",)
+AHEAD_DYNAMIC = ("retrograd-aot+dynamic:eager",)
+AHEAD_INDUCTOR = ("retrograd-aot:inductor",)
+BACKEND = ("retrograd-compile:eager",)
 PROGRAMS = ("scenarios", "autograd_function_db")
 MODELS = ("models",)
 SAMPLES = ("op_db", "module_db")
 DTYPES = ("op_db:float64", "op_db:bfloat16", "op_db:complex64", "module_db:float64")
 WHOLE_RUN: tuple[Leg, ...] = (
     (EXACT, PROGRAMS + MODELS + SAMPLES, None),
-    (INDUCTOR, PROGRAMS + MODELS, 250),
-    (STOCK + STOCK_FORWARD, PROGRAMS, 250),
+    (INDUCTOR, PROGRAMS + MODELS, 120),
+    (STOCK + STOCK_FORWARD, PROGRAMS, 150),
     (INDUCTOR + STOCK, SAMPLES, 40),
     (EXACT, DTYPES, 1500),
     (BEHIND_STOCK, PROGRAMS, None),
     (BEHIND_STOCK, SAMPLES, 40),
+    (AHEAD, (*PROGRAMS, *MODELS, "hop_db"), None),
+    (AHEAD, SAMPLES, 600),
+    (AHEAD_DYNAMIC, PROGRAMS, 250),
+    (AHEAD_INDUCTOR, PROGRAMS, 60),
+    (BACKEND, (*PROGRAMS, *MODELS), 400),
 )
 SHORT_RUN: tuple[Leg, ...] = (
     (EXACT, PROGRAMS + MODELS + SAMPLES, None),
     (INDUCTOR, PROGRAMS + MODELS, 100),
+    (AHEAD, PROGRAMS + MODELS, None),
+    (BACKEND, PROGRAMS, 250),
 )
 
 

@@ -39,10 +39,13 @@ class _Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected(_Entry):
-    """One known divergence."""
+    """One known divergence. `sometimes`: whether it depends on the device, the release of torch, or the sample of
+    cases that is run; then it is never stale.
+    """
 
     verdict: Verdict
     link: str
+    sometimes: bool = False
 
     def explains(self, row: Row) -> bool:
         """Whether the row is the divergence that the entry expects."""
@@ -87,8 +90,8 @@ class Known:
     def stale(self, rows: Iterable[Row]) -> list[Expected | KnownFallback]:
         """Entries that matched cases which ran and could be judged, none of which did as the entry says."""
         judged = [row for row in rows if not row.set_aside]
-        entries: list[Expected | KnownFallback] = [*self.divergences]
-        entries += [entry for entry in self.fallbacks if not entry.sometimes]
+        known: list[Expected | KnownFallback] = [*self.divergences, *self.fallbacks]
+        entries = [entry for entry in known if not entry.sometimes]
         return [
             entry
             for entry in entries
@@ -122,12 +125,15 @@ def load(path: Path) -> Known:
 
 
 def _divergence(path: Path, number: int, data: dict[str, object]) -> Expected:
-    texts = _checked(f"{path}, [[expected]] {number}", data, FIELDS)
+    where, sometimes = f"{path}, [[expected]] {number}", data.pop("sometimes", False)
+    if not isinstance(sometimes, bool):
+        raise ExpectedFileError(f"{where}: sometimes must be true or false")
+    texts = _checked(where, data, FIELDS)
     if texts["verdict"] not in list(Verdict) or not Verdict(texts["verdict"]).is_divergence:
         known = [str(verdict) for verdict in Verdict if verdict.is_divergence]
         raise ExpectedFileError(f"{path}, entry {number}: verdict {texts['verdict']!r} is none of {known}")
     verdict = Verdict(texts.pop("verdict"))
-    return Expected(verdict=verdict, **texts)
+    return Expected(verdict=verdict, sometimes=sometimes, **texts)
 
 
 def _fallbacks(path: Path, number: int, data: dict[str, object]) -> Iterable[KnownFallback]:
