@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import fx
-from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.lazy_modules import lazily, lazy_graph_module
