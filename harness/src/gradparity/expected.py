@@ -39,8 +39,8 @@ class _Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected(_Entry):
-    """One known divergence. `sometimes`: whether it depends on the device, the release of torch, or the sample
-    of cases that is run; then it is never stale.
+    """One known divergence. `sometimes`: whether it depends on the device, the release of torch, or the
+    sample of cases that is run; then it is never stale.
     """
 
     verdict: Verdict
