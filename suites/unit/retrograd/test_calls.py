@@ -216,8 +216,8 @@ print(run(contextlib.nullcontext()), run(retrograd.compiled_autograd(backend="ea
 
 
 def test_a_fresh_gradient_is_stolen_not_copied() -> None:
-    """In a process of its own: once Dynamo has raised an error, it holds one reference more, and gradients are
-    copied."""
+    """In a process of its own: once Dynamo has raised an error, something holds one reference more, and
+    gradients are copied."""
     done = subprocess.run([sys.executable, "-c", STOLEN], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True"]
 
