@@ -575,3 +575,10 @@ def test_two_threads() -> None:
     for thread in threads:
         thread.join()
     assert found == [True] * 4
+
+
+def test_a_size_that_no_guard_can_speak_of_runs_eagerly() -> None:
+    call = compiled(lambda x, start: x.narrow(0, start, 2) * 2, dynamic=True)
+    x = leaf(5)
+    assert torch.equal(call(x, torch.tensor(1)), x[1:3] * 2)
+    assert aot.explain().fallbacks

@@ -190,13 +190,13 @@ class AotFunction:
             code = self._stages(leaves, spec, dynamic, stepped)
             if self._watched is not None:
                 self._watched.refuse_changes()
+            return _Entry(CallGuard.for_joint(leaves, code.partition.joint), code)
         except Exception as error:
             if self.config.strict:
                 raise
             if (guard := _guard_of(leaves)) is None:
                 raise CaptureError(reason_of(error, "aot.compile")) from error
             return _Entry(guard, None, reason_of(error, "aot.compile"))
-        return _Entry(CallGuard.for_joint(leaves, code.partition.joint), code)
 
     def _dynamic(self, leaves: Sequence[Any], known: Sequence[_Entry]) -> Dynamic:
         """Sizes that changed since the inputs that were compiled before are symbolic from now on."""
