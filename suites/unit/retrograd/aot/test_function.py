@@ -577,8 +577,9 @@ def test_two_threads() -> None:
     assert found == [True] * 4
 
 
-def test_a_size_that_no_guard_can_speak_of_runs_eagerly() -> None:
-    call = compiled(lambda x, start: x.narrow(0, start, 2) * 2, dynamic=True)
+def test_a_start_that_is_a_tensor_is_read_in_every_call() -> None:
+    """With symbolic sizes it is a size of its own, which no guard can speak of; some releases of torch refuse."""
+    call = compiled(lambda x, start: x.narrow(0, start, 2) * 2, dynamic=True, strict=False)
     x = leaf(5)
-    assert torch.equal(call(x, torch.tensor(1)), x[1:3] * 2)
-    assert aot.explain().fallbacks
+    for start in (1, 3, 0):
+        assert torch.equal(call(x, torch.tensor(start)), x[start : start + 2] * 2)
