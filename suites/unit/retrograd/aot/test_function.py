@@ -578,7 +578,7 @@ def test_two_threads() -> None:
 
 
 def test_a_start_that_is_a_tensor_is_read_in_every_call() -> None:
-    """With symbolic sizes it is a size of its own, which no guard can speak of; some releases of torch refuse."""
+    """With symbolic sizes it is a size of its own, of which no guard can speak."""
     call = compiled(lambda x, start: x.narrow(0, start, 2) * 2, dynamic=True, strict=False)
     x = leaf(5)
     for start in (1, 3, 0):
