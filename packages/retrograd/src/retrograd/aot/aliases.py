@@ -15,12 +15,24 @@ from torch import fx
 from retrograd._torch.operators import is_operator_overload, schema_of
 from retrograd.graph.joint import Gradient, JointSignature, Primal
 
-__all__ = ["Memory", "is_backward", "is_number", "memory_of"]
+__all__ = ["Memory", "backward_nodes", "is_backward", "is_number", "memory_of", "read_by_backward"]
 
 
 def is_backward(node: fx.Node) -> bool:
     """Whether a call belongs to the backward half."""
     return bool(node.meta.get("is_backward", False))
+
+
+def backward_nodes(gm: fx.GraphModule, region: int | None = None) -> list[fx.Node]:
+    """The calls of the backward half, or of one region of it."""
+    nodes = [node for node in gm.graph.nodes if is_backward(node)]
+    return nodes if region is None else [node for node in nodes if node.meta["region"] == region]
+
+
+def read_by_backward(gm: fx.GraphModule, region: int | None = None) -> list[fx.Node]:
+    """What those calls read that they do not make: values of the forward half, and cotangents."""
+    read = [value for node in backward_nodes(gm, region) for value in node.all_input_nodes]
+    return [value for value in dict.fromkeys(read) if not is_backward(value)]
 
 
 def is_number(node: fx.Node) -> bool:
@@ -75,13 +87,7 @@ def memory_of(gm: fx.GraphModule, signature: JointSignature) -> Memory:
     for i, node in enumerate(forward):
         if isinstance(node, fx.Node):
             outputs.setdefault(node, i)
-    kept = {
-        owner[value]
-        for node in gm.graph.nodes
-        if is_backward(node)
-        for value in node.all_input_nodes
-        if not is_backward(value)
-    }
+    kept = {owner[value] for value in read_by_backward(gm)}
     kept |= {owner[node] for node in results[len(forward) :] if isinstance(node, fx.Node)}
     return Memory(owner, primals, outputs, frozenset(kept))
 

@@ -16,7 +16,14 @@ from torch import fx
 from retrograd._torch.lazy_modules import lazy_graph_module
 from retrograd._torch.operators import has_effect, is_mutating
 from retrograd._torch.rng import insert_replay
-from retrograd.aot.aliases import Memory, is_backward, is_number, memory_of
+from retrograd.aot.aliases import (
+    Memory,
+    backward_nodes,
+    is_backward,
+    is_number,
+    memory_of,
+    read_by_backward,
+)
 from retrograd.aot.extract import extract, needed_between
 from retrograd.aot.policies import Policy, choose_saved, draws_random_numbers
 from retrograd.errors import Reason, VerificationError
@@ -170,11 +177,7 @@ class _Division:
             for node, role in zip(self.cotangents, roles, strict=True)
             if isinstance(role, Cotangent) and role.junction in roots
         ]
-        effects = [
-            node
-            for node in self.joint.gm.graph.nodes
-            if is_backward(node) and node.meta["region"] == number and has_effect(node)
-        ]
+        effects = [node for node in backward_nodes(self.joint.gm, number) if has_effect(node)]
         try:
             gm = extract(
                 self.joint.gm, [*read, *cotangents], wanted, f"backward_{number}", self.instead, effects
@@ -200,10 +203,8 @@ class _Division:
         memory, changed = self.memory, self._changed_primals()
         kept = {
             memory.owner[value]: value
-            for node in self.joint.gm.graph.nodes
-            if is_backward(node) and node.meta["region"] == number
-            for value in node.all_input_nodes
-            if not is_backward(value) and value in memory.owner and not is_number(value)
+            for value in read_by_backward(self.joint.gm, number)
+            if value in memory.owner and not is_number(value)
         }
         covered = {memory.owner[node] for node in read if node in memory.primals or node in memory.outputs}
         checked = []

@@ -5,7 +5,7 @@ In: a joint graph and its sharing of memory. Out: the set of forward nodes that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import fx
@@ -13,9 +13,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.min_cut import cut_by
 from retrograd._torch.operators import is_operator_overload, is_random
-from retrograd.aot.aliases import Memory, is_backward, is_number
+from retrograd.aot.aliases import Memory, is_backward, is_number, read_by_backward
 from retrograd.errors import Reason, VerificationError
-from retrograd.graph.joint import Cotangent
+from retrograd.graph.dependence import cotangents_reaching
 from retrograd.graph.joint_graph import JointValues
 
 __all__ = ["Policy", "choose_saved", "draws_random_numbers"]
@@ -39,23 +39,24 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
         VerificationError: an unknown policy, or one that saves what is no value of the forward half.
     """
     if policy == "save_all":
-        return _without_marked(_read_by_backward(joint))
+        return _without_marked(_read(joint))
     if policy == "recompute_all":
         return {node for node in memory.primals if not is_number(node)} | _must(
             joint, CheckpointPolicy.MUST_SAVE
         )
-    if policy == "min_cut" and _read_by_backward(joint) <= set(memory.primals):
-        return _read_by_backward(joint)
+    if policy == "min_cut" and (read := _read(joint)) <= set(memory.primals):
+        return read
     if policy == "min_cut" or callable(policy):
+        reaching = cotangents_reaching(joint.gm.graph, joint.signature)
         names = cut_by(
             None if isinstance(policy, str) else policy,
             joint.gm,
-            frozenset(_cotangents(joint)),
+            frozenset(node.name for node in reaching if node.op == "placeholder" and reaching[node]),
             joint.signature.forward_count,
             _pinned(joint, memory),
         )
-        saved = _named(joint, names)
-        return saved if not any(map(memory.is_forbidden, saved)) else _read_by_backward(joint)
+        saved = _named({node.name: node for node in reaching if not reaching[node]}, names)
+        return saved if not any(map(memory.is_forbidden, saved)) else _read(joint)
     raise VerificationError(
         Reason(
             "unknown-policy",
@@ -66,16 +67,10 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
     )
 
 
-def _read_by_backward(joint: JointValues) -> set[fx.Node]:
+def _read(joint: JointValues) -> set[fx.Node]:
     """What the backward half reads of the forward half: what eager would save."""
-    read = {
-        value
-        for node in joint.gm.graph.nodes
-        if is_backward(node)
-        for value in node.all_input_nodes
-        if not is_backward(value)
-    }
-    return read - set(_cotangent_nodes(joint))
+    reaching = cotangents_reaching(joint.gm.graph, joint.signature)
+    return {value for value in read_by_backward(joint.gm) if not reaching[value]}
 
 
 def _without_marked(saved: set[fx.Node]) -> set[fx.Node]:
@@ -111,31 +106,8 @@ def _reads_forbidden(node: fx.Node, memory: Memory) -> bool:
     return any(memory.is_forbidden(value) for value in node.all_input_nodes)
 
 
-def _cotangent_nodes(joint: JointValues) -> list[fx.Node]:
-    placeholders = [node for node in joint.gm.graph.nodes if node.op == "placeholder"]
-    return [
-        node
-        for node, role in zip(placeholders, joint.signature.inputs, strict=True)
-        if isinstance(role, Cotangent)
-    ]
-
-
-def _cotangents(joint: JointValues) -> list[str]:
-    return [node.name for node in _cotangent_nodes(joint)]
-
-
-def _dependent(joint: JointValues) -> set[fx.Node]:
-    """Nodes that depend on a cotangent."""
-    found = set(_cotangent_nodes(joint))
-    for node in joint.gm.graph.nodes:
-        if any(value in found for value in node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-def _named(joint: JointValues, names: Iterable[str]) -> set[fx.Node]:
-    dependent = _dependent(joint)
-    known = {node.name: node for node in joint.gm.graph.nodes if node not in dependent}
+def _named(known: Mapping[str, fx.Node], names: Iterable[str]) -> set[fx.Node]:
+    """The nodes of these names, of those that depend on no cotangent."""
     for name in names:
         if name not in known:
             raise VerificationError(
