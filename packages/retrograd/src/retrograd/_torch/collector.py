@@ -1,8 +1,9 @@
 """Python's cyclic garbage collector, kept from running while the engine hands a backward over.
 
-In: nothing. Out: a context. Handing a backward over makes thousands of Python objects (a tensor per saved value,
-a wrapper per autograd node), which all die by their reference counts within milliseconds. The collector counts
-allocations and would walk them several times per backward; eager makes none of them, and never wakes it.
+In: nothing. Out: a context. Handing a backward over makes thousands of Python objects (a tensor per saved
+value, a wrapper per autograd node), which all die by their reference counts within milliseconds. The
+collector counts allocations and would walk them several times per backward; eager makes none of them, and
+never wakes it.
 
 User code is let out (`collector_resumed`): what it leaves in cycles is collected when it always was.
 """

@@ -1,12 +1,12 @@
 """Does a backward of a known structure run in a known order?
 
-In: the graph that hangs from a backward, once. Out: an `OrderCheck`, which compares the sequence numbers of later
-backwards of equal structure. It walks only to the nodes whose numbers eager compares, by the edges that lead
-there, in generated code: it runs before every backward whose order is visible.
+In: the graph that hangs from a backward, once. Out: an `OrderCheck`, which compares the sequence numbers of
+later backwards of equal structure. It walks only to the nodes whose numbers eager compares, by the edges that
+lead there, in generated code: it runs before every backward whose order is visible.
 
-Eager takes the ready node with the highest number. So the order is the same if, whenever nodes are left waiting,
-the one that was taken has a higher number than the one of them that is taken next: that one is the highest of
-those that wait.
+Eager takes the ready node with the highest number. So the order is the same if, whenever nodes are left
+waiting, the one that was taken has a higher number than the one of them that is taken next: that one is the
+highest of those that wait.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OrderCheck:
 
 def _function(text: str) -> Callable[[list[Any]], bool]:
     scope: dict[str, Any] = {}
-    exec(compile(text, "<order check>", "exec"), scope)  # noqa: S102
+    exec(compile(text, "<order check>", "exec"), scope)
     made: Callable[[list[Any]], bool] = scope["compare"]
     return made
 

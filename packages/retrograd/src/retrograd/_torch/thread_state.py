@@ -130,7 +130,7 @@ def as_if_autocast(dtype: torch.dtype | None, fn: Callable[..., Any], /, *args: 
 
 
 class UserCode:
-    """Calls user code, one call after the other, as inside `thread_state_kept`; cheaper where nothing changes.
+    """Calls user code, one call after the other, as inside `thread_state_kept`; cheap where nothing changes.
 
     Attributes:
         left: the modes as the last call left them, None if as before it.

@@ -147,7 +147,7 @@ class Plan:
         """What the plan returns; None if it is not settled for these values and modes."""
         for settled in self._settled:
             result = settled.run(call, running, changes)
-            if type(result) is Left:
+            if isinstance(result, Left):
                 return self._go_on(result, settled, running, changes)
             if result is not None:
                 return result

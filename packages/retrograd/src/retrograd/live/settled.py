@@ -2,8 +2,8 @@
 
 In: a `Plan` that has run before, and one more run of it, watched by a `Settling`. Out: a `SettledPlan`, whose
 steps are one generated function (see `live.settled_source`) behind one guard. Where a step needs more than
-that (a guard that fails, a hook that registers a hook, a mode left switched, a saved tensor that was changed),
-the function hands over to the plan in the middle.
+that (a guard that fails, a hook that registers a hook, a mode left switched, a saved tensor that was
+changed), the function hands over to the plan in the middle.
 
 What need not be asked anew in each segment: before any user code has run, a segment's inputs are what the
 engine collected and what static code made of it. After user code, segments ask their own guards, and saved
@@ -22,16 +22,14 @@ from torch import fx
 from retrograd._torch.collect import Collected
 from retrograd._torch.guards import InputGuard
 from retrograd._torch.hook_changes import HookChanges
-from retrograd._torch.subclasses import is_wrapper
 from retrograd._torch.thread_state import (
     UserCode,
     are_modes_plain,
     modes_of_lowering,
     without_torch_functions,
 )
-from retrograd._torch.tracing import why_not_traceable
 from retrograd._torch.versions import Versions
-from retrograd.events import counters
+from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import Source, SourceKind
 from retrograd.graph.schedule import OpaqueCall, Schedule, Segment
 from retrograd.live.lower import BoxedRunner
@@ -105,7 +103,8 @@ class SettledPlan:
             return result
         self.left += 1
         counters["settled_runs_left"] += 1
-        return self._left(*result, user)
+        step, found = result
+        return self._left(step, found, user)
 
     def _is_distrusted(self) -> bool:
         """Whether code of one of its segments has failed elsewhere."""
@@ -174,8 +173,10 @@ class Settling:
         self._guarded = tuple(node for node in dict.fromkeys(read) if node.op == "placeholder")
         if self._guarded:
             guarded = [values[node] for node in self._guarded]
-            self._failed = any(map(why_not_traceable, guarded)) or any(map(is_wrapper, guarded))
-            self._guard = None if self._failed else InputGuard(guarded, (), (), None)
+            try:
+                self._guard = InputGuard(guarded, (), (), None)
+            except Exception:  # a value of which no guard can speak
+                self._failed = True
 
     def see(self, number: int, args: list[Any]) -> None:
         """Step `number`, a segment, is about to run with these values."""
@@ -226,7 +227,11 @@ class Settling:
             self._guarded,
             self._saved,
         )
-        return SettledPlan(laid, self._runners)
+        try:
+            return SettledPlan(laid, self._runners)
+        except Exception:
+            live_log.exception("a plan does not settle")
+            return None
 
 
 def _answering(check: Check) -> Check:

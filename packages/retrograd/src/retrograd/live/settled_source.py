@@ -1,9 +1,9 @@
 """The steps of a plan as one Python function: what it costs to go from step to step is a few local variables.
 
-In: a `Schedule` and what each of its segments runs. Out: the text of the function and what it refers to. Every
-value is a local variable, deleted at its last use. The function is called with what the engine collected; it
-returns the plan's outputs, or None if its guard does not hold (nothing is consumed then), or, where a step must
-be left to the plan, the number of that step and the values at hand.
+In: a `Schedule` and what each of its segments runs. Out: the text of the function and what it refers to.
+Every value is a local variable, deleted at its last use. The function is called with what the engine
+collected; it returns the plan's outputs, or None if its guard does not hold (nothing is consumed then), or,
+where a step must be left to the plan, the number of that step and the values at hand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from retrograd.graph.backward_graph import Source, SourceKind, call_of
 from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment
 from retrograd.live.calls.gradients import accumulate_grad
-from retrograd.live.calls.many_gradients import accumulate_grads
+from retrograd.live.calls.many_gradients import Accumulator
 
 __all__ = ["Check", "Code", "Laid", "Written", "is_only_for_post_hooks", "write"]
 
@@ -74,7 +74,7 @@ class Written:
     def function(self) -> Callable[..., Any]:
         """The function itself."""
         scope = dict(self.names)
-        exec(compile("\n".join(self.lines), "<settled plan>", "exec"), scope)  # noqa: S102
+        exec(compile("\n".join(self.lines), "<settled plan>", "exec"), scope)
         made: Callable[..., Any] = scope["settled"]
         return made
 
@@ -116,7 +116,9 @@ class _Writer:
         number = 0
         steps = laid.schedule.steps
         while number < len(steps):
-            number = self._stretch(number) if not isinstance(steps[number], OpaqueCall) else self._opaque(number)
+            number = (
+                self._stretch(number) if not isinstance(steps[number], OpaqueCall) else self._opaque(number)
+            )
         self._line(f"return [{', '.join('None' if n is None else self._name(n) for n in laid.outputs)}]")
 
     # text
@@ -171,7 +173,6 @@ class _Writer:
         self.written.names.update(
             versions=versions_of,
             quiet=torch_functions_off,
-            accumulate=accumulate_grads,
             accumulate_one=accumulate_grad,
         )
         self._line("def settled(call, running, changes, user):")
@@ -268,16 +269,17 @@ class _Writer:
             if step.node.args[2]:  # its hooks see the gradient
                 break
         gone = list(dict.fromkeys(node for i in batch for node in dying[i]))
-        arguments = [steps[i].node.args for i in batch]  # type: ignore[union-attr]
-        variables = [args[0] for args in arguments]
-        grads = [args[1] for args in arguments]
-        self._line(f"grads = {self._listed(grads)}")  # type: ignore[arg-type]
+        accumulations = [step.node for step in steps[batch[0] : number] if isinstance(step, Accumulation)]
+        variables: list[fx.Node] = [node.args[0] for node in accumulations]  # type: ignore[misc]
+        grads: list[fx.Node] = [node.args[1] for node in accumulations]  # type: ignore[misc]
+        self._line(f"grads = {self._listed(grads)}")
         self._delete(node for node in gone if node in grads)
-        if len(batch) == 1 and arguments[0][2]:
-            kept = grads[0] not in gone and is_only_for_post_hooks(steps[batch[0]].node)  # type: ignore[union-attr]
-            self._line(f"accumulate_one({self._name(variables[0])}, grads, {kept})")  # type: ignore[arg-type]
+        if accumulations[0].args[2]:
+            kept = grads[0] not in gone and is_only_for_post_hooks(accumulations[0])
+            self._line(f"accumulate_one({self._name(variables[0])}, grads, {kept})")
         else:
-            self._line(f"accumulate(({', '.join(map(self._name, variables))},), grads)")  # type: ignore[arg-type]
+            accumulator = self._refer("accumulate", Accumulator())
+            self._line(f"{accumulator}(({', '.join(map(self._name, variables))},), grads)")
         self._delete(node for node in gone if node not in grads)
         return number
 
