@@ -72,6 +72,8 @@ class SettledPlan:
         self._compiled = tuple(
             runner for i, runner in enumerate(runners) if runner and laid.codes[i].is_compiled
         )
+        steps = enumerate(laid.schedule.steps)
+        self._calls = tuple(number for number, step in steps if isinstance(step, OpaqueCall))
         self._modes = modes_of_lowering()
         self._written: Written = write(laid)
         self._code = self._written.function()
@@ -98,12 +100,16 @@ class SettledPlan:
         except Exception as error:
             self._blame(error)
             raise
-        if type(result) is not tuple:
-            counters["settled_runs"] += result is not None
+        if result is None:
+            return None
+        if type(result) is list:
+            counters["settled_runs"] += 1
+            counters["opaque_calls"] += len(self._calls)
             return result
+        step, found = result
         self.left += 1
         counters["settled_runs_left"] += 1
-        step, found = result
+        counters["opaque_calls"] += sum(number < step for number in self._calls)
         return self._left(step, found, user)
 
     def _is_distrusted(self) -> bool:
