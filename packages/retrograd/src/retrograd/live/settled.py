@@ -23,6 +23,7 @@ from retrograd._torch.collect import Collected
 from retrograd._torch.guards import InputGuard
 from retrograd._torch.hook_changes import HookChanges
 from retrograd._torch.thread_state import (
+    Modes,
     UserCode,
     are_modes_plain,
     modes_of_lowering,
@@ -55,23 +56,26 @@ class Left:
     step: int
     values: Values
     versions: Versions[fx.Node]
-    modes: tuple[bool, ...] | None
+    modes: Modes | None
 
 
 class SettledPlan:
     """The steps of one plan, for values and modes like those of one run.
 
     Args:
-        laid: the plan with its code.
-        runners: by step; whose code it is.
+        laid: the plan with its code. A plan without opaque calls may first be given other code for all of its
+            segments together: ``joined(laid).around(run)`` (see `live.joined_segments`).
+        runners: by step of the plan; whose code it is. None for steps that are no segments.
+
+    Attributes:
+        laid, runners: as given.
+        left: how often a run had to go on in the plan.
     """
 
     def __init__(self, laid: Laid, runners: Runners) -> None:
         counters["settled_plans"] += 1
-        self._laid, self._runners = laid, runners
-        self._compiled = tuple(
-            runner for i, runner in enumerate(runners) if runner and laid.codes[i].is_compiled
-        )
+        self.laid, self.runners = laid, runners
+        self._compiled = tuple(runner for runner in runners if runner and not runner.is_interpreted)
         steps = enumerate(laid.schedule.steps)
         self._calls = tuple(number for number, step in steps if isinstance(step, OpaqueCall))
         self._modes = modes_of_lowering()
@@ -94,7 +98,7 @@ class SettledPlan:
         """
         if modes_of_lowering() != self._modes or not are_modes_plain() or self._is_distrusted():
             return None
-        user = UserCode()
+        user = UserCode(self._modes) if self._calls else None
         try:
             result = self._code(call, running, changes, user)
         except Exception as error:
@@ -110,7 +114,7 @@ class SettledPlan:
         self.left += 1
         counters["settled_runs_left"] += 1
         counters["opaque_calls"] += sum(number < step for number in self._calls)
-        return self._left(step, found, user)
+        return self._left(step, found, user.left if user else None)
 
     def _is_distrusted(self) -> bool:
         """Whether code of one of its segments has failed elsewhere."""
@@ -122,12 +126,12 @@ class SettledPlan:
         while trace is not None and trace.tb_frame.f_code is not self._code.__code__:
             trace = trace.tb_next
         step = None if trace is None else self._written.steps.get(trace.tb_lineno)
-        if step is not None and self._laid.codes[step].is_compiled:
-            runner = self._runners[step]
-            assert runner is not None
-            runner.failed(error)
+        if step is not None and self.laid.codes[step].is_compiled:
+            runner = self.runners[step]
+            if runner is not None:
+                runner.failed(error)
 
-    def _left(self, step: int, found: dict[str, Any], user: UserCode) -> Left:
+    def _left(self, step: int, found: dict[str, Any], modes: Modes | None) -> Left:
         versions = Versions.taken(
             pair
             for number, (name, nodes) in self._written.watched.items()
@@ -136,7 +140,7 @@ class SettledPlan:
         )
         values = {node: found[name] for name, node in self._written.values.items() if name in found}
         found.clear()
-        return Left(step, values, versions, user.left)
+        return Left(step, values, versions, modes)
 
 
 class Settling:
