@@ -1,9 +1,9 @@
-"""FX nodes for graphs that we write ourselves, made without what ``torch.fx.Graph.create_node`` does for others.
+"""FX nodes made without what ``torch.fx.Graph.create_node`` does for graphs that are not our own.
 
 In: the graph that is being written, and a call or a node to copy. Out: the node that ``create_node`` or
-``node_copy`` would have made, with the same name in the same place. Left out are the search of the arguments for
-symbolic numbers and the callbacks of a module that owns the graph: a backward has tens of thousands of nodes, and
-these graphs have neither. Source: ``torch/fx/graph.py``, the same in 2.11 to 2.13.
+``node_copy`` would have made, with the same name in the same place. Left out are the search of the arguments
+for symbolic numbers and the callbacks of a module that owns the graph: a deep model's backward has tens of
+thousands of nodes, and these graphs have neither. Source: ``torch/fx/graph.py``, alike in 2.11 to 2.13.
 """
 
 from __future__ import annotations

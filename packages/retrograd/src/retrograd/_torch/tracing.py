@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from retrograd._torch.garbage import no_garbage_search
 from retrograd._torch.history import History, history_of, saved_tensors_unseen
+from retrograd._torch.lazy_modules import lazily
 from retrograd._torch.provenance import noting
 from retrograd._torch.subclasses import is_wrapper
 
@@ -201,7 +202,7 @@ def quiet_fakes() -> Iterator[None]:
 def _make_fx(
     fn: Callable[..., Any], example_inputs: tuple[Any, ...], decompositions: Mapping[Any, Callable[..., Any]]
 ) -> fx.GraphModule:
-    with enable_python_dispatcher(), quiet_fakes(), saved_tensors_unseen(), noting():
+    with enable_python_dispatcher(), quiet_fakes(), saved_tensors_unseen(), noting(), lazily():
         gm = make_fx(fn, decomposition_table=dict(decompositions), tracing_mode="real")(*example_inputs)
     gm.graph.eliminate_dead_code()
     gm.recompile()
