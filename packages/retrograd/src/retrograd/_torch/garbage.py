@@ -1,9 +1,10 @@
 """No search for garbage while graphs are made.
 
 In: a block that makes many objects and drops few. Out: the block, run without the collector of reference
-cycles. The collector looks at new objects again and again, and at all objects of the process whenever there are
-a quarter more of them: next to torch's modules that is a third of a second each time, and the capture of a deep
-model would pay it several times. Memory of tensors that are in no cycle is given back at once all the same.
+cycles. The collector looks at new objects again and again, and at all objects of the process whenever there
+are a quarter more of them: next to torch's modules that is a third of a second each time, and the capture of
+a deep model would pay it several times. Memory of tensors that are in no cycle is given back at once all the
+same.
 """
 
 from __future__ import annotations
