@@ -102,7 +102,7 @@ def compiled_autograd(
         >>> with retrograd.compiled_autograd(backend="eager"):
         ...     loss.backward()
     """
-    find_backend(backend)
+    find_backend(backend).prepare()
     _compiled_forwards.watch()
     side_streams.watch()
     return CompiledAutograd(Config(backend, strict, dynamic, recompile_limit, Config.names(opaque), regions))

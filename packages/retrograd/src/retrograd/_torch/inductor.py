@@ -19,8 +19,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from retrograd._torch.boxed import copied
 from retrograd._torch.cache_folder import why_not_trusted
+from retrograd._torch.inductor_start import await_start
 from retrograd._torch.locks import ForkSafeLock
 from retrograd._torch.strides import with_strides
+from retrograd._torch.triton_threads import in_threads
 from retrograd.errors import FallbackWarning
 
 __all__ = ["compile_graph", "decompositions", "patched", "settings"]
@@ -72,6 +74,7 @@ def compile_graph(
     No input is called static (``static_input_idxs``): that would make Inductor rely on the alignment of
     memory, which no guard checks, and it saves no more than that check.
     """
+    await_start()
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -93,6 +96,7 @@ def compile_graph(
         config.patch(force_disable_caches=config.force_disable_caches or not _is_cache_trusted()),
         tracing(TracingContext(fake_mode)),
         V.set_fake_mode(fake_mode),
+        in_threads(),
     ):
         joint_graph_passes(gm)
         compiled = compile_fx_inner(

@@ -63,12 +63,19 @@ class BoxedRunner:
         self._symbolic: Symbolic = {}
         self._interpret_because = interpret_because
         self._told: set[str] = set()
-        self._postponed: str | None = None
+        self._postponed = ("", 0)
 
-    def postpone(self, because: str) -> None:
-        """Interpret the next run, if nothing is compiled yet."""
+    def postpone(self, because: str, runs: int = 1) -> None:
+        """Interpret the next `runs`, if nothing is compiled yet."""
         if not self._lowered:
-            self._postponed = because
+            self._postponed = because, runs
+
+    def _postponed_now(self) -> str | None:
+        because, runs = self._postponed
+        if not runs:
+            return None
+        self._postponed = because, runs - 1
+        return because
 
     # run
 
@@ -76,7 +83,7 @@ class BoxedRunner:
         """The function's outputs; `args` is emptied."""
         if self._interpret_because is not None:
             return self._interpret(args)
-        now, self._postponed = self._postponed or why_interpreted_now(args), None
+        now = self._postponed_now() or why_interpreted_now(args)
         if now is None and torch.is_grad_enabled() and any(map(is_wrapper, args)):
             now = "tensor subclasses in grad mode"
         if now is not None:

@@ -53,6 +53,11 @@ class SegmentRunner(BoxedRunner):
         how = How(number, _names(segment), config, backend, log)
         super().__init__(self._interpreted, how, _why_interpreted(segment, backend), shared)
 
+    @property
+    def shared(self) -> Lowerings:
+        """What it shares with the segments of equal structure."""
+        return self._shared
+
     # Most segments of a deep model are never interpreted: they run the code of an equal one.
 
     @functools.cached_property
