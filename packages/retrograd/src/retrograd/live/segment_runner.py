@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.boxed import boxed
+from retrograd._torch.fx_nodes import add_copy, add_placeholder
 from retrograd._torch.profiling import profiling
 from retrograd._torch.tracing import Traced
 from retrograd.backends.base import Backend, Boxed
@@ -150,8 +151,8 @@ def _names(segment: Segment) -> tuple[str, ...]:
 def _segment_graph(segment: Segment) -> fx.Graph:
     """The segment as a graph of its own: its inputs in, a tuple of its outputs out."""
     graph = fx.Graph()
-    values = {node: graph.placeholder(node.name) for node in segment.inputs}
+    values = {node: add_placeholder(graph, node.name) for node in segment.inputs}
     for node in segment.nodes:
-        values[node] = graph.node_copy(node, values.__getitem__)
+        values[node] = add_copy(graph, node, values.__getitem__)
     graph.output(tuple(values[node] for node in segment.outputs))
     return graph
