@@ -70,12 +70,16 @@ def measure_cold_and_warm(
         return {name: _run(measurement, arguments, one_cache(cache), limit) for name in ("cold", "warm")}
 
 
+def _python_path() -> str:
+    """This process's, with this package on it."""
+    return os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
+
+
 def _run(measurement: str, arguments: dict[str, Any], settings: dict[str, str], limit: float | None) -> Any:
     try:
         done = subprocess.run(
             [sys.executable, "-m", f"{PACKAGE.name}.measure", measurement, json.dumps(arguments)],
-            cwd=PACKAGE.parent,
-            env={**os.environ, **SETTINGS, **settings},
+            env={**os.environ, **SETTINGS, **settings, "PYTHONPATH": _python_path()},
             capture_output=True,
             text=True,
             check=False,
