@@ -70,6 +70,7 @@ def compiled_autograd(
     dynamic: bool | None = None,
     recompile_limit: int = 8,
     opaque: Iterable[str] = (),
+    regions: bool | int = True,
 ) -> CompiledAutograd:
     """Compile every backward that runs inside the returned context.
 
@@ -82,6 +83,8 @@ def compiled_autograd(
             static.
         recompile_limit: lowerings of one segment after which it is interpreted.
         opaque: names of autograd nodes (``"MulBackward0"``) to be run as opaque calls.
+        regions: compile structure that repeats itself, such as the layers of a deep model, once, where that
+            is worth it. A number: from so many autograd nodes on it is. False: never.
 
     Returns:
         A context manager, also usable as a decorator.
@@ -102,7 +105,7 @@ def compiled_autograd(
     find_backend(backend)
     _compiled_forwards.watch()
     side_streams.watch()
-    return CompiledAutograd(Config(backend, strict, dynamic, recompile_limit, Config.names(opaque)))
+    return CompiledAutograd(Config(backend, strict, dynamic, recompile_limit, Config.names(opaque), regions))
 
 
 def compile(

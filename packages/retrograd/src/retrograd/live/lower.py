@@ -32,7 +32,7 @@ from retrograd.events import counters, live_log
 from retrograd.graph.report import LoweringReport
 from retrograd.live.determinism import NondeterministicError, determinism_is_on, run_deterministically
 from retrograd.live.differentiable import Differentiable
-from retrograd.live.lowered import How, Lowered
+from retrograd.live.lowered import How, Lowered, Lowerings
 
 __all__ = ["BoxedRunner"]
 
@@ -49,10 +49,14 @@ class BoxedRunner:
         fn: the function as captured.
         how: how to lower it.
         interpret_because: why it is never lowered; None if it may be.
+        shared: what has come of lowering an equal function elsewhere.
     """
 
-    def __init__(self, fn: Boxed, how: How, interpret_because: str | None = None) -> None:
+    def __init__(
+        self, fn: Boxed, how: How, interpret_because: str | None = None, shared: Lowerings | None = None
+    ) -> None:
         self._run_as_captured, self._how = fn, how
+        self._shared = shared or Lowerings()
         self._number, self._config = how.number, how.config
         self._backend, self._log = how.backend, how.log
         self._lowered: list[Lowered] = []
@@ -145,17 +149,32 @@ class BoxedRunner:
             for lowered in self._lowered:
                 if lowered.modes == modes and (flat := lowered.flat(args)) is not None:
                     return lowered, flat
-            return self._lower(args)
+            return self._taken_over(args, modes) or self._lower(args)
         except LoweringError:
             raise
         except Exception as error:
             self._give_up(_first_line(error), error)
             return None
 
+    def _taken_over(self, args: list[Any], modes: tuple[object, ...]) -> tuple[Lowered, list[Any]] | None:
+        """Code that was made for an equal function, if it fits."""
+        for lowered in self._shared.codes:
+            if lowered.modes == modes and lowered not in self._lowered:
+                flat = lowered.flat(args)
+                if flat is not None:
+                    self._lowered.insert(0, lowered)
+                    counters["shared_lowerings"] += 1
+                    self._tell(self._backend.name, lowered.guards(), "shared with an equal segment")
+                    return lowered, flat
+        return None
+
     def _lower(self, args: list[Any]) -> tuple[Lowered, list[Any]] | None:
         """A new lowering for these values; None if the function is to be interpreted this time."""
         if any(map(is_batched, args)):
             return None  # by the engine, for one backward with is_grads_batched
+        if self._shared.interpret_because is not None:
+            self._give_up(self._shared.interpret_because)
+            return None
         if reason := next(filter(None, map(why_not_traceable, args)), None):
             self._give_up(reason)
             return None
@@ -171,6 +190,7 @@ class BoxedRunner:
             lowered = self._compile(flat, border)
         recompile = bool(self._lowered)
         self._lowered.insert(0, lowered)
+        self._shared.codes.insert(0, lowered)
         counters["lowerings"] += 1
         counters["recompiles"] += recompile
         self._tell(self._backend.name, lowered.guards(), because, lowered.graph, recompile)
@@ -252,7 +272,7 @@ class BoxedRunner:
             raise LoweringError(reason) from error
         if error is not None and not isinstance(error, NotTraceableError):
             live_log.info("%s", reason, exc_info=error)
-        self._interpret_because = text
+        self._interpret_because = self._shared.interpret_because = text
         self._tell("interpreted", "", text)
 
     def _reason(self, text: str, way_out: str) -> Reason:

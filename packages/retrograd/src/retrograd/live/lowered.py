@@ -5,7 +5,7 @@ In: what tracing and the backend returned. Out: called with values that fit, the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from retrograd.config import Config
 from retrograd.live.differentiable import Differentiable
 from retrograd.live.plan_log import PlanLog
 
-__all__ = ["How", "Lowered"]
+__all__ = ["How", "Lowered", "Lowerings"]
 
 
 @dataclass(eq=False)
@@ -71,6 +71,19 @@ class Lowered:
         results = self.run(inputs)
         outputs = [None if place is None else results[place] for place in self.given]
         return outputs if self.border is None else self.border.exit(outputs, passed)
+
+
+@dataclass(eq=False)
+class Lowerings:
+    """What has come of lowering one function, for all that run the same one.
+
+    Attributes:
+        codes: the newest first.
+        interpret_because: why it cannot be lowered; None if it could be, or nobody has tried.
+    """
+
+    codes: list[Lowered] = field(default_factory=list)
+    interpret_because: str | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,10 +31,11 @@ from retrograd.graph.report import BackwardReport
 from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment
 from retrograd.live.calls.gradients import accumulate_grad
 from retrograd.live.calls.saved import ModifiedTensor
-from retrograd.live.cut import cut
+from retrograd.live.cut import cut, whole
 from retrograd.live.late_hooks import rest_with_changes
 from retrograd.live.left_modes import LeftModes
 from retrograd.live.plan_log import PlanLog
+from retrograd.live.regions import regions_of
 from retrograd.live.running import RunningBackward
 from retrograd.live.segment_runner import runner_of
 from retrograd.live.sharing import changing_numbers
@@ -57,8 +59,12 @@ class Plan:
     def __init__(self, backward: BackwardGraph, config: Config, backend: Backend) -> None:
         counters["plans"] += 1
         self._backward = backward
+        smallest = config.smallest_region
         self.schedule: Schedule = cut(
-            backward, _named_opaque(backward, config), changing_numbers(backward) if backend.traces else {}
+            backward,
+            _named_opaque(backward, config),
+            changing_numbers(backward) if backend.traces else {},
+            partial(regions_of, smallest=smallest) if backend.traces and smallest else whole,
         )
         self.report = BackwardReport(backward, self.schedule, backend.name)
         self._placeholders = tuple(backward.placeholders())

@@ -5,6 +5,7 @@ In: a `Segment` and the values that arrive at it. Out: its outputs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,16 +13,16 @@ from torch import fx
 
 from retrograd._torch.boxed import boxed
 from retrograd._torch.profiling import profiling
-from retrograd.backends.base import Backend
+from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
 from retrograd.graph.backward_graph import call_of
 from retrograd.graph.report import LoweringReport
 from retrograd.graph.schedule import Segment
 from retrograd.live.left_modes import LeftModes
 from retrograd.live.lower import BoxedRunner
-from retrograd.live.lowered import How, Lowered
+from retrograd.live.lowered import How, Lowered, Lowerings
 from retrograd.live.plan_log import PlanLog
-from retrograd.live.sharing import runners
+from retrograd.live.sharing import lowerings, runners
 from retrograd.live.step_through import step_through
 from retrograd.live.structure import structure_of
 
@@ -35,12 +36,34 @@ class SegmentRunner(BoxedRunner):
         segment: the segment, and `number` its place among the segments of its schedule.
         config, backend: how to lower it.
         log: is told every lowering.
+        shared: what has come of lowering an equal segment.
     """
 
-    def __init__(self, segment: Segment, number: int, config: Config, backend: Backend, log: PlanLog) -> None:
-        self._segment, self._graph = segment, _segment_graph(segment)
+    def __init__(
+        self,
+        segment: Segment,
+        number: int,
+        config: Config,
+        backend: Backend,
+        log: PlanLog,
+        shared: Lowerings | None = None,
+    ) -> None:
+        self._segment = segment
         how = How(number, _names(segment), config, backend, log)
-        super().__init__(boxed(self._graph), how, _why_interpreted(segment, backend))
+        super().__init__(self._interpreted, how, _why_interpreted(segment, backend), shared)
+
+    # Most segments of a deep model are never interpreted: they run the code of an equal one.
+
+    @functools.cached_property
+    def _graph(self) -> fx.Graph:
+        return _segment_graph(self._segment)
+
+    @functools.cached_property
+    def _boxed(self) -> Boxed:
+        return boxed(self._graph)
+
+    def _interpreted(self, args: list[Any]) -> Sequence[Any]:
+        return self._boxed(args)
 
     def run_in_modes(self, args: list[Any], left: LeftModes) -> Sequence[Any]:
         """As `run`, where user code has left modes switched for a part of the segment."""
@@ -64,14 +87,16 @@ class SegmentRunner(BoxedRunner):
 
 def runner_of(segment: Segment, number: int, config: Config, backend: Backend, log: PlanLog) -> SegmentRunner:
     """A runner for the segment: that of an equal segment in the same place of an earlier plan, if there was
-    one. The arguments are those of `SegmentRunner`."""
-
-    def make() -> SegmentRunner:
-        return SegmentRunner(segment, number, config, backend, log)
-
+    one; else a new one, which shares the code of equal segments in other places. The arguments are those of
+    `SegmentRunner`."""
     structure = structure_of(segment.nodes, segment.inputs, segment.outputs)
     if structure is None or _why_interpreted(segment, backend) is not None:
-        return make()
+        return SegmentRunner(segment, number, config, backend, log)
+    shared, _ = lowerings.get((config, structure), Lowerings)
+
+    def make() -> SegmentRunner:
+        return SegmentRunner(segment, number, config, backend, log, shared)
+
     # The runner knows its calls by node call: for profilers, and for modes that hooks leave switched.
     node_calls = tuple(call_of(node).node_call for node in segment.nodes)
     runner, is_new = runners.get((config, number, structure, node_calls), make)

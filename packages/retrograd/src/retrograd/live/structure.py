@@ -15,7 +15,7 @@ from torch import fx
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.live.calls.node_function import NodeFunction
 
-__all__ = ["first_difference", "structure_and_numbers", "structure_of"]
+__all__ = ["first_difference", "structure_and_numbers", "structure_of", "token_of"]
 
 #: stands for a floating point number in a structure without its numbers.
 _NUMBER = "number"
@@ -30,6 +30,13 @@ def structure_of(
     calls = tuple((_target(node), _encoded(node.args, places)) for node in nodes)
     structure = calls, tuple(places[node] for node in outputs)
     return structure if _is_hashable(structure) else None
+
+
+def token_of(node: fx.Node) -> Hashable:
+    """Equal for two calls that compute the same, wherever their arguments come from; the node itself for one
+    that nobody can compare."""
+    token = _target(node), _encoded(node.args, _ANYWHERE)
+    return token if _is_hashable(token) else node
 
 
 def structure_and_numbers(
@@ -54,6 +61,16 @@ def first_difference(before: BackwardGraph, now: BackwardGraph) -> str:
             if a != b:
                 return f"{_name(new)} (call {number}) had {_shown(a)}, now {_shown(b)}"
     return f"{len(sides[0])} calls, now {len(sides[1])}"
+
+
+class _Anywhere(dict[fx.Node, int]):
+    """Takes no notice of where a value comes from."""
+
+    def __missing__(self, node: fx.Node) -> int:
+        return 0
+
+
+_ANYWHERE = _Anywhere()
 
 
 def _target(node: fx.Node) -> Any:
