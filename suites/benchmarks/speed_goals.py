@@ -96,7 +96,11 @@ def steady() -> Iterable[Goal]:
     for name, subject in STOCK.items():
         part = f"steady12:stock-{name}"
         title = f"steady backward, 12 layers, stock {name}, against eager"
-        yield Goal(title, f"{part}/{subject} backward", f"{part}/eager backward")
+        stock = f"{part}/{subject} backward"
+        yield Goal(title, stock, f"{part}/eager backward")
+        title = f"steady backward, 12 layers, live, against stock {name}"
+        ours = f"steady12:live/{LIVE} backward"
+        yield Goal(title, ours, stock, STEADY_LIMIT, yardstick="eager backward")
     yield from perceptron()
 
 

@@ -31,7 +31,7 @@ SHORTEST = 10.0
 
 @dataclass
 class Run:
-    """One run: its name in the file, where it measures, for how long, and how many long parts at once."""
+    """One run: its name (the file's), where it measures, for how long, and how many long parts at once."""
 
     name: str
     device: str
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.merge:
         table = merged(given.merge)
     else:
-        run = Run(given.rows, given.device, given.seconds, given.jobs)
+        run = Run(given.out.stem if given.out else given.rows, given.device, given.seconds, given.jobs)
         table = Table(Machine.here(given.device))
         measure_parts(chosen(given.device, given.rows.split(",")), run, table, given.out)
     table.notes += given.note
