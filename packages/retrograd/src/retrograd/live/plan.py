@@ -30,6 +30,7 @@ from retrograd.graph.backward_graph import BackwardGraph, SourceKind, call_of, s
 from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.graph.report import BackwardReport
 from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment
+from retrograd.live.background import take_finished
 from retrograd.live.calls.gradients import accumulate_grad
 from retrograd.live.calls.saved import ModifiedTensor
 from retrograd.live.cut import cut, whole
@@ -118,6 +119,7 @@ class Plan:
             call: what the engine collected; its lists are emptied.
             running: told which node call user code runs for.
         """
+        take_finished()
         self.report.runs += 1
         counters["runs"] += 1
         values = self._bind(call)
