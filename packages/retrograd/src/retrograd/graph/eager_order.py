@@ -71,7 +71,7 @@ def with_steps(
 def _chain(node: LiveNode, indices: Sequence[int], steps: Sequence[Sequence[int]]) -> list[LiveNode]:
     links: list[Edge | None] = [*(Edge(index, 0) for index in indices[1:]), None]
     return [
-        node._replace(edges=(*(node.edges[i] for i in step), link))
+        replace(node, edges=(*(node.edges[i] for i in step), link))
         for step, link in zip(steps, links, strict=True)
     ]
 

@@ -18,7 +18,8 @@ class Edge(NamedTuple):
     slot: int
 
 
-class LiveNode(NamedTuple):
+@dataclass(frozen=True)
+class LiveNode:
     """One autograd node.
 
     Attributes:
