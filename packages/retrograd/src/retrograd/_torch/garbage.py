@@ -12,14 +12,16 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from contextlib import ContextDecorator
 
 from retrograd._torch.locks import ForkSafeLock
 
 __all__ = ["GarbagePause", "no_garbage_search"]
 
 
-class GarbagePause:
-    """A context in which the collector is off; any number of threads may be inside, each any number of times.
+class GarbagePause(ContextDecorator):
+    """A context, or a decorator, in which the collector is off; any number of threads may be inside, each any
+    number of times.
 
     With the last that leaves, the collector is on again if it was on before the first came.
     """

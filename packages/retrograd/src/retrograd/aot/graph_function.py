@@ -26,6 +26,7 @@ from retrograd._torch.dynamo_bridge import (
     why_not_as_given,
 )
 from retrograd._torch.fakes import alias_of_fake
+from retrograd._torch.garbage import no_garbage_search
 from retrograd._torch.interpret import run_graph
 from retrograd._torch.memory import common_base, groups_sharing_memory
 from retrograd._torch.saved_hooks import why_saved_hooks_matter
@@ -142,6 +143,7 @@ class GraphFunction:
         self._codes[self._leafness(args)] = code
         return code
 
+    @no_garbage_search
     def _compiled(self, state: CaptureState) -> CompiledFunction:
         config = self._config
         joint = capture(state, single_region=config.single_region)

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.boxed import copied
+from retrograd._torch.garbage import no_garbage_search
 from retrograd._torch.guards import InputGuard, changed_sizes
 from retrograd._torch.locks import ForkSafeLock
 from retrograd._torch.stance import compile_stance
@@ -217,6 +218,7 @@ class BoxedRunner:
         self._tell(self._backend.name, lowered.guards(), because, lowered.graph, recompile)
         return lowered, flat
 
+    @no_garbage_search
     def _compile(self, args: Sequence[Any], border: SubclassBorder | None) -> Lowered:
         run_flat = self._run_noted if border is None else border.flattened(self._run_noted)
         with self._log.stage("trace"):
