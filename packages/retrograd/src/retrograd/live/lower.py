@@ -88,6 +88,11 @@ class BoxedRunner:
         return self._interpret_because is not None
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether it is interpreted for the time being, and will have code."""
+        return self._postponed[1] > 0 or any(lowered.later is not None for lowered in self._lowered)
+
+    @property
     def is_static(self) -> bool:
         """Whether it was lowered last with every size fixed."""
         return bool(self._lowered) and self._lowered[0].guard.is_static
@@ -101,7 +106,7 @@ class BoxedRunner:
     def direct_code(self, args: list[Any]) -> Lowered | None:
         """What `run` would run for these values, if nothing has to be decided when it runs but its guards;
         `args` stays as it is."""
-        if self._postponed is not None or determinism_is_on() or why_interpreted_now(args) is not None:
+        if self.is_waiting or determinism_is_on() or why_interpreted_now(args) is not None:
             return None
         modes = modes_of_lowering()
         fitting = (lowered for lowered in self._lowered if lowered.modes == modes)

@@ -121,7 +121,6 @@ class Plan:
             runner_of(step, next(number), config, backend, self.log) if isinstance(step, Segment) else None
             for step in self.schedule.steps
         )
-
         self._postpone_the_rest()
 
     def _postpone_the_rest(self) -> None:
@@ -215,7 +214,7 @@ class Plan:
         """What watches this run, if the plan may settle in it."""
         if self.report.runs <= SETTLES_AFTER or self._attempts >= ATTEMPTS or torch.is_grad_enabled():
             return None
-        if not are_modes_plain():
+        if not are_modes_plain() or any(runner.is_waiting for runner in self._runners if runner is not None):
             return None
         self._attempts += 1
         return Settling(self.schedule, self._placeholders, self._outputs, self._saved, self._runners, call)
