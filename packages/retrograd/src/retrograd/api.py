@@ -70,6 +70,7 @@ def compiled_autograd(
     dynamic: bool | None = None,
     recompile_limit: int = 8,
     opaque: Iterable[str] = (),
+    cudagraphs: bool = False,
 ) -> CompiledAutograd:
     """Compile every backward that runs inside the returned context.
 
@@ -82,6 +83,8 @@ def compiled_autograd(
             static.
         recompile_limit: lowerings of one segment after which it is interpreted.
         opaque: names of autograd nodes (``"MulBackward0"``) to be run as opaque calls.
+        cudagraphs: record what compiled segments do on a CUDA device, and replay it where that is safe; where
+            it is not, the report says why.
 
     Returns:
         A context manager, also usable as a decorator.
@@ -102,7 +105,9 @@ def compiled_autograd(
     find_backend(backend)
     _compiled_forwards.watch()
     side_streams.watch()
-    return CompiledAutograd(Config(backend, strict, dynamic, recompile_limit, Config.names(opaque)))
+    return CompiledAutograd(
+        Config(backend, strict, dynamic, recompile_limit, Config.names(opaque), cudagraphs)
+    )
 
 
 def compile(
@@ -146,10 +151,11 @@ def compile(
             compile, backend=backend, fullgraph=fullgraph, dynamic=dynamic, mode=mode, options=options
         )
     strict = bool((options or {}).get("strict", False))
-    session = Session(compiled_autograd(backend, strict=strict, dynamic=dynamic).config, (_process_report,))
-    check_supported()
     chosen = {**(options or {}), "backend": backend}
-    dynamo_backend.check(mode, chosen)
+    cudagraphs = dynamo_backend.check(mode, chosen).cudagraphs
+    live = compiled_autograd(backend, strict=strict, dynamic=dynamic, cudagraphs=cudagraphs)
+    session = Session(live.config, (_process_report,))
+    check_supported()
     compiler: Any = torch.compile
     compiled = compiler(
         target,

@@ -29,6 +29,7 @@ class Config:
             the start; ``False``: always static.
         recompile_limit: lowerings of one segment after which it is interpreted node by node.
         opaque: names of autograd nodes (``"MulBackward0"``) to be run as opaque calls.
+        cudagraphs: record what compiled segments do on a CUDA device, and replay it where that is safe.
     """
 
     backend: str | CompileFn = "inductor"
@@ -36,6 +37,7 @@ class Config:
     dynamic: bool | None = None
     recompile_limit: int = 8
     opaque: frozenset[str] = frozenset()
+    cudagraphs: bool = False
 
     def __post_init__(self) -> None:
         if self.recompile_limit < 1:

@@ -77,7 +77,7 @@ class AotReport:
         self.fallbacks[reason] += 1
 
     def noted(self, reason: Reason) -> None:
-        """Warn of something that is compiled, but not as asked; once per reason."""
+        """Warn of something that is compiled, or runs, otherwise than asked; once per reason."""
         if reason not in self.notes:
             self.notes.append(reason)
             warnings.warn(str(reason), FallbackWarning, stacklevel=3)

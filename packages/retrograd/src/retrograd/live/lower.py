@@ -27,6 +27,7 @@ from retrograd._torch.thread_state import (
 )
 from retrograd._torch.tracing import NotTraceableError, is_batched, trace, why_not_traceable
 from retrograd.backends.base import Boxed
+from retrograd.cudagraphs import graphed
 from retrograd.errors import LoweringError, Reason
 from retrograd.events import counters, live_log
 from retrograd.graph.report import LoweringReport
@@ -187,6 +188,8 @@ class BoxedRunner:
         graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
         with self._log.stage("compile"):
             run = self._backend.compile(traced.gm, traced.example_inputs)
+            if self._config.cudagraphs:
+                run = graphed(run, graph, tell=self._log.noted)
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
         lowered = Lowered(guard, modes_of_lowering(), run, traced.fed, traced.given, graph, border)
         if traced.history is not None:
