@@ -33,7 +33,7 @@ def replayed_outputs_are_kept_over_the_next_steps(p: Probe) -> None:
     """An output and a gradient that the user keeps do not change when later steps run."""
     model = p.module(_mlp())
     run = p.compile(model)
-    kept: list[Tensor | None] = []
+    kept: list[object] = []
     for _ in range(STEPS):
         model.zero_grad()
         out = run(p.randn(5, 4))
