@@ -167,6 +167,35 @@ def test_results_that_share_memory_still_do():
         assert made._version == 1
 
 
+def test_results_that_are_one_tensor_still_are():
+    def twice(inputs):
+        made = inputs[0] * 2
+        return [made, inputs[0], made, inputs[0]]
+
+    call, _ = call_of(twice, Recorder())
+    x = torch.ones(3)
+    for _ in range(WARM_UPS + 2):
+        made, same, again, same_again = call([x])
+        assert made is again
+        assert same is same_again is x
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_kept_result_that_is_also_handed_out_is_not_kept(place):
+    def twice(inputs):
+        made = inputs[0] * 2
+        return [made, made]
+
+    recorder, x = Recorder(), torch.ones(3)
+    call, _ = call_of(twice, recorder, kept=[place])
+    warmed(call, x)
+    out, saved = call([x])
+    call([x.fill_(5)])
+    assert out is saved
+    assert saved.tolist() == [2] * 3
+    assert recorder.replays == 2
+
+
 def test_a_result_with_gaps_keeps_its_layout():
     call, _ = call_of(lambda inputs: [(inputs[0] * 2)[:, ::2]], Recorder())
     x = torch.arange(12.0).view(3, 4)

@@ -60,13 +60,16 @@ class Results:
     def __init__(self, outputs: Sequence[Any], inputs: Sequence[Any], kept: Collection[int]) -> None:
         self._constants: list[Any] = [None if isinstance(o, torch.Tensor) else o for o in outputs]
         self._passed: list[tuple[int, int]] = []
+        #: results that are the one at an earlier place: whoever counts references must find them.
+        self._same: list[tuple[int, int]] = []
         self._of_inputs: list[_View] = []
         self._kept: list[tuple[int, torch.Tensor]] = []
         #: what is copied, and where the copies stand among the results, or of which copies they are views.
         self._sources: list[torch.Tensor] = []
         self._direct: list[tuple[int, int]] = []
         self._of_copies: list[_View] = []
-        self._divide(outputs, inputs, kept)
+        handed_out = {id(output) for place, output in enumerate(outputs) if place not in kept}
+        self._divide(outputs, inputs, {place for place in kept if id(outputs[place]) not in handed_out})
         self._layouts = [(s, tuple(s.shape), tuple(s.stride())) for s in self._sources]
         self._by_dtype = _by_dtype(self._sources)
         self._storages = sorted({storage_of(tensor) for _, tensor in self._kept})
@@ -95,6 +98,8 @@ class Results:
             results[place] = copies[i]
         for view in self._of_copies:
             results[view.place] = view.on(copies[view.of])
+        for place, earlier in self._same:
+            results[place] = results[earlier]
         return results
 
     def _copies(self) -> list[torch.Tensor]:
@@ -109,13 +114,16 @@ class Results:
         given = {(storage_of(t), t.dtype): i for i, t in enumerate(inputs) if _has_memory(t)}
         storages = {storage for storage, _ in given}
         made: dict[int, list[int]] = {}
+        objects = {id(value): i for i, value in enumerate(inputs) if value is not None}
+        seen: dict[int, int] = {}
         for place, output in enumerate(outputs):
             if not isinstance(output, torch.Tensor):
                 continue
             if layout_of(output) is None:
                 raise UnusableError("a result is lazily conjugated or negated, sparse or batched")
-            same = next((i for i, value in enumerate(inputs) if value is output), None)
-            if same is not None:
+            if seen.setdefault(id(output), place) != place:
+                self._same.append((place, seen[id(output)]))
+            elif (same := objects.get(id(output))) is not None:
                 self._passed.append((place, same))
             elif not _has_memory(output):
                 made[-place - 1] = [place]
