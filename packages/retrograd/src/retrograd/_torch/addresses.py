@@ -5,7 +5,7 @@ In: real tensors. Out: addresses to compare, counts of holders, aliases that aut
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,15 +14,17 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 __all__ = [
     "addresses_are",
-    "empty_strided",
     "holders",
     "is_dense",
     "layout_of",
+    "new_memory",
     "reinterpreted",
     "same_memory",
     "storage_of",
     "whole_of",
 ]
+
+Size = tuple[int, ...]
 
 _compared = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 _compiled: Any = guards  # its annotations leave out what generated code calls
@@ -76,16 +78,13 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return bool(is_non_overlapping_and_dense_or_false(tensor))
 
 
-def empty_strided(like: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """New memory on the device and of the dtype of `like`."""
-    made: torch.Tensor
-    if like.device.type == "cpu":
-        made = _compiled._empty_strided_cpu(tuple(size), tuple(stride), like.dtype)
-    elif like.device.type == "cuda" and like.device.index == torch.cuda.current_device():
-        made = _compiled._empty_strided_cuda(tuple(size), tuple(stride), like.dtype)
-    else:
-        made = torch.empty_strided(size, stride, dtype=like.dtype, device=like.device)
-    return made
+def new_memory(device: torch.device) -> Callable[[Size, Size, torch.dtype], torch.Tensor]:
+    """What makes tensors of a size, strides and a dtype on `device`, as quickly as is possible now."""
+    if device.type == "cpu":
+        return _compiled._empty_strided_cpu
+    if device.type == "cuda" and device.index == torch.cuda.current_device():
+        return _compiled._empty_strided_cuda
+    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def whole_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from retrograd._torch.addresses import addresses_are, empty_strided, is_dense, layout_of, whole_of
+from retrograd._torch.addresses import addresses_are, is_dense, layout_of, new_memory, whole_of
 from retrograd._torch.memory import copy_each
 from retrograd.cudagraphs.recorder import Boxed, Recorder
 from retrograd.cudagraphs.results import Results
@@ -90,7 +90,8 @@ class _Copied(NamedTuple):
         """A buffer like `value`. One whose elements do not fill their memory, each place once, is copied as a
         row from its first to its last element."""
         with torch.inference_mode(False):
-            buffer = empty_strided(value, tuple(value.shape), tuple(value.stride()))
+            make = new_memory(value.device)
+            buffer = make(tuple(value.shape), tuple(value.stride()), value.dtype)
         return _Copied(place, buffer, buffer if is_dense(buffer) else whole_of([buffer]))
 
     def source(self, value: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from retrograd._torch.addresses import (
-    empty_strided,
     holders,
     is_dense,
     layout_of,
+    new_memory,
     reinterpreted,
     same_memory,
     storage_of,
@@ -70,7 +70,7 @@ class Results:
         self._of_copies: list[_View] = []
         handed_out = {id(output) for place, output in enumerate(outputs) if place not in kept}
         self._divide(outputs, inputs, {place for place in kept if id(outputs[place]) not in handed_out})
-        self._layouts = [(s, tuple(s.shape), tuple(s.stride())) for s in self._sources]
+        self._layouts = [(tuple(s.shape), tuple(s.stride()), s.dtype) for s in self._sources]
         self._by_dtype = _by_dtype(self._sources)
         self._storages = sorted({storage_of(tensor) for _, tensor in self._kept})
         self._at_rest: list[int] = []
@@ -103,7 +103,10 @@ class Results:
         return results
 
     def _copies(self) -> list[torch.Tensor]:
-        copies = [empty_strided(*layout) for layout in self._layouts]
+        if not self._sources:
+            return []
+        make = new_memory(self._sources[0].device)
+        copies = [make(*layout) for layout in self._layouts]
         for places, sources in self._by_dtype:
             copy_each([copies[i] for i in places], sources)
         return copies
