@@ -10,12 +10,11 @@ from typing import Any
 
 from retrograd.aot.compiled import Compiled
 from retrograd.aot.lower import lower
-from retrograd.aot.report import report
+from retrograd.aot.record import recorded
 from retrograd.aot.run_backward import RegionCode
 from retrograd.aot.run_forward import CompiledFunction
 from retrograd.backends.base import Boxed, Half
 from retrograd.backends.registry import find_backend
-from retrograd.cudagraphs import graphed
 from retrograd.graph.partition import Partition, SavedKind
 
 __all__ = ["compile"]
@@ -51,7 +50,7 @@ def compile(
     behind = ahead if backward is None else find_backend(backward)
     code = lower(ahead, partition.forward, partition.joint.state, _forward_half(partition, lazy))
     if cudagraphs:
-        code = _graphed(code, partition)
+        code = _recorded(code, partition)
     regions = [
         RegionCode(partition, number, behind, cudagraphs) for number, _ in enumerate(partition.backwards)
     ]
@@ -61,11 +60,11 @@ def compile(
     return Compiled(CompiledFunction(partition, code, regions))
 
 
-def _graphed(code: Boxed, partition: Partition) -> Boxed:
+def _recorded(code: Boxed, partition: Partition) -> Boxed:
     """The forward's code, recorded; what it gives besides the function's own values may stay where it is."""
     results: Any = partition.forward.graph.output_node().args[0]
     kept = range(partition.joint.signature.forward_count, len(results))
-    return graphed(code, partition.forward.graph, kept=kept, tell=report.noted)
+    return recorded(code, partition.forward.graph, kept=kept)
 
 
 def _forward_half(partition: Partition, lazy: bool) -> Half:

@@ -19,11 +19,10 @@ from retrograd._torch.tensors import graph_is_kept
 from retrograd._torch.tracing import is_batched
 from retrograd._torch.wrappers import PLAIN, Wrapping, built, parts_of
 from retrograd.aot.lower import lower
-from retrograd.aot.report import report
+from retrograd.aot.record import recorded
 from retrograd.aot.rerun import rerun_region
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.registry import find_backend
-from retrograd.cudagraphs import graphed
 from retrograd.events import counters
 from retrograd.graph.partition import Partition
 
@@ -187,7 +186,7 @@ class RegionCode:
         if not self._cudagraphs:
             return code
         cotangents = range(len(self._graphs.saved), len(examples))
-        return graphed(code, gm.graph, loose=cotangents, tell=report.noted)
+        return recorded(code, gm.graph, loose=cotangents)
 
     def _results(self, results: Sequence[Any]) -> list[Any]:
         if self._plain:

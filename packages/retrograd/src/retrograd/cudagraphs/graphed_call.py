@@ -22,7 +22,7 @@ from retrograd._torch.addresses import layout_of
 from retrograd.cudagraphs.address_history import AddressHistory
 from retrograd.cudagraphs.recorded import Recorded
 from retrograd.cudagraphs.recorder import Boxed, Recorder
-from retrograd.cudagraphs.refusals import refusal
+from retrograd.cudagraphs.refusals import HELD, NOT_NOW, refusal
 from retrograd.errors import Reason
 from retrograd.events import counters
 
@@ -90,7 +90,7 @@ class GraphedCall:
     def _recorded_for(self, inputs: list[Any]) -> Recorded | None:
         """The recording to replay; None if the function is to run as it is."""
         if (why := self._recorder.why_not_now()) is not None:
-            self._say(refusal("cuda-graphs-not-now", why))
+            self._say(refusal(NOT_NOW, why))
             return None
         for i, recorded in enumerate(self._recordings):
             if recorded.fits(inputs, self._loose):
@@ -120,7 +120,7 @@ class GraphedCall:
 
     def _why_not_recorded(self, inputs: Sequence[Any]) -> Reason | None:
         if (why := self._why_unlike(inputs)) is not None:
-            return refusal("cuda-graphs-not-now", why)
+            return refusal(NOT_NOW, why)
         if self._made >= MOST_MADE:
             return _MOVING
         if self._stream not in (None, self._recorder.stream(self._device)):
@@ -161,11 +161,9 @@ class GraphedCall:
             self._tell(reason)
 
 
-_OTHER_STREAM = refusal(
-    "cuda-graphs-not-now", "another stream is current than when it was recorded", "stay on one stream"
-)
+_OTHER_STREAM = refusal(NOT_NOW, "another stream is current than when it was recorded", "stay on one stream")
 _HELD = refusal(
-    "cuda-graphs-held",
+    HELD,
     "what an earlier call saved for its backward is still held",
     "run each backward before the next forward",
 )

@@ -14,7 +14,10 @@ from torch import fx
 from retrograd._torch.operators import is_collective, is_higher_order, is_mutating, is_random, schema_of
 from retrograd.errors import Reason
 
-__all__ = ["device_of", "refusal", "why_not_recorded"]
+__all__ = ["HELD", "NOT_NOW", "device_of", "is_passing", "refusal", "why_not_recorded"]
+
+#: codes of reasons that concern one call.
+NOT_NOW, HELD = "cuda-graphs-not-now", "cuda-graphs-held"
 
 _UNSAFE = frozenset(
     getattr(torch.Tag, name)
@@ -52,6 +55,11 @@ def device_of(graph: fx.Graph) -> torch.device:
 def refusal(code: str, text: str, way_out: str = "nothing to do: results are the same") -> Reason:
     """A reason for running without a CUDA graph."""
     return Reason(code, f"no CUDA graph is recorded: {text}", "cudagraphs", way_out=way_out)
+
+
+def is_passing(reason: Reason) -> bool:
+    """Whether the reason concerns one call, and not all that come."""
+    return reason.code in (NOT_NOW, HELD)
 
 
 def _of_call(node: fx.Node) -> str | None:
