@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
     CompileFn = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
-__all__ = ["Config"]
+__all__ = ["SMALLEST_REGION", "Config"]
+
+#: autograd nodes that a region has at least: with fewer, what a call of its code costs is felt.
+SMALLEST_REGION = 16
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,9 @@ class Config:
             the start; ``False``: always static.
         recompile_limit: lowerings of one segment after which it is interpreted node by node.
         opaque: names of autograd nodes (``"MulBackward0"``) to be run as opaque calls.
+        regions: whether structure that repeats itself is compiled once, where that is worth it; a number:
+            from how many autograd nodes on it is.
+        background: compile on another thread, and interpret until the code is there.
         cudagraphs: record what compiled segments do on a CUDA device, and replay it where that is safe.
     """
 
@@ -37,6 +43,8 @@ class Config:
     dynamic: bool | None = None
     recompile_limit: int = 8
     opaque: frozenset[str] = frozenset()
+    regions: bool | int = True
+    background: bool = False
     cudagraphs: bool = False
 
     def __post_init__(self) -> None:
@@ -44,6 +52,13 @@ class Config:
             raise ValueError(f"recompile_limit must be at least 1, got {self.recompile_limit}")
         if self.dynamic not in (None, True, False):
             raise ValueError(f"dynamic must be None, True or False, got {self.dynamic!r}")
+        if not isinstance(self.regions, int) or self.regions < 0:
+            raise ValueError(f"regions must be True, False or a number of nodes, got {self.regions!r}")
+
+    @property
+    def smallest_region(self) -> int:
+        """How many autograd nodes a region has at least; 0: there are no regions."""
+        return SMALLEST_REGION if self.regions is True else int(self.regions)
 
     @staticmethod
     def names(opaque: Iterable[str]) -> frozenset[str]:
