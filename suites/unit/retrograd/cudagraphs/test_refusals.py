@@ -17,8 +17,8 @@ def traced(fn, *args, mode="fake"):
 
 def test_a_graph_of_one_device_and_static_sizes_is_recorded():
     graph = traced(lambda a, b: (a @ b).relu(), torch.ones(3, 3), torch.ones(3, 3))
-    assert why_not_recorded(graph, "cpu") is None
-    assert device_of(graph) == torch.device("cpu")
+    assert why_not_recorded([graph], "cpu") is None
+    assert device_of([graph]) == torch.device("cpu")
     assert isinstance(graphed(lambda inputs: inputs, graph, tell=print, recorder=Recorder()), GraphedCall)
 
 
@@ -35,14 +35,14 @@ def test_a_graph_of_one_device_and_static_sizes_is_recorded():
     ],
 )
 def test_what_is_not_recorded(fn, text):
-    reason = why_not_recorded(traced(fn, torch.ones(3)), "cpu")
+    reason = why_not_recorded([traced(fn, torch.ones(3))], "cpu")
     assert reason is not None
     assert text in reason.text
 
 
 def test_symbolic_sizes_are_not_recorded():
     graph = traced(lambda a: a.sin(), torch.ones(3), mode="symbolic")
-    reason = why_not_recorded(graph, "cpu")
+    reason = why_not_recorded([graph], "cpu")
     assert (reason.code, reason.way_out) == ("cuda-graphs-dynamic", "dynamic=False")
 
 
@@ -64,10 +64,17 @@ def test_attention_draws_only_if_it_drops_something(probability, is_recorded):
     value.meta["val"] = torch.ones(1)
     op = torch.ops.aten._scaled_dot_product_flash_attention.default
     graph.output((graph.call_function(op, (value, value, value, probability)),))
-    assert (why_not_recorded(graph, "cpu") is None) is is_recorded
+    assert (why_not_recorded([graph], "cpu") is None) is is_recorded
     if is_recorded:
         graph = torch.fx.Graph()
         value = graph.placeholder("a")
         value.meta["val"] = torch.ones(1)
         graph.output((graph.call_function(op, (value, value, value)),))
-        assert why_not_recorded(graph, "cpu") is None
+        assert why_not_recorded([graph], "cpu") is None
+
+
+def test_one_of_several_graphs_is_enough_to_refuse_them():
+    fine, random = traced(torch.sin, torch.ones(3)), traced(torch.bernoulli, torch.ones(3))
+    assert why_not_recorded([fine, fine], "cpu") is None
+    assert why_not_recorded([fine, random], "cpu").code == "cuda-graphs-operator"
+    assert why_not_recorded([], "cpu").text.endswith("are on no device, and not on one device")

@@ -183,7 +183,8 @@ def _refuse_foreign(outputs: Sequence[Any], inputs: Sequence[Any], pool: _Pool) 
     Raises:
         RecordingError: there is one that does not.
     """
-    segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool)]
+    segments = torch.cuda.memory_snapshot(pool, include_traces=False)
+    segments = [segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool)]
     given = {i.untyped_storage()._cdata for i in inputs if isinstance(i, torch.Tensor)}
     for output in outputs:
         if not isinstance(output, torch.Tensor) or output.untyped_storage()._cdata in given:

@@ -1,6 +1,6 @@
 """CUDA graphs: what a compiled function does on a device, recorded once and replayed.
 
-In: compiled code and the graph that it was compiled from. Out: the same code, replayed where that is safe.
+In: compiled code and the graphs that it was compiled from. Out: the same code, replayed where that is safe.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ _recorder = CudaRecorder()
 
 def graphed(
     code: Boxed,
-    graph: fx.Graph,
-    *,
+    *graphs: fx.Graph,
     kept: Collection[int] = (),
     loose: Sequence[int] = (),
     tell: Callable[[Reason], None],
@@ -33,7 +32,7 @@ def graphed(
 
     Args:
         code: takes a list of inputs, to none of which it writes.
-        graph: what it was compiled from, with the fakes of its values.
+        graphs: all that it was compiled from, with the fakes of their values.
         kept, loose: as `GraphedCall` takes them.
         tell: told, once each, why a call is not replayed.
         recorder: makes recordings; on CUDA devices if not given.
@@ -42,7 +41,7 @@ def graphed(
         `code` itself if it is never to be recorded.
     """
     recorder = recorder or _recorder
-    if (reason := why_not_recorded(graph, recorder.device_type)) is not None:
+    if (reason := why_not_recorded(graphs, recorder.device_type)) is not None:
         tell(reason)
         return code
-    return GraphedCall(code, recorder, device_of(graph), kept=kept, loose=loose, tell=tell)
+    return GraphedCall(code, recorder, device_of(graphs), kept=kept, loose=loose, tell=tell)

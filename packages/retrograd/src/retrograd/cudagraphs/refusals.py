@@ -1,11 +1,11 @@
-"""Why a graph of operators is not recorded.
+"""Why graphs of operators are not recorded.
 
-In: an ATen graph with the fakes of its values. Out: the reason, or the device on which all of it runs.
+In: ATen graphs with the fakes of their values. Out: the reason, or the device on which all of it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,17 +28,19 @@ _UNSAFE = frozenset(
 _KERNELS = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
 
 
-def why_not_recorded(graph: fx.Graph, device_type: str = "cuda") -> Reason | None:
-    """Why calls of this graph are not recorded; None if nothing speaks against it."""
-    for node in graph.nodes:
+def why_not_recorded(graphs: Sequence[fx.Graph], device_type: str = "cuda") -> Reason | None:
+    """Why calls of code that was compiled from these graphs are not recorded; None if nothing speaks against
+    it."""
+    nodes = [node for graph in graphs for node in graph.nodes]
+    for node in nodes:
         if (text := _of_call(node) if node.op == "call_function" else None) is not None:
             return refusal("cuda-graphs-operator", f"{text} ({node.name})")
-    values = [value for node in graph.nodes for value in _values(node)]
-    devices = {value.device for value in values}
-    if any(map(_is_number, graph.find_nodes(op="placeholder"))) or any(map(_is_symbolic, values)):
+    values = [value for node in nodes for value in _values(node)]
+    if any(node.op == "placeholder" and _is_number(node) for node in nodes) or any(map(_is_symbolic, values)):
         return refusal("cuda-graphs-dynamic", "its sizes are symbolic", "dynamic=False")
     if any(value.layout is not torch.strided for value in values):
         return refusal("cuda-graphs-layout", "it has tensors that are not strided")
+    devices = {value.device for value in values}
     if others := sorted(str(device) for device in devices if device.type != device_type):
         return refusal("cuda-graphs-device", f"it has tensors on {', '.join(others)}")
     if len(devices) != 1:
@@ -47,9 +49,9 @@ def why_not_recorded(graph: fx.Graph, device_type: str = "cuda") -> Reason | Non
     return None
 
 
-def device_of(graph: fx.Graph) -> torch.device:
-    """The device of a graph that has only one."""
-    return next(value.device for node in graph.nodes for value in _values(node))
+def device_of(graphs: Sequence[fx.Graph]) -> torch.device:
+    """The device of graphs that have only one."""
+    return next(value.device for graph in graphs for node in graph.nodes for value in _values(node))
 
 
 def refusal(code: str, text: str, way_out: str = "nothing to do: results are the same") -> Reason:
