@@ -35,6 +35,7 @@ class Config:
         regions: whether structure that repeats itself is compiled once, where that is worth it; a number:
             from how many autograd nodes on it is.
         background: compile on another thread, and interpret until the code is there.
+        cudagraphs: record what compiled segments do on a CUDA device, and replay it where that is safe.
     """
 
     backend: str | CompileFn = "inductor"
@@ -44,6 +45,7 @@ class Config:
     opaque: frozenset[str] = frozenset()
     regions: bool | int = True
     background: bool = False
+    cudagraphs: bool = False
 
     def __post_init__(self) -> None:
         if self.recompile_limit < 1:

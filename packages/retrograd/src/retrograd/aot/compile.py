@@ -10,9 +10,10 @@ from typing import Any
 
 from retrograd.aot.compiled import Compiled
 from retrograd.aot.lower import lower
+from retrograd.aot.record import recorded
 from retrograd.aot.run_backward import RegionCode
 from retrograd.aot.run_forward import CompiledFunction
-from retrograd.backends.base import Half
+from retrograd.backends.base import Boxed, Half
 from retrograd.backends.registry import find_backend
 from retrograd.graph.partition import Partition, SavedKind
 
@@ -25,6 +26,7 @@ def compile(
     backward: str | Callable[..., Any] | None = None,
     *,
     lazy: bool = True,
+    cudagraphs: bool = False,
 ) -> Compiled:
     """Compile both halves.
 
@@ -34,6 +36,8 @@ def compile(
             backward's is the forward's if not given.
         lazy: compile each region's backward when it first runs, for the layout of what was saved; else at
             once.
+        cudagraphs: record what the code does on a CUDA device, and replay it where that is safe; what the
+            forward saves stays in the recording's memory. Where it is not, ``aot.explain()`` says why.
 
     Returns:
         A callable that takes what the captured function takes, and returns what it returns.
@@ -45,11 +49,22 @@ def compile(
     ahead = find_backend(forward)
     behind = ahead if backward is None else find_backend(backward)
     code = lower(ahead, partition.forward, partition.joint.state, _forward_half(partition, lazy))
-    regions = [RegionCode(partition, number, behind) for number, _ in enumerate(partition.backwards)]
+    if cudagraphs:
+        code = _recorded(code, partition)
+    regions = [
+        RegionCode(partition, number, behind, cudagraphs) for number, _ in enumerate(partition.backwards)
+    ]
     if not lazy:
         for region in regions:
             region.compile_ahead()
     return Compiled(CompiledFunction(partition, code, regions))
+
+
+def _recorded(code: Boxed, partition: Partition) -> Boxed:
+    """The forward's code, recorded; what it gives besides the function's own values may stay where it is."""
+    results: Any = partition.forward.graph.output_node().args[0]
+    kept = range(partition.joint.signature.forward_count, len(results))
+    return recorded(code, partition.forward.graph, kept=kept)
 
 
 def _forward_half(partition: Partition, lazy: bool) -> Half:

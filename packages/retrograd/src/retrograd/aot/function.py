@@ -53,6 +53,7 @@ class AotConfig:
         single_region: as in ``aot.capture``.
         cache_size: kinds of input whose code is kept; the one that was not used for longest is given up
             first.
+        cudagraphs: as in ``aot.compile``.
     """
 
     backend: str | Callable[..., Any] = "inductor"
@@ -64,6 +65,7 @@ class AotConfig:
     recompile_limit: int = 8
     single_region: bool = False
     cache_size: int = 64
+    cudagraphs: bool = False
 
 
 @dataclass(eq=False)
@@ -229,7 +231,7 @@ class AotFunction:
         for change in config.passes:
             captured = captured.apply(change)
         parts = partition(captured, config.partitioner)
-        code = compile_partition(parts, config.backend, config.backward).code
+        code = compile_partition(parts, config.backend, config.backward, cudagraphs=config.cudagraphs).code
         report.captured(parts)
         return code
 
@@ -274,6 +276,7 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
     recompile_limit: int = 8,
     single_region: bool = False,
     cache_size: int = 64,
+    cudagraphs: bool = False,
 ) -> AotFunction:
     """Capture and compile `fn` for each kind of input that it is called with.
 
@@ -292,6 +295,7 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
         single_region: differentiate all outputs together, as stock AOTAutograd does.
         cache_size: kinds of input whose code is kept; the one that was not used for longest is given up
             first.
+        cudagraphs: as in ``aot.compile``.
 
     Raises:
         UnknownBackendError: no such backend.
@@ -308,6 +312,7 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
         recompile_limit,
         single_region,
         cache_size,
+        cudagraphs,
     )
     return AotFunction(fn, config)
 

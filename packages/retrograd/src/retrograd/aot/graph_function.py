@@ -150,7 +150,11 @@ class GraphFunction:
         parts = partition(joint, config.partitioner)
         # With symbolic sizes the backward is compiled now too: Dynamo installs only guards that are made now.
         code = compile_partition(
-            parts, config.backend, config.backward, lazy=not has_symbols(state.fake_mode)
+            parts,
+            config.backend,
+            config.backward,
+            lazy=not has_symbols(state.fake_mode),
+            cudagraphs=config.cudagraphs,
         ).code
         report.captured(parts)
         return code

@@ -29,6 +29,7 @@ from retrograd._torch.thread_state import (
 )
 from retrograd._torch.tracing import NotTraceableError, Traced, is_batched, trace, why_not_traceable
 from retrograd.backends.base import Boxed
+from retrograd.cudagraphs import graphed
 from retrograd.errors import LoweringError, Reason
 from retrograd.events import counters, live_log
 from retrograd.graph.report import LoweringReport
@@ -63,6 +64,7 @@ class BoxedRunner:
         self._number, self._config = how.number, how.config
         self._backend, self._log = how.backend, how.log
         self._lowered: list[Lowered] = []
+        self._graphed: dict[Lowered, Boxed] = {}
         self._symbolic: Symbolic = {}
         self._interpret_because = interpret_because
         self._told: set[str] = set()
@@ -175,7 +177,7 @@ class BoxedRunner:
         the compilation; after that they are let go as it goes on, and a failure can only be reported."""
         held = None if lowered.has_run else list(args)
         try:
-            results = lowered(args, flat)
+            results = lowered(args, flat, self._recorded(lowered))
         except Exception as error:
             counters["run_failures"] += 1
             out_of_memory = isinstance(error, torch.OutOfMemoryError)
@@ -190,6 +192,15 @@ class BoxedRunner:
             return self._interpret(held)
         lowered.has_run = True
         return results
+
+    def _recorded(self, lowered: Lowered) -> Boxed | None:
+        """The code recorded as a CUDA graph, for this place alone: another place that runs the same code has
+        its inputs elsewhere."""
+        if not self._config.cudagraphs:
+            return None
+        if lowered not in self._graphed:
+            self._graphed[lowered] = graphed(lowered.run, lowered.graph, tell=self._log.noted)
+        return self._graphed[lowered]
 
     def _distrust(self, error: Exception) -> None:
         """Code that had worked failed: this backward is lost, the next one interprets the segment."""
