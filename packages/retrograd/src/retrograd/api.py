@@ -130,7 +130,7 @@ def compile(
         backend: as in `compiled_autograd`, for forward and backward.
         fullgraph, dynamic, mode: as in ``torch.compile``.
         options: as in ``torch.compile(backend="retrograd", options=...)``, without ``"backend"``;
-            see ``retrograd.dynamo.list_options()``. ``"strict"`` holds for the live path too.
+            see ``retrograd.dynamo.list_options()``. ``"strict"`` and ``"regions"`` hold for the live path too.
 
     Returns:
         What ``torch.compile`` returns: for a module, a module.
@@ -149,10 +149,12 @@ def compile(
             compile, backend=backend, fullgraph=fullgraph, dynamic=dynamic, mode=mode, options=options
         )
     strict = bool((options or {}).get("strict", False))
-    session = Session(compiled_autograd(backend, strict=strict, dynamic=dynamic).config, (_process_report,))
     check_supported()
     chosen = {**(options or {}), "backend": backend}
     dynamo_backend.check(mode, chosen)
+    regions = (options or {}).get("regions", True)
+    live = compiled_autograd(backend, strict=strict, dynamic=dynamic, regions=regions)
+    session = Session(live.config, (_process_report,))
     compiler: Any = torch.compile
     compiled = compiler(
         target,

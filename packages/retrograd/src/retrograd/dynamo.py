@@ -26,6 +26,7 @@ from retrograd.aot.policies import Policy
 from retrograd.aot.report import reason_of, report
 from retrograd.backends.inductor import InductorBackend
 from retrograd.backends.registry import find_backend
+from retrograd.config import smallest_region
 from retrograd.errors import BackendError, CaptureError, Reason
 from retrograd.passes.aten import pass_named
 
@@ -37,6 +38,7 @@ OPTIONS: Mapping[str, str] = {
     "backward": "the same for the backward graphs, if another one",
     "partitioner": "'min_cut', 'save_all', 'recompute_all', or a callable in the form of torch's",
     "passes": "passes over the joint graph, in order: names, or callables (gm, example_inputs) -> gm",
+    "regions": "compile what repeats itself once; a number: from so many autograd nodes on; False: never",
     "single_region": "differentiate all outputs together, as stock AOTAutograd does",
     "strict": "raise instead of running eagerly what cannot be captured",
 }
@@ -87,6 +89,7 @@ class Options:
             passes=_passes(own.get("passes", ())),
             strict=bool(own.get("strict", False)),
             single_region=bool(own.get("single_region", False)),
+            regions=_regions(own.get("regions", True)),
         )
         if config.backward is not None:
             find_backend(config.backward)
@@ -204,6 +207,15 @@ def _partitioner(policy: Any) -> Policy:
     return chosen
 
 
+def _regions(regions: Any) -> bool | int:
+    try:
+        smallest_region(regions)
+    except ValueError as error:
+        raise BackendError(f"option 'regions': {error}") from error
+    chosen: bool | int = regions
+    return chosen
+
+
 def _passes(passes: Any) -> tuple[Callable[..., Any], ...]:
     if isinstance(passes, str) or not isinstance(passes, Sequence):
         raise BackendError(f"option 'passes' must be a sequence of names and callables, got {passes!r}")
@@ -222,6 +234,7 @@ def _self_guarded(gm: fx.GraphModule, config: AotConfig) -> Callable[..., Any]:
         passes=config.passes,
         strict=config.strict,
         single_region=config.single_region,
+        regions=config.regions,
     )
 
 

@@ -25,6 +25,7 @@ def compile(
     backward: str | Callable[..., Any] | None = None,
     *,
     lazy: bool = True,
+    regions: bool | int = True,
 ) -> Compiled:
     """Compile both halves.
 
@@ -34,22 +35,29 @@ def compile(
             backward's is the forward's if not given.
         lazy: compile each region's backward when it first runs, for the layout of what was saved; else at
             once.
+        regions: compile structure that repeats itself, such as the layers of a deep model, once, where that
+            is worth it; a number: from so many autograd nodes on it is. User-written backends get whole
+            graphs.
 
     Returns:
         A callable that takes what the captured function takes, and returns what it returns.
 
     Raises:
         UnknownBackendError: no such backend.
+        ValueError: `regions` is neither True nor False nor a number of nodes.
         Exception: whatever a backend raises.
     """
     ahead = find_backend(forward)
     behind = ahead if backward is None else find_backend(backward)
-    code = lower(ahead, partition.forward, partition.joint.state, _forward_half(partition, lazy))
-    regions = [RegionCode(partition, number, behind) for number, _ in enumerate(partition.backwards)]
+    half = _forward_half(partition, lazy)
+    code = lower(ahead, partition.forward, partition.joint.state, half, regions=regions)
+    backwards = [
+        RegionCode(partition, number, behind, regions) for number, _ in enumerate(partition.backwards)
+    ]
     if not lazy:
-        for region in regions:
-            region.compile_ahead()
-    return Compiled(CompiledFunction(partition, code, regions))
+        for backward in backwards:
+            backward.compile_ahead()
+    return Compiled(CompiledFunction(partition, code, backwards))
 
 
 def _forward_half(partition: Partition, lazy: bool) -> Half:

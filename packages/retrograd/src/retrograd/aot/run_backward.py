@@ -53,10 +53,13 @@ class _Expected:
 
 
 class RegionCode:
-    """Code for the backward of region `number`, compiled when it is first needed."""
+    """Code for the backward of region `number`, compiled when it is first needed; `divides` is the option
+    ``regions=`` of ``aot.compile``."""
 
-    def __init__(self, partition: Partition, number: int, backend: Backend) -> None:
-        self._partition, self._number, self._backend = partition, number, backend
+    def __init__(
+        self, partition: Partition, number: int, backend: Backend, divides: bool | int = True
+    ) -> None:
+        self._partition, self._number, self._backend, self._divides = partition, number, backend, divides
         joint, self._graphs = partition.joint, partition.backwards[number]
         region = joint.signature.regions[number]
         self.roots, self.destinations = region.roots, region.destinations
@@ -180,7 +183,7 @@ class RegionCode:
             if any(one is not other for one, other in zip(traced, examples, strict=True)):
                 gm = retraced(gm, examples)
         half = Half(is_backward=True, visible=len(gm.graph.output_node().args[0]))  # type: ignore[arg-type]
-        return lower(self._backend, gm, self._partition.joint.state, half, examples)
+        return lower(self._backend, gm, self._partition.joint.state, half, examples, self._divides)
 
     def _results(self, results: Sequence[Any]) -> list[Any]:
         if self._plain:

@@ -18,6 +18,7 @@ class EagerBackend:
 
     name = "eager"
     traces = False
+    takes_parts = False
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         return {}
@@ -32,3 +33,4 @@ class AtenBackend(EagerBackend):
 
     name = "aten"
     traces = True
+    takes_parts = True
