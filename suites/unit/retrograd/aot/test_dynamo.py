@@ -102,8 +102,8 @@ def test_an_unknown_option_is_refused_with_the_sorted_valid_ones():
         retrograd(torch.fx.GraphModule({}, torch.fx.Graph()), [], options={"partitoner": "min_cut"})
     assert str(refused.value) == (
         "unknown option 'partitoner'\n"
-        "  expected one of backend, backward, cudagraphs, partitioner, passes, single_region, strict, or one "
-        "of torch._inductor.list_options()"
+        "  expected one of backend, backward, cudagraphs, partitioner, passes, regions, single_region, "
+        "strict, or one of torch._inductor.list_options()"
     )
 
 
