@@ -21,6 +21,7 @@ from retrograd.config import Config
 from retrograd.dynamo import retrograd as dynamo_backend
 from retrograd.events import counters
 from retrograd.graph.report import Report
+from retrograd.live.background import wait_for_all
 from retrograd.live.claims import begin_claims, claim, end_claims
 from retrograd.live.contexts import ProcessWide, enter, gateway, leave
 from retrograd.live.decorate import decorated
@@ -58,12 +59,23 @@ class CompiledAutograd:
         """`fn` (a function, generator function or coroutine function) inside this context."""
         return decorated(self, fn)
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for what is compiled in the background (``background=True``), of all contexts.
+
+        Args:
+            timeout: for how many seconds; None: for as long as it takes.
+
+        Returns:
+            Whether all of it is there: the next backward runs it.
+        """
+        return wait_for_all(timeout)
+
     def explain(self) -> Report:
         """What this context captured and what not."""
         return self.report
 
 
-def compiled_autograd(
+def compiled_autograd(  # noqa: PLR0913 - as many parameters as there are choices
     backend: str | Callable[..., Any] = "inductor",
     *,
     strict: bool = False,
@@ -71,6 +83,7 @@ def compiled_autograd(
     recompile_limit: int = 8,
     opaque: Iterable[str] = (),
     regions: bool | int = True,
+    background: bool = False,
 ) -> CompiledAutograd:
     """Compile every backward that runs inside the returned context.
 
@@ -85,6 +98,9 @@ def compiled_autograd(
         opaque: names of autograd nodes (``"MulBackward0"``) to be run as opaque calls.
         regions: compile structure that repeats itself, such as the layers of a deep model, once, where that
             is worth it. A number: from so many autograd nodes on it is. False: never.
+        background: compile on another thread. Backwards run interpreted, as eager runs them, until one begins
+            after the code is there; `CompiledAutograd.wait` waits for that. Under
+            ``torch.use_deterministic_algorithms`` the first backward waits.
 
     Returns:
         A context manager, also usable as a decorator.
@@ -102,10 +118,12 @@ def compiled_autograd(
         >>> with retrograd.compiled_autograd(backend="eager"):
         ...     loss.backward()
     """
-    find_backend(backend)
+    find_backend(backend).prepare()
     _compiled_forwards.watch()
     side_streams.watch()
-    return CompiledAutograd(Config(backend, strict, dynamic, recompile_limit, Config.names(opaque), regions))
+    return CompiledAutograd(
+        Config(backend, strict, dynamic, recompile_limit, Config.names(opaque), regions, background)
+    )
 
 
 def compile(

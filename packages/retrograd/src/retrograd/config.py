@@ -34,6 +34,7 @@ class Config:
         opaque: names of autograd nodes (``"MulBackward0"``) to be run as opaque calls.
         regions: whether structure that repeats itself is compiled once, where that is worth it; a number:
             from how many autograd nodes on it is.
+        background: compile on another thread, and interpret until the code is there.
     """
 
     backend: str | CompileFn = "inductor"
@@ -42,6 +43,7 @@ class Config:
     recompile_limit: int = 8
     opaque: frozenset[str] = frozenset()
     regions: bool | int = True
+    background: bool = False
 
     def __post_init__(self) -> None:
         if self.recompile_limit < 1:

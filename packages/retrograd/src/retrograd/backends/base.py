@@ -49,6 +49,10 @@ class Backend(Protocol):
     name: str
     traces: bool
 
+    def prepare(self) -> None:
+        """Somebody will compile before long."""
+        ...
+
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """Decompositions to apply while tracing."""
         ...

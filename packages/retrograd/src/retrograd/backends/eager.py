@@ -19,6 +19,9 @@ class EagerBackend:
     name = "eager"
     traces = False
 
+    def prepare(self) -> None:
+        """There is nothing to load."""
+
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         return {}
 

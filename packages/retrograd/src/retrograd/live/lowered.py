@@ -16,6 +16,7 @@ from retrograd._torch.subclasses import SubclassBorder
 from retrograd._torch.thread_state import without_torch_functions
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
+from retrograd.live.background import Later
 from retrograd.live.differentiable import Differentiable
 from retrograd.live.plan_log import PlanLog
 
@@ -31,6 +32,7 @@ class Lowered:
             stand at `given`. graph: the ATen graph. border: flattens tensor subclasses, if there are any.
         differentiable: records what was run, for a derivative; None where eager would record nothing.
         has_run: whether it has once. is_deterministic: None until it had to be found out.
+        later: stands for the code while that is compiled in the background.
     """
 
     guard: InputGuard
@@ -43,6 +45,7 @@ class Lowered:
     differentiable: Differentiable | None = None
     has_run: bool = False
     is_deterministic: bool | None = None
+    later: Later | None = None
 
     def guards(self) -> str:
         """What must hold, for the report."""

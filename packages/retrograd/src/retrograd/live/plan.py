@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from retrograd.graph.backward_graph import BackwardGraph, SourceKind, call_of, s
 from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.graph.report import BackwardReport
 from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment
+from retrograd.live.background import take_finished
 from retrograd.live.calls.gradients import accumulate_grad
 from retrograd.live.calls.saved import ModifiedTensor
 from retrograd.live.cut import cut, whole
@@ -42,6 +44,15 @@ from retrograd.live.sharing import changing_numbers
 from retrograd.live.step_through import argument_values
 
 __all__ = ["Plan"]
+
+#: from so many copies of a region on, what is no copy, and no larger part of the backward than one in so
+#: many, is compiled later.
+REGION_RULES = 6
+
+#: how often it is interpreted until then.
+RUNS_OF_THE_REST = 4
+
+_RARE = "a small part of this backward that is met once in it: compiled when the backward has run a few times"
 
 Values = dict[fx.Node, Any]
 
@@ -77,6 +88,20 @@ class Plan:
             for step in self.schedule.steps
         )
 
+        self._postpone_the_rest()
+
+    def _postpone_the_rest(self) -> None:
+        """Where one region makes up most of a backward, what is met only once, and is small, waits: compiling
+        it takes as long as compiling the region, and pays little."""
+        runners = [runner for runner in self._runners if runner is not None]
+        copies = Counter(id(runner.shared) for runner in runners)
+        if max(copies.values(), default=0) < REGION_RULES:
+            return
+        total = sum(len(segment.nodes) for segment in self.schedule.segments)
+        for segment, runner in zip(self.schedule.segments, runners, strict=True):
+            if copies[id(runner.shared)] == 1 and len(segment.nodes) * REGION_RULES <= total:
+                runner.postpone(_RARE, RUNS_OF_THE_REST)
+
     @property
     def runs_user_code(self) -> bool:
         """Whether a step calls something that can look at the running backward."""
@@ -94,6 +119,7 @@ class Plan:
             call: what the engine collected; its lists are emptied.
             running: told which node call user code runs for.
         """
+        take_finished()
         self.report.runs += 1
         counters["runs"] += 1
         values = self._bind(call)

@@ -15,7 +15,7 @@ from torch import fx
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.live.calls.node_function import NodeFunction
 
-__all__ = ["first_difference", "structure_and_numbers", "structure_of", "token_of"]
+__all__ = ["family_of", "first_difference", "numbers_of", "structure_and_numbers", "structure_of", "token_of"]
 
 #: stands for a floating point number in a structure without its numbers.
 _NUMBER = "number"
@@ -32,10 +32,21 @@ def structure_of(
     return structure if _is_hashable(structure) else None
 
 
+def family_of(structure: Any) -> Hashable:
+    """A structure without its floating point numbers."""
+    calls, outputs = structure
+    return tuple((target, _without_numbers(arguments)) for target, arguments in calls), outputs
+
+
+def numbers_of(nodes: Sequence[fx.Node]) -> tuple[float, ...]:
+    """The floating point numbers in a run of calls."""
+    return tuple(number for node in nodes for number in _numbers(node.args))
+
+
 def token_of(node: fx.Node) -> Hashable:
-    """Equal for two calls that compute the same, wherever their arguments come from; the node itself for one
-    that nobody can compare."""
-    token = _target(node), _encoded(node.args, _ANYWHERE)
+    """Equal for two calls that compute the same but for floating point numbers, wherever their arguments come
+    from; the node itself for one that nobody can compare."""
+    token = _target(node), _without_numbers(_encoded(node.args, _ANYWHERE))
     return token if _is_hashable(token) else node
 
 
