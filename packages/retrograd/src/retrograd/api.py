@@ -84,6 +84,7 @@ def compiled_autograd(  # noqa: PLR0913 - as many parameters as there are choice
     opaque: Iterable[str] = (),
     regions: bool | int = True,
     background: bool = False,
+    cudagraphs: bool = False,
 ) -> CompiledAutograd:
     """Compile every backward that runs inside the returned context.
 
@@ -101,6 +102,8 @@ def compiled_autograd(  # noqa: PLR0913 - as many parameters as there are choice
         background: compile on another thread. Backwards run interpreted, as eager runs them, until one begins
             after the code is there; `CompiledAutograd.wait` waits for that. Under
             ``torch.use_deterministic_algorithms`` the first backward waits.
+        cudagraphs: record what compiled segments do on a CUDA device, and replay it where that is safe; where
+            it is not, the report says why.
 
     Returns:
         A context manager, also usable as a decorator.
@@ -122,7 +125,9 @@ def compiled_autograd(  # noqa: PLR0913 - as many parameters as there are choice
     _compiled_forwards.watch()
     side_streams.watch()
     return CompiledAutograd(
-        Config(backend, strict, dynamic, recompile_limit, Config.names(opaque), regions, background)
+        Config(
+            backend, strict, dynamic, recompile_limit, Config.names(opaque), regions, background, cudagraphs
+        )
     )
 
 
@@ -148,7 +153,8 @@ def compile(
         backend: as in `compiled_autograd`, for forward and backward.
         fullgraph, dynamic, mode: as in ``torch.compile``.
         options: as in ``torch.compile(backend="retrograd", options=...)``, without ``"backend"``;
-            see ``retrograd.dynamo.list_options()``. ``"strict"`` holds for the live path too.
+            see ``retrograd.dynamo.list_options()``. ``"strict"``, ``"regions"`` and CUDA graphs hold for the
+            live path too.
 
     Returns:
         What ``torch.compile`` returns: for a module, a module.
@@ -167,10 +173,12 @@ def compile(
             compile, backend=backend, fullgraph=fullgraph, dynamic=dynamic, mode=mode, options=options
         )
     strict = bool((options or {}).get("strict", False))
-    session = Session(compiled_autograd(backend, strict=strict, dynamic=dynamic).config, (_process_report,))
-    check_supported()
     chosen = {**(options or {}), "backend": backend}
-    dynamo_backend.check(mode, chosen)
+    cudagraphs = dynamo_backend.check(mode, chosen).cudagraphs
+    regions = (options or {}).get("regions", True)
+    live = compiled_autograd(backend, strict=strict, dynamic=dynamic, regions=regions, cudagraphs=cudagraphs)
+    session = Session(live.config, (_process_report,))
+    check_supported()
     compiler: Any = torch.compile
     compiled = compiler(
         target,

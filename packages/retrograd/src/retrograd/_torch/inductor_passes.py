@@ -1,9 +1,9 @@
 """Inductor's passes for joint graphs, run where its cache can spare them.
 
 In: a graph that Inductor is about to lower. Out: the graph after the passes that stock runs before it
-partitions a joint graph. They run as the first of the passes on the graph that is lowered, so a graph found in
-Inductor's cache on disk is not searched for patterns, and these are not even loaded: a second process starts the
-sooner.
+partitions a joint graph. They run as the first of the passes on the graph that is lowered, so a graph that is
+found in Inductor's cache on disk is not searched for patterns, and these are not even loaded: a second
+process starts the sooner.
 """
 
 from __future__ import annotations

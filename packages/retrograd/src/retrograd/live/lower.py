@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.boxed import copied
+from retrograd._torch.collector import collector_resumed
 from retrograd._torch.guards import InputGuard, changed_sizes
 from retrograd._torch.locks import ForkSafeLock
 from retrograd._torch.stance import compile_stance
@@ -28,6 +29,7 @@ from retrograd._torch.thread_state import (
 )
 from retrograd._torch.tracing import NotTraceableError, Traced, is_batched, trace, why_not_traceable
 from retrograd.backends.base import Boxed
+from retrograd.cudagraphs import graphed
 from retrograd.errors import LoweringError, Reason
 from retrograd.events import counters, live_log
 from retrograd.graph.report import LoweringReport
@@ -62,6 +64,7 @@ class BoxedRunner:
         self._number, self._config = how.number, how.config
         self._backend, self._log = how.backend, how.log
         self._lowered: list[Lowered] = []
+        self._graphed: dict[Lowered, Boxed] = {}
         self._symbolic: Symbolic = {}
         self._interpret_because = interpret_because
         self._told: set[str] = set()
@@ -78,6 +81,44 @@ class BoxedRunner:
             return None
         self._postponed = because, runs - 1
         return because
+
+    # for plans that have settled
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether it will never be lowered (again)."""
+        return self._interpret_because is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is interpreted for the time being, and will have code."""
+        return self._postponed[1] > 0 or any(lowered.later is not None for lowered in self._lowered)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether it was lowered last with every size fixed."""
+        return bool(self._lowered) and self._lowered[0].guard.is_static
+
+    @property
+    def captured(self) -> Boxed:
+        """The function as captured."""
+        return self._run_as_captured
+
+    @without_torch_functions
+    def direct_code(self, args: list[Any]) -> Lowered | None:
+        """What `run` would run for these values, if nothing has to be decided when it runs but its guards;
+        `args` stays as it is."""
+        if self.is_waiting or determinism_is_on() or why_interpreted_now(args) is not None:
+            return None
+        modes = modes_of_lowering()
+        fitting = (lowered for lowered in self._lowered if lowered.modes == modes)
+        return next((lowered for lowered in fitting if lowered.is_direct and lowered.guard.check(args)), None)
+
+    def failed(self, error: Exception) -> None:
+        """Code that `direct_code` gave has raised."""
+        counters["run_failures"] += 1
+        if not isinstance(error, torch.OutOfMemoryError):
+            self._distrust(error)
 
     # run
 
@@ -136,7 +177,7 @@ class BoxedRunner:
         the compilation; after that they are let go as it goes on, and a failure can only be reported."""
         held = None if lowered.has_run else list(args)
         try:
-            results = lowered(args, flat)
+            results = lowered(args, flat, self._recorded(lowered))
         except Exception as error:
             counters["run_failures"] += 1
             out_of_memory = isinstance(error, torch.OutOfMemoryError)
@@ -151,6 +192,15 @@ class BoxedRunner:
             return self._interpret(held)
         lowered.has_run = True
         return results
+
+    def _recorded(self, lowered: Lowered) -> Boxed | None:
+        """The code recorded as a CUDA graph, for this place alone: another place that runs the same code has
+        its inputs elsewhere."""
+        if not self._config.cudagraphs:
+            return None
+        if lowered not in self._graphed:
+            self._graphed[lowered] = graphed(lowered.run, lowered.graph, tell=self._log.noted)
+        return self._graphed[lowered]
 
     def _distrust(self, error: Exception) -> None:
         """Code that had worked failed: this backward is lost, the next one interprets the segment."""
@@ -207,7 +257,7 @@ class BoxedRunner:
             return None
         if self._stance_refuses(because):
             return None
-        with _one_at_a_time:
+        with _one_at_a_time, collector_resumed():
             lowered = self._compile(flat, border)
         recompile = bool(self._lowered)
         self._lowered.insert(0, lowered)
