@@ -130,5 +130,5 @@ def compiled_otherwise(asked: str = "") -> list[str]:
         and "-cudagraphs" in asked
         and not retrograd.events.counters["cuda_graph_replays"]
     ):
-        reasons.append(f"no CUDA graph was replayed\n{live}\n{ahead}")
+        reasons.append(f"{live}\n{ahead}\nno CUDA graph was replayed")
     return [str(reason) for reason in reasons]
