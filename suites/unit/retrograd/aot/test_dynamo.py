@@ -145,7 +145,7 @@ def test_modes_and_options_are_listed():
         "reduce-overhead",
     }
     listed = list_options()
-    own = ["backend", "backward", "cudagraphs", "partitioner", "passes", "single_region", "strict"]
+    own = ["backend", "backward", "cudagraphs", "partitioner", "passes", "regions", "single_region", "strict"]
     assert listed[: len(own)] == own
     assert "max_autotune" in listed
     assert "triton.cudagraphs" not in listed
