@@ -71,8 +71,8 @@ def measure_cold_and_warm(
 
 
 def _python_path() -> str:
-    """This process's, with this package on it."""
-    return os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
+    """Where this process finds modules, this package among them (asv takes the variable itself away)."""
+    return os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])
 
 
 def _run(measurement: str, arguments: dict[str, Any], settings: dict[str, str], limit: float | None) -> Any:

@@ -169,7 +169,7 @@ def main(measurement: str, arguments: str) -> None:
     """
     torch.set_num_threads(1)
     figures = MEASUREMENTS[measurement](**json.loads(arguments))
-    if reasons := compiled_otherwise():
+    if reasons := compiled_otherwise(arguments):
         raise CompiledOtherwiseError("\n".join(reasons))
     print(json.dumps(figures))
 

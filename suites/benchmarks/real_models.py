@@ -57,7 +57,8 @@ def gpt2(device: str) -> tuple[nn.Module, torch.Tensor]:
     """GPT-2 with its language-model head, without dropout and cache."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    small = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 512, "n_positions": 64}
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 512, "n_positions": 64}
+    small = {**sizes, "bos_token_id": None, "eos_token_id": None}
     config = GPT2Config(
         **({} if device == "cuda" else small),
         attn_pdrop=0.0,

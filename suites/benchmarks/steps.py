@@ -117,12 +117,18 @@ def steady(
     return medians(timers, rounds, seconds)
 
 
-def compiled_otherwise() -> list[str]:
-    """Reasons why retrograd, in this process, ran anything as eager does or otherwise than asked."""
+def compiled_otherwise(asked: str = "") -> list[str]:
+    """Reasons why retrograd, in this process, ran anything as eager does or otherwise than `asked`."""
     if not subjects.present(["retrograd"]):
         return []
-    import retrograd
+    import retrograd.events
 
     live, ahead = retrograd.explain(), retrograd.aot.explain()
     reasons: list[Any] = [*live.fallbacks, *ahead.fallbacks, *ahead.notes]
+    if (
+        "retrograd" in asked
+        and "-cudagraphs" in asked
+        and not retrograd.events.counters["cuda_graph_replays"]
+    ):
+        reasons.append(f"{live}\n{ahead}\nno CUDA graph was replayed")
     return [str(reason) for reason in reasons]

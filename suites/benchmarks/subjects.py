@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -82,6 +82,14 @@ def require(is_here: bool, subject: str) -> None:
         SkipNotImplemented: with the reason, which asv reports as not applicable.
     """
     if not is_here:
-        from asv_runner.benchmarks.mark import SkipNotImplemented
+        leave_out(f"no {subject} here")
 
-        raise SkipNotImplemented(f"no {subject} here")
+
+def leave_out(reason: str) -> NoReturn:
+    """Leave a benchmark out, in asv's way, for a reason; for its `setup`.
+
+    Raises: SkipNotImplemented, always.
+    """
+    from asv_runner.benchmarks.mark import SkipNotImplemented
+
+    raise SkipNotImplemented(reason)

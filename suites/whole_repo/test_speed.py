@@ -16,7 +16,7 @@ from benchmarks.real_models import MODELS
 from benchmarks.render import quantity, render, worst_steady
 from benchmarks.speed_goals import GOALS
 from benchmarks.speed_rows import PARTS, chosen
-from benchmarks.steps import first_step, steady, training
+from benchmarks.steps import compiled_otherwise, first_step, steady, training
 from benchmarks.subjects import MissingOptionError
 
 MACHINE = Machine("cpu", "a processor", "2.13.0", "3.12.0", 2)
@@ -174,9 +174,14 @@ def test_a_row_is_measured_and_written(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_retrograd_ran_eagerly_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "compiled_otherwise", lambda: ["a reason"])
+    monkeypatch.setattr(measure, "compiled_otherwise", lambda asked: ["a reason"])
     with pytest.raises(measure.CompiledOtherwiseError, match="a reason"):
         measure.main("first_backward", '{"subject": "eager", "model": "tiny"}')
+
+
+def test_cuda_graphs_that_were_not_replayed_are_no_figure() -> None:
+    asked = '{"subject": "retrograd-inductor-cudagraphs"}'
+    assert any("no CUDA graph was replayed" in reason for reason in compiled_otherwise(asked))
 
 
 # the measurements

@@ -10,8 +10,9 @@ from typing import Any
 
 FLAGS: Mapping[str, Mapping[str, Any]] = {
     "cudagraphs": {"cudagraphs": True},
+    "regions": {"regions": 1},
 }
-"""By flag, the options that it adds."""
+"""By flag, the options that it adds. Regions begin at one autograd node, so that small programs have some."""
 
 
 def flagged(names: Iterable[str]) -> list[str]:

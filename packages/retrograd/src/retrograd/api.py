@@ -153,7 +153,8 @@ def compile(
         backend: as in `compiled_autograd`, for forward and backward.
         fullgraph, dynamic, mode: as in ``torch.compile``.
         options: as in ``torch.compile(backend="retrograd", options=...)``, without ``"backend"``;
-            see ``retrograd.dynamo.list_options()``. ``"strict"`` holds for the live path too.
+            see ``retrograd.dynamo.list_options()``. ``"strict"``, ``"regions"`` and CUDA graphs hold for the
+            live path too.
 
     Returns:
         What ``torch.compile`` returns: for a module, a module.
@@ -174,7 +175,8 @@ def compile(
     strict = bool((options or {}).get("strict", False))
     chosen = {**(options or {}), "backend": backend}
     cudagraphs = dynamo_backend.check(mode, chosen).cudagraphs
-    live = compiled_autograd(backend, strict=strict, dynamic=dynamic, cudagraphs=cudagraphs)
+    regions = (options or {}).get("regions", True)
+    live = compiled_autograd(backend, strict=strict, dynamic=dynamic, regions=regions, cudagraphs=cudagraphs)
     session = Session(live.config, (_process_report,))
     check_supported()
     compiler: Any = torch.compile

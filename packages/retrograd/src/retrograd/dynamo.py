@@ -26,6 +26,7 @@ from retrograd.aot.policies import Policy
 from retrograd.aot.report import reason_of, report
 from retrograd.backends.inductor import InductorBackend
 from retrograd.backends.registry import find_backend
+from retrograd.config import smallest_region
 from retrograd.errors import BackendError, CaptureError
 from retrograd.passes.aten import pass_named
 
@@ -38,6 +39,7 @@ OPTIONS: Mapping[str, str] = {
     "partitioner": "'min_cut', 'save_all', 'recompute_all', or a callable in the form of torch's",
     "passes": "passes over the joint graph, in order: names, or callables (gm, example_inputs) -> gm",
     "cudagraphs": "record what the code does on a CUDA device, and replay it where that is safe",
+    "regions": "compile what repeats itself once; a number: from so many autograd nodes on; False: never",
     "single_region": "differentiate all outputs together, as stock AOTAutograd does",
     "strict": "raise instead of running eagerly what cannot be captured",
 }
@@ -88,6 +90,7 @@ class Options:
             strict=bool(own.get("strict", False)),
             single_region=bool(own.get("single_region", False)),
             cudagraphs=bool(own.get("cudagraphs", mode in _WITH_CUDA_GRAPHS)),
+            regions=_regions(own.get("regions", True)),
         )
         if config.backward is not None:
             find_backend(config.backward)
@@ -204,6 +207,15 @@ def _partitioner(policy: Any) -> Policy:
     return chosen
 
 
+def _regions(regions: Any) -> bool | int:
+    try:
+        smallest_region(regions)
+    except ValueError as error:
+        raise BackendError(f"option 'regions': {error}") from error
+    chosen: bool | int = regions
+    return chosen
+
+
 def _passes(passes: Any) -> tuple[Callable[..., Any], ...]:
     if isinstance(passes, str) or not isinstance(passes, Sequence):
         raise BackendError(f"option 'passes' must be a sequence of names and callables, got {passes!r}")
@@ -223,6 +235,7 @@ def _self_guarded(gm: fx.GraphModule, config: AotConfig) -> Callable[..., Any]:
         strict=config.strict,
         single_region=config.single_region,
         cudagraphs=config.cudagraphs,
+        regions=config.regions,
     )
 
 

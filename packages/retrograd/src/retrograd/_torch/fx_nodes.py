@@ -36,12 +36,12 @@ def add_call(
         name = _bases.get(own)
         if name is None:
             name = _bases[own] = graph._target_to_str(target)
-    return _add(graph, "call_function", target, args, kwargs or _NO_KWARGS, name)
+    return _add(graph, "call_function", target, args, kwargs or _NO_KWARGS, _unused(graph, name))
 
 
 def add_placeholder(graph: fx.Graph, name: str) -> fx.Node:
     """Add a placeholder at the insertion point; `name` is its target and its name."""
-    return _add(graph, "placeholder", name, (), _NO_KWARGS, name)
+    return _add(graph, "placeholder", name, (), _NO_KWARGS, _unused(graph, name))
 
 
 def add_copy(graph: fx.Graph, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> fx.Node:
@@ -50,17 +50,25 @@ def add_copy(graph: fx.Graph, node: fx.Node, value_of: Callable[[fx.Node], Any])
     Args:
         graph: the graph. node: is copied. value_of: the values in `graph` for those that `node` reads.
     """
+    args = map_arg(node.args, value_of)
     kwargs = map_arg(node.kwargs, value_of) if node.kwargs else _NO_KWARGS
-    copy = _add(graph, node.op, node.target, map_arg(node.args, value_of), kwargs, node.name)
+    name, used = node.name, graph._graph_namespace._used_names
+    if name in used:
+        name = _unused(graph, name)
+    used.add(name)
+    copy = _add(graph, node.op, node.target, args, kwargs, name)
     copy.meta.update(node.meta)
     return copy
 
 
-def _add(graph: Any, op: str, target: Any, args: Any, kwargs: Any, candidate: str) -> fx.Node:
-    names = graph._graph_namespace
-    name = names.create_name(candidate, None)
+def _unused(graph: fx.Graph, candidate: str) -> str:
+    """A name like `candidate` that no node of the graph has."""
+    return graph._graph_namespace.create_name(candidate, None)
+
+
+def _add(graph: Any, op: str, target: Any, args: Any, kwargs: Any, name: str) -> fx.Node:
     node = fx.Node(graph, name, op, target, args, kwargs)
-    names._obj_to_name[node] = name
+    graph._graph_namespace._obj_to_name[node] = name
     graph._insert(node)
     graph._find_nodes_lookup_table.insert(node)
     graph._len += 1

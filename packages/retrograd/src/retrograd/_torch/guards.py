@@ -70,6 +70,11 @@ class InputGuard:
         except Exception as error:  # it names what is no input: a size that the graph reads out of a value
             raise NotGuardableError(f"no guard can speak of {self._relations}: {error}") from error
 
+    @property
+    def is_static(self) -> bool:
+        """Whether every size is the one that it was lowered with."""
+        return self._shape_env is None
+
     def check(self, args: Sequence[Any]) -> bool:
         """Whether the lowering may be used for these values."""
         return (

@@ -27,6 +27,7 @@ def compile(
     *,
     lazy: bool = True,
     cudagraphs: bool = False,
+    regions: bool | int = True,
 ) -> Compiled:
     """Compile both halves.
 
@@ -38,26 +39,32 @@ def compile(
             once.
         cudagraphs: record what the code does on a CUDA device, and replay it where that is safe; what the
             forward saves stays in the recording's memory. Where it is not, ``aot.explain()`` says why.
+        regions: compile structure that repeats itself, such as the layers of a deep model, once, where that
+            is worth it; a number: from so many autograd nodes on it is. User-written backends get whole
+            graphs.
 
     Returns:
         A callable that takes what the captured function takes, and returns what it returns.
 
     Raises:
         UnknownBackendError: no such backend.
+        ValueError: `regions` is neither True nor False nor a number of nodes.
         Exception: whatever a backend raises.
     """
     ahead = find_backend(forward)
     behind = ahead if backward is None else find_backend(backward)
-    code = lower(ahead, partition.forward, partition.joint.state, _forward_half(partition, lazy))
+    half = _forward_half(partition, lazy)
+    code = lower(ahead, partition.forward, partition.joint.state, half, regions=regions)
     if cudagraphs:
         code = _recorded(code, partition)
-    regions = [
-        RegionCode(partition, number, behind, cudagraphs) for number, _ in enumerate(partition.backwards)
+    backwards = [
+        RegionCode(partition, number, behind, regions, cudagraphs)
+        for number, _ in enumerate(partition.backwards)
     ]
     if not lazy:
-        for region in regions:
-            region.compile_ahead()
-    return Compiled(CompiledFunction(partition, code, regions))
+        for backward in backwards:
+            backward.compile_ahead()
+    return Compiled(CompiledFunction(partition, code, backwards))
 
 
 def _recorded(code: Boxed, partition: Partition) -> Boxed:

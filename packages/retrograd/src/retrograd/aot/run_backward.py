@@ -54,11 +54,19 @@ class _Expected:
 
 
 class RegionCode:
-    """Code for the backward of region `number`, compiled when it is first needed."""
+    """Code for the backward of region `number`, compiled when it is first needed; `divides` is the option
+    ``regions=`` of ``aot.compile``."""
 
-    def __init__(self, partition: Partition, number: int, backend: Backend, cudagraphs: bool = False) -> None:
+    def __init__(
+        self,
+        partition: Partition,
+        number: int,
+        backend: Backend,
+        divides: bool | int = True,
+        cudagraphs: bool = False,
+    ) -> None:
         self._partition, self._number, self._backend = partition, number, backend
-        self._cudagraphs = cudagraphs
+        self._divides, self._cudagraphs = divides, cudagraphs
         joint, self._graphs = partition.joint, partition.backwards[number]
         region = joint.signature.regions[number]
         self.roots, self.destinations = region.roots, region.destinations
@@ -182,7 +190,7 @@ class RegionCode:
             if any(one is not other for one, other in zip(traced, examples, strict=True)):
                 gm = retraced(gm, examples)
         half = Half(is_backward=True, visible=len(gm.graph.output_node().args[0]))  # type: ignore[arg-type]
-        code = lower(self._backend, gm, self._partition.joint.state, half, examples)
+        code = lower(self._backend, gm, self._partition.joint.state, half, examples, self._divides)
         if not self._cudagraphs:
             return code
         cotangents = range(len(self._graphs.saved), len(examples))

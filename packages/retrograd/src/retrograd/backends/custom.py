@@ -22,6 +22,7 @@ class CustomBackend:
     """
 
     traces = True
+    takes_parts = False
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.name = getattr(fn, "__name__", type(fn).__name__)

@@ -23,6 +23,7 @@ class InductorBackend:
 
     name = "inductor"
     traces = True
+    takes_parts = True
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         self._settings = dict(settings or {})

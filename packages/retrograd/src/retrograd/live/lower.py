@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.boxed import copied
+from retrograd._torch.collector import collector_resumed
 from retrograd._torch.guards import InputGuard, changed_sizes
 from retrograd._torch.locks import ForkSafeLock
 from retrograd._torch.stance import compile_stance
@@ -80,6 +81,44 @@ class BoxedRunner:
             return None
         self._postponed = because, runs - 1
         return because
+
+    # for plans that have settled
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether it will never be lowered (again)."""
+        return self._interpret_because is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is interpreted for the time being, and will have code."""
+        return self._postponed[1] > 0 or any(lowered.later is not None for lowered in self._lowered)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether it was lowered last with every size fixed."""
+        return bool(self._lowered) and self._lowered[0].guard.is_static
+
+    @property
+    def captured(self) -> Boxed:
+        """The function as captured."""
+        return self._run_as_captured
+
+    @without_torch_functions
+    def direct_code(self, args: list[Any]) -> Lowered | None:
+        """What `run` would run for these values, if nothing has to be decided when it runs but its guards;
+        `args` stays as it is."""
+        if self.is_waiting or determinism_is_on() or why_interpreted_now(args) is not None:
+            return None
+        modes = modes_of_lowering()
+        fitting = (lowered for lowered in self._lowered if lowered.modes == modes)
+        return next((lowered for lowered in fitting if lowered.is_direct and lowered.guard.check(args)), None)
+
+    def failed(self, error: Exception) -> None:
+        """Code that `direct_code` gave has raised."""
+        counters["run_failures"] += 1
+        if not isinstance(error, torch.OutOfMemoryError):
+            self._distrust(error)
 
     # run
 
@@ -218,7 +257,7 @@ class BoxedRunner:
             return None
         if self._stance_refuses(because):
             return None
-        with _one_at_a_time:
+        with _one_at_a_time, collector_resumed():
             lowered = self._compile(flat, border)
         recompile = bool(self._lowered)
         self._lowered.insert(0, lowered)

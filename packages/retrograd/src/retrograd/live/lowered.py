@@ -51,6 +51,11 @@ class Lowered:
         """What must hold, for the report."""
         return str(self.guard) if self.border is None else f"{self.border}; {self.guard}"
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether its code may be called without anything around it: plain tensors in and out, and proven."""
+        return self.border is None and self.differentiable is None and self.later is None and self.has_run
+
     def flat(self, args: list[Any]) -> list[Any] | None:
         """The values that its code takes, if `args` fit; None if they do not."""
         flat = args if self.border is None else self.border.enter(args)
