@@ -130,7 +130,8 @@ def compile(
         backend: as in `compiled_autograd`, for forward and backward.
         fullgraph, dynamic, mode: as in ``torch.compile``.
         options: as in ``torch.compile(backend="retrograd", options=...)``, without ``"backend"``;
-            see ``retrograd.dynamo.list_options()``. ``"strict"`` and ``"regions"`` hold for the live path too.
+            see ``retrograd.dynamo.list_options()``. ``"strict"`` and ``"regions"`` hold for the live path
+            too.
 
     Returns:
         What ``torch.compile`` returns: for a module, a module.

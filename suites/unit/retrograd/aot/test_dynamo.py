@@ -107,6 +107,11 @@ def test_an_unknown_option_is_refused_with_the_sorted_valid_ones():
     )
 
 
+def test_regions_that_are_no_number_of_nodes_are_refused():
+    with pytest.raises(BackendError, match="option 'regions': regions must be True, False or a number"):
+        retrograd(torch.fx.GraphModule({}, torch.fx.Graph()), [], options={"regions": "all"})
+
+
 def test_an_unknown_mode_is_refused_with_the_sorted_valid_ones():
     with pytest.raises(
         BackendError, match="expected one of default, max-autotune, max-autotune-no-cudagraphs, "
@@ -145,7 +150,8 @@ def test_modes_and_options_are_listed():
         "reduce-overhead",
     }
     listed = list_options()
-    assert listed[:6] == ["backend", "backward", "partitioner", "passes", "single_region", "strict"]
+    ours = ["backend", "backward", "partitioner", "passes", "regions", "single_region", "strict"]
+    assert listed[:7] == ours
     assert "max_autotune" in listed
     assert "triton.cudagraphs" not in listed
 

@@ -103,7 +103,9 @@ def test_three_layers() -> None:
         lines.append(f"{makes} = part_{number}({reads})")
     first = {part.key: text(graph_of(gm, part, [])) for part in reversed(parts)}
     shown = [f"part_{number}:\n{first[key]}" for key, number in known.items()]
-    assert_expected_inline("\n\n".join(["\n".join(lines), *shown]), """\
+    assert_expected_inline(
+        "\n\n".join(["\n".join(lines), *shown]),
+        """\
 sin = part_0(arg0_1)
 add = part_1(sin, arg1_1)
 add_1 = part_1(add, arg2_1)
@@ -127,7 +129,8 @@ return [add]
 part_2:
 in_0: [4, 4]
 cos = aten.cos.default(in_0)
-return [cos]""")
+return [cos]""",
+    )
 
 
 def test_layers_are_compiled_once() -> None:

@@ -95,7 +95,7 @@ def _minimum_cut(module: fx.GraphModule, inputs: Sequence[Any], forward_count: i
         raise _ChosenError(_reached(joint.graph, forward_count, {*values, *saved_sym_nodes}))
 
     with _ONE_AT_A_TIME:
-        partitioners._extract_fwd_bwd_modules = stop
+        setattr(partitioners, "_extract_fwd_bwd_modules", stop)  # noqa: B010 - of another signature
         try:
             partitioners.min_cut_rematerialization_partition(module, inputs, num_fwd_outputs=forward_count)
         except _ChosenError as chosen:
