@@ -107,6 +107,11 @@ def test_an_unknown_option_is_refused_with_the_sorted_valid_ones():
     )
 
 
+def test_regions_that_are_no_number_of_nodes_are_refused():
+    with pytest.raises(BackendError, match="option 'regions': regions must be True, False or a number"):
+        retrograd(torch.fx.GraphModule({}, torch.fx.Graph()), [], options={"regions": "all"})
+
+
 def test_an_unknown_mode_is_refused_with_the_sorted_valid_ones():
     with pytest.raises(
         BackendError, match="expected one of default, max-autotune, max-autotune-no-cudagraphs, "

@@ -64,7 +64,7 @@ def _is_laid_out_freely(node: fx.Node) -> bool:
     all of a graph: each border would bring copies from one layout to the other."""
     if node.target is not torch.ops.aten.convolution.default:
         return False
-    value = node.meta.get("val")
+    value: Any = node.meta.get("val")
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim() if value is not None else 0)
     return last is not None and not value.is_contiguous(memory_format=last)
 
@@ -76,7 +76,7 @@ def _frozen(value: Any, operands: list[fx.Node]) -> Hashable:
         operands.append(value)
         return _OPERAND
     if kind is int or kind is str or value is None or isinstance(value, _PLAIN):
-        return value  # type: ignore[no-any-return]
+        return value
     if isinstance(value, (tuple, list)):
         return ("items", *[_frozen(item, operands) for item in value])
     if isinstance(value, dict):

@@ -61,7 +61,7 @@ def compile_in_regions(
     placeholders = tuple(map(_name, gm.graph.find_nodes(op="placeholder")))
     results: Any = gm.graph.output_node().args[0]
     given = [_name(result) if isinstance(result, fx.Node) else result for result in results]
-    held = {_name(node): _held(gm, node) for node in gm.graph.find_nodes(op="get_attr")}
+    held: dict[str, Any] = {_name(node): _held(gm, node) for node in gm.graph.find_nodes(op="get_attr")}
     return straight_line(Border(placeholders, symbols.read(), held, given), steps)
 
 
