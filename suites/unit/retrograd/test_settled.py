@@ -267,7 +267,9 @@ def test_a_saved_tensor_that_a_hook_changes_is_eagers_error(backend: str) -> Non
         change = number == 4
         with retrograd.compiled_autograd(backend=backend):
             if change:
-                with pytest.raises(RuntimeError, match="modified by an inplace operation: .* expected version"):
+                with pytest.raises(
+                    RuntimeError, match="modified by an inplace operation: .* expected version"
+                ):
                     high.sum().backward()
             else:
                 high.sum().backward()

@@ -7,19 +7,23 @@ reads.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
 from torch._functorch import config as functorch_config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch import partitioners
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.lazy_modules import lazily, lazy_graph_module
+from retrograd._torch.locks import ForkSafeLock
 
 __all__ = ["cut_by"]
 
+#: a function of torch's is replaced while it runs.
+_ONE_AT_A_TIME = ForkSafeLock()
 
 #: what torch's partitioner gives a backward besides values of the joint graph: cotangents, and states of
 #: generators from which numbers are drawn again.
@@ -56,13 +60,60 @@ def cut_by(
     names = {copy.name: node.name for node, copy in made.items()}
     inputs = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
     context = tracing(TracingContext(detect_fake_mode(inputs)))  # for states of generators
+    module = lazy_graph_module(gm, graph)
     with functorch_config.patch(cse=False), lazily(), context:
-        _, backward = (partitioner or min_cut_rematerialization_partition)(
-            lazy_graph_module(gm, graph), inputs, num_fwd_outputs=forward_count
-        )
-    placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
-    return [
-        names.get(node.name, node.name)
-        for node in placeholders
-        if not str(node.target).startswith(_NO_VALUES) and names.get(node.name) not in cotangents
-    ]
+        if partitioner is None:
+            chosen = [node.name for node in _minimum_cut(module, inputs, forward_count)]
+        else:
+            _, backward = partitioner(module, inputs, num_fwd_outputs=forward_count)
+            chosen = [n.name for n in backward.graph.nodes if n.op == "placeholder" and _is_value(n)]
+    return [names.get(name, name) for name in chosen if names.get(name) not in cotangents]
+
+
+def _is_value(placeholder: fx.Node) -> bool:
+    return not str(placeholder.target).startswith(_NO_VALUES)
+
+
+class _ChosenError(Exception):
+    """Not an error: leaves torch's partitioner when it has chosen what is saved."""
+
+    def __init__(self, saved: Sequence[fx.Node]) -> None:
+        super().__init__()
+        self.saved = saved
+
+
+def _minimum_cut(module: fx.GraphModule, inputs: Sequence[Any], forward_count: int) -> Sequence[fx.Node]:
+    """What torch's minimum cut saves, of that what the backward reads.
+
+    From what is chosen torch goes on to make two graphs, which takes as long again; ours are made elsewhere.
+    """
+    make_halves, this_thread = partitioners._extract_fwd_bwd_modules, threading.get_ident()
+
+    def stop(joint: Any, values: Any, saved_sym_nodes: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != this_thread:
+            return make_halves(joint, values, saved_sym_nodes, *args, **kwargs)
+        raise _ChosenError(_reached(joint.graph, forward_count, {*values, *saved_sym_nodes}))
+
+    with _ONE_AT_A_TIME:
+        setattr(partitioners, "_extract_fwd_bwd_modules", stop)  # noqa: B010 - of another signature
+        try:
+            partitioners.min_cut_rematerialization_partition(module, inputs, num_fwd_outputs=forward_count)
+        except _ChosenError as chosen:
+            return chosen.saved
+        finally:
+            partitioners._extract_fwd_bwd_modules = make_halves
+    raise AssertionError("torch's partitioner has made no halves")
+
+
+def _reached(graph: fx.Graph, forward_count: int, saved: set[fx.Node]) -> list[fx.Node]:
+    """Those of `saved` that results behind the first `forward_count` are computed of."""
+    results: Any = graph.output_node().args[0]
+    stack = [node for node in results[forward_count:] if isinstance(node, fx.Node)]
+    seen = set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            if node not in saved:
+                stack.extend(node.all_input_nodes)
+    return [node for node in graph.nodes if node in saved and node in seen]

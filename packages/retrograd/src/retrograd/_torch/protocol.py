@@ -95,8 +95,11 @@ class EngineProtocol:
     def _stand_in(self, value: Value) -> torch.Tensor | None:
         if value is None:
             return None
-        with unset_fake_temporarily():
-            tensor = torch.empty(0, device="cpu")
+        if self._symbols:
+            with unset_fake_temporarily():
+                tensor = _EMPTY.detach()
+        else:
+            tensor = _EMPTY.detach()
         self._values[id(tensor)] = value
         self._kept.append(tensor)
         return tensor
@@ -119,6 +122,11 @@ class EngineProtocol:
             raise self._failure
 
     def _read(self, argument: Any) -> Any:
+        kind = type(argument)
+        if kind in _PLAIN:
+            return argument
+        if kind is list or kind is tuple:
+            return kind(map(self._read, argument))
         if isinstance(argument, torch.Tensor):
             try:
                 return self._values[id(argument)]
@@ -129,8 +137,6 @@ class EngineProtocol:
                 return self._symbols[_symbol(argument)]
             except KeyError:
                 raise LookupError(f"the engine computed with a lifted size: {argument}") from None
-        if type(argument) in (list, tuple):
-            return type(argument)(map(self._read, argument))
         return argument
 
     def _read_list(self, arguments: Sequence[Any]) -> list[Value]:
@@ -304,6 +310,12 @@ class EngineProtocol:
         """Leave the modes that the capture entered. The engine calls it, and the window when it closes."""
         self._modes.close()
 
+
+#: types of what is passed on as it is; asked first, for there is much of it.
+_PLAIN = frozenset({int, bool, float, type(None)})
+
+#: what stand-ins are made of: the engine tells them apart, and looks at nothing else.
+_EMPTY = torch.empty(0, device="cpu")
 
 #: what a stand-in means after something has failed.
 _NOTHING = object()

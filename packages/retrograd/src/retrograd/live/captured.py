@@ -158,7 +158,12 @@ def _order_is_visible(backward: BackwardGraph) -> bool:
 def _with_sources(backward: BackwardGraph, nodes: Sequence[Any]) -> BackwardGraph:
     """Name the user's lines where torch knows them; `nodes` are the autograd nodes by node-call index."""
     lines = ["" if node is None else forward_line(node) for node in nodes]
-    named = [replace(call, source=line) for call, line in zip(backward.node_calls, lines, strict=False)]
+    if not any(lines):
+        return backward
+    named = [
+        replace(call, source=line) if line else call
+        for call, line in zip(backward.node_calls, lines, strict=False)
+    ]
     return replace(backward, node_calls=tuple(named))
 
 

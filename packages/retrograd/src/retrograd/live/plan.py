@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,7 @@ from retrograd.graph.backward_graph import BackwardGraph, SourceKind, call_of, s
 from retrograd.graph.hook_kind import CallKind
 from retrograd.graph.report import BackwardReport
 from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment
+from retrograd.live.background import take_finished
 from retrograd.live.calls.gradients import accumulate_grad
 from retrograd.live.calls.saved import ModifiedTensor
 from retrograd.live.cut import cut, whole
@@ -45,6 +47,15 @@ from retrograd.live.sharing import changing_numbers
 from retrograd.live.step_through import argument_values
 
 __all__ = ["Plan"]
+
+#: from so many copies of a region on, what is no copy, and no larger part of the backward than one in so
+#: many, is compiled later.
+REGION_RULES = 6
+
+#: how often it is interpreted until then.
+RUNS_OF_THE_REST = 4
+
+_RARE = "a small part of this backward that is met once in it: compiled when the backward has run a few times"
 
 Values = dict[fx.Node, Any]
 
@@ -110,6 +121,19 @@ class Plan:
             runner_of(step, next(number), config, backend, self.log) if isinstance(step, Segment) else None
             for step in self.schedule.steps
         )
+        self._postpone_the_rest()
+
+    def _postpone_the_rest(self) -> None:
+        """Where one region makes up most of a backward, what is met only once, and is small, waits: compiling
+        it takes as long as compiling the region, and pays little."""
+        runners = [runner for runner in self._runners if runner is not None]
+        copies = Counter(id(runner.shared) for runner in runners)
+        if max(copies.values(), default=0) < REGION_RULES:
+            return
+        total = sum(len(segment.nodes) for segment in self.schedule.segments)
+        for segment, runner in zip(self.schedule.segments, runners, strict=True):
+            if copies[id(runner.shared)] == 1 and len(segment.nodes) * REGION_RULES <= total:
+                runner.postpone(_RARE, RUNS_OF_THE_REST)
 
     @property
     def runs_user_code(self) -> bool:
@@ -128,6 +152,7 @@ class Plan:
             call: what the engine collected; its lists are emptied.
             running: told which node call user code runs for.
         """
+        take_finished()
         self.report.runs += 1
         counters["runs"] += 1
         with watching() if self.runs_user_code else _NO_CHANGES as changes:
@@ -189,7 +214,7 @@ class Plan:
         """What watches this run, if the plan may settle in it."""
         if self.report.runs <= SETTLES_AFTER or self._attempts >= ATTEMPTS or torch.is_grad_enabled():
             return None
-        if not are_modes_plain():
+        if not are_modes_plain() or any(runner.is_waiting for runner in self._runners if runner is not None):
             return None
         self._attempts += 1
         return Settling(self.schedule, self._placeholders, self._outputs, self._saved, self._runners, call)

@@ -221,7 +221,7 @@ class Settling:
             return None
         check = None if number in self._known else _answering(lowered.guard.check)
         given = tuple(place is not None for place in lowered.given)
-        return Code(lowered.run, lowered.fed, given, check, is_compiled=True)
+        return Code(runner.code_of(lowered), lowered.fed, given, check, is_compiled=True)
 
     def settled(self) -> SettledPlan | None:
         """The plan, settled; None if it cannot be: a segment has to decide when it runs what it runs."""
