@@ -1,9 +1,9 @@
 """All segments of a settled plan as one function, apart from the accumulations.
 
-In: the `Laid` of a plan without opaque calls. Out: `JoinedSegments`: a function from a list of the values that
-segments read to a list of the gradients, which neither reads nor writes anything else, and the way back: a plan
-that calls a function of that shape and writes ``.grad``. What lies between, such as the capture of the function
-in one CUDA graph, is the business of others.
+In: the `Laid` of a plan without opaque calls. Out: `JoinedSegments`: a function from a list of the values
+that segments read to a list of the gradients, which neither reads nor writes anything else, and the way back:
+a plan that calls a function of that shape and writes ``.grad``. What lies between, such as the capture of the
+function in one CUDA graph, is the business of others.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class JoinedSegments:
         """The plan with `run` in place of the segments: what a `SettledPlan` is made of.
 
         Args:
-            run: as `JoinedSegments.run`. A gradient to which `run` keeps a reference is copied into ``.grad``,
+            run: as `JoinedSegments.run`. A gradient that `run` keeps a reference to is copied into ``.grad``,
                 one to which it keeps none is stolen.
         """
         nodes = tuple(node for step in self._laid.schedule.segments for node in step.nodes)
@@ -59,8 +59,8 @@ class JoinedSegments:
 
 
 def joined(laid: Laid) -> JoinedSegments | None:
-    """The segments of a plan as one function; None if something has to run between them, or if a segment asks
-    a guard of its own."""
+    """The segments of a plan as one function; None if something has to run between them, or if a segment
+    asks a guard of its own."""
     if any(isinstance(step, OpaqueCall) for step in laid.schedule.steps):
         return None
     if any(code.check is not None for code in laid.codes.values()):
@@ -68,7 +68,8 @@ def joined(laid: Laid) -> JoinedSegments | None:
     segments = laid.schedule.segments
     made = {node for step in segments for node in step.outputs}
     grads = [step.node.args[1] for step in laid.schedule.steps if isinstance(step, Accumulation)]
-    gives = tuple(dict.fromkeys(node for node in (*grads, *laid.outputs) if node in made))
+    results = (node for node in (*grads, *laid.outputs) if isinstance(node, fx.Node) and node in made)
+    gives = tuple(dict.fromkeys(results))
     takes = tuple(dict.fromkeys(node for step in segments for node in step.inputs if node not in made))
     codes = [code for _, code in sorted(laid.codes.items())]
     inner = replace(
