@@ -12,8 +12,8 @@ tensors are looked at for changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,16 +30,20 @@ from retrograd._torch.thread_state import (
     without_torch_functions,
 )
 from retrograd._torch.versions import Versions
+from retrograd.backends.base import Boxed
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import Source, SourceKind
 from retrograd.graph.schedule import OpaqueCall, Schedule, Segment
+from retrograd.live.joined_segments import joined
 from retrograd.live.lower import BoxedRunner
+from retrograd.live.lowered import Lowered
 from retrograd.live.running import RunningBackward
 from retrograd.live.settled_source import Check, Code, Laid, Written, write
 
 __all__ = ["Left", "SettledPlan", "Settling"]
 
 Values = dict[fx.Node, Any]
+Record = Callable[..., Boxed]
 Runners = Sequence[BoxedRunner | None]
 
 
@@ -150,9 +154,11 @@ class Settling:
         schedule, placeholders, outputs, saved: of the plan. runners: of its segments, by step.
         traces: whether segments are compiled at all.
         call: the run's values, not yet bound.
+        record: given a function of all segments and the graphs that they were compiled from, returns one that
+            is replayed as a CUDA graph where that is safe; None if that is not wanted.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a plan's parts, and one run of it
         self,
         schedule: Schedule,
         placeholders: Sequence[tuple[fx.Node, Source]],
@@ -160,8 +166,9 @@ class Settling:
         saved: frozenset[fx.Node],
         runners: Runners,
         call: Collected,
+        record: Record | None = None,
     ) -> None:
-        self._schedule, self._runners = schedule, runners
+        self._schedule, self._runners, self._record = schedule, runners, record
         self._placeholders, self._outputs, self._saved = placeholders, outputs, saved
         self._lengths = {
             SourceKind.INPUT: len(call.inputs),
@@ -174,6 +181,7 @@ class Settling:
         self._guarded: tuple[fx.Node, ...] = ()
         self._guard: InputGuard | None = None
         self._codes: dict[int, Code] = {}
+        self._lowered: dict[int, Lowered] = {}
         self._failed = False
 
     @without_torch_functions
@@ -219,6 +227,7 @@ class Settling:
         lowered = runner.direct_code(args)
         if lowered is None or (number in self._known and not lowered.guard.is_static):
             return None
+        self._lowered[number] = lowered
         check = None if number in self._known else _answering(lowered.guard.check)
         given = tuple(place is not None for place in lowered.given)
         return Code(runner.code_of(lowered), lowered.fed, given, check, is_compiled=True)
@@ -238,10 +247,21 @@ class Settling:
             self._saved,
         )
         try:
-            return SettledPlan(laid, self._runners)
+            return SettledPlan(self._recorded(laid), self._runners)
         except Exception:
             live_log.exception("a plan does not settle")
             return None
+
+    def _recorded(self, laid: Laid) -> Laid:
+        """The plan with one recording of all its segments, if there can be one, in place of one for each."""
+        if self._record is None or self._lowered.keys() != laid.codes.keys():
+            return laid
+        codes = {number: replace(code, run=self._lowered[number].run) for number, code in laid.codes.items()}
+        whole = joined(replace(laid, codes=codes))
+        if whole is None:
+            return laid
+        graphs = dict.fromkeys(lowered.graph for lowered in self._lowered.values())
+        return whole.around(self._record(whole.run, *graphs))
 
 
 def _answering(check: Check) -> Check:
