@@ -6,7 +6,7 @@ In: the keyword arguments of ``retrograd.compiled_autograd``. Out: `Config`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,16 +45,25 @@ class Config:
         opaque: names of autograd nodes (``"MulBackward0"``) to be run as opaque calls.
         regions: whether structure that repeats itself is compiled once, where that is worth it; a number:
             from how many autograd nodes on it is.
+        background: compile on another thread, and interpret until the code is there.
+        cudagraphs: record what compiled segments do on a CUDA device, and replay it where that is safe.
     """
 
-    backend: str | CompileFn = "inductor"
+    backend: str | CompileFn = field(default="inductor", compare=False)
     strict: bool = False
     dynamic: bool | None = None
     recompile_limit: int = 8
     opaque: frozenset[str] = frozenset()
     regions: bool | int = True
+    background: bool = False
+    cudagraphs: bool = False
+
+    #: what tells two backends apart: a callable need not be hashable, and is equal to itself only.
+    _backend_key: str | int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        key = self.backend if isinstance(self.backend, str) else id(self.backend)
+        object.__setattr__(self, "_backend_key", key)
         if self.recompile_limit < 1:
             raise ValueError(f"recompile_limit must be at least 1, got {self.recompile_limit}")
         if self.dynamic not in (None, True, False):

@@ -54,6 +54,7 @@ class AotConfig:
         single_region: as in ``aot.capture``.
         cache_size: kinds of input whose code is kept; the one that was not used for longest is given up
             first.
+        cudagraphs: as in ``aot.compile``.
         regions: as in ``aot.compile``.
     """
 
@@ -66,6 +67,7 @@ class AotConfig:
     recompile_limit: int = 8
     single_region: bool = False
     cache_size: int = 64
+    cudagraphs: bool = False
     regions: bool | int = True
 
     def __post_init__(self) -> None:
@@ -235,7 +237,13 @@ class AotFunction:
         for change in config.passes:
             captured = captured.apply(change)
         parts = partition(captured, config.partitioner)
-        code = compile_partition(parts, config.backend, config.backward, regions=config.regions).code
+        code = compile_partition(
+            parts,
+            config.backend,
+            config.backward,
+            cudagraphs=config.cudagraphs,
+            regions=config.regions,
+        ).code
         report.captured(parts)
         return code
 
@@ -280,6 +288,7 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
     recompile_limit: int = 8,
     single_region: bool = False,
     cache_size: int = 64,
+    cudagraphs: bool = False,
     regions: bool | int = True,
 ) -> AotFunction:
     """Capture and compile `fn` for each kind of input that it is called with.
@@ -299,6 +308,7 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
         single_region: differentiate all outputs together, as stock AOTAutograd does.
         cache_size: kinds of input whose code is kept; the one that was not used for longest is given up
             first.
+        cudagraphs: as in ``aot.compile``.
         regions: as in ``aot.compile``.
 
     Raises:
@@ -317,6 +327,7 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
         recompile_limit,
         single_region,
         cache_size,
+        cudagraphs,
         regions,
     )
     return AotFunction(fn, config)

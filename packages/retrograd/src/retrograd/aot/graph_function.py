@@ -151,7 +151,12 @@ class GraphFunction:
         # With symbolic sizes the backward is compiled now too: Dynamo installs only guards that are made now.
         lazy = not has_symbols(state.fake_mode)
         code = compile_partition(
-            parts, config.backend, config.backward, lazy=lazy, regions=config.regions
+            parts,
+            config.backend,
+            config.backward,
+            lazy=lazy,
+            cudagraphs=config.cudagraphs,
+            regions=config.regions,
         ).code
         report.captured(parts)
         return code

@@ -51,6 +51,10 @@ class Backend(Protocol):
     traces: bool
     takes_parts: bool
 
+    def prepare(self) -> None:
+        """Somebody will compile before long."""
+        ...
+
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """Decompositions to apply while tracing."""
         ...

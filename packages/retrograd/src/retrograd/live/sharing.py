@@ -17,10 +17,11 @@ from torch import fx
 
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.hook_kind import CallKind
+from retrograd.live.lifting import Family
 from retrograd.live.lowered import Lowerings
 from retrograd.live.structure import structure_and_numbers
 
-__all__ = ["Recent", "changing_numbers", "forget_shared", "lowerings", "runners"]
+__all__ = ["Recent", "changing_numbers", "families", "forget_shared", "lowerings", "runners"]
 
 T = TypeVar("T")
 
@@ -77,6 +78,9 @@ _numbers: Recent[_Numbers] = Recent(KEPT)
 #: runners of segments by settings, place and structure.
 runners: Recent[object] = Recent(KEPT)
 
+#: segments that are equal but for their numbers, by settings and structure without the numbers.
+families: Recent[Family] = Recent(KEPT)
+
 #: the code of segments by settings and structure.
 lowerings: Recent[Lowerings] = Recent(KEPT)
 
@@ -101,3 +105,4 @@ def forget_shared() -> None:
     _numbers.clear()
     runners.clear()
     lowerings.clear()
+    families.clear()
