@@ -138,7 +138,7 @@ def test_a_forward_does_not_touch_what_one_before_it_saved(recorder):
 def test_a_live_context_without_a_device_says_that_nothing_is_recorded():
     context = retrograd.compiled_autograd("aten", cudagraphs=True)
     x = torch.ones(3, requires_grad=True)
-    for _ in range(2):  # the plan settles in the second run, and would be recorded then
+    for _ in range(3):  # the first with no .grad; the plan settles in its second run, and would be recorded
         with context:
             x.sin().exp().sum().backward()
     assert "note  no CUDA graph is recorded: it has tensors on cpu" in str(context.explain())
