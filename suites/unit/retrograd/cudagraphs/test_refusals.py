@@ -25,7 +25,6 @@ def test_a_graph_of_one_device_and_static_sizes_is_recorded():
 @pytest.mark.parametrize(
     ("fn", "text"),
     [
-        (lambda a: torch.bernoulli(a), "it draws random numbers (bernoulli)"),
         (lambda a: a * 2 if a.sum().item() is None else a.sin(), "what it does depends on values"),
         (lambda a: a.nonzero(), "what it does depends on values"),
         (lambda a: a.add_(1), "it writes to an input (add_)"),
@@ -38,6 +37,18 @@ def test_what_is_not_recorded(fn, text):
     reason = why_not_recorded([traced(fn, torch.ones(3))], "cpu")
     assert reason is not None
     assert text in reason.text
+
+
+def test_random_numbers_are_recorded_but_for_those_of_another_generator():
+    graph = traced(torch.bernoulli, torch.ones(3))
+    assert why_not_recorded([graph], "cpu") is None
+    drawing = next(
+        node for node in graph.nodes if node.op == "call_function" and "bernoulli" in str(node.target)
+    )
+    drawing.kwargs = {**drawing.kwargs, "generator": torch.Generator()}
+    reason = why_not_recorded([graph], "cpu")
+    assert reason is not None
+    assert "a generator of its own (bernoulli" in reason.text
 
 
 def test_symbolic_sizes_are_not_recorded():
@@ -58,7 +69,7 @@ def test_tensors_on_another_type_of_device_are_not_recorded_and_the_code_stays_a
 
 
 @pytest.mark.parametrize(("probability", "is_recorded"), [(0.0, True), (0.1, False)])
-def test_attention_draws_only_if_it_drops_something(probability, is_recorded):
+def test_attention_is_recorded_only_if_it_drops_nothing(probability, is_recorded):
     graph = torch.fx.Graph()
     value = graph.placeholder("a")
     value.meta["val"] = torch.ones(1)
@@ -74,7 +85,7 @@ def test_attention_draws_only_if_it_drops_something(probability, is_recorded):
 
 
 def test_one_of_several_graphs_is_enough_to_refuse_them():
-    fine, random = traced(torch.sin, torch.ones(3)), traced(torch.bernoulli, torch.ones(3))
+    fine, looking = traced(torch.sin, torch.ones(3)), traced(torch.nonzero, torch.ones(3))
     assert why_not_recorded([fine, fine], "cpu") is None
-    assert why_not_recorded([fine, random], "cpu").code == "cuda-graphs-operator"
+    assert why_not_recorded([fine, looking], "cpu").code == "cuda-graphs-operator"
     assert why_not_recorded([], "cpu").text.endswith("are on no device, and not on one device")

@@ -73,6 +73,39 @@ def test_live_segments_are_replayed(recorder):
     assert not context.explain().backwards[0].notes
 
 
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.SiLU()) for _ in range(8)]
+    return nn.Sequential(*layers, nn.Linear(4, 3))
+
+
+def test_all_regions_of_a_plan_are_one_recording(recorder):
+    context = retrograd.compiled_autograd("aten", cudagraphs=True, regions=2, strict=True)
+    found, wanted = deep(), deep()
+    torch.manual_seed(1)
+    expected = steps(wanted, wanted, count=16)
+    torch.manual_seed(1)
+    torch.testing.assert_close(steps(found, found, context, count=16), expected)
+    assert len(context.explain().backwards[0].schedule.segments) > 2
+    before = recorder.replays
+    steps(found, found, context, count=4)
+    assert recorder.replays - before <= 4
+    assert 1 <= recorder.records <= graphed_call.MOST_RECORDINGS
+
+
+def test_segments_between_hooks_are_recorded_one_by_one(recorder):
+    context = retrograd.compiled_autograd("aten", cudagraphs=True)
+    seen = []
+
+    def build(model):
+        model[1].register_full_backward_hook(lambda *_: seen.append(len(seen)))
+        return model
+
+    as_eager(build, context)
+    assert len(seen) == 8
+    assert recorder.replays
+
+
 def test_live_segments_behind_a_recorded_forward(recorder):
     context = retrograd.compiled_autograd("aten", cudagraphs=True)
     as_eager(lambda model: aot.module(model, backend="aten", cudagraphs=True), context)
@@ -105,8 +138,9 @@ def test_a_forward_does_not_touch_what_one_before_it_saved(recorder):
 def test_a_live_context_without_a_device_says_that_nothing_is_recorded():
     context = retrograd.compiled_autograd("aten", cudagraphs=True)
     x = torch.ones(3, requires_grad=True)
-    with context:
-        x.sin().exp().sum().backward()
+    for _ in range(3):  # the first with no .grad; the plan settles in its second run, and would be recorded
+        with context:
+            x.sin().exp().sum().backward()
     assert "note  no CUDA graph is recorded: it has tensors on cpu" in str(context.explain())
 
 

@@ -30,5 +30,5 @@
   `subclass_metadata` (wrapper subclasses at the border of a segment), `boxed`, `inductor`,
   `strides` (of its results)
 - recording it: `cuda_graphs`, `addresses` (tensors as memory)
-- making graphs at little cost: `fx_nodes`, `garbage` (no search for it meanwhile)
+- making graphs at little cost: `fx_nodes`
 """

@@ -144,7 +144,9 @@ class CudaRecorder:
 
     def _clean(self, device: torch.device, pool: _Pool) -> None:
         """What torch leaves behind if a capture cannot be ended: the allocator, which goes on serving it, and
-        generators, which believe in it until another one ends well."""
+        generators, which believe in it until another one ends well. The allocator of pinned memory can not be
+        told: it never takes this pool again, so there will be another common one."""
+        self._common = {key: found for key, found in self._common.items() if found[0] != pool}
         for clean in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
             try:
                 clean(device.index, pool)

@@ -8,7 +8,7 @@ The gateway is replaced while at least one context of ours is active, and put ba
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Protocol
@@ -53,12 +53,27 @@ class EngineRequest:
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> EngineRequest:
         """Read the arguments as the gateway receives them."""
-        request = cls(*args, **kwargs)
-        return replace(
-            request,
-            tensors=tuple(request.tensors),
-            grad_tensors=tuple(request.grad_tensors),
-            inputs=tuple(request.inputs or ()),
+        return cls._of(*args, **kwargs)
+
+    @classmethod
+    def _of(
+        cls,
+        tensors: Iterable[Any],
+        grad_tensors: Iterable[Any],
+        keep_graph: bool,
+        create_graph: bool,
+        inputs: Iterable[Any] | None = (),
+        allow_unreachable: bool = False,
+        accumulate_grad: bool = False,
+    ) -> EngineRequest:
+        return cls(
+            tuple(tensors),
+            tuple(grad_tensors),
+            keep_graph,
+            create_graph,
+            tuple(inputs or ()),
+            allow_unreachable,
+            accumulate_grad,
         )
 
 

@@ -24,7 +24,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from retrograd._torch.aot_functions import is_aot_function, read_aot_backward
 from retrograd._torch.collect import runtime_wrapper
-from retrograd._torch.garbage import no_garbage_search
 from retrograd._torch.tensors import zeros_of_slot
 from retrograd.graph.aot_backward import AotBackward, AotCall, NotInlinedError
 from retrograd.graph.hook_kind import HookKind
@@ -148,7 +147,6 @@ class EngineProtocol:
     def begin_capture(
         self, inputs: list[torch.Tensor], sizes: Sequence[int], scalars: list[Any], origins: Any, *_: Any
     ) -> tuple[str, list[Any], list[Any], list[Any]]:
-        self._modes.enter_context(no_garbage_search)
         values = self._recorder.begin(len(inputs), len(sizes), len(scalars))
         if not sizes and not scalars:
             return "0", self._stand_ins(values[0]), [], []
@@ -304,10 +302,9 @@ class EngineProtocol:
         """Verbose logging of stock; ours says why in its own words."""
 
     def end_capture(self, outputs: Any) -> tuple[Callable[..., Any], Any]:
-        with no_garbage_search:
-            self._modes.close()
-            self._raise_failure()
-            return runtime_wrapper, self._recorder.finish(self._read_list(outputs))
+        self._modes.close()
+        self._raise_failure()
+        return runtime_wrapper, self._recorder.finish(self._read_list(outputs))
 
     def close(self) -> None:
         """Leave the modes that the capture entered. The engine calls it, and the window when it closes."""

@@ -132,14 +132,17 @@ def as_if_autocast(dtype: torch.dtype | None, fn: Callable[..., Any], /, *args: 
 class UserCode:
     """Calls user code, one call after the other, as inside `thread_state_kept`; cheap where nothing changes.
 
+    Args:
+        lowering: what `modes_of_lowering` gives now.
+
     Attributes:
         left: the modes as the last call left them, None if as before it.
     """
 
     __slots__ = ("_before", "_lowering", "left")
 
-    def __init__(self) -> None:
-        self._before, self._lowering = _modes(), modes_of_lowering()
+    def __init__(self, lowering: tuple[object, ...]) -> None:
+        self._before, self._lowering = _modes(), lowering
         self.left: Modes | None = None
 
     def call(self, fn: Callable[..., T], args: Sequence[Any]) -> T:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from retrograd._torch.garbage import no_garbage_search
+from retrograd._torch.collector import collector_paused
 from retrograd._torch.history import History, history_of, saved_tensors_unseen
 from retrograd._torch.lazy_modules import lazily
 from retrograd._torch.provenance import noting
@@ -137,7 +137,7 @@ def trace(
         return tuple(present)
 
     example_inputs = tuple(fakes[i] for i in fed)
-    with no_garbage_search:
+    with collector_paused():
         with enable_python_dispatcher(), quiet_fakes():
             history = history_of(fn, fakes) if torch.is_grad_enabled() else None
         gm = _functional_graph(flat, example_inputs, decompositions)

@@ -15,6 +15,7 @@ from torch import nn
 
 from retrograd._torch import pytree
 from retrograd._torch.ambient import is_foreign_mode_active, modes_now
+from retrograd._torch.collector import collector_paused
 from retrograd._torch.fakes import why_not_fakeable
 from retrograd._torch.guards import changed_sizes
 from retrograd._torch.leaf_hooks import has_waiting_hooks
@@ -217,6 +218,7 @@ class AotFunction:
                     changed[i] = changed.get(i, frozenset()) | dims
         return changed or None
 
+    @collector_paused()
     def _stages(self, leaves: Sequence[Any], spec: Any, dynamic: Dynamic, stepped: bool) -> CompiledFunction:
         config, state = self.config, self._state
         backend = find_backend(config.backend)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.ambient import is_foreign_mode_active
+from retrograd._torch.collector import collector_paused
 from retrograd._torch.dynamo_bridge import (
     GraphInput,
     fake_of_attribute,
@@ -142,6 +143,7 @@ class GraphFunction:
         self._codes[self._leafness(args)] = code
         return code
 
+    @collector_paused()
     def _compiled(self, state: CaptureState) -> CompiledFunction:
         config = self._config
         joint = capture(state, single_region=config.single_region)

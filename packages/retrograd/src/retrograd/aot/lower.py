@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from retrograd._torch.collector import collector_paused
 from retrograd._torch.joint_tracing import decomposed
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.config import smallest_region
@@ -21,6 +22,7 @@ from retrograd.regions.compile import CALLS_PER_NODE, compile_in_regions
 __all__ = ["lower"]
 
 
+@collector_paused()
 def lower(
     backend: Backend,
     gm: fx.GraphModule,

@@ -67,8 +67,8 @@ def is_passing(reason: Reason) -> bool:
 def _of_call(node: fx.Node) -> str | None:
     if is_higher_order(node.target):
         return None if node.target.name() in _KERNELS else "it runs other graphs"  # type: ignore[union-attr]
-    if is_random(node) and not _drops_nothing(node):
-        return "it draws random numbers"
+    if is_random(node) and (why := _why_not_random(node)) is not None:
+        return why
     if _UNSAFE & set(getattr(node.target, "tags", ())):
         return "what it does depends on values"
     if is_collective(node):
@@ -78,32 +78,14 @@ def _of_call(node: fx.Node) -> str | None:
     return None
 
 
-def _drops_nothing(node: fx.Node) -> bool:
-    """Whether the call draws random numbers only for a dropout whose probability is 0."""
+def _why_not_random(node: fx.Node) -> str | None:
+    """What speaks against random numbers in a recording: it counts on the generator of the device, whose state
+    each replay takes up and moves on; fused attention hands that state out as a value."""
+    if node.kwargs.get("generator") is not None:
+        return "it draws random numbers from a generator of its own"
     for place, argument in enumerate(schema_of(node.target).arguments):
         if argument.name == "dropout_p":
             named = node.kwargs.get("dropout_p", argument.default_value)
-            return bool((node.args[place] if place < len(node.args) else named) == 0.0)
-    return False
-
-
-def _values(node: fx.Node) -> Iterator[torch.Tensor]:
-    yield from _tensors(node.meta.get("val"))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _is_symbolic(value: torch.Tensor) -> bool:
-    numbers = (*value.shape, *value.stride()) if value.layout is torch.strided else value.shape
-    return any(isinstance(number, torch.SymInt) for number in numbers)
-
-
-def _is_number(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return value is not None and not isinstance(value, torch.Tensor)
+            dropped = node.args[place] if place < len(node.args) else named
+            return None if dropped == 0.0 else "it drops out in attention"
+    return None

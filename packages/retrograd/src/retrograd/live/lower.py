@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.boxed import copied
-from retrograd._torch.collector import collector_resumed
+from retrograd._torch.collector import collector_paused
 from retrograd._torch.guards import InputGuard, changed_sizes
 from retrograd._torch.locks import ForkSafeLock
 from retrograd._torch.stance import compile_stance
@@ -177,7 +177,7 @@ class BoxedRunner:
         the compilation; after that they are let go as it goes on, and a failure can only be reported."""
         held = None if lowered.has_run else list(args)
         try:
-            results = lowered(args, flat, self._recorded(lowered))
+            results = lowered(args, flat, self.code_of(lowered))
         except Exception as error:
             counters["run_failures"] += 1
             out_of_memory = isinstance(error, torch.OutOfMemoryError)
@@ -193,11 +193,11 @@ class BoxedRunner:
         lowered.has_run = True
         return results
 
-    def _recorded(self, lowered: Lowered) -> Boxed | None:
-        """The code recorded as a CUDA graph, for this place alone: another place that runs the same code has
-        its inputs elsewhere."""
+    def code_of(self, lowered: Lowered) -> Boxed:
+        """The code, recorded as a CUDA graph if that is wanted: for this place alone, for another place that
+        runs the same code has its inputs elsewhere."""
         if not self._config.cudagraphs:
-            return None
+            return lowered.run
         if lowered not in self._graphed:
             self._graphed[lowered] = graphed(lowered.run, lowered.graph, tell=self._log.noted)
         return self._graphed[lowered]
@@ -257,7 +257,7 @@ class BoxedRunner:
             return None
         if self._stance_refuses(because):
             return None
-        with _one_at_a_time, collector_resumed():
+        with _one_at_a_time, collector_paused():
             lowered = self._compile(flat, border)
         recompile = bool(self._lowered)
         self._lowered.insert(0, lowered)

@@ -62,8 +62,8 @@ class Lowered:
         return flat if flat is not None and self.guard.check(flat) else None
 
     @without_torch_functions
-    def __call__(self, args: list[Any], flat: list[Any], run: Boxed | None = None) -> list[Any]:
-        """The outputs, computed by `run` if it is given; both lists are emptied."""
+    def __call__(self, args: list[Any], flat: list[Any], run: Boxed) -> list[Any]:
+        """The outputs, computed by `run`, which is its code, perhaps recorded; both lists are emptied."""
         if self.differentiable is None:
             return self._outputs(args, flat, run)
         values = list(args)
@@ -71,12 +71,12 @@ class Lowered:
             results = self._outputs(args, flat, run)
         return self.differentiable(results, values)
 
-    def _outputs(self, args: list[Any], flat: list[Any], run: Boxed | None) -> list[Any]:
+    def _outputs(self, args: list[Any], flat: list[Any], run: Boxed) -> list[Any]:
         passed = {} if self.border is None else self.border.passed_through(args)
         inputs = [flat[i] for i in self.fed]
         args.clear()
         flat.clear()
-        results = (run or self.run)(inputs)
+        results = run(inputs)
         outputs = [None if place is None else results[place] for place in self.given]
         return outputs if self.border is None else self.border.exit(outputs, passed)
 

@@ -10,7 +10,7 @@ import itertools
 import operator
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from retrograd._torch.versions import Versions
 from retrograd.backends.base import Backend
 from retrograd.backends.eager import EagerBackend
 from retrograd.config import Config
+from retrograd.cudagraphs import graphed
 from retrograd.events import counters
 from retrograd.graph.backward_graph import BackwardGraph, SourceKind, call_of, source_of
 from retrograd.graph.hook_kind import CallKind
@@ -116,9 +117,11 @@ class Plan:
         number = itertools.count()
         self.log = PlanLog(self.report)
         self._settled: list[SettledPlan] = []
-        self._attempts = 0
+        # Where no user code stands between segments, all of them are recorded together when the plan settles.
+        self._attempts, self._records = 0, config.cudagraphs and not self.runs_user_code
+        own = replace(config, cudagraphs=False) if self._records else config
         self._runners = tuple(
-            runner_of(step, next(number), config, backend, self.log) if isinstance(step, Segment) else None
+            runner_of(step, next(number), own, backend, self.log) if isinstance(step, Segment) else None
             for step in self.schedule.steps
         )
         self._postpone_the_rest()
@@ -217,7 +220,10 @@ class Plan:
         if not are_modes_plain() or any(runner.is_waiting for runner in self._runners if runner is not None):
             return None
         self._attempts += 1
-        return Settling(self.schedule, self._placeholders, self._outputs, self._saved, self._runners, call)
+        record = partial(graphed, tell=self.log.noted) if self._records else None
+        return Settling(
+            self.schedule, self._placeholders, self._outputs, self._saved, self._runners, call, record
+        )
 
     def _steps(self, run: _Run, start: int = 0) -> list[Any]:
         values, versions, left = run.values, run.versions, run.left

@@ -12,8 +12,8 @@ tensors are looked at for changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,22 +23,27 @@ from retrograd._torch.collect import Collected
 from retrograd._torch.guards import InputGuard
 from retrograd._torch.hook_changes import HookChanges
 from retrograd._torch.thread_state import (
+    Modes,
     UserCode,
     are_modes_plain,
     modes_of_lowering,
     without_torch_functions,
 )
 from retrograd._torch.versions import Versions
+from retrograd.backends.base import Boxed
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import Source, SourceKind
 from retrograd.graph.schedule import OpaqueCall, Schedule, Segment
+from retrograd.live.joined_segments import joined
 from retrograd.live.lower import BoxedRunner
+from retrograd.live.lowered import Lowered
 from retrograd.live.running import RunningBackward
 from retrograd.live.settled_source import Check, Code, Laid, Written, write
 
 __all__ = ["Left", "SettledPlan", "Settling"]
 
 Values = dict[fx.Node, Any]
+Record = Callable[..., Boxed]
 Runners = Sequence[BoxedRunner | None]
 
 
@@ -55,23 +60,26 @@ class Left:
     step: int
     values: Values
     versions: Versions[fx.Node]
-    modes: tuple[bool, ...] | None
+    modes: Modes | None
 
 
 class SettledPlan:
     """The steps of one plan, for values and modes like those of one run.
 
     Args:
-        laid: the plan with its code.
-        runners: by step; whose code it is.
+        laid: the plan with its code. A plan without opaque calls may first be given other code for all of its
+            segments together: ``joined(laid).around(run)`` (see `live.joined_segments`).
+        runners: by step of the plan; whose code it is. None for steps that are no segments.
+
+    Attributes:
+        laid, runners: as given.
+        left: how often a run had to go on in the plan.
     """
 
     def __init__(self, laid: Laid, runners: Runners) -> None:
         counters["settled_plans"] += 1
-        self._laid, self._runners = laid, runners
-        self._compiled = tuple(
-            runner for i, runner in enumerate(runners) if runner and laid.codes[i].is_compiled
-        )
+        self.laid, self.runners = laid, runners
+        self._compiled = tuple(runner for runner in runners if runner and not runner.is_interpreted)
         steps = enumerate(laid.schedule.steps)
         self._calls = tuple(number for number, step in steps if isinstance(step, OpaqueCall))
         self._modes = modes_of_lowering()
@@ -94,7 +102,7 @@ class SettledPlan:
         """
         if modes_of_lowering() != self._modes or not are_modes_plain() or self._is_distrusted():
             return None
-        user = UserCode()
+        user = UserCode(self._modes) if self._calls else None
         try:
             result = self._code(call, running, changes, user)
         except Exception as error:
@@ -110,7 +118,7 @@ class SettledPlan:
         self.left += 1
         counters["settled_runs_left"] += 1
         counters["opaque_calls"] += sum(number < step for number in self._calls)
-        return self._left(step, found, user)
+        return self._left(step, found, user.left if user else None)
 
     def _is_distrusted(self) -> bool:
         """Whether code of one of its segments has failed elsewhere."""
@@ -122,12 +130,12 @@ class SettledPlan:
         while trace is not None and trace.tb_frame.f_code is not self._code.__code__:
             trace = trace.tb_next
         step = None if trace is None else self._written.steps.get(trace.tb_lineno)
-        if step is not None and self._laid.codes[step].is_compiled:
-            runner = self._runners[step]
-            assert runner is not None
-            runner.failed(error)
+        if step is not None and self.laid.codes[step].is_compiled:
+            runner = self.runners[step]
+            if runner is not None:
+                runner.failed(error)
 
-    def _left(self, step: int, found: dict[str, Any], user: UserCode) -> Left:
+    def _left(self, step: int, found: dict[str, Any], modes: Modes | None) -> Left:
         versions = Versions.taken(
             pair
             for number, (name, nodes) in self._written.watched.items()
@@ -136,7 +144,7 @@ class SettledPlan:
         )
         values = {node: found[name] for name, node in self._written.values.items() if name in found}
         found.clear()
-        return Left(step, values, versions, user.left)
+        return Left(step, values, versions, modes)
 
 
 class Settling:
@@ -146,9 +154,11 @@ class Settling:
         schedule, placeholders, outputs, saved: of the plan. runners: of its segments, by step.
         traces: whether segments are compiled at all.
         call: the run's values, not yet bound.
+        record: given a function of all segments and the graphs that they were compiled from, returns one that
+            is replayed as a CUDA graph where that is safe; None if that is not wanted.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a plan's parts, and one run of it
         self,
         schedule: Schedule,
         placeholders: Sequence[tuple[fx.Node, Source]],
@@ -156,8 +166,9 @@ class Settling:
         saved: frozenset[fx.Node],
         runners: Runners,
         call: Collected,
+        record: Record | None = None,
     ) -> None:
-        self._schedule, self._runners = schedule, runners
+        self._schedule, self._runners, self._record = schedule, runners, record
         self._placeholders, self._outputs, self._saved = placeholders, outputs, saved
         self._lengths = {
             SourceKind.INPUT: len(call.inputs),
@@ -170,6 +181,7 @@ class Settling:
         self._guarded: tuple[fx.Node, ...] = ()
         self._guard: InputGuard | None = None
         self._codes: dict[int, Code] = {}
+        self._lowered: dict[int, Lowered] = {}
         self._failed = False
 
     @without_torch_functions
@@ -215,9 +227,10 @@ class Settling:
         lowered = runner.direct_code(args)
         if lowered is None or (number in self._known and not lowered.guard.is_static):
             return None
+        self._lowered[number] = lowered
         check = None if number in self._known else _answering(lowered.guard.check)
         given = tuple(place is not None for place in lowered.given)
-        return Code(lowered.run, lowered.fed, given, check, is_compiled=True)
+        return Code(runner.code_of(lowered), lowered.fed, given, check, is_compiled=True)
 
     def settled(self) -> SettledPlan | None:
         """The plan, settled; None if it cannot be: a segment has to decide when it runs what it runs."""
@@ -234,10 +247,21 @@ class Settling:
             self._saved,
         )
         try:
-            return SettledPlan(laid, self._runners)
+            return SettledPlan(self._recorded(laid), self._runners)
         except Exception:
             live_log.exception("a plan does not settle")
             return None
+
+    def _recorded(self, laid: Laid) -> Laid:
+        """The plan with one recording of all its segments, if there can be one, in place of one for each."""
+        if self._record is None or self._lowered.keys() != laid.codes.keys():
+            return laid
+        codes = {number: replace(code, run=self._lowered[number].run) for number, code in laid.codes.items()}
+        whole = joined(replace(laid, codes=codes))
+        if whole is None:
+            return laid
+        graphs = dict.fromkeys(lowered.graph for lowered in self._lowered.values())
+        return whole.around(self._record(whole.run, *graphs))
 
 
 def _answering(check: Check) -> Check:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import retrograd
-from retrograd._torch.garbage import GarbagePause
+from retrograd._torch.collector import collector_paused, collector_resumed
 from unit.retrograd.programs import leaf
 
 
@@ -22,9 +23,8 @@ def collector() -> Iterator[None]:
 
 
 def test_the_collector_is_off_inside_and_on_again_after_the_outermost() -> None:
-    pause = GarbagePause()
-    with pause:
-        with pause:
+    with collector_paused():
+        with collector_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -32,27 +32,34 @@ def test_the_collector_is_off_inside_and_on_again_after_the_outermost() -> None:
 
 def test_it_stays_off_if_it_was() -> None:
     gc.disable()
-    with GarbagePause():
+    with collector_paused():
         pass
     assert not gc.isenabled()
 
 
+def test_it_is_on_where_a_pause_is_lifted() -> None:
+    with collector_paused():
+        with collector_resumed():
+            assert gc.isenabled()
+        assert not gc.isenabled()
+
+
 def test_it_is_on_again_after_an_error() -> None:
-    with pytest.raises(ValueError, match="inside"), GarbagePause():
+    with pytest.raises(ValueError, match="inside"), collector_paused():
         raise ValueError("inside")
     assert gc.isenabled()
 
 
 def test_the_last_thread_switches_it_on() -> None:
-    pause, entered, leave = GarbagePause(), threading.Event(), threading.Event()
+    entered, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with pause:
+        with collector_paused():
             entered.set()
             leave.wait()
 
     thread = threading.Thread(target=other)
-    with pause:
+    with collector_paused():
         thread.start()
         entered.wait()
     assert not gc.isenabled()
@@ -71,10 +78,10 @@ def in_child(check: object) -> int:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_does_not_wait_for_threads_that_it_does_not_have() -> None:
-    pause, entered, leave = GarbagePause(), threading.Event(), threading.Event()
+    entered, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with pause:
+        with collector_paused():
             entered.set()
             leave.wait()
 
@@ -82,7 +89,7 @@ def test_a_forked_child_does_not_wait_for_threads_that_it_does_not_have() -> Non
     thread.start()
     entered.wait()
     assert in_child(gc.isenabled) == 0
-    with pause:
+    with collector_paused():
         assert in_child(lambda: not gc.isenabled()) == 0
     leave.set()
     thread.join()
@@ -98,6 +105,22 @@ def test_user_code_runs_with_the_collector_on(backend: str) -> None:
     with retrograd.compiled_autograd(backend, strict=True):
         y.cos().sum().backward()
     assert seen == [True]
+    assert gc.isenabled()
+
+
+def test_code_is_made_with_the_collector_off() -> None:
+    seen: list[bool] = []
+
+    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+        seen.append(gc.isenabled())
+        return graph.forward  # type: ignore[no-any-return]
+
+    with retrograd.compiled_autograd(backend, strict=True):
+        y = leaf().sin()
+        y.register_hook(lambda grad: None)  # the segment after it is reached from user code
+        y.cos().sum().backward()
+    retrograd.aot.function(lambda x: x.sin(), backend=backend)(leaf()).sum().backward()
+    assert seen == [False] * 4
     assert gc.isenabled()
 
 
