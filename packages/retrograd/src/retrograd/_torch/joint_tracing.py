@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_te
 
 from retrograd._torch.ambient import autocast_off
 from retrograd._torch.history import saved_tensors_unseen
+from retrograd._torch.lazy_modules import lazily
 from retrograd._torch.locks import ForkSafeLock
 from retrograd._torch.operators import is_random
 from retrograd._torch.rng import seeds_and_states
@@ -125,6 +126,7 @@ def trace_joint(
         quiet_fakes(),
         saved_tensors_unseen(),
         _said_to_compile(),
+        lazily(),
     ):
         gm = make_fx(traced, decomposition_table=dict(decompositions), tracing_mode="real")()
     _placeholders_first(gm.graph)

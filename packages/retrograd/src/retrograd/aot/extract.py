@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import fx
 
+from retrograd._torch.lazy_modules import lazy_graph_module
+
 __all__ = ["extract", "needed_between"]
 
 _NOTHING: Mapping[fx.Node, fx.Node] = MappingProxyType({})
@@ -67,4 +69,4 @@ def extract(
                 raise KeyError(node.name)
             made[node] = graph.node_copy(node, copied)
     graph.output(tuple(copied(node) if isinstance(node, fx.Node) else node for node in wanted))
-    return fx.GraphModule(gm, graph, name)
+    return lazy_graph_module(gm, graph, name)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from retrograd._torch.lazy_modules import lazy_graph_module
 from retrograd.regions.calls import Call, metadata_of
 
 __all__ = ["Outline", "graph_of", "holds_graph", "outline"]
@@ -116,4 +117,4 @@ def graph_of(gm: fx.GraphModule, part: Outline, sizes: Sequence[torch.SymInt]) -
             copied(value)
         made[node] = graph.node_copy(node, copied)
     graph.output(tuple([made[node] for node in part.outputs]))
-    return fx.GraphModule(gm, graph)
+    return lazy_graph_module(gm, graph)
