@@ -3,7 +3,8 @@
 - is this torch one we know: `probe`
 - running the engine: `engine` (request, gateway), `obstacles` (what cannot be collected), `window` (threads
   and forks take turns), `locks`, `collect` (what the engine hands over), `protocol` (the object that it talks
-  to), `release` (free what chosen nodes saved), `graph_task` (run inside a backward of torch's own)
+  to), `release` (free what chosen nodes saved), `graph_task` (run inside a backward of torch's own),
+  `order_check` (is eager's order the one that was met before), `collector` (Python's, paused meanwhile)
 - compiled forwards: `aot_functions` (the backward graphs that AOTAutograd left), `compiled_forwards` (their
   derivatives)
 - reading it: `live_graph` (the autograd graph), `saved` (saved tensors with their history), `queries` (what
@@ -18,7 +19,7 @@
 - running what was made of it: `function_entry` (an ``autograd.Function``, applied), `ambient` (modes around a
   call), `saved_hooks` (around a call), `leaf_hooks` (waiting on inputs), `dynamo_bridge` (a backend's side of
   Dynamo)
-- keeping it: `expressions` (symbolic sizes as data), `cache_folder` (where compiled code lies)
+- keeping it: `expressions` (symbolic sizes as data), `symbols` (where they can be read), `cache_folder` (where compiled code lies)
 - telling: `structured_trace` (for tlparse), `profiling` (ranges), `provenance` (which autograd node an ATen
   node comes from)
 - other settings of torch: `stance` (may we compile), `stock_compiler` (stock compiled autograd beside ours)
@@ -28,7 +29,8 @@
   gradients)
 - lowering: `tracing`, `history` (what eager would record of a segment), `guards`, `subclasses` and
   `subclass_metadata` (wrapper subclasses at the border of a segment), `boxed`, `inductor`,
-  `strides` (of its results)
+  `inductor_passes`, `inductor_start` (what it loads, before it is needed), `triton_threads`, `strides` (of
+  its results)
 - recording it: `cuda_graphs`, `addresses` (tensors as memory)
 - making graphs at little cost: `fx_nodes`
 """

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from retrograd._torch.functional import inner_tensors
 
 __all__ = [
+    "add_each",
     "common_base",
     "copy_each",
     "groups_sharing_memory",
@@ -78,6 +79,11 @@ def with_view_origin(make: Callable[[], torch.Tensor], origin: Any) -> torch.Ten
 def copy_each(written: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     """Write each of `values` into the tensor at its place in `written`, with one call for all."""
     torch._foreach_copy_(written, values)
+
+
+def add_each(totals: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Add each of `values` to the tensor at its place in `totals`, in place, with one call for all."""
+    torch._foreach_add_(totals, values)
 
 
 def lies_within(view: torch.Tensor, base: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from retrograd._torch.guards import InputGuard
+from retrograd._torch.memory import add_each
 from retrograd._torch.tensors import layout_contract_enforced
 from retrograd._torch.thread_state import torch_functions_off
 from retrograd.live.calls.gradients import accumulate_grad
@@ -74,7 +75,7 @@ class Accumulator:
                 else:
                     accumulate_grad(variable, [grad])
         elif None not in before and self._can_be_added_to(before, variables) and _are_apart(before, grads):
-            torch._foreach_add_(before, grads)
+            add_each(before, grads)
             grads.clear()
         else:
             _one_by_one(variables, grads)
