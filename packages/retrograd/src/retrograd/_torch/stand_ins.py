@@ -1,0 +1,312 @@
+"""Real tensors, each with a traced stand-in, while a user's function runs on the stand-ins.
+
+In: a trace in which a training step runs. Out: whatever torch is called with a real tensor is called with its
+stand-in, made (as a new input of the graph) at the first use; where torch gives the stand-in back, the user's
+code gets its real tensor. So dictionaries by tensor, ``is`` and attributes work as they do eagerly. Hooks of real
+leaves hang from their stand-ins.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._functorch.utils as functorch_utils
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import _HookMixin
+from torch.autograd.graph import get_gradient_edge
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from retrograd._torch import pytree
+from retrograd._torch.engine import EngineRequest, Gateway, run_stock
+from retrograd._torch.fakes import fake_of, why_not_fakeable
+from retrograd._torch.functional import is_traced, to_functional
+from retrograd._torch.joint_tracing import JointTracer
+from retrograd._torch.operators import real_tensors
+
+__all__ = ["StandIn", "StandIns", "StepRefusedError"]
+
+_getter = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+#: by name: what changes a tensor in a way that no graph holds.
+_CHANGES = {"set_", "resize_", "resize_as_", "resize_as_sparse_", "detach_", "share_memory_"}
+_DATA_WRITTEN = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_REQUIRES_GRAD = {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+#: what a stand-in would answer otherwise than its tensor.
+_VALUES = {"tolist", "numpy", "__array__", "__repr__", "__format__", "__str__"}
+_MEMORY = {"data_ptr", "untyped_storage", "storage", "_typed_storage", "__deepcopy__", "__reduce_ex__"}
+_VERSION = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+
+
+class StepRefusedError(Exception):
+    """The step does what a graph cannot hold: a code, and a sentence that begins with what it does."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+@dataclass(eq=False)
+class StandIn:
+    """A real tensor in a trace.
+
+    Attributes:
+        real, fake, made: the tensor, the value of its placeholder, and what torch is called with.
+        grad: its ``.grad`` when the trace began.
+    """
+
+    real: torch.Tensor
+    fake: Any
+    made: Any
+    grad: torch.Tensor | None = None
+
+
+class StandIns(TorchFunctionMode):
+    """While open, torch sees stand-ins.
+
+    Args:
+        tracer: makes the placeholders. fake_mode: of the trace.
+        symbolic: by id of a tensor, which of its dimensions are symbolic.
+
+    Attributes:
+        found: the stand-ins, in the order of the graph's placeholders.
+        spent: outputs whose graphs a backward has used up.
+    """
+
+    def __init__(
+        self, tracer: JointTracer, fake_mode: FakeTensorMode, symbolic: dict[int, frozenset[int]]
+    ) -> None:
+        super().__init__()
+        self._tracer, self._fake_mode, self._symbolic = tracer, fake_mode, symbolic
+        self._thread, self._inside = threading.get_ident(), 0
+        self.found: list[StandIn] = []
+        self._by_real: dict[int, StandIn] = {}
+        self._by_made: dict[int, StandIn] = {}
+        self.spent: list[Any] = []
+
+    def of(self, real: torch.Tensor) -> StandIn:
+        """The stand-in of a real tensor.
+
+        Raises:
+            StepRefusedError: it cannot have one.
+        """
+        known = self._by_real.get(id(real))
+        return self._stand_in(real) if known is None else known
+
+    def behind(self, made: Any) -> StandIn | None:
+        """The stand-in that `made` is; None if it is none."""
+        return self._by_made.get(id(made))
+
+    def _stand_in(self, real: torch.Tensor) -> StandIn:
+        with real_tensors():
+            _refuse_odd(real)
+            fake = fake_of(self._fake_mode, real, f"tensor_{len(self.found)}", self._symbolic.get(id(real), ()))
+            grad = real.grad if real.is_leaf else None
+            hooks = dict(real._backward_hooks or {}), dict(real._post_accumulate_grad_hooks or {})
+            differentiable = real.requires_grad
+        placeholder = self._tracer.placeholder(f"tensor_{len(self.found)}", fake)
+        made = to_functional(placeholder)
+        entry = StandIn(real, fake, made, grad)
+        self.found.append(entry)
+        self._by_real[id(real)] = self._by_made[id(made)] = entry
+        if differentiable:
+            made.requires_grad_(True)
+        if isinstance(real, torch.nn.Parameter):
+            made._is_param = True
+        if grad is not None:
+            made.grad = self.of(grad).made
+        for hook in hooks[0].values():
+            made.register_hook(hook)
+        for hook in hooks[1].values():
+            made.register_post_accumulate_grad_hook(_of_real(hook, real))
+        return entry
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if threading.get_ident() != self._thread:
+            return func(*args, **(kwargs or {}))
+        self._inside += 1
+        try:
+            args, kwargs = self._replaced((args, kwargs or {}))
+            self._refuse(func, args, kwargs)
+            if func is torch.Tensor.backward:
+                return self._backward(*args, **(kwargs or {}))
+            return self._given_back(func(*args, **(kwargs or {})))
+        finally:
+            self._inside -= 1
+
+    def _backward(
+        self,
+        tensor: Any,
+        gradient: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+    def _replaced(self, values: Any) -> Any:
+        return pytree.tree_map(self._stood_in_for, values)
+
+    def _stood_in_for(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and not is_traced(value):
+            return self.of(value).made
+        return value
+
+    def _given_back(self, result: Any) -> Any:
+        if isinstance(result, torch.Tensor):
+            entry = self._by_made.get(id(result))
+            return result if entry is None else entry.real
+        if type(result) in (tuple, list):
+            return type(result)(map(self._given_back, result))
+        return result
+
+    def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
+        name = getattr(func, "__name__", "")
+        if name in _CHANGES or func == _DATA_WRITTEN:
+            what = "assigning to .data" if func == _DATA_WRITTEN else name
+            raise StepRefusedError("tensor-changed", f"changes a tensor by {what}")
+        if name in _VALUES:
+            raise StepRefusedError("reads-values", f"reads the values of a tensor ({name})")
+        if name in _MEMORY or func == _VERSION:
+            raise StepRefusedError("reads-memory", "asks for the memory or the version of a tensor")
+        if args and isinstance(args[0], torch.Tensor) and (entry := self.behind(args[0])) is not None:
+            if name in _HOOKS:
+                raise StepRefusedError("registers-hook", f"calls {name} of a tensor that outlives it")
+            if func in _REQUIRES_GRAD:
+                wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+                if bool(wanted) != entry.made.requires_grad:
+                    raise StepRefusedError("tensor-changed", "switches requires_grad of a tensor")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The mode itself, and what else of torch has to know: the engine, Functions, optimizers."""
+        with ExitStack() as stack:
+            for module in Gateway._modules:
+                stack.enter_context(_replaced_by(module, "_engine_run_backward", self._run_backward))
+            stack.enter_context(
+                _replaced_by(functorch_utils, "unwrap_dead_wrappers", self._arguments_of_functions)
+            )
+            stack.enter_context(_eager_optimizers(self._thread))
+            stack.enter_context(self)
+            yield
+
+    def _run_backward(self, prior: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return prior(*args, **kwargs)
+        args, kwargs = self._replaced((args, kwargs))
+        request = EngineRequest.of(*args, **kwargs)
+        if not request.keep_graph:
+            self.spent.extend(request.tensors)
+        was_inside, self._inside = self._inside, 0
+        with ExitStack() as stack:
+            if was_inside:  # torch called us below the mode; hooks are to be above it again
+                stack.enter_context(self)
+            stack.enter_context(_one_thread())
+            try:
+                return run_stock(request)
+            finally:
+                self._inside = was_inside
+
+    def _arguments_of_functions(self, prior: Callable[..., Any], args: Any) -> Any:
+        args = prior(args)
+        if threading.get_ident() != self._thread:
+            return args
+        return type(args)(map(self._stood_in_for, args))
+
+
+def _refuse_odd(real: torch.Tensor) -> None:
+    if why := why_not_fakeable(real):
+        raise StepRefusedError("input", f"uses a {why}")
+    if real.requires_grad and not real.is_leaf:
+        raise StepRefusedError("history", "uses a tensor with a history that began outside")
+    if real.requires_grad and (hooked := _node_hooks(real)):
+        raise StepRefusedError("node-hooks", f"has a leaf whose accumulation has {hooked} hooks of its own")
+
+
+class _AskedError(Exception):
+    def __init__(self, hooks: Any) -> None:
+        self.hooks = hooks
+
+
+def _node_hooks(leaf: torch.Tensor) -> int:
+    """How many Python hooks hang from the node that accumulates a leaf's gradient."""
+    with torch.enable_grad():
+        node = get_gradient_edge(leaf).node
+    return _count(node.register_hook) + _count(node.register_prehook)
+
+
+def _count(register: Callable[..., Any]) -> int:
+    """How many hooks are where `register` would put one; torch gives the dictionary away, none is put there."""
+
+    def ask(hooks: Any, hook: Any) -> Any:
+        raise _AskedError(hooks)
+
+    before = _HookMixin._register_hook
+    _HookMixin._register_hook = staticmethod(ask)  # type: ignore[method-assign]
+    try:
+        register(None)
+    except _AskedError as asked:
+        return len(asked.hooks or ())
+    finally:
+        _HookMixin._register_hook = staticmethod(before)  # type: ignore[method-assign]
+    return 0
+
+
+def _of_real(hook: Callable[..., Any], real: torch.Tensor) -> Callable[..., Any]:
+    """A post-accumulate-grad hook, called with the real leaf."""
+    return lambda _: hook(real)
+
+
+@contextmanager
+def _replaced_by(module: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
+    """``module.name`` is `call`, which is given what it was before."""
+    prior = getattr(module, name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(prior, *args, **kwargs)
+
+    setattr(module, name, run)
+    try:
+        yield
+    finally:
+        setattr(module, name, prior)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The engine runs every node on the calling thread, where the trace is."""
+    before = torch._C._is_multithreading_enabled()
+    with torch._C.DisableTorchFunction():
+        torch._C._set_multithreading_enabled(False)
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_multithreading_enabled(before)
+
+
+@contextmanager
+def _eager_optimizers(thread: int) -> Iterator[None]:
+    """In the step of an optimizer ``is_compiling()`` is false: torch's optimizers compute otherwise when it is
+    true, with step counts as tensors of float32 where eager has numbers."""
+
+    def switch(to: bool) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if threading.get_ident() == thread:
+                torch.compiler._is_compiling_flag = to
+
+        return hook
+
+    handles = [register_optimizer_step_pre_hook(switch(False)), register_optimizer_step_post_hook(switch(True))]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

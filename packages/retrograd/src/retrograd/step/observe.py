@@ -1,0 +1,183 @@
+"""What Python does while a step is traced, besides calling torch.
+
+In: a block that runs user code. Out: an exception in it just before it prints, reads a clock, draws numbers
+outside of torch or goes on with an iterator that is older than the block: a plan would do none of it, and the
+step is going to be run again. And the names that the code which ran can have read.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+__all__ = ["Observed", "SideEffectError", "observing", "users_line"]
+
+#: torch, and what it computes with.
+_TORCH = tuple(
+    os.path.join(os.path.dirname(path), name) + os.sep
+    for path in torch.__path__
+    for name in ("torch", "sympy", "mpmath", "networkx", "numpy", "triton")
+)
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_FUNCTIONS = {
+    builtins.print: "prints",
+    builtins.input: "reads input",
+    builtins.open: "opens a file",
+    io.open: "opens a file",
+    os.open: "opens a file",
+    os.write: "writes to a file",
+    os.read: "reads a file",
+    os.urandom: "draws random bytes",
+    os.system: "starts a process",
+    time.time: "reads a clock",
+    time.time_ns: "reads a clock",
+    time.perf_counter: "reads a clock",
+    time.perf_counter_ns: "reads a clock",
+    time.monotonic: "reads a clock",
+    time.monotonic_ns: "reads a clock",
+    time.process_time: "reads a clock",
+    time.sleep: "sleeps",
+}
+_CLASSES = {
+    random.Random: "draws random numbers outside of torch",
+    random.SystemRandom: "draws random numbers outside of torch",
+    io.TextIOWrapper: "writes to a stream",
+    io.BufferedWriter: "writes to a file",
+    io.BufferedReader: "reads a file",
+    io.FileIO: "uses a file",
+    io.StringIO: "writes to a stream",
+    io.BytesIO: "writes to a stream",
+    socket.socket: "uses a socket",
+}
+_STREAMS = {"write", "writelines", "read", "readline", "readlines", "send", "recv"}
+_GENERATOR_STATE = {"set_state", "get_state", "manual_seed", "seed", "graphsafe_set_state", "set_offset"}
+#: of torch's own Python: what hands out data, or draws.
+_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
+
+
+class SideEffectError(BaseException):
+    """The step is about to do what only Python can do. Not an `Exception`, so that user code lets it pass."""
+
+
+class Observed:
+    """What was seen.
+
+    Attributes:
+        effect: the first effect and the line of the user's code that would have it; None if there was none.
+        is_state_touched: whether the state of one of torch's generators was read or written.
+    """
+
+    def __init__(self) -> None:
+        self.effect: tuple[str, str] | None = None
+        self.is_state_touched = False
+        self._codes: set[CodeType] = set()
+        self._generators: set[int] = set()
+
+    def names(self) -> frozenset[str]:
+        """Attributes, globals and strings that the code which ran speaks of."""
+        found: set[str] = set()
+        for code in self._codes:
+            found.update(code.co_names)
+            found.update(value for value in code.co_consts if isinstance(value, str))
+        return frozenset(found)
+
+    def _see(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call":
+            self._codes.add(frame.f_code)
+            if frame.f_code.co_name == "__next__" and frame.f_code.co_filename.endswith(_LOADER):
+                self._stop("takes a batch from a data loader", frame.f_back)
+            if frame.f_code.co_flags & _GENERATOR:
+                self._see_generator(frame)
+        elif event == "c_call":
+            owner = getattr(arg, "__self__", None)
+            if type(owner) in _CLASSES:
+                if type(owner) not in _WITH_STREAM_METHODS or arg.__name__ in _STREAMS:
+                    self._stop(_CLASSES[type(owner)], frame)
+            elif type(owner) is torch.Generator and arg.__name__ in _GENERATOR_STATE:
+                self.is_state_touched |= not _is_ours(frame)
+            elif arg in _FUNCTIONS:
+                self._stop(_FUNCTIONS[arg], frame)
+            elif type(owner).__module__.startswith("numpy.random"):
+                self._stop("draws random numbers outside of torch", frame)
+
+    def _see_generator(self, frame: FrameType) -> None:
+        """A generator that goes on, and did not begin in this block."""
+        if id(frame) in self._generators:
+            return
+        if frame.f_lasti > _first_instruction(frame.f_code):
+            self._stop("goes on with a generator that began outside", frame)
+        self._generators.add(id(frame))
+
+    def _stop(self, what: str, frame: FrameType | None) -> None:
+        line = _line_of(frame)
+        if not line:
+            return  # torch's own business: nobody of the user's is on the stack
+        self.effect = self.effect or (what, line)
+        raise SideEffectError(what)
+
+
+_GENERATOR = 0x20
+_WITH_STREAM_METHODS = frozenset(cls for cls in _CLASSES if not issubclass(cls, random.Random))
+
+
+def _first_instruction(code: CodeType) -> int:
+    """Where a fresh generator stands: not beyond its prologue."""
+    return 2 * (len(code.co_cellvars) + (1 if code.co_freevars else 0) + 4)
+
+
+@contextmanager
+def observing() -> Iterator[Observed]:
+    """Watch the Python of this thread until the end of the block."""
+    seen = Observed()
+    before = sys.getprofile()
+    sys.setprofile(seen._see)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(before)
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """Whether we called, perhaps through torch, and not the user."""
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(_OURS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith((*_TORCH, _OURS, _STANDARD, "<frozen", "<string"))
+
+
+def _line_of(frame: FrameType | None) -> str:
+    """The user's line that called, itself or through Python's own library; empty if torch did."""
+    while frame is not None:
+        if _is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if frame.f_code.co_filename.startswith((*_TORCH, _OURS)):
+            return ""
+        frame = frame.f_back
+    return ""
+
+
+def users_line(error: BaseException) -> str:
+    """The innermost line of user code through which an exception came; empty if it came through none."""
+    line, trace = "", error.__traceback__
+    while trace is not None:
+        if _is_users(trace.tb_frame.f_code.co_filename):
+            line = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return line
