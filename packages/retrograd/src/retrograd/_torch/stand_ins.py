@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch._functorch.utils as functorch_utils
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd.function import _HookMixin
 from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -40,6 +41,7 @@ _HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 #: what a stand-in would answer otherwise than its tensor.
 _VALUES = {"tolist", "numpy", "__array__", "__repr__", "__format__", "__str__"}
 _MEMORY = {"data_ptr", "untyped_storage", "storage", "_typed_storage", "__deepcopy__", "__reduce_ex__"}
+_ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
 _VERSION = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 
@@ -66,12 +68,21 @@ class StandIn:
     grad: torch.Tensor | None = None
 
 
+class Watcher(Protocol):
+    """Somebody who looks at what Python does."""
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def looking(self) -> AbstractContextManager[None]: ...
+
+
 class StandIns(TorchFunctionMode):
     """While open, torch sees stand-ins.
 
     Args:
         tracer: makes the placeholders. fake_mode: of the trace.
         symbolic: by id of a tensor, which of its dimensions are symbolic.
+        watcher: looks at the user's Python; told when torch's runs.
 
     Attributes:
         found: the stand-ins, in the order of the graph's placeholders.
@@ -79,9 +90,14 @@ class StandIns(TorchFunctionMode):
     """
 
     def __init__(
-        self, tracer: JointTracer, fake_mode: FakeTensorMode, symbolic: dict[int, frozenset[int]]
+        self,
+        tracer: JointTracer,
+        fake_mode: FakeTensorMode,
+        symbolic: dict[int, frozenset[int]],
+        watcher: Watcher,
     ) -> None:
         super().__init__()
+        self._watcher = watcher
         self._tracer, self._fake_mode, self._symbolic = tracer, fake_mode, symbolic
         self._thread, self._inside = threading.get_ident(), 0
         self.found: list[StandIn] = []
@@ -96,7 +112,10 @@ class StandIns(TorchFunctionMode):
             StepRefusedError: it cannot have one.
         """
         known = self._by_real.get(id(real))
-        return self._stand_in(real) if known is None else known
+        if known is not None:
+            return known
+        with torch._C.DisableTorchFunction():  # also if it was not torch that asked, above the mode
+            return self._stand_in(real)
 
     def behind(self, made: Any) -> StandIn | None:
         """The stand-in that `made` is; None if it is none."""
@@ -132,6 +151,7 @@ class StandIns(TorchFunctionMode):
         if threading.get_ident() != self._thread:
             return func(*args, **(kwargs or {}))
         self._inside += 1
+        self._watcher.pause()
         try:
             args, kwargs = self._replaced((args, kwargs or {}))
             self._refuse(func, args, kwargs)
@@ -140,6 +160,7 @@ class StandIns(TorchFunctionMode):
             return self._given_back(func(*args, **(kwargs or {})))
         finally:
             self._inside -= 1
+            self._watcher.resume()
 
     def _backward(
         self,
@@ -152,9 +173,19 @@ class StandIns(TorchFunctionMode):
         torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
     def _replaced(self, values: Any) -> Any:
-        return pytree.tree_map(self._stood_in_for, values)
+        """`values`, nested in tuples, lists and dictionaries, with stand-ins."""
+        kind = type(values)
+        if kind is tuple or kind is list:
+            return kind(map(self._replaced, values))
+        if kind is dict:
+            return {key: self._replaced(value) for key, value in values.items()}
+        if isinstance(values, torch.Tensor):
+            return self._stood_in_for(values)
+        return values if kind in _ATOMS else pytree.tree_map(self._stood_in_for, values)
 
     def _stood_in_for(self, value: Any) -> Any:
+        if type(value) is FunctionalTensor:
+            return value
         if isinstance(value, torch.Tensor) and not is_traced(value):
             return self.of(value).made
         return value
@@ -193,6 +224,7 @@ class StandIns(TorchFunctionMode):
             stack.enter_context(
                 _replaced_by(functorch_utils, "unwrap_dead_wrappers", self._arguments_of_functions)
             )
+            stack.enter_context(_replaced_by(FunctionalTensorMode, "__torch_dispatch__", self._dispatch))
             stack.enter_context(_eager_optimizers(self._thread))
             stack.enter_context(self)
             yield
@@ -209,10 +241,21 @@ class StandIns(TorchFunctionMode):
             if was_inside:  # torch called us below the mode; hooks are to be above it again
                 stack.enter_context(self)
             stack.enter_context(_one_thread())
+            stack.enter_context(self._watcher.looking())
             try:
                 return run_stock(request)
             finally:
                 self._inside = was_inside
+
+    def _dispatch(self, prior: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Every operation of the trace comes by here."""
+        if threading.get_ident() != self._thread:
+            return prior(*args, **kwargs)
+        self._watcher.pause()
+        try:
+            return prior(*args, **kwargs)
+        finally:
+            self._watcher.resume()
 
     def _arguments_of_functions(self, prior: Callable[..., Any], args: Any) -> Any:
         args = prior(args)

@@ -86,10 +86,10 @@ def capture(call: Call) -> StepGraph:
         call.reached.restore()
 
 
-def _capture_error(call: Call, error: BaseException, observed: Observed | None) -> CaptureError:
+def _capture_error(call: Call, error: BaseException, observed: Observed) -> CaptureError:
     name = getattr(call.fn, "__name__", type(call.fn).__name__)
     line = users_line(error)
-    if isinstance(error, SideEffectError) and observed is not None and observed.effect is not None:
+    if isinstance(error, SideEffectError) and observed.effect is not None:
         code, (text, line) = "side-effect", observed.effect
     elif isinstance(error, StepRefusedError):
         code, text = error.code, str(error)
@@ -119,7 +119,7 @@ class _Trace:
         self.fake_mode = new_fake_mode(symbolic=True)
         self.fake_mode.allow_non_fake_inputs = False
         allow_numbers(self.fake_mode)
-        self.observed: Observed | None = None
+        self.observed = Observed()
         self._before: list[Any] = []
 
     def body(self, tracer: JointTracer) -> Sequence[Any]:
@@ -129,10 +129,10 @@ class _Trace:
         symbolic = {id(call.leaves[place]): dims for place, dims in call.symbolic.items()}
         with functional_mode(), self._ambient.restored():
             self._numbers = [self._number(tracer, number) for number in call.numbers]
-            self._stand_ins = StandIns(tracer, self.fake_mode, symbolic)
+            self._stand_ins = StandIns(tracer, self.fake_mode, symbolic, self.observed)
             args, kwargs = pytree.tree_unflatten(list(call.leaves), call.spec)
             given = pytree.tree_leaves((args, kwargs))
-            with self._stand_ins.running(), texts_refused(), observing() as self.observed:
+            with self._stand_ins.running(), texts_refused(), observing(self.observed):
                 returned = call.fn(*args, **kwargs)
             self._refuse_effects(given, pytree.tree_leaves((args, kwargs)))
             return self._outputs(returned)
@@ -145,7 +145,6 @@ class _Trace:
         return made
 
     def _refuse_effects(self, given: Sequence[Any], left: Sequence[Any]) -> None:
-        assert self.observed is not None
         if self.observed.effect is not None:
             raise SideEffectError(self.observed.effect[0])
         for number, made, before in zip(self._call.numbers, self._numbers, self._before, strict=True):
@@ -237,7 +236,6 @@ class _Trace:
 
     def result(self, gm: fx.GraphModule) -> StepGraph:
         """The graph, settled, with what is to be done around it."""
-        assert self.observed is not None
         random = any(is_random(node) for node in gm.graph.nodes)
         if random and self.observed.is_state_touched:
             raise StepRefusedError("reseeded", "reads or sets the state of a generator and draws from it")
@@ -257,7 +255,7 @@ class _Trace:
             ],
             results=[shift.result(result) for result in self._results],
             spec=self._spec,
-            shape_env=self.fake_mode.shape_env,
+            shape_env=self.fake_mode.shape_env if numbers or any(self._call.symbolic.values()) else None,
             names=self.observed.names(),
             devices=self._devices() if random else (),
         )

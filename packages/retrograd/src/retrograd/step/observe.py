@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import logging
 import os
 import random
 import socket
@@ -82,6 +83,7 @@ class Observed:
     def __init__(self) -> None:
         self.effect: tuple[str, str] | None = None
         self.is_state_touched = False
+        self._paused = 0
         self._codes: set[CodeType] = set()
         self._generators: set[int] = set()
 
@@ -93,7 +95,33 @@ class Observed:
             found.update(value for value in code.co_consts if isinstance(value, str))
         return frozenset(found)
 
+    def pause(self) -> None:
+        """Look away until `resume`; may be nested."""
+        self._paused += 1
+        if self._paused == 1 and _MAY_SWITCH:
+            sys.setprofile(None)
+
+    def resume(self) -> None:
+        """Look again, if nobody else paused."""
+        self._paused -= 1
+        if self._paused == 0 and _MAY_SWITCH and self.effect is None:
+            sys.setprofile(self._see)
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look in any case: user code runs here."""
+        paused, self._paused = self._paused, 1
+        self.resume()
+        try:
+            yield
+        finally:
+            self.pause()
+            self._paused = paused + 1
+            self.resume()
+
     def _see(self, frame: FrameType, event: str, arg: Any) -> None:
+        if self._paused:
+            return
         if event == "call":
             self._codes.add(frame.f_code)
             if frame.f_code.co_name == "__next__" and frame.f_code.co_filename.endswith(_LOADER):
@@ -128,6 +156,8 @@ class Observed:
         raise SideEffectError(what)
 
 
+#: before 3.12 it costs nothing to take a profile function away and to put it back.
+_MAY_SWITCH = sys.version_info < (3, 12)
 _GENERATOR = 0x20
 _WITH_STREAM_METHODS = frozenset(cls for cls in _CLASSES if not issubclass(cls, random.Random))
 
@@ -138,15 +168,24 @@ def _first_instruction(code: CodeType) -> int:
 
 
 @contextmanager
-def observing() -> Iterator[Observed]:
+def observing(seen: Observed) -> Iterator[Observed]:
     """Watch the Python of this thread until the end of the block."""
-    seen = Observed()
     before = sys.getprofile()
     sys.setprofile(seen._see)
     try:
         yield seen
     finally:
         sys.setprofile(before)
+
+
+def _logging_caller(frame: FrameType | None) -> FrameType | None:
+    """The frame, or who called the logging that it is part of: handlers are no code of the step."""
+    start, caller = frame, frame
+    while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
+        if frame.f_code.co_filename == logging.__file__:
+            caller = frame.f_back
+        frame = frame.f_back
+    return caller if caller is not None else start
 
 
 def _is_ours(frame: FrameType | None) -> bool:
@@ -164,6 +203,7 @@ def _is_users(filename: str) -> bool:
 
 def _line_of(frame: FrameType | None) -> str:
     """The user's line that called, itself or through Python's own library; empty if torch did."""
+    frame = _logging_caller(frame)
     while frame is not None:
         if _is_users(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
