@@ -493,3 +493,50 @@ def test_checkpointed_layers():
         return Program(step, batches(), [model], [opt])
 
     assert runs_of_wholes(run_twins(build)) == [3]
+
+
+def test_arguments_that_are_no_tensors():
+    def build():
+        model, other = mlp(), mlp()
+        opt = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.1)
+
+        def step(which, x, y, scale=1.0, *, twice=False):
+            opt.zero_grad()
+            loss = F.cross_entropy(which(x), y) * scale
+            if twice:
+                loss = loss * 2
+            loss.backward()
+            opt.step()
+            return loss
+
+        (x, y), *_ = batches(1)
+        calls = [(model, x, y), (model, x, y), (other, x, y), (model, x, y, 0.5), (model, x, y), (other, x, y)]
+        return Program(step, calls, [model, other], [opt])
+
+    run_twins(build)
+
+
+def test_the_same_tensor_twice():
+    def build():
+        w = torch.randn(4, 4, requires_grad=True)
+
+        def step(a, b):
+            w.grad = None
+            ((a @ w) + b if a is b else (a @ w) - b).sum().backward()
+
+        x, y = torch.randn(4, 4), torch.randn(4, 4)
+        return Program(step, [(x, y), (x, y), (x, x), (y, y), (x, y)], tensors=[w])
+
+    assert len(runs_of_wholes(run_twins(build))) == 2
+
+
+def test_an_argument_that_the_step_reaches_too():
+    def build():
+        w = torch.randn(4, 4, requires_grad=True)
+
+        def step(a):
+            (a @ w).sum().backward()
+
+        return Program(step, [(torch.ones(4, 4),)] * 3 + [(w,)] * 2, tensors=[w])
+
+    assert reasons(run_twins(build)) == ["shared-memory"]

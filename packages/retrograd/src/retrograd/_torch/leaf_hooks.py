@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
-__all__ = ["has_waiting_hooks"]
+__all__ = ["handles_made", "has_waiting_hooks", "hooks_of"]
 
 
 def has_waiting_hooks(values: Iterable[Any]) -> bool:
@@ -20,3 +21,15 @@ def has_waiting_hooks(values: Iterable[Any]) -> bool:
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def hooks_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """A tensor's own hooks, and those that run after its gradient has accumulated, each in order."""
+    hooks, waiting = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    return tuple((hooks or {}).values()), tuple((waiting or {}).values())
+
+
+def handles_made() -> int:
+    """How many handles of hooks torch has given out; the same number: nobody has registered a hook since."""
+    count: int = RemovableHandle.next_id
+    return count

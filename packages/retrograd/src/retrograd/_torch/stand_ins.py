@@ -29,6 +29,7 @@ from retrograd._torch.fakes import fake_of, why_not_fakeable
 from retrograd._torch.functional import is_traced, to_functional
 from retrograd._torch.joint_tracing import JointTracer
 from retrograd._torch.operators import real_tensors
+from retrograd._torch.subclasses import is_wrapper
 
 __all__ = ["StandIn", "StandIns", "StepRefusedError"]
 
@@ -267,6 +268,8 @@ class StandIns(TorchFunctionMode):
 def _refuse_odd(real: torch.Tensor) -> None:
     if why := why_not_fakeable(real):
         raise StepRefusedError("input", f"uses a {why}")
+    if is_wrapper(real):
+        raise StepRefusedError("input", f"uses a tensor subclass, {type(real).__name__}")
     if real.requires_grad and not real.is_leaf:
         raise StepRefusedError("history", "uses a tensor with a history that began outside")
     if real.requires_grad and (hooked := _node_hooks(real)):

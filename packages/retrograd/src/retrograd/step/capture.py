@@ -240,12 +240,13 @@ class _Trace:
         if random and self.observed.is_state_touched:
             raise StepRefusedError("reseeded", "reads or sets the state of a generator and draws from it")
         numbers = len(self._numbers)
-        settle(gm, [numbers + place for place in self._written], len(self._values))
+        used = settle(gm, [numbers + place for place in self._written], len(self._values))
         shift = _Shift(numbers)
         return StepGraph(
             gm=gm,
-            examples=[*self._numbers, *[entry.fake for entry in self._stand_ins.found]],
             sources=[*self._call.numbers, *map(self._source, range(len(self._stand_ins.found)))],
+            examples=[*self._numbers, *[entry.fake for entry in self._stand_ins.found]],
+            used=used,
             written=frozenset(numbers + place for place in self._written),
             grads=[shift.grad(grad) for grad in self._grads],
             lacking=[
@@ -255,6 +256,7 @@ class _Trace:
             ],
             results=[shift.result(result) for result in self._results],
             spec=self._spec,
+            fake_mode=self.fake_mode,
             shape_env=self.fake_mode.shape_env if numbers or any(self._call.symbolic.values()) else None,
             names=self.observed.names(),
             devices=self._devices() if random else (),
@@ -266,6 +268,8 @@ class _Trace:
     def _source(self, place: int) -> Source:
         real = self._stand_ins.found[place].real
         for number, leaf in enumerate(self._call.leaves):
+            if leaf is real and id(real) in self._call.reached.own:
+                raise StepRefusedError("shared-memory", "is given a tensor that it reaches by itself too")
             if leaf is real:
                 return Argument(number)
         if id(real) in self._call.reached.tensors:

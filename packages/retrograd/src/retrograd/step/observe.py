@@ -1,8 +1,8 @@
 """What Python does while a step is traced, besides calling torch.
 
 In: a block that runs user code. Out: an exception in it just before it prints, reads a clock, draws numbers
-outside of torch or goes on with an iterator that is older than the block: a plan would do none of it, and the
-step is going to be run again. And the names that the code which ran can have read.
+outside of torch or takes a batch from a data loader: a plan would do none of it, and the step is going to be
+run again. And the names that the code which ran can have read.
 """
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ class Observed:
         self.is_state_touched = False
         self._paused = 0
         self._codes: set[CodeType] = set()
-        self._generators: set[int] = set()
 
     def names(self) -> frozenset[str]:
         """Attributes, globals and strings that the code which ran speaks of."""
@@ -126,8 +125,6 @@ class Observed:
             self._codes.add(frame.f_code)
             if frame.f_code.co_name == "__next__" and frame.f_code.co_filename.endswith(_LOADER):
                 self._stop("takes a batch from a data loader", frame.f_back)
-            if frame.f_code.co_flags & _GENERATOR:
-                self._see_generator(frame)
         elif event == "c_call":
             owner = getattr(arg, "__self__", None)
             if type(owner) in _CLASSES:
@@ -140,14 +137,6 @@ class Observed:
             elif type(owner).__module__.startswith("numpy.random"):
                 self._stop("draws random numbers outside of torch", frame)
 
-    def _see_generator(self, frame: FrameType) -> None:
-        """A generator that goes on, and did not begin in this block."""
-        if id(frame) in self._generators:
-            return
-        if frame.f_lasti > _first_instruction(frame.f_code):
-            self._stop("goes on with a generator that began outside", frame)
-        self._generators.add(id(frame))
-
     def _stop(self, what: str, frame: FrameType | None) -> None:
         line = _line_of(frame)
         if not line:
@@ -158,13 +147,7 @@ class Observed:
 
 #: before 3.12 it costs nothing to take a profile function away and to put it back.
 _MAY_SWITCH = sys.version_info < (3, 12)
-_GENERATOR = 0x20
 _WITH_STREAM_METHODS = frozenset(cls for cls in _CLASSES if not issubclass(cls, random.Random))
-
-
-def _first_instruction(code: CodeType) -> int:
-    """Where a fresh generator stands: not beyond its prologue."""
-    return 2 * (len(code.co_cellvars) + (1 if code.co_freevars else 0) + 4)
 
 
 @contextmanager

@@ -89,25 +89,28 @@ class StepGraph:
 
     Attributes:
         gm: an ATen graph, functional but for the writes to its inputs at the end.
-        examples: by placeholder, the fake tensor or symbolic number that it was traced with.
-        sources: by placeholder, where it comes from.
-        written: numbers of the placeholders that are written to.
+        sources: by input, where it comes from.
+        examples: by input, the fake tensor or symbolic number that it was traced with.
+        used: numbers of the inputs that the graph takes, in their order; the others are looked at by guards only.
+        written: numbers of the inputs that are written to.
         grads: what becomes of ``.grad``; only of tensors for which it changes.
         lacking: inputs whose ``.grad`` was None and that had none when the step began.
         results: by flat value that the step returns, and `spec`: how they are nested.
-        shape_env: has the relations between sizes and numbers that the trace relied on.
+        fake_mode: of the examples. shape_env: has the relations between sizes and numbers that the trace relied on.
         names: that the code which ran speaks of.
         devices: from whose generators the graph draws.
     """
 
     gm: fx.GraphModule
-    examples: Sequence[Any]
     sources: Sequence[Source]
+    examples: Sequence[Any]
+    used: frozenset[int]
     written: frozenset[int]
     grads: Sequence[NewGrad]
     lacking: Sequence[int]
     results: Sequence[Result]
     spec: Any
+    fake_mode: Any
     shape_env: Any
     names: frozenset[str]
     devices: tuple[torch.device, ...]

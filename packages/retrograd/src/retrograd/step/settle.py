@@ -22,11 +22,14 @@ _ALIASES = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 _PROFILER = "profiler::"
 
 
-def settle(gm: fx.GraphModule, written: Sequence[int], count: int) -> None:
+def settle(gm: fx.GraphModule, written: Sequence[int], count: int) -> frozenset[int]:
     """Change `gm` in place.
 
     Args:
         gm: the graph. written: places of the inputs whose new values are the outputs from `count` on.
+
+    Returns:
+        The places of the inputs that the graph still takes.
     """
     without_tokens(gm.graph)
     _drop_tracing(gm.graph)
@@ -42,7 +45,12 @@ def settle(gm: fx.GraphModule, written: Sequence[int], count: int) -> None:
             copy.meta = {"val": placeholders[place].meta.get("val")}
     output.args = (tuple(kept),)
     remove_dead_code(gm)
+    used = frozenset(place for place, node in enumerate(placeholders) if node.users)
+    for node in placeholders:
+        if not node.users:
+            gm.graph.erase_node(node)
     gm.recompile()
+    return used
 
 
 def _drop_tracing(graph: fx.Graph) -> None:

@@ -30,8 +30,9 @@ from retrograd.step.capture import Call, capture
 from retrograd.step.lower import lower
 from retrograd.step.plan import Number
 from retrograd.step.report import StepReport, WholeReport
-from retrograd.step.run import CompiledStepGraph, gathered
-from retrograd.step.watch import Reached, Snapshot, TooMuchError
+from retrograd.step.guard import StepGuard, gathered
+from retrograd.step.run import CompiledStepGraph
+from retrograd.step.watch import SCALARS, Reached, Snapshot, TooMuchError
 
 __all__ = ["CompiledStep", "StepConfig"]
 
@@ -65,6 +66,33 @@ def guard_of(leaves: Sequence[Any]) -> CallGuard | None:
     if any(isinstance(leaf, torch.Tensor) and why_not_fakeable(leaf) for leaf in leaves):
         return None
     return CallGuard.exact(leaves)
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """An object, equal to itself only."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _constants(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What the arguments are besides tensors, and which of the tensors are the same."""
+    found: list[Any] = []
+    first: dict[int, int] = {}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            found.append(first.setdefault(id(leaf), place))
+        elif isinstance(leaf, float):
+            found.append((type(leaf), leaf.hex()))
+        else:
+            found.append((type(leaf), leaf) if isinstance(leaf, SCALARS) else _Same(leaf))
+    return tuple(found)
 
 
 class CompiledStep:
@@ -120,7 +148,7 @@ class CompiledStep:
             if (why := why_not_capturable()) is not None:
                 return self._in_pieces(self._reason("surroundings", why), args, kwargs)
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            key = (spec, settings_now())
+            key = (spec, settings_now(), _constants(leaves))
             entry, values = self._known(key, leaves)
             if entry is None:
                 entry, values = self._captured(key, leaves, spec)
@@ -136,7 +164,7 @@ class CompiledStep:
                 if entry.code is None:
                     if entry.guard is None or entry.guard.fits(leaves):
                         return entry, []
-                elif (values := entry.code.values(leaves)) is not None:
+                elif (values := entry.code.guard.values(leaves)) is not None:
                     return entry, values
         return None, []
 
@@ -144,7 +172,7 @@ class CompiledStep:
         assert entry.code is not None and entry.report is not None
         states = generator_states(entry.devices)
         try:
-            outputs = entry.code.compute(list(values))
+            outputs = entry.code.compute(values)
         except Exception as error:
             counters["run_failures"] += 1
             restore_generator_states(states)
@@ -175,7 +203,9 @@ class CompiledStep:
         self._captures += 1
         because = self._because(key, leaves)
         try:
-            reached = Reached(self.fn, (*leaves, global_hooks()))
+            objects = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            reached = Reached(self.fn, (*objects, global_hooks()), tensors)
             entry, values = self._compiled(key, leaves, spec, reached, because)
         except TooMuchError as error:
             entry, values = _Entry(key, Snapshot(frozenset()), None, self._reason("too-much", str(error))), []
@@ -193,7 +223,7 @@ class CompiledStep:
             step = capture(Call(self.fn, leaves, spec, reached, self._symbolic(key, leaves), numbers))
             values = gathered(step, leaves)
             assert values is not None
-            code = CompiledStepGraph(step, lower(self._backend, step), values)
+            code = CompiledStepGraph(step, lower(self._backend, step), StepGuard(step, values))
         except CaptureError as error:
             return _Entry(key, reached.snapshot(None, apart), None, error.reason, guard=guard_of(leaves)), []
         except Exception as error:
@@ -207,12 +237,11 @@ class CompiledStep:
         """Why a capture is needed; notes sizes that change."""
         for entry in self._entries:
             if entry.key == key and entry.code is not None and entry.snapshot.fits():
-                values = entry.code.gathered(leaves)
-                if values is not None and self.config.dynamic is None:
-                    for place, dims in entry.code.changed(values).items():
+                if self.config.dynamic is None:
+                    for place, dims in entry.code.guard.changed(leaves).items():
                         known = self._changed.setdefault(key, {})
                         known[place] = known.get(place, frozenset()) | dims
-                return entry.code.why_not(leaves)
+                return entry.code.guard.why_not(leaves)
         return "what it reaches has changed" if self._entries else "first use"
 
     def _symbolic(self, key: Any, leaves: Sequence[Any]) -> dict[int, frozenset[int]]:
@@ -222,13 +251,14 @@ class CompiledStep:
         return self._changed.get(key, {})
 
     def _lifted(self, reached: Reached) -> list[Number]:
-        """The numbers of optimizers' groups that have changed since they were first seen."""
+        """The numbers of optimizers' groups that have changed since they were first seen, and rates for which there
+        is a schedule."""
         for group, path in reached.groups:
             for name, value in group.items():
                 if type(value) is float:
                     place = (id(group), name)
                     known = self._seen.setdefault(place, Number(group, name, f"{path}[{name!r}]", value))
-                    if known.first != value:
+                    if known.first != value or (name == "lr" and "initial_lr" in group):
                         self._numbers[place] = known
         here = {id(group) for group, _ in reached.groups}
         return [n for (place, _), n in self._numbers.items() if place in here and type(n.group[n.key]) is float]

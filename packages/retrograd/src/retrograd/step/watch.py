@@ -10,9 +10,9 @@ import functools
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType, FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -87,27 +87,34 @@ class Reached:
     """Everything that `fn` reaches, as it is now.
 
     Args:
-        fn: the function. also: more objects to begin with, such as its arguments.
+        fn: the function. also: more objects to begin with. passing: arguments of one call, of which snapshots know
+            nothing.
 
     Attributes:
-        tensors: by id, each tensor with the path on which it was found.
+        tensors: by id, each tensor with the path on which it was found. own: ids of those that were not passed.
         iterators: paths of iterators that code of `fn` may advance.
-        modules: all objects that are modules; `groups`: the parameter groups of optimizers.
+        groups: the parameter groups of optimizers, with their paths.
 
     Raises:
         TooMuchError: there is too much of it.
     """
 
-    def __init__(self, fn: Any, also: Any = ()) -> None:
+    def __init__(self, fn: Any, also: Sequence[Any] = (), passing: Sequence[Any] = ()) -> None:
         self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
         self.iterators: list[str] = []
-        self.modules: list[tuple[torch.nn.Module, str]] = []
         self.groups: list[tuple[dict[str, Any], str]] = []
         self._held: list[_Held] = []
         self._named: list[_Named] = []
         self._seen: dict[Any, Any] = {}
-        self._waiting: list[tuple[Any, str]] = [(fn, getattr(fn, "__name__", type(fn).__name__))]
-        self._waiting += [(value, "argument") for value in also]
+        self._waiting: list[tuple[Any, str]] = [(value, "argument") for value in also]
+        self._waiting.append((fn, getattr(fn, "__name__", type(fn).__name__)))
+        self._visit_all()
+        self.own = frozenset(self.tensors)
+        self._lasting = len(self._held), len(self._named)
+        self._waiting += [(value, "argument") for value in passing]
+        self._visit_all()
+
+    def _visit_all(self) -> None:
         while self._waiting:
             self._visit(*self._waiting.pop())
             if len(self._seen) > _MOST_OBJECTS:
@@ -134,13 +141,13 @@ class Reached:
                 keys that are inputs.
         """
         made = Snapshot(names)
-        for held in self._held:
+        for held in self._held[: self._lasting[0]]:
             if held.is_namespace or any(id(held.container) == place for place, _ in apart):
                 keys = [k for k in held.keys if (names is None or k in names or not held.is_namespace)]
                 made.names(held.container, [k for k in keys if (id(held.container), k) not in apart])
             else:
                 made.whole(held.container)
-        for named in self._named:
+        for named in self._named[: self._lasting[1]]:
             made.value(named.read, named.value)
         return made
 
@@ -196,11 +203,9 @@ class Reached:
     def _visit_object(self, value: Any, path: str) -> None:
         if type(value).__module__.split(".")[0] == "retrograd":
             return
-        if isinstance(value, torch.nn.Module):
-            self.modules.append((value, path))
         if isinstance(value, torch.optim.Optimizer):
             self.groups += [(group, f"{path}.param_groups[{i}]") for i, group in enumerate(value.param_groups)]
-        if hasattr(type(value), "__next__") and not isinstance(value, GeneratorType):
+        if hasattr(type(value), "__next__"):
             self.iterators.append(path)
         for cls in type(value).__mro__:
             self._waiting.append((cls, cls.__name__))
