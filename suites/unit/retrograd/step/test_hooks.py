@@ -1,5 +1,5 @@
-"""Hooks in a step: those that compute with torch are part of the graph; those that do more make it run in pieces,
-with the events that eager has."""
+"""Hooks in a step: those that compute with torch are part of the graph; those that do more make it run in
+pieces, with the events that eager has."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+
 from unit.retrograd.step.twins import Program, reasons, run_twins, runs_of_wholes
 
 
@@ -76,7 +77,9 @@ def test_hooks_on_nodes():
 
         def prepare(loss, logits):
             loss.grad_fn.register_prehook(lambda grads: tuple(g * 2 for g in grads))
-            logits.grad_fn.register_hook(lambda grads, outer: tuple(None if g is None else g * 2 for g in grads))
+            logits.grad_fn.register_hook(
+                lambda grads, outer: tuple(None if g is None else g * 2 for g in grads)
+            )
 
         return program(model, torch.optim.SGD(model.parameters(), 0.1), prepare)
 

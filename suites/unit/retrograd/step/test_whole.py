@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-import retrograd
 from torch import nn
+
+import retrograd
 from unit.retrograd.step.twins import Program, reasons, run_twins, runs_of_wholes
 
 
@@ -295,7 +296,13 @@ def test_results_of_all_kinds():
             loss.backward()
             opt.step()
             right = (logits.argmax(1) == y).sum()
-            return {"loss": loss, "right": right, "x": x, "weight": model[0].weight, "n": (len(x), None, "text")}
+            return {
+                "loss": loss,
+                "right": right,
+                "x": x,
+                "weight": model[0].weight,
+                "n": (len(x), None, "text"),
+            }
 
         return Program(step, batches(), [model], [opt])
 
@@ -510,7 +517,14 @@ def test_arguments_that_are_no_tensors():
             return loss
 
         (x, y), *_ = batches(1)
-        calls = [(model, x, y), (model, x, y), (other, x, y), (model, x, y, 0.5), (model, x, y), (other, x, y)]
+        calls = [
+            (model, x, y),
+            (model, x, y),
+            (other, x, y),
+            (model, x, y, 0.5),
+            (model, x, y),
+            (other, x, y),
+        ]
         return Program(step, calls, [model, other], [opt])
 
     run_twins(build)

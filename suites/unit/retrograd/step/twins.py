@@ -44,13 +44,15 @@ def run_twins(build: Callable[[], Program], **options: Any) -> CompiledStep:
             return compiled[0]
 
         for call, (expected, got) in enumerate(zip(eager, _observed(build, compile_it), strict=True)):
-            assert got == expected, f"call {call}: {_first_difference(expected, got)}\n{compiled[0].explain()}"
+            assert got == expected, (
+                f"call {call}: {_first_difference(expected, got)}\n{compiled[0].explain()}"
+            )
     return compiled[0]
 
 
 def runs_of_wholes(step: CompiledStep) -> list[int]:
     """How often each graph of a whole step ran. The report is printed, for the reader of a failure."""
-    print(step.explain())
+    print(step.explain())  # noqa: T201 - pytest shows it
     return [whole.runs for whole in step.explain().wholes]
 
 
@@ -95,7 +97,14 @@ def _leaf(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf if isinstance(leaf, (int, float, str, type(None))) else type(leaf).__name__
     bits = leaf.detach().contiguous().reshape(-1).view(torch.uint8).tolist() if leaf.numel() else []
-    kind = (type(leaf).__name__, leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.requires_grad, leaf.is_leaf)
+    kind = (
+        type(leaf).__name__,
+        leaf.dtype,
+        tuple(leaf.shape),
+        leaf.stride(),
+        leaf.requires_grad,
+        leaf.is_leaf,
+    )
     return (*kind, tuple(bits))
 
 

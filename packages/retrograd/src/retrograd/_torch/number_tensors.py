@@ -1,8 +1,8 @@
 """A graph in which numbers are tensors.
 
-In: a graph of ATen operators with placeholders that are numbers. Out: the graph traced again, with a tensor of
-float64 without dimensions for each of them: `x + alpha * y` where `add` took `alpha`. Values are the same up to
-rounding; types are those of the graph before.
+In: a graph of ATen operators with placeholders that are numbers. Out: the graph traced again, with a tensor
+of float64 without dimensions for each of them: `x + alpha * y` where `add` took `alpha`. Values are the same
+up to rounding; types are those of the graph before.
 """
 
 from __future__ import annotations

@@ -17,7 +17,13 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
 from retrograd._torch.operators import real_tensors
 
-__all__ = ["generator_states", "insert_replay", "restore_generator_states", "seeds_and_states", "with_generator_states"]
+__all__ = [
+    "generator_states",
+    "insert_replay",
+    "restore_generator_states",
+    "seeds_and_states",
+    "with_generator_states",
+]
 
 
 def insert_replay(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:

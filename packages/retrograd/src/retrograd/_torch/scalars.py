@@ -17,13 +17,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from retrograd._torch.stand_ins import StepRefusedError
 
-__all__ = ["allow_numbers", "symbolic_float", "texts_refused"]
-
-
-def allow_numbers(mode: FakeTensorMode) -> None:
-    """``.item()`` gives a number of which nothing is known."""
-    assert mode.shape_env is not None
-    mode.shape_env._allow_scalar_outputs = True
+__all__ = ["symbolic_float", "texts_refused"]
 
 
 def symbolic_float(mode: FakeTensorMode, value: float, name: str) -> Any:

@@ -2,8 +2,8 @@
 
 In: a trace in which a training step runs. Out: whatever torch is called with a real tensor is called with its
 stand-in, made (as a new input of the graph) at the first use; where torch gives the stand-in back, the user's
-code gets its real tensor. So dictionaries by tensor, ``is`` and attributes work as they do eagerly. Hooks of real
-leaves hang from their stand-ins.
+code gets its real tensor. So dictionaries by tensor, ``is`` and attributes work as they do eagerly. Hooks of
+real leaves hang from their stand-ins.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ import torch
 import torch._functorch.utils as functorch_utils
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.autograd.function import _HookMixin
-from torch.autograd.graph import get_gradient_edge
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from retrograd._torch import pytree
@@ -28,16 +25,18 @@ from retrograd._torch.engine import EngineRequest, Gateway, run_stock
 from retrograd._torch.fakes import fake_of, why_not_fakeable
 from retrograd._torch.functional import is_traced, to_functional
 from retrograd._torch.joint_tracing import JointTracer
+from retrograd._torch.leaf_hooks import hooks_of, node_hooks
 from retrograd._torch.operators import real_tensors
 from retrograd._torch.subclasses import is_wrapper
+from retrograd._torch.trace_surroundings import eager_optimizers, one_thread, replaced_by
 
 __all__ = ["StandIn", "StandIns", "StepRefusedError"]
 
-_getter = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 #: by name: what changes a tensor in a way that no graph holds.
 _CHANGES = {"set_", "resize_", "resize_as_", "resize_as_sparse_", "detach_", "share_memory_"}
 _DATA_WRITTEN = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_REQUIRES_GRAD = {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+_SWITCHED = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_REQUIRES_GRAD = {torch.Tensor.requires_grad_, _SWITCHED}
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 #: what a stand-in would answer otherwise than its tensor.
 _VALUES = {"tolist", "numpy", "__array__", "__repr__", "__format__", "__str__"}
@@ -125,9 +124,11 @@ class StandIns(TorchFunctionMode):
     def _stand_in(self, real: torch.Tensor) -> StandIn:
         with real_tensors():
             _refuse_odd(real)
-            fake = fake_of(self._fake_mode, real, f"tensor_{len(self.found)}", self._symbolic.get(id(real), ()))
+            fake = fake_of(
+                self._fake_mode, real, f"tensor_{len(self.found)}", self._symbolic.get(id(real), ())
+            )
             grad = real.grad if real.is_leaf else None
-            hooks = dict(real._backward_hooks or {}), dict(real._post_accumulate_grad_hooks or {})
+            hooks, waiting = hooks_of(real)
             differentiable = real.requires_grad
         placeholder = self._tracer.placeholder(f"tensor_{len(self.found)}", fake)
         made = to_functional(placeholder)
@@ -140,9 +141,9 @@ class StandIns(TorchFunctionMode):
             made._is_param = True
         if grad is not None:
             made.grad = self.of(grad).made
-        for hook in hooks[0].values():
+        for hook in hooks:
             made.register_hook(hook)
-        for hook in hooks[1].values():
+        for hook in waiting:
             made.register_post_accumulate_grad_hook(_of_real(hook, real))
         return entry
 
@@ -221,12 +222,12 @@ class StandIns(TorchFunctionMode):
         """The mode itself, and what else of torch has to know: the engine, Functions, optimizers."""
         with ExitStack() as stack:
             for module in Gateway._modules:
-                stack.enter_context(_replaced_by(module, "_engine_run_backward", self._run_backward))
+                stack.enter_context(replaced_by(module, "_engine_run_backward", self._run_backward))
             stack.enter_context(
-                _replaced_by(functorch_utils, "unwrap_dead_wrappers", self._arguments_of_functions)
+                replaced_by(functorch_utils, "unwrap_dead_wrappers", self._arguments_of_functions)
             )
-            stack.enter_context(_replaced_by(FunctionalTensorMode, "__torch_dispatch__", self._dispatch))
-            stack.enter_context(_eager_optimizers(self._thread))
+            stack.enter_context(replaced_by(FunctionalTensorMode, "__torch_dispatch__", self._dispatch))
+            stack.enter_context(eager_optimizers(self._thread))
             stack.enter_context(self)
             yield
 
@@ -241,7 +242,7 @@ class StandIns(TorchFunctionMode):
         with ExitStack() as stack:
             if was_inside:  # torch called us below the mode; hooks are to be above it again
                 stack.enter_context(self)
-            stack.enter_context(_one_thread())
+            stack.enter_context(one_thread())
             stack.enter_context(self._watcher.looking())
             try:
                 return run_stock(request)
@@ -272,87 +273,10 @@ def _refuse_odd(real: torch.Tensor) -> None:
         raise StepRefusedError("input", f"uses a tensor subclass, {type(real).__name__}")
     if real.requires_grad and not real.is_leaf:
         raise StepRefusedError("history", "uses a tensor with a history that began outside")
-    if real.requires_grad and (hooked := _node_hooks(real)):
+    if real.requires_grad and (hooked := node_hooks(real)):
         raise StepRefusedError("node-hooks", f"has a leaf whose accumulation has {hooked} hooks of its own")
-
-
-class _AskedError(Exception):
-    def __init__(self, hooks: Any) -> None:
-        self.hooks = hooks
-
-
-def _node_hooks(leaf: torch.Tensor) -> int:
-    """How many Python hooks hang from the node that accumulates a leaf's gradient."""
-    with torch.enable_grad():
-        node = get_gradient_edge(leaf).node
-    return _count(node.register_hook) + _count(node.register_prehook)
-
-
-def _count(register: Callable[..., Any]) -> int:
-    """How many hooks are where `register` would put one; torch gives the dictionary away, none is put there."""
-
-    def ask(hooks: Any, hook: Any) -> Any:
-        raise _AskedError(hooks)
-
-    before = _HookMixin._register_hook
-    _HookMixin._register_hook = staticmethod(ask)  # type: ignore[method-assign]
-    try:
-        register(None)
-    except _AskedError as asked:
-        return len(asked.hooks or ())
-    finally:
-        _HookMixin._register_hook = staticmethod(before)  # type: ignore[method-assign]
-    return 0
 
 
 def _of_real(hook: Callable[..., Any], real: torch.Tensor) -> Callable[..., Any]:
     """A post-accumulate-grad hook, called with the real leaf."""
     return lambda _: hook(real)
-
-
-@contextmanager
-def _replaced_by(module: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
-    """``module.name`` is `call`, which is given what it was before."""
-    prior = getattr(module, name)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return call(prior, *args, **kwargs)
-
-    setattr(module, name, run)
-    try:
-        yield
-    finally:
-        setattr(module, name, prior)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The engine runs every node on the calling thread, where the trace is."""
-    before = torch._C._is_multithreading_enabled()
-    with torch._C.DisableTorchFunction():
-        torch._C._set_multithreading_enabled(False)
-    try:
-        yield
-    finally:
-        with torch._C.DisableTorchFunction():
-            torch._C._set_multithreading_enabled(before)
-
-
-@contextmanager
-def _eager_optimizers(thread: int) -> Iterator[None]:
-    """In the step of an optimizer ``is_compiling()`` is false: torch's optimizers compute otherwise when it is
-    true, with step counts as tensors of float32 where eager has numbers."""
-
-    def switch(to: bool) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            if threading.get_ident() == thread:
-                torch.compiler._is_compiling_flag = to
-
-        return hook
-
-    handles = [register_optimizer_step_pre_hook(switch(False)), register_optimizer_step_post_hook(switch(True))]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

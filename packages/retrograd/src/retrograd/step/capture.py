@@ -30,13 +30,14 @@ from retrograd._torch.functional import (
 from retrograd._torch.joint_tracing import JointTracer, ReseededError, trace_joint
 from retrograd._torch.memory import groups_sharing_memory
 from retrograd._torch.operators import is_random, real_tensors
-from retrograd._torch.scalars import allow_numbers, symbolic_float, texts_refused
+from retrograd._torch.scalars import symbolic_float, texts_refused
 from retrograd._torch.stand_ins import StandIns, StepRefusedError
 from retrograd.errors import CaptureError, Reason, RetrogradError
 from retrograd.step.observe import Observed, SideEffectError, observing, users_line
 from retrograd.step.plan import Argument, GradOf, Held, NewGrad, Number, Result, Source, StepGraph
 from retrograd.step.settle import settle
-from retrograd.step.watch import SCALARS, Reached
+from retrograd.step.snapshot import SCALARS
+from retrograd.step.watch import Reached
 
 __all__ = ["Call", "capture"]
 
@@ -118,7 +119,6 @@ class _Trace:
         self._call = call
         self.fake_mode = new_fake_mode(symbolic=True)
         self.fake_mode.allow_non_fake_inputs = False
-        allow_numbers(self.fake_mode)
         self.observed = Observed()
         self._before: list[Any] = []
 
@@ -139,7 +139,9 @@ class _Trace:
 
     def _number(self, tracer: JointTracer, number: Number) -> Any:
         name = f"number_{number.path}"
-        made = tracer.placeholder("number", symbolic_float(self.fake_mode, float(number.group[number.key]), name))
+        made = tracer.placeholder(
+            "number", symbolic_float(self.fake_mode, float(number.group[number.key]), name)
+        )
         self._before.append(number.group[number.key])
         number.group[number.key] = made
         return made
@@ -277,7 +279,9 @@ class _Trace:
         for owner, entry in enumerate(self._stand_ins.found):
             if entry.grad is real:
                 return GradOf(len(self._numbers) + owner)
-        raise StepRefusedError("unknown-tensor", "uses a tensor that was found in a way that nobody can watch")
+        raise StepRefusedError(
+            "unknown-tensor", "uses a tensor that was found in a way that nobody can watch"
+        )
 
 
 def _is_size(value: Any) -> bool:

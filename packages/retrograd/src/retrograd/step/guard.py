@@ -1,7 +1,8 @@
 """May a captured step be run in a call?
 
-In: the `StepGraph`, and the flat arguments of the call. Out: the graph's inputs, or why not. What the step reaches in
-Python is looked at elsewhere (`watch.Snapshot`); here it is tensors: their metadata, hooks, gradients and memory.
+In: the `StepGraph`, and the flat arguments of the call. Out: the graph's inputs, or why not. What the step
+reaches in Python is looked at elsewhere (`watch.Snapshot`); here it is tensors: their metadata, hooks,
+gradients and memory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class StepGuard:
         sources = list(enumerate(step.sources))
         self._arguments = [(i, s.place) for i, s in sources if isinstance(s, Argument)]
         self._given = [i for i, _ in self._arguments if isinstance(values[i], torch.Tensor)]
-        self._kept = [i for i, s in sources if isinstance(s, Held) or (isinstance(s, GradOf) and i in step.used)]
+        self._kept = [
+            i for i, s in sources if isinstance(s, Held) or (isinstance(s, GradOf) and i in step.used)
+        ]
         self._fixed = frozenset(id(s.tensor) for _, s in sources if isinstance(s, Held))
         self._tensors = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
         self._inputs = InputGuard(values, range(len(values)), list(step.examples), step.shape_env)
@@ -54,7 +57,9 @@ class StepGuard:
             return "a gradient is there that was not, or lacks"
         if not self._inputs.check(values):
             return self._inputs.why_not(values)
-        return "hooks of a tensor have changed" if not self._are_hooks_same(values) else "tensors share memory"
+        return (
+            "hooks of a tensor have changed" if not self._are_hooks_same(values) else "tensors share memory"
+        )
 
     def changed(self, leaves: Sequence[Any]) -> dict[int, frozenset[int]]:
         """By place of an argument, the dimensions that are not what they were."""
@@ -65,7 +70,8 @@ class StepGuard:
         return {place: changed[i] for i, place in self._arguments if i in changed}
 
     def _are_hooks_same(self, values: Sequence[Any]) -> bool:
-        """Hooks that go are seen in their containers; only what is registered gives a tensor its first one."""
+        """Hooks that go are seen in their containers; only what is registered gives a tensor its first
+        one."""
         now = handles_made()
         if now == self._handles:
             places = {i: n for n, i in enumerate(self._tensors)}

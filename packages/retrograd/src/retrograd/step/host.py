@@ -1,14 +1,13 @@
 """Take the numbers of a step out of its graph, for backends that compile tensors only.
 
-In: a graph in which tensors meet numbers that are computed on the host: a learning rate, Adam's corrections. Out: a
-`HostPart`: which nodes run before and after the rest, and the rest as a graph of its own.
+In: a graph in which tensors meet numbers that are computed on the host: a learning rate, Adam's corrections.
+Out: a `HostPart`: which nodes run before and after the rest, and the rest as a graph of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -55,7 +54,9 @@ def host_part(gm: fx.GraphModule) -> HostPart:
     rest = [node for node in calls if node not in before and node not in after]
     for node in rest:
         if found := after & set(node.all_input_nodes):
-            raise NumbersInTheWayError(f"{node.target} reads {next(iter(found)).name}, a number read from a tensor")
+            raise NumbersInTheWayError(
+                f"{node.target} reads {next(iter(found)).name}, a number read from a tensor"
+            )
     inside = set(rest)
     outputs = gm.graph.output_node()
     given = list(dict.fromkeys(n for node in rest for n in node.all_input_nodes if n not in inside))
@@ -66,7 +67,11 @@ def host_part(gm: fx.GraphModule) -> HostPart:
     also = [*writing, *[node for node in rest if not node.users and node not in writing]]
     graph = extract(gm, given, wanted, "Step", also=also)
     return HostPart(
-        [node for node in calls if node in before], [node for node in calls if node in after], given, wanted, graph
+        [node for node in calls if node in before],
+        [node for node in calls if node in after],
+        given,
+        wanted,
+        graph,
     )
 
 
@@ -75,9 +80,9 @@ def _before(calls: Sequence[fx.Node]) -> set[fx.Node]:
     small: set[fx.Node] = set()
     for node in calls:
         inputs = node.all_input_nodes
-        if _is_small(node) and not _is_write(node):
-            if all(n in small or (n.op == "placeholder" and _is_small(n)) for n in inputs):
-                small.add(node)
+        are_known = all(n in small or (n.op == "placeholder" and _is_small(n)) for n in inputs)
+        if are_known and _is_small(node) and not _is_write(node):
+            small.add(node)
     numbers = [node for node in small if _is_number(node)]
     return needed_between((), numbers) & small
 

@@ -1,8 +1,8 @@
 """Give the graph of a whole step to a backend.
 
-In: a `StepGraph` and a backend. Out: a boxed callable that takes the graph's inputs. A backend that compiles nothing
-gets the graph as it is. Another one gets the part that computes with tensors, after its decompositions; what
-computes numbers runs around it on the host, in Python, as it does eagerly.
+In: a `StepGraph` and a backend. Out: a boxed callable that takes the graph's inputs. A backend that compiles
+nothing gets the graph as it is. Another one gets the part that computes with tensors, after its
+decompositions; what computes numbers runs around it on the host, in Python, as it does eagerly.
 """
 
 from __future__ import annotations

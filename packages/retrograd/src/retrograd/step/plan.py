@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["Argument", "GradOf", "Held", "NewGrad", "Number", "Result", "StepGraph", "Source"]
+__all__ = ["Argument", "GradOf", "Held", "NewGrad", "Number", "Result", "Source", "StepGraph"]
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,14 @@ class StepGraph:
         gm: an ATen graph, functional but for the writes to its inputs at the end.
         sources: by input, where it comes from.
         examples: by input, the fake tensor or symbolic number that it was traced with.
-        used: numbers of the inputs that the graph takes, in their order; the others are looked at by guards only.
+        used: numbers of the inputs that the graph takes, in their order; the others are looked at by guards
+            only.
         written: numbers of the inputs that are written to.
         grads: what becomes of ``.grad``; only of tensors for which it changes.
         lacking: inputs whose ``.grad`` was None and that had none when the step began.
         results: by flat value that the step returns, and `spec`: how they are nested.
-        fake_mode: of the examples. shape_env: has the relations between sizes and numbers that the trace relied on.
+        fake_mode: of the examples. shape_env: has the relations between sizes and numbers that the trace
+            relied on.
         names: that the code which ran speaks of.
         devices: from whose generators the graph draws.
     """

@@ -34,7 +34,9 @@ class WholeReport:
 
     def __str__(self) -> str:
         calls = sum(node.op == "call_function" for node in self.graph.nodes)
-        lines = [f"whole step of {calls} calls, run {self.runs} times, backend {self.backend}: {self.because}"]
+        lines = [
+            f"whole step of {calls} calls, run {self.runs} times, backend {self.backend}: {self.because}"
+        ]
         if self.numbers:
             lines.append(f"  numbers  {', '.join(self.numbers)}")
         return "\n".join(lines)

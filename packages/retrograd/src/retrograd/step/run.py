@@ -1,7 +1,7 @@
 """Run a captured step on real tensors.
 
-In: a `StepGraph` with compiled code, and the graph's inputs. Out: what the step returns; parameters, buffers, the
-states of optimizers and ``.grad`` are as the step leaves them eagerly.
+In: a `StepGraph` with compiled code, and the graph's inputs. Out: what the step returns; parameters, buffers,
+the states of optimizers and ``.grad`` are as the step leaves them eagerly.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ class CompiledStepGraph:
         step: the graph. code: runs it, boxed; takes the inputs that are `used`. guard: when it may be run.
     """
 
-    def __init__(
-        self, step: StepGraph, code: Callable[[list[Any]], Sequence[Any]], guard: StepGuard
-    ) -> None:
+    def __init__(self, step: StepGraph, code: Callable[[list[Any]], Sequence[Any]], guard: StepGuard) -> None:
         self._step, self.guard = step, guard
         self._code = undifferentiated(code)
         self._used = sorted(step.used)

@@ -7,6 +7,7 @@ values are written by ``copy_`` instead, and no other output shares memory with 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -64,9 +65,7 @@ def _drop_tracing(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _own(
-    graph: fx.Graph, output: fx.Node, value: object, owned: set[fx.Node], is_copied: bool = False
-) -> object:
+def _own(graph: fx.Graph, output: fx.Node, value: Any, owned: set[fx.Node], is_copied: bool = False) -> Any:
     """`value`, or a copy of it if its memory belongs to an input or to another output. What is copied in the
     end may be shared, but not with an input, which may have been written before."""
     if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), torch.Tensor):

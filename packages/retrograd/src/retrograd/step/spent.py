@@ -1,7 +1,7 @@
 """What a step returns of a graph that it has used up.
 
-In: a tensor. Out: the same values, requiring grad, whose backward raises what torch raises when a graph is used
-a second time.
+In: a tensor. Out: the same values, requiring grad, whose backward raises what torch raises when a graph is
+used a second time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A training step that compiles itself as a whole.
 
-In: a function that makes a training step, and the user's choices. Out: a callable that does the same. The order
-of its levels stands in `CompiledStep.__call__`: a graph of the whole step; else pieces, with the backward
-compiled; and why.
+In: a function that makes a training step, and the user's choices. Out: a callable that does the same. The
+order of its levels stands in `CompiledStep.__call__`: a graph of the whole step; else pieces, with the
+backward compiled; and why.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from retrograd.cache.call_guard import CallGuard
 from retrograd.errors import CaptureError, FallbackWarning, Reason
 from retrograd.events import counters
 from retrograd.step.capture import Call, capture
+from retrograd.step.guard import StepGuard, gathered
 from retrograd.step.lower import lower
 from retrograd.step.plan import Number
 from retrograd.step.report import StepReport, WholeReport
-from retrograd.step.guard import StepGuard, gathered
 from retrograd.step.run import CompiledStepGraph
-from retrograd.step.watch import SCALARS, Reached, Snapshot, TooMuchError
+from retrograd.step.snapshot import SCALARS, Snapshot
+from retrograd.step.watch import Reached, TooMuchError
 
 __all__ = ["CompiledStep", "StepConfig"]
 
@@ -104,6 +105,7 @@ class CompiledStep:
 
     def __init__(self, fn: Callable[..., Any], config: StepConfig) -> None:
         functools.update_wrapper(self, fn)
+        self.__name__: str = getattr(fn, "__name__", type(fn).__name__)
         self.fn, self.config = fn, config
         self._backend = find_backend(config.backend)
         self._lock = threading.RLock()
@@ -169,7 +171,8 @@ class CompiledStep:
         return None, []
 
     def _whole(self, entry: _Entry, values: list[Any], args: Any, kwargs: Any) -> Any:
-        assert entry.code is not None and entry.report is not None
+        assert entry.code is not None
+        assert entry.report is not None
         states = generator_states(entry.devices)
         try:
             outputs = entry.code.compute(values)
@@ -231,7 +234,9 @@ class CompiledStep:
             return _Entry(key, reached.snapshot(None, apart), None, reason, guard=guard_of(leaves)), []
         report = WholeReport(step.gm.graph, because, self._backend.name, tuple(n.path for n in numbers))
         self._report.wholes.append(report)
-        return _Entry(key, reached.snapshot(step.names, apart), code, report=report, devices=step.devices), values
+        return _Entry(
+            key, reached.snapshot(step.names, apart), code, report=report, devices=step.devices
+        ), values
 
     def _because(self, key: Any, leaves: Sequence[Any]) -> str:
         """Why a capture is needed; notes sizes that change."""
@@ -251,8 +256,8 @@ class CompiledStep:
         return self._changed.get(key, {})
 
     def _lifted(self, reached: Reached) -> list[Number]:
-        """The numbers of optimizers' groups that have changed since they were first seen, and rates for which there
-        is a schedule."""
+        """The numbers of optimizers' groups that have changed since they were first seen, and rates for which
+        there is a schedule."""
         for group, path in reached.groups:
             for name, value in group.items():
                 if type(value) is float:
@@ -261,4 +266,6 @@ class CompiledStep:
                     if known.first != value or (name == "lr" and "initial_lr" in group):
                         self._numbers[place] = known
         here = {id(group) for group, _ in reached.groups}
-        return [n for (place, _), n in self._numbers.items() if place in here and type(n.group[n.key]) is float]
+        return [
+            n for (place, _), n in self._numbers.items() if place in here and type(n.group[n.key]) is float
+        ]

@@ -1,13 +1,12 @@
 """What a step can reach besides its arguments: objects, what they hold, and whether it is still the same.
 
-In: a function. Out: `Reached`: its tensors with names, which of Python's containers a run has changed, how they
-were, and `Snapshot`s, which say whether what a capture can have read is as it was.
+In: a function. Out: `Reached`: its tensors with names, which of Python's containers a run has changed, how
+they were, and `Snapshot`s, which say whether what a capture can have read is as it was.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +16,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["SCALARS", "Reached", "Snapshot", "TooMuchError"]
+from retrograd.step.snapshot import MOST_PARTS, SCALARS, Snapshot, are_same, called, is_same, parts_of
 
-SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-#: how many objects are looked at, and how many parts of one container.
-_MOST_OBJECTS, _MOST_PARTS = 300_000, 20_000
-_UNBOUND = object()
+__all__ = ["Reached", "TooMuchError"]
+
+#: how many objects are looked at.
+_MOST_OBJECTS = 300_000
 _OPAQUE = (ModuleType, CodeType, torch.Generator, torch.Size)
 
 
@@ -40,14 +39,10 @@ class _Held:
     keys: tuple[Any, ...] = ()
     is_namespace: bool = False
 
-    def now(self) -> tuple[Any, ...]:
-        return _parts(self.container)
-
     def is_same(self) -> bool:
         container = self.container
-        return (
-            _are_same(_parts(container), self.parts)
-            and (not isinstance(container, Mapping) or _are_same(tuple(container), self.keys))
+        return are_same(parts_of(container), self.parts) and (
+            not isinstance(container, Mapping) or are_same(tuple(container), self.keys)
         )
 
     def restore(self) -> None:
@@ -68,7 +63,7 @@ class _Held:
             now = dict(self.container)
             before = dict(zip(map(id, self.keys), self.parts, strict=True))
             for key, value in now.items():
-                if id(key) not in before or not _is_same(before[id(key)], value):
+                if id(key) not in before or not is_same(before[id(key)], value):
                     return f"{self.path}.{key}" if self.is_namespace else f"{self.path}[{_short(key)}]"
         return self.path
 
@@ -87,11 +82,12 @@ class Reached:
     """Everything that `fn` reaches, as it is now.
 
     Args:
-        fn: the function. also: more objects to begin with. passing: arguments of one call, of which snapshots know
-            nothing.
+        fn: the function. also: more objects to begin with. passing: arguments of one call, of which snapshots
+            know nothing.
 
     Attributes:
-        tensors: by id, each tensor with the path on which it was found. own: ids of those that were not passed.
+        tensors: by id, each tensor with the path on which it was found. own: ids of those that were not
+            passed.
         iterators: paths of iterators that code of `fn` may advance.
         groups: the parameter groups of optimizers, with their paths.
 
@@ -123,14 +119,14 @@ class Reached:
     def changes(self) -> list[str]:
         """Paths of what is no longer as it was, tensors' values aside."""
         changed = [held.change() for held in self._held if not held.is_same()]
-        return changed + [named.path for named in self._named if not _is_same(_read(named), named.value)]
+        return changed + [named.path for named in self._named if not is_same(_read(named), named.value)]
 
     def restore(self) -> None:
         """Make all containers, globals and cells what they were."""
         for held in self._held:
             held.restore()
         for named in self._named:
-            if not _is_same(_read(named), named.value):
+            if not is_same(_read(named), named.value):
                 named.write(named.value)
 
     def snapshot(self, names: frozenset[str] | None, apart: frozenset[tuple[int, str]]) -> Snapshot:
@@ -153,14 +149,18 @@ class Reached:
 
     def _add(self, container: Any, path: str, is_namespace: bool = False) -> None:
         """Note a container and go on with what it holds."""
-        parts = _parts(container)
-        keys = tuple(container)[: len(parts)] if isinstance(container, Mapping) else ()
+        parts = parts_of(container)
+        keys = tuple(container) if isinstance(container, Mapping) else ()
         self._held.append(_Held(container, path, parts, keys, is_namespace))
+        if len(parts) > MOST_PARTS:
+            return
         for place, value in enumerate(parts):
             if type(value) in SCALARS:
                 continue
             if keys and isinstance(keys[place], str):
-                self._waiting.append((value, f"{path}.{keys[place]}" if is_namespace else f"{path}[{keys[place]!r}]"))
+                self._waiting.append(
+                    (value, f"{path}.{keys[place]}" if is_namespace else f"{path}[{keys[place]!r}]")
+                )
             else:
                 self._waiting.append((value, f"{path}[{place}]"))
         for key in keys:
@@ -179,7 +179,9 @@ class Reached:
             self._waiting += [(value.__self__, f"{path}.__self__"), (value.__func__, path)]
         elif isinstance(value, functools.partial):
             self._waiting.append((value.func, path))
-            self._waiting += [(part, f"an argument of {path}") for part in (*value.args, *value.keywords.values())]
+            self._waiting += [
+                (part, f"an argument of {path}") for part in (*value.args, *value.keywords.values())
+            ]
         elif isinstance(value, (dict, list, tuple, set, frozenset, deque, MappingProxyType)):
             self._add(value, path)
         elif isinstance(value, type):
@@ -204,7 +206,9 @@ class Reached:
         if type(value).__module__.split(".")[0] == "retrograd":
             return
         if isinstance(value, torch.optim.Optimizer):
-            self.groups += [(group, f"{path}.param_groups[{i}]") for i, group in enumerate(value.param_groups)]
+            self.groups += [
+                (group, f"{path}.param_groups[{i}]") for i, group in enumerate(value.param_groups)
+            ]
         if hasattr(type(value), "__next__"):
             self.iterators.append(path)
         for cls in type(value).__mro__:
@@ -265,96 +269,8 @@ class Reached:
         self._waiting.append((value, path))
 
 
-class Snapshot:
-    """Values as they were, to be compared quickly before every call."""
-
-    def __init__(self, mentioned: frozenset[str] | None) -> None:
-        self._mentioned = mentioned
-        self._wholes: list[Any] = []
-        self._empty: list[Any] = []
-        self._whole_parts: list[tuple[Any, ...]] = []
-        self._dicts: list[tuple[Any, tuple[str, ...], frozenset[Any]]] = []
-        self._dict_parts: list[tuple[Any, ...]] = []
-        self._reads: list[Callable[[], Any]] = []
-        self._values: list[Any] = []
-
-    def whole(self, container: Any) -> None:
-        """All parts of a container."""
-        if not container:
-            self._empty.append(container)
-        elif not isinstance(container, (tuple, frozenset)):
-            self._wholes.append(container)
-            self._whole_parts.append(_whole(container))
-
-    def names(self, container: Any, keys: list[str]) -> None:
-        """Some keys of a dictionary."""
-        if keys:
-            self._dicts.append((container, tuple(keys), frozenset(container)))
-            self._dict_parts.append(tuple(map(container.get, keys)))
-
-    def value(self, read: Callable[[], Any], value: Any) -> None:
-        """One value."""
-        self._reads.append(read)
-        self._values.append(value)
-
-    def fits(self) -> bool:
-        """Whether all is as it was."""
-        if any(self._empty):
-            return False
-        for container, parts in zip(self._wholes, self._whole_parts, strict=True):
-            now = _whole(container)
-            if not all(map(operator.is_, now, parts)) or len(now) != len(parts):
-                if not _are_same(now, parts):
-                    return False
-        for (container, keys, known), parts in zip(self._dicts, self._dict_parts, strict=True):
-            now = tuple(map(container.get, keys))
-            if not (all(map(operator.is_, now, parts)) or _are_same(now, parts)):
-                return False
-            if len(container) != len(known) and self._are_read(container.keys() - known):
-                return False
-        return all(_is_same(_called(read), value) for read, value in zip(self._reads, self._values, strict=True))
-
-
-    def _are_read(self, keys: set[str]) -> bool:
-        return bool(keys) and (self._mentioned is None or not self._mentioned.isdisjoint(keys))
-
-
-def _called(read: Callable[[], Any]) -> Any:
-    try:
-        return read()
-    except (ValueError, AttributeError):  # no longer bound
-        return _UNBOUND
-
-
 def _read(named: _Named) -> Any:
-    return _called(named.read)
-
-
-def _parts(container: Any) -> tuple[Any, ...]:
-    values = container.values() if isinstance(container, Mapping) else container
-    if len(container) <= _MOST_PARTS:
-        return tuple(values)
-    return (len(container),)
-
-
-def _whole(container: Any) -> tuple[Any, ...]:
-    if isinstance(container, Mapping) and len(container) <= _MOST_PARTS:
-        return (*container, *container.values())
-    return _parts(container)
-
-
-def _are_same(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
-    return len(now) == len(before) and all(map(_is_same, now, before))
-
-
-def _is_same(now: Any, before: Any) -> bool:
-    if now is before:
-        return True
-    if type(now) is not type(before):
-        return False
-    if isinstance(now, SCALARS):
-        return bool(now == before) or (now != now and before != before)
-    return isinstance(now, MethodType) and now.__func__ is before.__func__ and now.__self__ is before.__self__
+    return called(named.read)
 
 
 def _short(key: Any) -> str:
