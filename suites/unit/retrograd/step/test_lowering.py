@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import retrograd
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+import retrograd
 
 
 def train(wrap, make, calls=4):
@@ -24,7 +25,7 @@ def train(wrap, make, calls=4):
         return loss, loss.item()
 
     step, found = wrap(step), []
-    for call in range(calls):
+    for _ in range(calls):
         opt.param_groups[0]["lr"] *= 0.9
         loss, number = step(torch.randn(5, 4), torch.randint(3, (5,)))
         found += [loss.detach().clone(), torch.tensor(number)]
@@ -76,7 +77,9 @@ def test_parameters_and_states_are_written_inside_the_graph():
 def test_inductor():
     expected, _ = train(lambda step: step, OPTIMIZERS["adam"], calls=3)
     got, step = train(
-        lambda step: retrograd.compile_step(step, backend="inductor", strict=True), OPTIMIZERS["adam"], calls=3
+        lambda step: retrograd.compile_step(step, backend="inductor", strict=True),
+        OPTIMIZERS["adam"],
+        calls=3,
     )
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     assert sum(whole.runs for whole in step.explain().wholes) == 2

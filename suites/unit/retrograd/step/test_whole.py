@@ -139,7 +139,10 @@ def test_clipping_that_reads_the_norm_runs_in_pieces():
     def build():
         model = mlp()
         opt = torch.optim.SGD(model.parameters(), 0.1)
-        clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1, error_if_nonfinite=True)  # noqa: E731
+
+        def clip():
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1, error_if_nonfinite=True)
+
         return Program(simple(model, opt, clip), batches(), [model], [opt])
 
     assert reasons(run_twins(build)) == ["reads-values"]
@@ -554,3 +557,76 @@ def test_an_argument_that_the_step_reaches_too():
         return Program(step, [(torch.ones(4, 4),)] * 3 + [(w,)] * 2, tensors=[w])
 
     assert reasons(run_twins(build)) == ["shared-memory"]
+
+
+def test_dropout_of_what_is_not_laid_out_in_order():
+    def build():
+        model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+        opt = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x):
+            opt.zero_grad()
+            noise = torch.empty(8, 4, 5).mT.uniform_()
+            loss = (F.dropout(model(x).transpose(0, 2), 0.5) * noise).sum()
+            loss.backward()
+            opt.step()
+            return loss
+
+        return Program(step, [(torch.randn(4, 5, 8),) for _ in range(4)], [model], [opt])
+
+    assert runs_of_wholes(run_twins(build)) == [3]
+
+
+class Settings:
+    def __init__(self):
+        self.alpha = 1.0
+
+
+@pytest.mark.parametrize("read", [lambda s: getattr(s, "al" + "pha"), lambda s: sum(vars(s).values())])
+def test_attributes_that_no_code_names(read):
+    def build():
+        model, settings = mlp(), Settings()
+        opt = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x, y):
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y) * read(settings)
+            loss.backward()
+            opt.step()
+
+        def before(i):
+            settings.alpha = 1.0 + i // 3
+
+        return Program(step, batches(5), [model], [opt], before=before)
+
+    assert runs_of_wholes(run_twins(build)) == [2, 2]
+
+
+def test_two_numbers_that_change():
+    def build():
+        model = mlp()
+        opt = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=20)
+
+        def before(i):
+            if i:
+                schedule.step()
+
+        return Program(simple(model, opt), batches(6), [model], [opt], before=before)
+
+    assert runs_of_wholes(run_twins(build))[-1] >= 3
+
+
+def test_data_written_in_place():
+    def build():
+        model = mlp()
+
+        def step(x, y):
+            F.cross_entropy(model(x), y).backward()
+            for p in model.parameters():
+                p.data -= 0.1 * p.grad.data
+                p.grad.zero_()
+
+        return Program(step, batches(), [model])
+
+    assert runs_of_wholes(run_twins(build)) == [3]

@@ -28,6 +28,7 @@ __all__ = [
     "is_random",
     "is_repeatable",
     "is_wait",
+    "operator_in_place",
     "real_tensors",
     "same_layout",
     "schema_of",
@@ -63,6 +64,16 @@ def is_operator_overload(target: Any) -> bool:
 def schema_of(target: Any) -> Any:
     """The schema of an operator with one: its ``arguments`` and ``returns``, each with its ``alias_info``."""
     return target._schema
+
+
+def operator_in_place(target: Any) -> Any:
+    """The in-place operator of a functional one that fills its argument with random numbers; None if there is
+    none."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    name, overload = target._schema.name.split("::")[-1], target._overloadname
+    packet = getattr(torch.ops.aten, f"{name.removesuffix('_functional')}_", None)
+    return getattr(packet, {"p": "float"}.get(overload, overload), None)
 
 
 def is_higher_order(target: Any) -> bool:

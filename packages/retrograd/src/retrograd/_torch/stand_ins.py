@@ -23,10 +23,10 @@ from torch.overrides import TorchFunctionMode
 from retrograd._torch import pytree
 from retrograd._torch.engine import EngineRequest, Gateway, run_stock
 from retrograd._torch.fakes import fake_of, why_not_fakeable
-from retrograd._torch.functional import is_traced, to_functional
+from retrograd._torch.functional import is_traced, storage_key, to_functional
 from retrograd._torch.joint_tracing import JointTracer
 from retrograd._torch.leaf_hooks import hooks_of, node_hooks
-from retrograd._torch.operators import real_tensors
+from retrograd._torch.operators import real_tensors, same_layout
 from retrograd._torch.subclasses import is_wrapper
 from retrograd._torch.trace_surroundings import eager_optimizers, one_thread, replaced_by
 
@@ -156,6 +156,8 @@ class StandIns(TorchFunctionMode):
         self._watcher.pause()
         try:
             args, kwargs = self._replaced((args, kwargs or {}))
+            if func == _DATA_WRITTEN and _is_own_data(*args):
+                return None
             self._refuse(func, args, kwargs)
             if func is torch.Tensor.backward:
                 return self._backward(*args, **(kwargs or {}))
@@ -255,6 +257,9 @@ class StandIns(TorchFunctionMode):
             return prior(*args, **kwargs)
         self._watcher.pause()
         try:
+            if _draws_in_place(args[1]):
+                with self._tracer.noting(draws_in_place=True):
+                    return prior(*args, **kwargs)
             return prior(*args, **kwargs)
         finally:
             self._watcher.resume()
@@ -275,6 +280,17 @@ def _refuse_odd(real: torch.Tensor) -> None:
         raise StepRefusedError("history", "uses a tensor with a history that began outside")
     if real.requires_grad and (hooked := node_hooks(real)):
         raise StepRefusedError("node-hooks", f"has a leaf whose accumulation has {hooked} hooks of its own")
+
+
+def _draws_in_place(func: Any) -> bool:
+    """Whether an operator fills a tensor with random numbers: in the order of its memory, which the
+    functional one does not know."""
+    return torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable
+
+
+def _is_own_data(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether an assignment to ``.data`` gives a tensor what it has: the end of ``p.data -= x``."""
+    return storage_key(tensor) == storage_key(value) and same_layout(tensor, value)
 
 
 def _of_real(hook: Callable[..., Any], real: torch.Tensor) -> Callable[..., Any]:

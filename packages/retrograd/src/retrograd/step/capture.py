@@ -140,7 +140,8 @@ class _Trace:
     def _number(self, tracer: JointTracer, number: Number) -> Any:
         name = f"number_{number.path}"
         made = tracer.placeholder(
-            "number", symbolic_float(self.fake_mode, float(number.group[number.key]), name)
+            f"number_{len(self._before)}",
+            symbolic_float(self.fake_mode, float(number.group[number.key]), name),
         )
         self._before.append(number.group[number.key])
         number.group[number.key] = made

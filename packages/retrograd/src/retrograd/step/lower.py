@@ -19,6 +19,7 @@ from retrograd._torch.number_tensors import with_number_tensors
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.eager import EagerBackend
 from retrograd.events import counters
+from retrograd.step.draws import draw_in_place
 from retrograd.step.host import HostPart, host_part
 from retrograd.step.plan import StepGraph
 
@@ -35,7 +36,7 @@ def lower(backend: Backend, step: StepGraph) -> Boxed:
     counters["step_compiles"] += 1
     if isinstance(backend, EagerBackend):
         examples = [step.examples[i] for i in sorted(step.used)]
-        return backend.compile(step.gm, examples, _half(step.gm))
+        return backend.compile(draw_in_place(step.gm), examples, _half(step.gm))
     part = host_part(step.gm)
     examples = [node.meta["val"] for node in part.given]
     rest, inputs = with_number_tensors(part.rest, examples, step.fake_mode, backend.decompositions())

@@ -62,6 +62,7 @@ _CLASSES = {
     io.BytesIO: "writes to a stream",
     socket.socket: "uses a socket",
 }
+_LOOKUPS = frozenset({builtins.getattr, builtins.vars, builtins.dir, builtins.eval, builtins.globals})
 _STREAMS = {"write", "writelines", "read", "readline", "readlines", "send", "recv"}
 _GENERATOR_STATE = {"set_state", "get_state", "manual_seed", "seed", "graphsafe_set_state", "set_offset"}
 #: of torch's own Python: what hands out data, or draws.
@@ -84,13 +85,19 @@ class Observed:
         self.effect: tuple[str, str] | None = None
         self.is_state_touched = False
         self._paused = 0
+        self._looks_up = False
         self._codes: set[CodeType] = set()
 
-    def names(self) -> frozenset[str]:
-        """Attributes, globals and strings that the code which ran speaks of."""
+    def names(self) -> frozenset[str] | None:
+        """Attributes, globals and strings that the code which ran speaks of; None if the user's code looks
+        attributes up by names that may be made up."""
+        if self._looks_up:
+            return None
         found: set[str] = set()
         for code in self._codes:
             found.update(code.co_names)
+            if "__dict__" in code.co_names and _is_users(code.co_filename):
+                return None
             found.update(value for value in code.co_consts if isinstance(value, str))
         return frozenset(found)
 
@@ -132,6 +139,8 @@ class Observed:
                     self._stop(_CLASSES[type(owner)], frame)
             elif type(owner) is torch.Generator and arg.__name__ in _GENERATOR_STATE:
                 self.is_state_touched |= not _is_ours(frame)
+            elif arg in _LOOKUPS:
+                self._looks_up |= _is_users(frame.f_code.co_filename)
             elif arg in _FUNCTIONS:
                 self._stop(_FUNCTIONS[arg], frame)
             elif type(owner).__module__.startswith("numpy.random"):

@@ -99,7 +99,7 @@ class StepGraph:
         results: by flat value that the step returns, and `spec`: how they are nested.
         fake_mode: of the examples. shape_env: has the relations between sizes and numbers that the trace
             relied on.
-        names: that the code which ran speaks of.
+        names: that the code which ran speaks of; None: it may have read all.
         devices: from whose generators the graph draws.
     """
 
@@ -114,5 +114,5 @@ class StepGraph:
     spec: Any
     fake_mode: Any
     shape_env: Any
-    names: frozenset[str]
+    names: frozenset[str] | None
     devices: tuple[torch.device, ...]
