@@ -440,3 +440,38 @@ def test_memory_does_not_grow():
         compiled(*batch)
     gc.collect()
     assert sum(isinstance(o, torch.Tensor) for o in gc.get_objects()) == before
+
+
+def test_modules_that_communicate():
+    class Parallel(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, x):
+            return self.module(x)
+
+    Parallel.__module__ = "torch.nn.parallel.distributed"
+    assert reasons(run_twins(lambda: program(lambda loss: None, Parallel(nn.Linear(4, 3))))) == [
+        "distributed"
+    ]
+
+
+def test_hooks_on_saved_tensors_that_print(capsys):
+    def build():
+        model = nn.Linear(4, 3)
+
+        def pack(tensor):
+            print("saved", tuple(tensor.shape))  # noqa: T201 - what the test is about
+            return tensor
+
+        def step(x, y):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = F.cross_entropy(model(x), y)
+            loss.backward()
+
+        return Program(step, batches(), [model])
+
+    assert reasons(run_twins(build)) == ["side-effect"]
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("saved")]
+    assert printed[: len(printed) // 2] == printed[len(printed) // 2 :]

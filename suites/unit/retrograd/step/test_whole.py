@@ -630,3 +630,52 @@ def test_data_written_in_place():
         return Program(step, batches(), [model])
 
     assert runs_of_wholes(run_twins(build)) == [3]
+
+
+def test_two_networks_that_are_trained_in_turn():
+    def build():
+        maker, judge = nn.Linear(4, 4), nn.Linear(4, 1)
+        first = torch.optim.Adam(maker.parameters(), 0.01)
+        second = torch.optim.Adam(judge.parameters(), 0.01)
+
+        def step(x, y):
+            made = maker(torch.randn(5, 4))
+            second.zero_grad()
+            judged = F.softplus(-judge(x)).mean() + F.softplus(judge(made.detach())).mean()
+            judged.backward()
+            second.step()
+            first.zero_grad()
+            fooled = F.softplus(-judge(made)).mean()
+            fooled.backward()
+            first.step()
+            return judged, fooled
+
+        return Program(step, batches(), [maker, judge], [first, second])
+
+    assert runs_of_wholes(run_twins(build)) == [3]
+
+
+def test_a_compiled_module_inside():
+    def build():
+        model = mlp()
+        opt = torch.optim.SGD(model.parameters(), 0.1)
+        return Program(simple(torch.compile(model, backend="eager"), opt), batches(), [model], [opt])
+
+    assert runs_of_wholes(run_twins(build)) == [3]
+
+
+def test_hooks_on_saved_tensors():
+    def build():
+        model = mlp()
+        opt = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x, y):
+            opt.zero_grad()
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: (t, 1), lambda packed: packed[0]):
+                loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            opt.step()
+
+        return Program(step, batches(), [model], [opt])
+
+    assert runs_of_wholes(run_twins(build)) == [3]

@@ -22,6 +22,7 @@ __all__ = [
     "aliased_inputs",
     "has_effect",
     "is_collective",
+    "is_collective_with_work",
     "is_higher_order",
     "is_mutating",
     "is_operator_overload",
@@ -161,6 +162,11 @@ def is_collective(node: fx.Node) -> bool:
     target = node.target
     known = isinstance(target, torch._ops.OpOverload) and target.namespace in _COLLECTIVES
     return known and not is_wait(node)
+
+
+def is_collective_with_work(node: fx.Node) -> bool:
+    """Whether the call is a collective whose end is waited for outside of any graph."""
+    return getattr(node.target, "namespace", "") == "c10d"
 
 
 def is_wait(node: fx.Node) -> bool:

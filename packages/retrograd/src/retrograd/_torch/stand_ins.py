@@ -18,6 +18,7 @@ import torch
 import torch._functorch.utils as functorch_utils
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from retrograd._torch import pytree
@@ -99,7 +100,7 @@ class StandIns(TorchFunctionMode):
         super().__init__()
         self._watcher = watcher
         self._tracer, self._fake_mode, self._symbolic = tracer, fake_mode, symbolic
-        self._thread, self._inside = threading.get_ident(), 0
+        self._thread, self._inside, self._below = threading.get_ident(), 0, 0
         self.found: list[StandIn] = []
         self._by_real: dict[int, StandIn] = {}
         self._by_made: dict[int, StandIn] = {}
@@ -150,7 +151,7 @@ class StandIns(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if threading.get_ident() != self._thread:
+        if self._below or threading.get_ident() != self._thread:
             return func(*args, **(kwargs or {}))
         self._inside += 1
         self._watcher.pause()
@@ -229,6 +230,7 @@ class StandIns(TorchFunctionMode):
                 replaced_by(functorch_utils, "unwrap_dead_wrappers", self._arguments_of_functions)
             )
             stack.enter_context(replaced_by(FunctionalTensorMode, "__torch_dispatch__", self._dispatch))
+            stack.enter_context(replaced_by(saved_tensors_hooks, "__enter__", self._enter_saved_hooks))
             stack.enter_context(eager_optimizers(self._thread))
             stack.enter_context(self)
             yield
@@ -240,28 +242,53 @@ class StandIns(TorchFunctionMode):
         request = EngineRequest.of(*args, **kwargs)
         if not request.keep_graph:
             self.spent.extend(request.tensors)
+        with self._above(), one_thread():
+            return run_stock(request)
+
+    @contextmanager
+    def _above(self) -> Iterator[None]:
+        """Around what calls user code: torch may have called us below the mode."""
         was_inside, self._inside = self._inside, 0
         with ExitStack() as stack:
-            if was_inside:  # torch called us below the mode; hooks are to be above it again
+            if was_inside:
                 stack.enter_context(self)
-            stack.enter_context(one_thread())
             stack.enter_context(self._watcher.looking())
             try:
-                return run_stock(request)
+                yield
             finally:
                 self._inside = was_inside
+
+    def _enter_saved_hooks(self, prior: Callable[..., Any], hooks: Any) -> Any:
+        """Hooks on saved tensors are user code, which torch calls inside of operations."""
+        if threading.get_ident() != self._thread:
+            return prior(hooks)
+        pack, unpack = hooks.pack_hook, hooks.unpack_hook
+        hooks.pack_hook, hooks.unpack_hook = self._called_above(pack), self._called_above(unpack)
+        try:
+            return prior(hooks)  # torch keeps what it finds now
+        finally:
+            hooks.pack_hook, hooks.unpack_hook = pack, unpack
+
+    def _called_above(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def call(value: Any) -> Any:
+            with self._above():
+                return hook(value)
+
+        return call
 
     def _dispatch(self, prior: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Every operation of the trace comes by here."""
         if threading.get_ident() != self._thread:
             return prior(*args, **kwargs)
         self._watcher.pause()
+        self._below += 1  # what torch computes with there is its own
         try:
             if _draws_in_place(args[1]):
                 with self._tracer.noting(draws_in_place=True):
                     return prior(*args, **kwargs)
             return prior(*args, **kwargs)
         finally:
+            self._below -= 1
             self._watcher.resume()
 
     def _arguments_of_functions(self, prior: Callable[..., Any], args: Any) -> Any:

@@ -143,21 +143,23 @@ class CompiledStep:
         if torch.compiler.is_compiling() or compile_stance() == "force_eager":
             return self.fn(*args, **kwargs)
         with self._lock:
-            if self._calls < self.config.warm_up:
-                self._calls += 1
-                self._report.eager += 1
-                return self.fn(*args, **kwargs)
-            if (why := why_not_capturable()) is not None:
-                return self._in_pieces(self._reason("surroundings", why), args, kwargs)
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            key = (spec, settings_now(), _constants(leaves))
+            is_early = self._calls < self.config.warm_up
+            self._calls += is_early
+        if is_early:
+            self._report.eager += 1
+            return self.fn(*args, **kwargs)
+        if (why := why_not_capturable()) is not None:
+            return self._in_pieces(self._reason("surroundings", why), args, kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        key = (spec, settings_now(), _constants(leaves))
+        with self._lock:
             entry, values = self._known(key, leaves)
             if entry is None:
                 entry, values = self._captured(key, leaves, spec)
-            if entry.code is None:
-                assert entry.reason is not None
-                return self._in_pieces(entry.reason, args, kwargs)
-            return self._whole(entry, values, args, kwargs)
+        if entry.code is None:
+            assert entry.reason is not None
+            return self._in_pieces(entry.reason, args, kwargs)
+        return self._whole(entry, values, args, kwargs)
 
     def _known(self, key: Any, leaves: Sequence[Any]) -> tuple[_Entry | None, list[Any]]:
         """The entry for a call, and the inputs of its graph."""
@@ -223,6 +225,9 @@ class CompiledStep:
         try:
             if reached.iterators:
                 raise CaptureError(self._reason("iterator", f"may advance {reached.iterators[0]}"))
+            if reached.wrappers:
+                text = f"uses {reached.wrappers[0]}, which communicates between processes"
+                raise CaptureError(self._reason("distributed", text))
             step = capture(Call(self.fn, leaves, spec, reached, self._symbolic(key, leaves), numbers))
             values = gathered(step, leaves)
             assert values is not None

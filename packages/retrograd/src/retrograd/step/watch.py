@@ -22,6 +22,7 @@ __all__ = ["Reached", "TooMuchError"]
 
 #: how many objects are looked at.
 _MOST_OBJECTS = 300_000
+_WRAPPERS = ("torch.nn.parallel", "torch.distributed")
 _OPAQUE = (ModuleType, CodeType, torch.Generator, torch.Size)
 
 
@@ -88,7 +89,8 @@ class Reached:
     Attributes:
         tensors: by id, each tensor with the path on which it was found. own: ids of those that were not
             passed.
-        iterators: paths of iterators that code of `fn` may advance.
+        iterators: paths of iterators that code of `fn` may advance. wrappers: paths of modules that
+            communicate between processes in the backward, out of sight.
         groups: the parameter groups of optimizers, with their paths.
 
     Raises:
@@ -98,6 +100,7 @@ class Reached:
     def __init__(self, fn: Any, also: Sequence[Any] = (), passing: Sequence[Any] = ()) -> None:
         self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
         self.iterators: list[str] = []
+        self.wrappers: list[str] = []
         self.groups: list[tuple[dict[str, Any], str]] = []
         self._held: list[_Held] = []
         self._named: list[_Named] = []
@@ -209,6 +212,8 @@ class Reached:
             self.groups += [
                 (group, f"{path}.param_groups[{i}]") for i, group in enumerate(value.param_groups)
             ]
+        if isinstance(value, torch.nn.Module) and type(value).__module__.startswith(_WRAPPERS):
+            self.wrappers.append(path)
         if hasattr(type(value), "__next__"):
             self.iterators.append(path)
         for cls in type(value).__mro__:
