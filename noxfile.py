@@ -33,6 +33,9 @@ INDUCTOR = ("retrograd-live:inductor",)
 STOCK = ("stock-ca:eager",)
 STOCK_FORWARD = ("stock-compile:aot_eager",)
 BEHIND_STOCK = ("retrograd-live+aot_eager:eager",)
+REGIONS = ("retrograd-live:aten+regions",)
+REGIONS_INDUCTOR = ("retrograd-live:inductor+regions",)
+GRAPHS = ("retrograd-live:inductor+cudagraphs", "retrograd-aot:inductor+cudagraphs")
 AHEAD = ("retrograd-aot:eager",)
 AHEAD_DYNAMIC = ("retrograd-aot+dynamic:eager",)
 AHEAD_INDUCTOR = ("retrograd-aot:inductor",)
@@ -44,6 +47,9 @@ DTYPES = ("op_db:float64", "op_db:bfloat16", "op_db:complex64", "module_db:float
 WHOLE_RUN: tuple[Leg, ...] = (
     (EXACT, PROGRAMS + MODELS + SAMPLES, None),
     (INDUCTOR, PROGRAMS + MODELS, 120),
+    (REGIONS, PROGRAMS + MODELS, None),
+    (REGIONS_INDUCTOR, PROGRAMS + MODELS, 60),
+    (GRAPHS, PROGRAMS, 30),
     (STOCK + STOCK_FORWARD, PROGRAMS, 150),
     (INDUCTOR + STOCK, SAMPLES, 40),
     (EXACT, DTYPES, 1500),
@@ -58,6 +64,7 @@ WHOLE_RUN: tuple[Leg, ...] = (
 SHORT_RUN: tuple[Leg, ...] = (
     (EXACT, PROGRAMS + MODELS + SAMPLES, None),
     (INDUCTOR, PROGRAMS + MODELS, 100),
+    (REGIONS, PROGRAMS + MODELS, 300),
     (AHEAD, PROGRAMS + MODELS, None),
     (BACKEND, PROGRAMS, 250),
 )

@@ -6,6 +6,7 @@ compile would begin; `aot` of stock is its AOTAutograd called directly, without 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,16 @@ def stock_aot(target: Any) -> Any:
     return make(target, without_compile, partition_fn=min_cut_rematerialization_partition)
 
 
+def retrograd_compile(mode: str | None = None, options: dict[str, Any] | None = None) -> Wrapper:
+    """`torch.compile` with retrograd as its backend, through Inductor if `options` do not say otherwise."""
+
+    def wrap(target: Any) -> Any:
+        importlib.import_module("retrograd.dynamo")  # registers it where the distribution is not installed
+        return torch.compile(target, backend="retrograd", mode=mode, options=options)
+
+    return wrap
+
+
 SUBJECTS: dict[str, Wrapper] = {
     "eager": lambda target: target,
     "retrograd-aot-trace": retrograd_aot(without_compile),
@@ -56,4 +67,8 @@ SUBJECTS: dict[str, Wrapper] = {
     "stock-aot": stock_aot,
     "stock-compile-aot_eager": lambda target: torch.compile(target, backend="aot_eager"),
     "stock-compile-inductor": lambda target: torch.compile(target, backend="inductor"),
+    "stock-compile-inductor-cudagraphs": lambda target: torch.compile(target, mode="reduce-overhead"),
+    "retrograd-compile-eager": retrograd_compile(options={"backend": "eager"}),
+    "retrograd-compile-inductor": retrograd_compile(),
+    "retrograd-compile-inductor-cudagraphs": retrograd_compile("reduce-overhead"),
 }

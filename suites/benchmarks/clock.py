@@ -1,4 +1,4 @@
-"""Clocks: waiting for a device, and the median over rounds in which several programs take turns."""
+"""Clocks: waiting for a device, and medians over rounds in which several programs take turns."""
 
 from __future__ import annotations
 
@@ -29,3 +29,25 @@ def taking_turns(
             synchronize(device)
             seconds[name].append((time.perf_counter() - start) / calls)
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+#: However long a round takes, there are as many.
+FEWEST_ROUNDS = 5
+
+
+def medians(timers: Mapping[str, Callable[[], float]], rounds: int, seconds: float) -> dict[str, float]:
+    """Median of what each timer says; all are called once in every round.
+
+    Arguments:
+        timers: each runs its program once and returns what that took.
+        rounds: how many, at most.
+        seconds: time after which no round begins, once there were `FEWEST_ROUNDS`.
+    """
+    said: dict[str, list[float]] = {name: [] for name in timers}
+    start = time.perf_counter()
+    for done in range(rounds):
+        if done >= FEWEST_ROUNDS and time.perf_counter() - start > seconds:
+            break
+        for name, timer in timers.items():
+            said[name].append(timer())
+    return {name: statistics.median(values) for name, values in said.items()}

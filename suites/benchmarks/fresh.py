@@ -37,26 +37,56 @@ def no_cache(folder: str) -> dict[str, str]:
     }
 
 
-def measure(measurement: str, *, cold: bool = False, **arguments: Any) -> Any:
+def one_cache(folder: str) -> dict[str, str]:
+    """Settings under which what is compiled is found again, if it was compiled with the same folder."""
+    return {
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0",
+        "TORCHINDUCTOR_CACHE_DIR": folder,
+        "TRITON_CACHE_DIR": str(Path(folder, "triton")),
+    }
+
+
+def measure(measurement: str, *, cold: bool = False, limit: float | None = None, **arguments: Any) -> Any:
     """Run `measurement(**arguments)` of `measure` in a fresh single-threaded process.
 
     Arguments:
         measurement: the name of one of `measure.MEASUREMENTS`.
         cold: whether to run it without any compile cache.
+        limit: seconds after which its process is ended.
         arguments: what to call it with.
 
     Returns: what it returned, through JSON.
-    Raises: MeasurementError when its process fails.
+    Raises: MeasurementError when its process fails or takes too long.
     """
-    with TemporaryDirectory() as cache:
+    with TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        return _run(measurement, arguments, no_cache(cache) if cold else {}, limit)
+
+
+def measure_cold_and_warm(
+    measurement: str, *, limit: float | None = None, **arguments: Any
+) -> dict[str, Any]:
+    """As `measure`, in two fresh processes, the second with the caches that the first has filled."""
+    with TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        return {name: _run(measurement, arguments, one_cache(cache), limit) for name in ("cold", "warm")}
+
+
+def _python_path() -> str:
+    """Where this process finds modules, this package among them (asv takes the variable itself away)."""
+    return os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])
+
+
+def _run(measurement: str, arguments: dict[str, Any], settings: dict[str, str], limit: float | None) -> Any:
+    try:
         done = subprocess.run(
             [sys.executable, "-m", f"{PACKAGE.name}.measure", measurement, json.dumps(arguments)],
-            cwd=PACKAGE.parent,
-            env={**os.environ, **SETTINGS, **(no_cache(cache) if cold else {})},
+            env={**os.environ, **SETTINGS, **settings, "PYTHONPATH": _python_path()},
             capture_output=True,
             text=True,
             check=False,
+            timeout=limit,
         )
+    except subprocess.TimeoutExpired as error:
+        raise MeasurementError(measurement, arguments, f"not done after {error.timeout:.0f} s") from error
     if done.returncode != 0:
         raise MeasurementError(measurement, arguments, done.stdout + done.stderr)
     return json.loads(done.stdout.splitlines()[-1])

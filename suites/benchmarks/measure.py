@@ -24,7 +24,11 @@ import torch.fx.experimental.symbolic_shapes
 from .allocator import allocator_peak_of
 from .aot_measure import aot_capture_partition, aot_forward_overhead, aot_peak_memory, aot_steady_step
 from .clock import synchronize
+from .growth import growth
+from .host_time import host_time
+from .kernels import kernel_seconds
 from .models import Workload, workload
+from .steps import compiled_otherwise, first_step, load_compilers, steady
 from .subjects import SUBJECTS, Context
 
 
@@ -47,6 +51,8 @@ def first_backward(subject: str, model: str = "small", device: str = "cpu") -> f
     """
     program = workload(model, device)
     timed_backward(program, SUBJECTS["eager"](), device)
+    if subject.endswith("inductor") or "-inductor-" in subject:
+        load_compilers()
     return timed_backward(program, SUBJECTS[subject](), device)
 
 
@@ -143,9 +149,30 @@ MEASUREMENTS: dict[str, Callable[..., Any]] = {
         aot_capture_partition,
         aot_steady_step,
         aot_peak_memory,
+        first_step,
+        steady,
+        kernel_seconds,
+        host_time,
+        growth,
     )
 }
 
-if __name__ == "__main__":
+
+class CompiledOtherwiseError(RuntimeError):
+    """retrograd ran something as eager does: what was measured is not what was asked for."""
+
+
+def main(measurement: str, arguments: str) -> None:
+    """Print what a measurement returns.
+
+    Raises: CompiledOtherwiseError with retrograd's reasons if it fell back.
+    """
     torch.set_num_threads(1)
-    print(json.dumps(MEASUREMENTS[sys.argv[1]](**json.loads(sys.argv[2]))))
+    figures = MEASUREMENTS[measurement](**json.loads(arguments))
+    if reasons := compiled_otherwise(arguments):
+        raise CompiledOtherwiseError("\n".join(reasons))
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

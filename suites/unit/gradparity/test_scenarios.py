@@ -17,7 +17,7 @@ from gradparity.subjects.eager import Eager
 SCENARIOS = registered()
 
 # The least number of scenarios of an area; 20 where none is given.
-LEAST = {"3": 6, "10": 5, "11": 120, "training": 15}
+LEAST = {"3": 6, "10": 5, "11": 120, "12": 15, "training": 15}
 
 # What every library adds to a node or a tensor stays with it; these are the switches that could leak.
 SWITCHES = (

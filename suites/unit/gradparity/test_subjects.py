@@ -277,3 +277,22 @@ def test_torch_compile_gets_retrograds_backend_and_options(fake, monkeypatch) ->
     for name in ("retrograd-compile:inductor", "compile:retrograd"):
         resolve(name).compile(abs)
     assert asked == [{"backend": "retrograd", "options": {"backend": "inductor"}}, {"backend": "retrograd"}]
+
+
+def test_flags_behind_the_backend_are_options(fake) -> None:
+    resolve("retrograd-aot:eager+cudagraphs").compile(len)
+    assert fake.aot.made[-1][2] == {"backend": "eager", "dynamic": None, "cudagraphs": True}
+    made = resolve("retrograd-live:inductor+cudagraphs")
+    assert (made.name, made.backend, made.bitwise) == (
+        "retrograd-live:inductor+cudagraphs",
+        "inductor",
+        False,
+    )
+    assert resolve("retrograd-live:eager+cudagraphs").bitwise
+    assert resolve("retrograd-live+aot_eager:eager").name == "retrograd-live+aot_eager:eager"
+
+
+@pytest.mark.parametrize("name", ["retrograd-live:eager+nothing", "stock-ca:eager+cudagraphs"])
+def test_unknown_flags(fake, name: str) -> None:
+    with pytest.raises(UnknownNameError):
+        resolve(name)

@@ -370,3 +370,23 @@ def test_many_steps_leave_no_tensors_behind() -> None:
     for _ in range(20):
         step()
     assert tensors() <= before
+
+
+def test_a_backend_need_not_be_hashable() -> None:
+    """Two backwards of one structure are one capture with it, too."""
+
+    class Backend(list[int]):
+        def __call__(self, gm: torch.fx.GraphModule, example_inputs: object) -> object:
+            self.append(len(gm.graph.nodes))
+            return gm.forward
+
+    backend, x = Backend(), torch.randn(3, requires_grad=True)
+    context = retrograd.compiled_autograd(backend, strict=True)
+    for _ in range(2):
+        x.grad = None
+        loss = (x.sin() * x).sum()
+        with context:
+            loss.backward()
+    assert len(backend) == 1
+    assert x.grad is not None
+    assert torch.allclose(x.grad, x.detach().cos() * x.detach() + x.detach().sin())

@@ -56,6 +56,7 @@ AREAS = (
     _area("9 dynamic shapes", "shapes", "steps", "data-dependent"),
     _area("10 devices and memory", "memory", "device"),
     _area("11 compiled ahead of time", "aot"),
+    _area("12 equal steps, which may be replayed", "replay"),
     _area("training scripts", "training"),
 )
 """In the order in which a reader would ask. Logs and switches are no programs: they have tests."""

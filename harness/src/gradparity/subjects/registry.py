@@ -3,7 +3,8 @@
 In: "eager", "stock-ca:inductor", "retrograd-live:eager",
 "retrograd-live+aot_eager:eager", "retrograd-aot:eager", "retrograd-compile:eager",
 "retrograd-compile+live:eager", "compile:<backend>", "planted:<fault>",
-"import:<module>:<class>". Out: a Subject. Raises UnknownNameError for anything else.
+"import:<module>:<class>"; "retrograd-live:" and "retrograd-aot:" also with flags, as in
+"retrograd-live:inductor+cudagraphs". Out: a Subject. Raises UnknownNameError for anything else.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from gradparity.errors import UnknownNameError
 from gradparity.subjects.base import Subject
 from gradparity.subjects.eager import Eager
+from gradparity.subjects.flags import backend_and_options, flagged, without_flags
 from gradparity.subjects.planted import FAULTS, planted
 from gradparity.subjects.retrograd_aot import BACKENDS as AOT_BACKENDS
 from gradparity.subjects.retrograd_aot import (
@@ -26,25 +28,32 @@ from gradparity.subjects.retrograd_behind_stock import FORWARDS, RetrogradBehind
 from gradparity.subjects.retrograd_live import BACKENDS, RetrogradLive
 from gradparity.subjects.stock import StockCompile, StockCompiledAutograd
 
+
+def _live(name: str) -> Subject:
+    backend, options = backend_and_options(name)
+    return RetrogradLive(name, backend, **options)
+
+
+def _ahead(name: str) -> Subject:
+    backend, options = backend_and_options(name)
+    return RetrogradAot(name, backend, **options)
+
+
 NAMED: dict[str, Callable[[str], Subject]] = {
     "eager": Eager,
     "stock-compile:aot_eager": lambda name: StockCompile(name, "aot_eager"),
     "stock-compile:inductor": lambda name: StockCompile(name, "inductor"),
     "stock-ca:eager": lambda name: StockCompiledAutograd(name, "eager"),
     "stock-ca:inductor": lambda name: StockCompiledAutograd(name, "inductor"),
-    **{
-        f"retrograd-live:{backend}": lambda name: RetrogradLive(name, name.split(":")[1])
-        for backend in BACKENDS
-    },
+    **{f"retrograd-live:{backend}": _live for backend in BACKENDS},
+    **dict.fromkeys(flagged(["retrograd-live:inductor"]), _live),
     **{
         f"retrograd-live+{forward}:{backend}": lambda name: RetrogradBehindStock(name, *_halves(name))
         for forward in FORWARDS
         for backend in ("eager", "inductor")
     },
-    **{
-        f"retrograd-aot:{backend}": lambda name: RetrogradAot(name, name.split(":")[1])
-        for backend in AOT_BACKENDS
-    },
+    **{f"retrograd-aot:{backend}": _ahead for backend in AOT_BACKENDS},
+    **dict.fromkeys(flagged(["retrograd-aot:inductor"]), _ahead),
     "retrograd-aot+dynamic:eager": lambda name: RetrogradAot(name, "eager", dynamic=True),
     "retrograd-live+retrograd-aot:eager": lambda name: RetrogradLiveOverAot(name, "eager"),
     **{
@@ -66,6 +75,8 @@ FORMS = {
 
 def resolve(name: str) -> Subject:
     """The subject of this name."""
+    if (plain := without_flags(name)) in NAMED and NAMED[plain] in (_live, _ahead):
+        return NAMED[plain](name)
     if name in NAMED:
         return NAMED[name](name)
     form, _, rest = name.partition(":")

@@ -1,6 +1,6 @@
 """retrograd's staged AOT pipeline as subjects: called directly, behind its live path, through torch.compile.
 
-In: retrograd's backend for the graphs. Out: the subjects "retrograd-aot:eager|inductor",
+In: retrograd's backend for the graphs. Out: the subjects "retrograd-aot:eager|inductor[+cudagraphs]",
 "retrograd-aot+dynamic:eager", "retrograd-live+retrograd-aot:eager", "retrograd-compile:eager|inductor" and
 "retrograd-compile+live:eager|inductor".
 What Dynamo has lost before it calls a backend is stock's own: the subject `stock` runs Dynamo's graph as
@@ -66,11 +66,11 @@ class RetrogradAot(Subject):
 
     accountable = True
 
-    def __init__(self, name: str, backend: str, dynamic: bool | None = None) -> None:
+    def __init__(self, name: str, backend: str, **options: Any) -> None:
         super().__init__(name)
         self.backend = backend
         self.bitwise = backend == "eager"
-        self._options = {"backend": backend, "dynamic": dynamic}
+        self._options = {"backend": backend, "dynamic": None, **options}
         self._retrograd = imported("retrograd", name)
         self._journal = AotJournal(name)
 

@@ -1,7 +1,7 @@
 """The only door to retrograd: its live path as subjects.
 
-In: a backend of retrograd. Out: subjects "retrograd-live:eager", "retrograd-live:aten",
-"retrograd-live:inductor".
+In: a backend of retrograd, and options of its live path. Out: subjects "retrograd-live:eager",
+"retrograd-live:aten", "retrograd-live:inductor", "retrograd-live:inductor+cudagraphs".
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class RetrogradLive(Subject):
 
     accountable = True
 
-    def __init__(self, name: str, backend: str) -> None:
+    def __init__(self, name: str, backend: str, **options: Any) -> None:
         super().__init__(name)
-        self.backend = backend
+        self.backend, self._options = backend, options
         self.bitwise = backend == "eager"
         self._retrograd = _load(name)
         self._before: Counter[str] = Counter()
@@ -35,7 +35,9 @@ class RetrogradLive(Subject):
 
     def backward(self) -> AbstractContextManager[Any]:
         """Every backward inside is compiled by retrograd."""
-        context: AbstractContextManager[Any] = self._retrograd.compiled_autograd(backend=self.backend)
+        context: AbstractContextManager[Any] = self._retrograd.compiled_autograd(
+            backend=self.backend, **self._options
+        )
         return context
 
     @contextmanager

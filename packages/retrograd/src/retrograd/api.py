@@ -21,6 +21,7 @@ from retrograd.config import Config
 from retrograd.dynamo import retrograd as dynamo_backend
 from retrograd.events import counters
 from retrograd.graph.report import Report
+from retrograd.live.background import wait_for_all
 from retrograd.live.claims import begin_claims, claim, end_claims
 from retrograd.live.contexts import ProcessWide, enter, gateway, leave
 from retrograd.live.decorate import decorated
@@ -58,18 +59,32 @@ class CompiledAutograd:
         """`fn` (a function, generator function or coroutine function) inside this context."""
         return decorated(self, fn)
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for what is compiled in the background (``background=True``), of all contexts.
+
+        Args:
+            timeout: for how many seconds; None: for as long as it takes.
+
+        Returns:
+            Whether all of it is there: the next backward runs it.
+        """
+        return wait_for_all(timeout)
+
     def explain(self) -> Report:
         """What this context captured and what not."""
         return self.report
 
 
-def compiled_autograd(
+def compiled_autograd(  # noqa: PLR0913 - as many parameters as there are choices
     backend: str | Callable[..., Any] = "inductor",
     *,
     strict: bool = False,
     dynamic: bool | None = None,
     recompile_limit: int = 8,
     opaque: Iterable[str] = (),
+    regions: bool | int = True,
+    background: bool = False,
+    cudagraphs: bool = False,
 ) -> CompiledAutograd:
     """Compile every backward that runs inside the returned context.
 
@@ -82,6 +97,13 @@ def compiled_autograd(
             static.
         recompile_limit: lowerings of one segment after which it is interpreted.
         opaque: names of autograd nodes (``"MulBackward0"``) to be run as opaque calls.
+        regions: compile structure that repeats itself, such as the layers of a deep model, once, where that
+            is worth it. A number: from so many autograd nodes on it is. False: never.
+        background: compile on another thread. Backwards run interpreted, as eager runs them, until one begins
+            after the code is there; `CompiledAutograd.wait` waits for that. Under
+            ``torch.use_deterministic_algorithms`` the first backward waits.
+        cudagraphs: record what compiled segments do on a CUDA device, and replay it where that is safe; where
+            it is not, the report says why.
 
     Returns:
         A context manager, also usable as a decorator.
@@ -99,10 +121,14 @@ def compiled_autograd(
         >>> with retrograd.compiled_autograd(backend="eager"):
         ...     loss.backward()
     """
-    find_backend(backend)
+    find_backend(backend).prepare()
     _compiled_forwards.watch()
     side_streams.watch()
-    return CompiledAutograd(Config(backend, strict, dynamic, recompile_limit, Config.names(opaque)))
+    return CompiledAutograd(
+        Config(
+            backend, strict, dynamic, recompile_limit, Config.names(opaque), regions, background, cudagraphs
+        )
+    )
 
 
 def compile(
@@ -127,7 +153,8 @@ def compile(
         backend: as in `compiled_autograd`, for forward and backward.
         fullgraph, dynamic, mode: as in ``torch.compile``.
         options: as in ``torch.compile(backend="retrograd", options=...)``, without ``"backend"``;
-            see ``retrograd.dynamo.list_options()``. ``"strict"`` holds for the live path too.
+            see ``retrograd.dynamo.list_options()``. ``"strict"``, ``"regions"`` and CUDA graphs hold for the
+            live path too.
 
     Returns:
         What ``torch.compile`` returns: for a module, a module.
@@ -146,10 +173,12 @@ def compile(
             compile, backend=backend, fullgraph=fullgraph, dynamic=dynamic, mode=mode, options=options
         )
     strict = bool((options or {}).get("strict", False))
-    session = Session(compiled_autograd(backend, strict=strict, dynamic=dynamic).config, (_process_report,))
-    check_supported()
     chosen = {**(options or {}), "backend": backend}
-    dynamo_backend.check(mode, chosen)
+    cudagraphs = dynamo_backend.check(mode, chosen).cudagraphs
+    regions = (options or {}).get("regions", True)
+    live = compiled_autograd(backend, strict=strict, dynamic=dynamic, regions=regions, cudagraphs=cudagraphs)
+    session = Session(live.config, (_process_report,))
+    check_supported()
     compiler: Any = torch.compile
     compiled = compiler(
         target,

@@ -26,7 +26,8 @@ from retrograd.aot.policies import Policy
 from retrograd.aot.report import reason_of, report
 from retrograd.backends.inductor import InductorBackend
 from retrograd.backends.registry import find_backend
-from retrograd.errors import BackendError, CaptureError, Reason
+from retrograd.config import smallest_region
+from retrograd.errors import BackendError, CaptureError
 from retrograd.passes.aten import pass_named
 
 __all__ = ["RetrogradBackend", "list_mode_options", "list_options", "retrograd"]
@@ -37,6 +38,8 @@ OPTIONS: Mapping[str, str] = {
     "backward": "the same for the backward graphs, if another one",
     "partitioner": "'min_cut', 'save_all', 'recompute_all', or a callable in the form of torch's",
     "passes": "passes over the joint graph, in order: names, or callables (gm, example_inputs) -> gm",
+    "cudagraphs": "record what the code does on a CUDA device, and replay it where that is safe",
+    "regions": "compile what repeats itself once; a number: from so many autograd nodes on; False: never",
     "single_region": "differentiate all outputs together, as stock AOTAutograd does",
     "strict": "raise instead of running eagerly what cannot be captured",
 }
@@ -60,7 +63,6 @@ class Options:
     """The user's choices, checked."""
 
     config: AotConfig = field(default_factory=AotConfig)
-    cuda_graphs: str = ""
 
     @staticmethod
     def of(mode: str | None, options: Mapping[str, Any] | None) -> Options:
@@ -87,10 +89,12 @@ class Options:
             passes=_passes(own.get("passes", ())),
             strict=bool(own.get("strict", False)),
             single_region=bool(own.get("single_region", False)),
+            cudagraphs=bool(own.get("cudagraphs", mode in _WITH_CUDA_GRAPHS)),
+            regions=_regions(own.get("regions", True)),
         )
         if config.backward is not None:
             find_backend(config.backward)
-        return Options(config, mode if mode in _WITH_CUDA_GRAPHS and backend != "eager" else "")
+        return Options(config)
 
 
 class RetrogradBackend:
@@ -123,10 +127,7 @@ class RetrogradBackend:
             BackendError: an unknown mode or option.
             CaptureError: a real input under a fake mode; with ``strict``, what cannot be captured.
         """
-        chosen = Options.of(mode, options)
-        if chosen.cuda_graphs:
-            report.noted(_no_cuda_graphs(chosen.cuda_graphs))
-        config, fake_mode = chosen.config, fake_mode_for(example_inputs)
+        config, fake_mode = Options.of(mode, options).config, fake_mode_for(example_inputs)
         if fake_mode is None:
             return _self_guarded(gm, config)
         try:
@@ -139,13 +140,13 @@ class RetrogradBackend:
             return gm.forward
 
     @staticmethod
-    def check(mode: str | None, options: Mapping[str, Any] | None) -> None:
-        """Refuse a mode and options now rather than at the first call.
+    def check(mode: str | None, options: Mapping[str, Any] | None) -> AotConfig:
+        """What a mode and options stand for; refuses them now rather than at the first call.
 
         Raises:
             BackendError: one that is unknown or does not fit.
         """
-        Options.of(mode, options)
+        return Options.of(mode, options).config
 
     def reset(self) -> None:
         """Forget what was reported. Called by ``torch._dynamo.reset()``, which forgets the code."""
@@ -178,7 +179,9 @@ def _inner(mode: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Inductor's settings for a mode and options that are not ours."""
     names = {key: key.replace("-", "_") for key in given}
     if refused := sorted(set(names.values()) & set(_CUDA_GRAPHS)):
-        raise BackendError(f"option {refused[0]!r}: CUDA graphs are not supported yet\n  try    leave it out")
+        raise BackendError(
+            f"option {refused[0]!r}: retrograd records CUDA graphs itself\n  try    'cudagraphs': True"
+        )
     known = set(settings()) if given else set()
     if unknown := sorted(key for key, name in names.items() if name not in known):
         raise BackendError(
@@ -204,6 +207,15 @@ def _partitioner(policy: Any) -> Policy:
     return chosen
 
 
+def _regions(regions: Any) -> bool | int:
+    try:
+        smallest_region(regions)
+    except ValueError as error:
+        raise BackendError(f"option 'regions': {error}") from error
+    chosen: bool | int = regions
+    return chosen
+
+
 def _passes(passes: Any) -> tuple[Callable[..., Any], ...]:
     if isinstance(passes, str) or not isinstance(passes, Sequence):
         raise BackendError(f"option 'passes' must be a sequence of names and callables, got {passes!r}")
@@ -222,15 +234,8 @@ def _self_guarded(gm: fx.GraphModule, config: AotConfig) -> Callable[..., Any]:
         passes=config.passes,
         strict=config.strict,
         single_region=config.single_region,
-    )
-
-
-def _no_cuda_graphs(mode: str) -> Reason:
-    return Reason(
-        "cuda-graphs",
-        f"mode {mode!r} is compiled without CUDA graphs, which are not supported yet",
-        "dynamo",
-        way_out="nothing to do: results are the same",
+        cudagraphs=config.cudagraphs,
+        regions=config.regions,
     )
 
 

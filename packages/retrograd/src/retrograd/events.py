@@ -17,7 +17,8 @@ __all__ = ["LOGS", "counters", "live_log", "switch_logs"]
 #: Totals of this process: ``captures`` (backward graphs recorded), ``plans`` (schedules laid out),
 #: ``lowerings`` (segments given to a backend), ``recompiles`` (lowerings of a segment that had one),
 #: ``run_failures`` (runs of compiled code that raised), ``fallbacks`` (backwards run on the stock engine),
-#: ``opaque_calls`` (steps run as eager runs them), ``runs`` (plans run).
+#: ``opaque_calls`` (steps run as eager runs them), ``runs`` (plans run), ``cuda_graph_recordings``,
+#: ``cuda_graph_replays`` and ``cuda_graph_plain_calls`` (calls of code that may be recorded, run as it is).
 counters: Counter[str] = Counter()
 
 live_log = logging.getLogger("retrograd.live")

@@ -102,8 +102,8 @@ def test_an_unknown_option_is_refused_with_the_sorted_valid_ones():
         retrograd(torch.fx.GraphModule({}, torch.fx.Graph()), [], options={"partitoner": "min_cut"})
     assert str(refused.value) == (
         "unknown option 'partitoner'\n"
-        "  expected one of backend, backward, partitioner, passes, single_region, strict, or one of "
-        "torch._inductor.list_options()"
+        "  expected one of backend, backward, cudagraphs, partitioner, passes, regions, single_region, "
+        "strict, or one of torch._inductor.list_options()"
     )
 
 
@@ -124,7 +124,7 @@ def test_an_unknown_mode_is_refused_with_the_sorted_valid_ones():
         ({"passes": "remove_dead_code"}, "must be a sequence"),
         ({"backend": "nvcc"}, "unknown backend 'nvcc'"),
         ({"backend": "eager", "max_autotune": True}, "are Inductor's"),
-        ({"triton.cudagraphs": True}, "CUDA graphs are not supported yet"),
+        ({"triton.cudagraphs": True}, "retrograd records CUDA graphs itself"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, text):
@@ -145,17 +145,41 @@ def test_modes_and_options_are_listed():
         "reduce-overhead",
     }
     listed = list_options()
-    assert listed[:6] == ["backend", "backward", "partitioner", "passes", "single_region", "strict"]
+    own = ["backend", "backward", "cudagraphs", "partitioner", "passes", "regions", "single_region", "strict"]
+    assert listed[: len(own)] == own
     assert "max_autotune" in listed
     assert "triton.cudagraphs" not in listed
 
 
-def test_a_mode_that_asks_for_cuda_graphs_says_that_there_are_none():
-    fn = torch.compile(lambda a: a.sin(), backend="retrograd", mode="reduce-overhead")
-    with pytest.warns(FallbackWarning, match="compiled without CUDA graphs"):
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"mode": "reduce-overhead"},
+        {"mode": "reduce-overhead", "options": {"backend": "eager"}},
+        {"options": {"backend": "aten", "cudagraphs": True}},
+    ],
+)
+def test_without_a_cuda_device_the_code_runs_without_cuda_graphs_and_says_so(chosen):
+    fn = torch.compile(lambda a: a.sin(), backend=functools.partial(retrograd, **chosen))
+    with pytest.warns(FallbackWarning, match="no CUDA graph is recorded: it has tensors on cpu"):
         out = fn(torch.ones(3))
     torch.testing.assert_close(out, torch.ones(3).sin())
-    assert "without CUDA graphs" in str(aot.explain())
+    assert "no CUDA graph is recorded" in str(aot.explain())
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "expected"),
+    [
+        ("reduce-overhead", {}, True),
+        ("max-autotune", {}, True),
+        ("max-autotune-no-cudagraphs", {}, False),
+        (None, {}, False),
+        ("reduce-overhead", {"cudagraphs": False}, False),
+        ("default", {"cudagraphs": True}, True),
+    ],
+)
+def test_which_modes_ask_for_cuda_graphs(mode, options, expected):
+    assert retrograd.check(mode, options).cudagraphs is expected
 
 
 def test_inductors_settings_hold_while_it_compiles():

@@ -77,6 +77,8 @@ The modules aot_* go through the rest of what a function compiled ahead can meet
 storages; aliases among inputs and outputs; structures; subclasses; random numbers; sizes; order; uses of the
 graph; modes; modules; what was saved; Functions; cotangents; checkpoints.
 
+The module replayed_steps repeats steps of one shape, for what records and replays them.
+
 Not here, because they need several processes: data parallelism with the C++ reducer, FSDP2.
 """
 
@@ -133,6 +135,7 @@ from gradparity.corpus.scenarios import (
     nested_backwards,
     node_hook_results,
     node_hooks,
+    replayed_steps,
     roots_inputs,
     saved_in_functions,
     saved_tensor_hooks,
@@ -216,5 +219,6 @@ TOPICS = (
     aot_functions,
     aot_cotangents,
     aot_checkpoints,
+    replayed_steps,
 )
 """Every topic, one module each."""

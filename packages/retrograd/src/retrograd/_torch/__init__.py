@@ -29,4 +29,6 @@
 - lowering: `tracing`, `history` (what eager would record of a segment), `guards`, `subclasses` and
   `subclass_metadata` (wrapper subclasses at the border of a segment), `boxed`, `inductor`,
   `strides` (of its results)
+- recording it: `cuda_graphs`, `addresses` (tensors as memory)
+- making graphs at little cost: `fx_nodes`, `garbage` (no search for it meanwhile)
 """

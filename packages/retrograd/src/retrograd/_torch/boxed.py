@@ -9,13 +9,16 @@ import torch
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
+from retrograd._torch.fx_nodes import add_copy
+
 __all__ = ["boxed", "copied"]
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
     """A copy of `graph`."""
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
+    copy, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        made[node] = add_copy(copy, node, made.__getitem__)
     return copy
 
 

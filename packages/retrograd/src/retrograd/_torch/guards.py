@@ -14,7 +14,11 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-__all__ = ["InputGuard", "changed_sizes"]
+__all__ = ["InputGuard", "NotGuardableError", "changed_sizes"]
+
+
+class NotGuardableError(Exception):
+    """What tracing relied on cannot be asked of inputs; the text says what."""
 
 
 class InputGuard:
@@ -25,6 +29,9 @@ class InputGuard:
         fed: positions of the traced inputs, and `example_inputs` their fakes; a dimension that is symbolic
             in a fake may differ.
         shape_env: has the relations that tracing relied on; None when every size is static.
+
+    Raises:
+        NotGuardableError: a relation is not one between inputs.
     """
 
     def __init__(
@@ -58,6 +65,15 @@ class InputGuard:
         self._shape_env, self._fed = shape_env, tuple(fed)
         self._relations = shape_env.produce_guards_expression(example_inputs) if shape_env else None
         self.args_metadata = tuple(map(_sizes, args))
+        try:
+            self._relations_hold(args)
+        except Exception as error:  # it names what is no input: a size that the graph reads out of a value
+            raise NotGuardableError(f"no guard can speak of {self._relations}: {error}") from error
+
+    @property
+    def is_static(self) -> bool:
+        """Whether every size is the one that it was lowered with."""
+        return self._shape_env is None
 
     def check(self, args: Sequence[Any]) -> bool:
         """Whether the lowering may be used for these values."""

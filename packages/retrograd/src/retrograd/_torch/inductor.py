@@ -19,8 +19,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from retrograd._torch.boxed import copied
 from retrograd._torch.cache_folder import why_not_trusted
+from retrograd._torch.inductor_passes import with_joint_passes
+from retrograd._torch.inductor_start import await_start
 from retrograd._torch.locks import ForkSafeLock
 from retrograd._torch.strides import with_strides
+from retrograd._torch.triton_threads import in_threads
 from retrograd.errors import FallbackWarning
 
 __all__ = ["compile_graph", "decompositions", "patched", "settings"]
@@ -72,9 +75,9 @@ def compile_graph(
     No input is called static (``static_input_idxs``): that would make Inductor rely on the alignment of
     memory, which no guard checks, and it saves no more than that check.
     """
+    await_start()
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
     gm = fx.GraphModule(gm, copied(gm.graph))
@@ -93,8 +96,9 @@ def compile_graph(
         config.patch(force_disable_caches=config.force_disable_caches or not _is_cache_trusted()),
         tracing(TracingContext(fake_mode)),
         V.set_fake_mode(fake_mode),
+        with_joint_passes(),
+        in_threads(),
     ):
-        joint_graph_passes(gm)
         compiled = compile_fx_inner(
             gm, list(example_inputs), is_backward=is_backward, is_inference=is_inference
         )

@@ -40,25 +40,27 @@ def read_ranks(request: EngineRequest) -> tuple[int, ...]:
 
 def graph_below(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> LiveGraph:
     """The graph below `edges` (a node and which of its inputs), in order of discovery, not beyond `ends`."""
-    index: dict[Any, int] = {}
-    handles: list[Any] = []
-
-    def number(handle: Any) -> int:
-        if handle not in index:
-            index[handle] = len(handles)
-            handles.append(handle)
-        return index[handle]
-
-    roots = tuple(Edge(number(node), slot) for node, slot in edges)
+    index = _Numbers()
+    roots = tuple([Edge(index[node], slot) for node, slot in edges])
     nodes: list[LiveNode] = []
-    while len(nodes) < len(handles):
-        handle = handles[len(nodes)]
-        below = tuple(
-            None if node is None else Edge(number(node), slot)
-            for node, slot in (() if handle in ends else handle.next_functions)
-        )
-        nodes.append(LiveNode(handle, handle.name(), handle._sequence_nr(), below))
+    for handle in index.handles:  # grows while it is read
+        below = () if handle in ends else handle.next_functions
+        after = tuple([None if node is None else Edge(index[node], slot) for node, slot in below])
+        nodes.append(LiveNode(handle, handle.name(), handle._sequence_nr(), after))
     return LiveGraph(tuple(nodes), roots, None)
+
+
+class _Numbers(dict[Any, int]):
+    """Numbers nodes as they are asked for; `handles` are those that have one, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handles: list[Any] = []
+
+    def __missing__(self, handle: Any) -> int:
+        self[handle] = number = len(self.handles)
+        self.handles.append(handle)
+        return number
 
 
 def read_live_graph(request: EngineRequest) -> LiveGraph:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "aliased_inputs",
+    "depends_on_data",
     "has_effect",
     "is_collective",
     "is_collective_with_work",
@@ -141,6 +142,12 @@ def is_repeatable(node: fx.Node) -> bool:
     if target.namespace in _COLLECTIVES or any(tag in target.tags for tag in _DEPENDS_ON_DATA):
         return False
     return not target._schema.name.split("::")[-1].startswith(_UNINITIALISED)
+
+
+def depends_on_data(node: fx.Node) -> bool:
+    """Whether the sizes of what the call gives, or numbers among it, are not known before it runs."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and any(tag in target.tags for tag in _DEPENDS_ON_DATA)
 
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:

@@ -40,7 +40,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "torch._dynamo.eval_frame": ("_stance",),
     "torch.autograd.graph": ("_engine_run_backward",),
     "torch.autograd": ("_engine_run_backward",),
-    "torch.fx.graph": ("_BoxedCodeGen",),
+    "torch.fx.graph": ("_BoxedCodeGen", "_Namespace", "_FindNodesLookupTable"),
     "torch._C._dynamo.guards": ("TensorGuards",),
 }
 

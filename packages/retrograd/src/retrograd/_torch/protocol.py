@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from retrograd._torch.aot_functions import is_aot_function, read_aot_backward
 from retrograd._torch.collect import runtime_wrapper
+from retrograd._torch.garbage import no_garbage_search
 from retrograd._torch.tensors import zeros_of_slot
 from retrograd.graph.aot_backward import AotBackward, AotCall, NotInlinedError
 from retrograd.graph.hook_kind import HookKind
@@ -95,8 +96,11 @@ class EngineProtocol:
     def _stand_in(self, value: Value) -> torch.Tensor | None:
         if value is None:
             return None
-        with unset_fake_temporarily():
-            tensor = torch.empty(0, device="cpu")
+        if self._symbols:
+            with unset_fake_temporarily():
+                tensor = _EMPTY.detach()
+        else:
+            tensor = _EMPTY.detach()
         self._values[id(tensor)] = value
         self._kept.append(tensor)
         return tensor
@@ -119,6 +123,11 @@ class EngineProtocol:
             raise self._failure
 
     def _read(self, argument: Any) -> Any:
+        kind = type(argument)
+        if kind in _PLAIN:
+            return argument
+        if kind is list or kind is tuple:
+            return kind(map(self._read, argument))
         if isinstance(argument, torch.Tensor):
             try:
                 return self._values[id(argument)]
@@ -129,8 +138,6 @@ class EngineProtocol:
                 return self._symbols[_symbol(argument)]
             except KeyError:
                 raise LookupError(f"the engine computed with a lifted size: {argument}") from None
-        if type(argument) in (list, tuple):
-            return type(argument)(map(self._read, argument))
         return argument
 
     def _read_list(self, arguments: Sequence[Any]) -> list[Value]:
@@ -141,6 +148,7 @@ class EngineProtocol:
     def begin_capture(
         self, inputs: list[torch.Tensor], sizes: Sequence[int], scalars: list[Any], origins: Any, *_: Any
     ) -> tuple[str, list[Any], list[Any], list[Any]]:
+        self._modes.enter_context(no_garbage_search)
         values = self._recorder.begin(len(inputs), len(sizes), len(scalars))
         if not sizes and not scalars:
             return "0", self._stand_ins(values[0]), [], []
@@ -296,14 +304,21 @@ class EngineProtocol:
         """Verbose logging of stock; ours says why in its own words."""
 
     def end_capture(self, outputs: Any) -> tuple[Callable[..., Any], Any]:
-        self._modes.close()
-        self._raise_failure()
-        return runtime_wrapper, self._recorder.finish(self._read_list(outputs))
+        with no_garbage_search:
+            self._modes.close()
+            self._raise_failure()
+            return runtime_wrapper, self._recorder.finish(self._read_list(outputs))
 
     def close(self) -> None:
         """Leave the modes that the capture entered. The engine calls it, and the window when it closes."""
         self._modes.close()
 
+
+#: types of what is passed on as it is; asked first, for there is much of it.
+_PLAIN = frozenset({int, bool, float, type(None)})
+
+#: what stand-ins are made of: the engine tells them apart, and looks at nothing else.
+_EMPTY = torch.empty(0, device="cpu")
 
 #: what a stand-in means after something has failed.
 _NOTHING = object()

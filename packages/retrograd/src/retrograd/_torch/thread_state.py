@@ -19,10 +19,13 @@ from torch.autograd import forward_ad
 
 __all__ = [
     "Modes",
+    "UserCode",
+    "are_modes_plain",
     "as_if_autocast",
     "modes_of_lowering",
     "switched",
     "thread_state_kept",
+    "torch_functions_off",
     "why_interpreted_now",
     "why_modes_differ",
     "without_torch_functions",
@@ -124,6 +127,47 @@ def as_if_autocast(dtype: torch.dtype | None, fn: Callable[..., Any], /, *args: 
             return fn(*args, **kwargs)
     result = fn(*args, **kwargs)
     return result.to(dtype) if result.dtype != dtype else result
+
+
+class UserCode:
+    """Calls user code, one call after the other, as inside `thread_state_kept`; cheap where nothing changes.
+
+    Attributes:
+        left: the modes as the last call left them, None if as before it.
+    """
+
+    __slots__ = ("_before", "_lowering", "left")
+
+    def __init__(self) -> None:
+        self._before, self._lowering = _modes(), modes_of_lowering()
+        self.left: Modes | None = None
+
+    def call(self, fn: Callable[..., T], args: Sequence[Any]) -> T:
+        """What ``fn(*args)`` returns."""
+        try:
+            return fn(*args)
+        finally:
+            if (now := _modes()) != self._before:
+                self.left = now
+                _switch(now, self._before)
+
+    def has_changed_modes(self) -> bool:
+        """Whether what runs next may not run as it would have run before the last call."""
+        return self.left is not None or modes_of_lowering() != self._lowering or not are_modes_plain()
+
+
+def are_modes_plain() -> bool:
+    """Whether nobody looks at, or takes over, the operations that run now."""
+    return (
+        forward_ad._current_level < 0
+        and torch._C._functorch.maybe_current_level() is None
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._autograd._profiler_enabled()
+    )
+
+
+#: inside, as in a function made by `without_torch_functions`.
+torch_functions_off = torch._C.DisableTorchFunction
 
 
 def without_torch_functions(fn: Callable[P, T]) -> Callable[P, T]:

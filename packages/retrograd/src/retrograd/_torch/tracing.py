@@ -21,7 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from retrograd._torch.garbage import no_garbage_search
 from retrograd._torch.history import History, history_of, saved_tensors_unseen
+from retrograd._torch.lazy_modules import lazily
 from retrograd._torch.provenance import noting
 from retrograd._torch.subclasses import is_wrapper
 
@@ -135,9 +137,10 @@ def trace(
         return tuple(present)
 
     example_inputs = tuple(fakes[i] for i in fed)
-    with enable_python_dispatcher(), quiet_fakes():
-        history = history_of(fn, fakes) if torch.is_grad_enabled() else None
-    gm = _functional_graph(flat, example_inputs, decompositions)
+    with no_garbage_search:
+        with enable_python_dispatcher(), quiet_fakes():
+            history = history_of(fn, fakes) if torch.is_grad_enabled() else None
+        gm = _functional_graph(flat, example_inputs, decompositions)
     if history is not None and (drawn := _random(gm)):
         raise NotTraceableError(
             f"{drawn[0].target} draws random numbers, which its derivative would draw anew"
@@ -199,7 +202,7 @@ def quiet_fakes() -> Iterator[None]:
 def _make_fx(
     fn: Callable[..., Any], example_inputs: tuple[Any, ...], decompositions: Mapping[Any, Callable[..., Any]]
 ) -> fx.GraphModule:
-    with enable_python_dispatcher(), quiet_fakes(), saved_tensors_unseen(), noting():
+    with enable_python_dispatcher(), quiet_fakes(), saved_tensors_unseen(), noting(), lazily():
         gm = make_fx(fn, decomposition_table=dict(decompositions), tracing_mode="real")(*example_inputs)
     gm.graph.eliminate_dead_code()
     gm.recompile()

@@ -34,6 +34,13 @@ class Versions(Generic[Key]):
             if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
         }
 
+    @classmethod
+    def taken(cls, versions: Iterable[tuple[Key, int | None]]) -> Versions[Key]:
+        """Versions that somebody took with `versions_of`."""
+        found: Versions[Key] = cls({})
+        found._versions = {key: version for key, version in versions if version is not None}
+        return found
+
     def renamed(self, names: Iterable[tuple[Key, Key]]) -> Versions[Key]:
         """The same versions under other keys, given as (old, new); keys without a new one are dropped."""
         renamed: Versions[Key] = Versions({})

@@ -10,9 +10,10 @@ from typing import Any
 
 from retrograd.aot.compiled import Compiled
 from retrograd.aot.lower import lower
+from retrograd.aot.record import recorded
 from retrograd.aot.run_backward import RegionCode
 from retrograd.aot.run_forward import CompiledFunction
-from retrograd.backends.base import Half
+from retrograd.backends.base import Boxed, Half
 from retrograd.backends.registry import find_backend
 from retrograd.graph.partition import Partition, SavedKind
 
@@ -25,6 +26,8 @@ def compile(
     backward: str | Callable[..., Any] | None = None,
     *,
     lazy: bool = True,
+    cudagraphs: bool = False,
+    regions: bool | int = True,
 ) -> Compiled:
     """Compile both halves.
 
@@ -34,22 +37,41 @@ def compile(
             backward's is the forward's if not given.
         lazy: compile each region's backward when it first runs, for the layout of what was saved; else at
             once.
+        cudagraphs: record what the code does on a CUDA device, and replay it where that is safe; what the
+            forward saves stays in the recording's memory. Where it is not, ``aot.explain()`` says why.
+        regions: compile structure that repeats itself, such as the layers of a deep model, once, where that
+            is worth it; a number: from so many autograd nodes on it is. User-written backends get whole
+            graphs.
 
     Returns:
         A callable that takes what the captured function takes, and returns what it returns.
 
     Raises:
         UnknownBackendError: no such backend.
+        ValueError: `regions` is neither True nor False nor a number of nodes.
         Exception: whatever a backend raises.
     """
     ahead = find_backend(forward)
     behind = ahead if backward is None else find_backend(backward)
-    code = lower(ahead, partition.forward, partition.joint.state, _forward_half(partition, lazy))
-    regions = [RegionCode(partition, number, behind) for number, _ in enumerate(partition.backwards)]
+    half = _forward_half(partition, lazy)
+    code = lower(ahead, partition.forward, partition.joint.state, half, regions=regions)
+    if cudagraphs:
+        code = _recorded(code, partition)
+    backwards = [
+        RegionCode(partition, number, behind, regions, cudagraphs)
+        for number, _ in enumerate(partition.backwards)
+    ]
     if not lazy:
-        for region in regions:
-            region.compile_ahead()
-    return Compiled(CompiledFunction(partition, code, regions))
+        for backward in backwards:
+            backward.compile_ahead()
+    return Compiled(CompiledFunction(partition, code, backwards))
+
+
+def _recorded(code: Boxed, partition: Partition) -> Boxed:
+    """The forward's code, recorded; what it gives besides the function's own values may stay where it is."""
+    results: Any = partition.forward.graph.output_node().args[0]
+    kept = range(partition.joint.signature.forward_count, len(results))
+    return recorded(code, partition.forward.graph, kept=kept)
 
 
 def _forward_half(partition: Partition, lazy: bool) -> Half:

@@ -32,6 +32,7 @@ from retrograd.aot.watch import Watched
 from retrograd.backends.registry import find_backend
 from retrograd.cache.call_guard import CallGuard
 from retrograd.cache.lookup import GuardedCache
+from retrograd.config import smallest_region
 from retrograd.errors import CaptureError, Reason, RetrogradError, UnlikeTracedError
 
 __all__ = ["AotConfig", "AotFunction", "AotModule", "function", "module"]
@@ -53,6 +54,8 @@ class AotConfig:
         single_region: as in ``aot.capture``.
         cache_size: kinds of input whose code is kept; the one that was not used for longest is given up
             first.
+        cudagraphs: as in ``aot.compile``.
+        regions: as in ``aot.compile``.
     """
 
     backend: str | Callable[..., Any] = "inductor"
@@ -64,6 +67,11 @@ class AotConfig:
     recompile_limit: int = 8
     single_region: bool = False
     cache_size: int = 64
+    cudagraphs: bool = False
+    regions: bool | int = True
+
+    def __post_init__(self) -> None:
+        smallest_region(self.regions)
 
 
 @dataclass(eq=False)
@@ -229,7 +237,13 @@ class AotFunction:
         for change in config.passes:
             captured = captured.apply(change)
         parts = partition(captured, config.partitioner)
-        code = compile_partition(parts, config.backend, config.backward).code
+        code = compile_partition(
+            parts,
+            config.backend,
+            config.backward,
+            cudagraphs=config.cudagraphs,
+            regions=config.regions,
+        ).code
         report.captured(parts)
         return code
 
@@ -274,6 +288,8 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
     recompile_limit: int = 8,
     single_region: bool = False,
     cache_size: int = 64,
+    cudagraphs: bool = False,
+    regions: bool | int = True,
 ) -> AotFunction:
     """Capture and compile `fn` for each kind of input that it is called with.
 
@@ -292,9 +308,12 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
         single_region: differentiate all outputs together, as stock AOTAutograd does.
         cache_size: kinds of input whose code is kept; the one that was not used for longest is given up
             first.
+        cudagraphs: as in ``aot.compile``.
+        regions: as in ``aot.compile``.
 
     Raises:
         UnknownBackendError: no such backend.
+        ValueError: `regions` is neither True nor False nor a number of nodes.
         CaptureError: on a call, if `strict`: it cannot be captured.
     """
     find_backend(backend)
@@ -308,6 +327,8 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
         recompile_limit,
         single_region,
         cache_size,
+        cudagraphs,
+        regions,
     )
     return AotFunction(fn, config)
 

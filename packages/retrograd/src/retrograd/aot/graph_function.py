@@ -149,8 +149,14 @@ class GraphFunction:
             joint = joint.apply(change)
         parts = partition(joint, config.partitioner)
         # With symbolic sizes the backward is compiled now too: Dynamo installs only guards that are made now.
+        lazy = not has_symbols(state.fake_mode)
         code = compile_partition(
-            parts, config.backend, config.backward, lazy=not has_symbols(state.fake_mode)
+            parts,
+            config.backend,
+            config.backward,
+            lazy=lazy,
+            cudagraphs=config.cudagraphs,
+            regions=config.regions,
         ).code
         report.captured(parts)
         return code

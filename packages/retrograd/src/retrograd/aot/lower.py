@@ -6,14 +6,17 @@ In: a functional ATen graph whose placeholders have example values. Out: a boxed
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from retrograd._torch.joint_tracing import decomposed
 from retrograd.backends.base import Backend, Boxed, Half
+from retrograd.config import smallest_region
 from retrograd.events import counters
 from retrograd.graph.capture_state import CaptureState
+from retrograd.regions.compile import CALLS_PER_NODE, compile_in_regions
 
 __all__ = ["lower"]
 
@@ -24,11 +27,18 @@ def lower(
     state: CaptureState,
     half: Half,
     example_inputs: Sequence[Any] | None = None,
+    regions: bool | int = True,
 ) -> Boxed:
-    """Compile `gm`, after the decompositions that the backend asks for unless `capture` applied them."""
+    """Compile `gm`, after the decompositions that the backend asks for unless `capture` applied them; what
+    repeats itself in it once, where `regions` says so and the backend takes parts of graphs."""
     inputs = example_inputs or [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
     table = backend.decompositions()
     if table and not state.decompositions:
         gm = decomposed(gm, inputs, state.fake_mode, table)
     counters["aot_compiles"] += 1
-    return backend.compile(gm, inputs, half)
+    least = smallest_region(regions) * CALLS_PER_NODE if backend.takes_parts else 0
+
+    def compile_part(part: fx.GraphModule, examples: Sequence[Any], visible: int | None) -> Boxed:
+        return backend.compile(part, examples, replace(half, visible=visible))
+
+    return compile_in_regions(gm, inputs, compile_part, least, half.visible)

@@ -25,6 +25,7 @@ from retrograd.aot.aliases import (
     read_by_backward,
 )
 from retrograd.aot.extract import extract, needed_between
+from retrograd.aot.late import compute_again_late
 from retrograd.aot.policies import Policy, choose_saved, draws_random_numbers
 from retrograd.errors import Reason, VerificationError
 from retrograd.graph.copies import copied
@@ -194,6 +195,7 @@ class _Division:
                     "cotangents only",
                 )
             ) from missing
+        compute_again_late(gm.graph)
         _follow_layouts(gm)
         order = {node: i for i, node in enumerate(saved)}
         return RegionBackward(gm, tuple(order[node] for node in read), self._checked(number, read))

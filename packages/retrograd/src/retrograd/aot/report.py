@@ -76,10 +76,12 @@ class AotReport:
             warnings.warn(str(reason), FallbackWarning, stacklevel=4)
         self.fallbacks[reason] += 1
 
-    def noted(self, reason: Reason) -> None:
-        """Warn of something that is compiled, but not as asked; once per reason."""
-        if reason not in self.notes:
-            self.notes.append(reason)
+    def noted(self, reason: Reason, warn: bool = True) -> None:
+        """Note something that is compiled, or runs, otherwise than asked, and warn; once per reason."""
+        if reason in self.notes:
+            return
+        self.notes.append(reason)
+        if warn:
             warnings.warn(str(reason), FallbackWarning, stacklevel=3)
 
     def clear(self) -> None:

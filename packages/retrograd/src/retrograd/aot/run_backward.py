@@ -19,6 +19,7 @@ from retrograd._torch.tensors import graph_is_kept
 from retrograd._torch.tracing import is_batched
 from retrograd._torch.wrappers import PLAIN, Wrapping, built, parts_of
 from retrograd.aot.lower import lower
+from retrograd.aot.record import recorded
 from retrograd.aot.rerun import rerun_region
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.registry import find_backend
@@ -53,10 +54,19 @@ class _Expected:
 
 
 class RegionCode:
-    """Code for the backward of region `number`, compiled when it is first needed."""
+    """Code for the backward of region `number`, compiled when it is first needed; `divides` is the option
+    ``regions=`` of ``aot.compile``."""
 
-    def __init__(self, partition: Partition, number: int, backend: Backend) -> None:
+    def __init__(
+        self,
+        partition: Partition,
+        number: int,
+        backend: Backend,
+        divides: bool | int = True,
+        cudagraphs: bool = False,
+    ) -> None:
         self._partition, self._number, self._backend = partition, number, backend
+        self._divides, self._cudagraphs = divides, cudagraphs
         joint, self._graphs = partition.joint, partition.backwards[number]
         region = joint.signature.regions[number]
         self.roots, self.destinations = region.roots, region.destinations
@@ -180,7 +190,11 @@ class RegionCode:
             if any(one is not other for one, other in zip(traced, examples, strict=True)):
                 gm = retraced(gm, examples)
         half = Half(is_backward=True, visible=len(gm.graph.output_node().args[0]))  # type: ignore[arg-type]
-        return lower(self._backend, gm, self._partition.joint.state, half, examples)
+        code = lower(self._backend, gm, self._partition.joint.state, half, examples, self._divides)
+        if not self._cudagraphs:
+            return code
+        cotangents = range(len(self._graphs.saved), len(examples))
+        return recorded(code, gm.graph, loose=cotangents)
 
     def _results(self, results: Sequence[Any]) -> list[Any]:
         if self._plain:

@@ -22,10 +22,14 @@ class CustomBackend:
     """
 
     traces = True
+    takes_parts = False
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.name = getattr(fn, "__name__", type(fn).__name__)
         self._fn = fn
+
+    def prepare(self) -> None:
+        """There is nothing to load."""
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         return {}

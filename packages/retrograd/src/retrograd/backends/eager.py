@@ -18,6 +18,10 @@ class EagerBackend:
 
     name = "eager"
     traces = False
+    takes_parts = False
+
+    def prepare(self) -> None:
+        """There is nothing to load."""
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         return {}
@@ -32,3 +36,4 @@ class AtenBackend(EagerBackend):
 
     name = "aten"
     traces = True
+    takes_parts = True

@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.inductor import compile_graph, decompositions, patched
+from retrograd._torch.inductor_start import start_early
 from retrograd.backends.base import SEGMENT, Boxed, Half
 
 __all__ = ["InductorBackend"]
@@ -22,9 +23,13 @@ class InductorBackend:
 
     name = "inductor"
     traces = True
+    takes_parts = True
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         self._settings = dict(settings or {})
+
+    def prepare(self) -> None:
+        start_early()
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         with patched(self._settings):

@@ -101,15 +101,13 @@ class BackwardGraph:
 
     def calls(self) -> Iterator[tuple[fx.Node, Call]]:
         """The FX nodes that are calls, with their meaning, in graph order."""
-        for node in self.graph.nodes:
-            if node.op == "call_function":
-                yield node, call_of(node)
+        nodes = self.graph.nodes
+        return iter([(node, node.meta["call"]) for node in nodes if node.op == "call_function"])
 
     def placeholders(self) -> Iterator[tuple[fx.Node, Source]]:
         """The FX placeholders with their position among the run-time arguments."""
-        for node in self.graph.nodes:
-            if node.op == "placeholder":
-                yield node, source_of(node)
+        nodes = self.graph.nodes
+        return iter([(node, node.meta["source"]) for node in nodes if node.op == "placeholder"])
 
     def outputs(self) -> tuple[fx.Node | None, ...]:
         """The values returned to the caller of ``autograd.grad``."""

@@ -11,15 +11,19 @@ order that depends on how it sifts, so the sift of libstdc++ is followed exactly
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
 
-__all__ = ["ROOT", "eager_walk", "engine_walk", "with_steps"]
+__all__ = ["ROOT", "contests", "eager_walk", "engine_walk", "with_steps"]
 
 #: stands for the GraphRoot node, which the capture walk always has and the live graph never.
 ROOT = -1
+
+#: the sequence number of AccumulateGrad.
+ACCUMULATES = 2**64 - 1
 
 
 def engine_walk(live: LiveGraph) -> list[int]:
@@ -74,6 +78,32 @@ def _chain(node: LiveNode, indices: Sequence[int], steps: Sequence[Sequence[int]
         replace(node, edges=(*(node.edges[i] for i in step), link))
         for step, link in zip(steps, links, strict=True)
     ]
+
+
+def contests(live: LiveGraph, steps: Mapping[int, Sequence[Sequence[int]]]) -> list[tuple[int, int]]:
+    """Pairs of nodes, of which eager runs the first before the second because its sequence number is higher.
+
+    If the numbers of all pairs compare so, and AccumulateGrad's are the highest, a graph of equal structure
+    runs in the same order: of the nodes that wait, the one that runs is compared with the next to run.
+
+    Args:
+        live, steps: as `with_steps` takes them.
+    """
+    stepwise, chains = with_steps(live, steps)
+    original = {link: node for node, links in chains.items() for link in links}
+    order = eager_walk(stepwise)
+    place = {node: i for i, node in enumerate(order)}
+    ready = _Readiness(stepwise, stepwise.roots)
+    waiting: list[int] = []
+    pairs: dict[tuple[int, int], None] = {}
+    for node in order:
+        if node != ROOT:
+            heapq.heappop(waiting)  # it is `node` itself: that is the order
+            if waiting and stepwise.nodes[node].sequence != ACCUMULATES:
+                following = order[waiting[0]]
+                pairs[original.get(node, node), original.get(following, following)] = None
+        ready.release(node, lambda found: heapq.heappush(waiting, place[found]))
+    return list(pairs)
 
 
 class _Readiness:

@@ -33,6 +33,9 @@ class CallKind(enum.Enum):
     AOT_SAVED = "saved tensors on the context of a function that AOTAutograd compiled"
     ACCUMULATE = "accumulation into .grad"
 
+    # Every pass asks each call for its kind: this hash is computed in C, that of `Enum` in Python.
+    __hash__ = object.__hash__
+
     @property
     def is_functional(self) -> bool:
         """Whether the call reads and writes nothing but its arguments and results."""

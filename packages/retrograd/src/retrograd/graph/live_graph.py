@@ -6,13 +6,12 @@ In: filled by ``_torch.live_graph.read``. Out: read by the simulation of the eng
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["Edge", "LiveGraph", "LiveNode"]
 
 
-@dataclass(frozen=True)
-class Edge:
+class Edge(NamedTuple):
     """An edge to input number `slot` of the node with index `node` in the live graph."""
 
     node: int

@@ -50,13 +50,17 @@ class LoweringReport:
 
 @dataclass
 class BackwardReport:
-    """One captured backward: a structure of the autograd graph together with its eager order."""
+    """One captured backward: a structure of the autograd graph together with its eager order.
+
+    `notes` say what runs otherwise than asked.
+    """
 
     graph: BackwardGraph
     schedule: Schedule
     backend: str
     lowerings: list[LoweringReport] = field(default_factory=list)
     runs: int = 0
+    notes: list[Reason] = field(default_factory=list)
 
     @property
     def recompiles(self) -> list[LoweringReport]:
@@ -76,6 +80,7 @@ class BackwardReport:
         for low in self.lowerings:
             lines.append(f"    segment {low.segment}: {low.how}, {low.because}")
             lines.append(f"      guards  {low.guards}")
+        lines += [f"  note  {reason.text}" for reason in self.notes]
         return "\n".join(lines)
 
     def print_readable(self, print_output: bool = True) -> str:

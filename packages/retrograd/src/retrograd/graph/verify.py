@@ -6,6 +6,7 @@ In: values before and after a stage or pass. Out: nothing, or a `VerificationErr
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from retrograd.errors import Reason, VerificationError
 from retrograd.graph.backward_graph import BackwardGraph
@@ -21,10 +22,12 @@ def verify_layout(before: BackwardGraph, after: BackwardGraph) -> None:
         VerificationError: a call other than a sum is missing, there twice, or reads a value that is not
             there yet.
     """
-    missing = _calls(before) - _calls(after)
-    added = _calls(after) - _calls(before)
-    for (name, index), _ in (missing + added).items():
-        _fail(after, index, f"{name} is made {'too rarely' if (name, index) in missing else 'too often'}")
+    wanted, made = _calls(before), _calls(after)
+    if wanted != made:
+        missing = wanted - made
+        target, index = next(iter(missing + (made - wanted)))
+        name = getattr(target, "__name__", str(target))
+        _fail(after, index, f"{name} is made {'too rarely' if (target, index) in missing else 'too often'}")
     defined = {node for node, _ in after.placeholders()}
     for node, call in after.calls():
         for value in node.all_input_nodes:
@@ -33,11 +36,9 @@ def verify_layout(before: BackwardGraph, after: BackwardGraph) -> None:
         defined.add(node)
 
 
-def _calls(backward: BackwardGraph) -> Counter[tuple[str, int]]:
+def _calls(backward: BackwardGraph) -> Counter[tuple[Any, int]]:
     return Counter(
-        (getattr(node.target, "__name__", str(node.target)), call.node_call)
-        for node, call in backward.calls()
-        if call.kind is not CallKind.SUM
+        [(node.target, call.node_call) for node, call in backward.calls() if call.kind is not CallKind.SUM]
     )
 
 

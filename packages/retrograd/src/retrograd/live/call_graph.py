@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from retrograd._torch.fx_nodes import add_call, add_placeholder
 from retrograd.graph.backward_graph import Call, NodeCall, Source, SourceKind
 from retrograd.graph.hook_kind import CallKind, HookKind
 
@@ -32,7 +33,7 @@ class CallGraph:
         self.graph = fx.Graph()
         self.node_calls: list[NodeCall] = []
         self.before_hooks: dict[fx.Node, Value] = {}
-        self._placeholders: dict[Source, fx.Node] = {}
+        self._placeholders: dict[tuple[SourceKind, int], fx.Node] = {}
         self._last_placeholder: fx.Node | None = None
 
     @property
@@ -42,15 +43,14 @@ class CallGraph:
 
     def placeholder(self, kind: SourceKind, index: int) -> fx.Node:
         """The placeholder of one run-time argument, made when it is first asked for."""
-        source = Source(kind, index)
-        if source not in self._placeholders:
+        node = self._placeholders.get((kind, index))
+        if node is None:
             after = self._last_placeholder
-            point = self.graph.inserting_after(after) if after else self.graph.inserting_before()
-            with point:
-                node = self.graph.placeholder(f"{kind.value}_{index}")
-            node.meta["source"] = source
-            self._placeholders[source] = self._last_placeholder = node
-        return self._placeholders[source]
+            with self.graph.inserting_after(after) if after else self.graph.inserting_before():
+                node = add_placeholder(self.graph, f"{kind.value}_{index}")
+            node.meta["source"] = Source(kind, index)
+            self._placeholders[kind, index] = self._last_placeholder = node
+        return node
 
     def add(
         self,
@@ -61,7 +61,7 @@ class CallGraph:
         name: str | None = None,
     ) -> fx.Node:
         """Add one call; `name` is for its node."""
-        node = self.graph.create_node("call_function", target, args, kwargs, name)
+        node = add_call(self.graph, target, args, kwargs, name)
         node.meta["call"] = call
         return node
 
@@ -78,11 +78,9 @@ class CallGraph:
 
     def elements(self, result: fx.Node, wanted: Sequence[bool], step: int = 0) -> list[Value]:
         """The elements of a call's result; None where they are not wanted."""
+        call = Call(CallKind.PROJECT, self.current, step=step)
         return [
-            self.add(Call(CallKind.PROJECT, self.current, step=step), operator.getitem, (result, i))
-            if want
-            else None
-            for i, want in enumerate(wanted)
+            self.add(call, operator.getitem, (result, i)) if want else None for i, want in enumerate(wanted)
         ]
 
     def tensor_hook(

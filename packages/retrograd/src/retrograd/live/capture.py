@@ -40,6 +40,8 @@ class BackwardRecorder:
         self._executed: set[int] = set()
         self._inlined: dict[int, InlinedCall] = {}
         self._needs_engine_frame = False
+        self._functions: dict[str, NodeFunction] = {}
+        self._checks: dict[str, OutputCheck] = {}
 
     # placeholders
 
@@ -58,6 +60,21 @@ class BackwardRecorder:
             self._calls.node_calls.append(NodeCall(len(self._calls.node_calls), ""))
         self._calls.node_calls.append(NodeCall(index, name))
 
+    def _function(self, name: str, fn: Callable[..., Any]) -> NodeFunction:
+        """One object for all calls of a kind of node: the engine binds each name once."""
+        function = self._functions.get(name)
+        if function is None:
+            function = self._functions[name] = NodeFunction(name, fn)
+        return function
+
+    def _check(self, fn: Callable[..., Any]) -> OutputCheck:
+        """One object for all checks of a kind of node."""
+        name = self._calls.node_calls[-1].name
+        check = self._checks.get(name)
+        if check is None:
+            check = self._checks[name] = OutputCheck(fn, name)
+        return check
+
     def _execute(self) -> None:
         self._executed.add(self._calls.current)
 
@@ -65,21 +82,24 @@ class BackwardRecorder:
         self, name: str, fn: Callable[..., Any], grads: list[Value], args: Any, wanted: list[bool]
     ) -> list[Value]:
         self._execute()
-        result = self._calls.call(CallKind.NODE, NodeFunction(name, fn), (grads, *args))
+        result = self._calls.call(CallKind.NODE, self._function(name, fn), (grads, *args))
         return self._calls.elements(result, wanted)
 
     def cpp_function(
         self, name: str, fn: Callable[..., Any], grads: list[Value], args: Any, wanted: list[bool]
     ) -> list[Value]:
         self._execute()
-        result = self._calls.call(CallKind.CPP_FUNCTION, NodeFunction(name, fn), (grads, *args))
+        result = self._calls.call(CallKind.CPP_FUNCTION, self._function(name, fn), (grads, *args))
         return self._calls.elements(result, wanted)
 
     def validate(self, fn: Callable[..., Any], outputs: list[Value], args: Any) -> list[Value]:
-        check = OutputCheck(fn, self._calls.node_calls[-1].name)
-        checked: list[Value] = [None] * len(outputs)
+        check = self._check(fn)
         inlined = self._inlined.get(self._calls.current)
-        for step, slots in enumerate(inlined.steps if inlined else (range(len(outputs)),)):
+        if inlined is None:
+            result = self._calls.call(CallKind.VALIDATE, check, (outputs, *args))
+            return self._calls.elements(result, [value is not None for value in outputs])
+        checked: list[Value] = [None] * len(outputs)
+        for step, slots in enumerate(inlined.steps):
             given = [value if i in slots else None for i, value in enumerate(outputs)]
             if any(value is not None for value in given):
                 call = Call(CallKind.VALIDATE, self._calls.current, step=step)

@@ -13,6 +13,7 @@ from typing import Any
 from retrograd._torch.collect import Collected
 from retrograd._torch.engine import EngineRequest
 from retrograd._torch.live_graph import edge_of, forward_line, read_live_graph, read_ranks
+from retrograd._torch.order_check import OrderCheck
 from retrograd._torch.saved import saved_name
 from retrograd._torch.structured_trace import event
 from retrograd.backends.registry import find_backend
@@ -35,6 +36,9 @@ _ASSOCIATIVE = 2
 
 #: how many settings and orders of one structure are remembered.
 KEPT_PLANS = 32
+
+#: how many of them are found without reading the whole graph.
+KEPT_CHECKS = 4
 
 
 class CapturedBackward:
@@ -69,6 +73,7 @@ class CapturedBackward:
             if call.hook is HookKind.UNPACK
         ]
         self._order_is_visible = _order_is_visible(backward)
+        self._checks: tuple[tuple[Config, OrderCheck, Plan], ...] = ()
         self._plans: dict[tuple[Config, tuple[int, ...] | None, int], Plan] = {}
 
     def plan(self, config: Config, request: EngineRequest) -> tuple[Plan, bool]:
@@ -78,9 +83,14 @@ class CapturedBackward:
             LookupError: the live graph is not what the engine walked.
         """
         ordered = self._order_is_visible or request.create_graph
+        for checked, check, plan in self._checks if ordered and not request.inputs else ():
+            if checked == config and check.holds(request):
+                return plan, False
         key = (config, read_ranks(request) if ordered else None, request.added)
         known = self._plans.get(key)
         if known is not None:
+            if ordered and not request.inputs:
+                self._check_from_now_on(config, known, request)
             return known, False
         while len(self._plans) >= KEPT_PLANS:
             self._plans.pop(next(iter(self._plans)), None)
@@ -89,6 +99,12 @@ class CapturedBackward:
             backward = without_last_outputs(backward, request.added)
             plan = self._plans[key] = Plan(backward, config, find_backend(config.backend))
         return plan, True
+
+    def _check_from_now_on(self, config: Config, plan: Plan, request: EngineRequest) -> None:
+        """An order that was met twice is likely to be met again."""
+        if len(self._checks) < KEPT_CHECKS and all(other is not plan for _, _, other in self._checks):
+            live = read_live_graph(request)
+            self._checks = (*self._checks, (config, OrderCheck(live, _steps(self.backward, live)), plan))
 
     def node_without_history(self, call: Collected, request: EngineRequest) -> str | None:
         """The name of a node that unpacks a saved tensor whose history cannot be had; None if there is none.
@@ -142,8 +158,21 @@ def _order_is_visible(backward: BackwardGraph) -> bool:
 def _with_sources(backward: BackwardGraph, nodes: Sequence[Any]) -> BackwardGraph:
     """Name the user's lines where torch knows them; `nodes` are the autograd nodes by node-call index."""
     lines = ["" if node is None else forward_line(node) for node in nodes]
-    named = [replace(call, source=line) for call, line in zip(backward.node_calls, lines, strict=False)]
+    if not any(lines):
+        return backward
+    named = [
+        replace(call, source=line) if line else call
+        for call, line in zip(backward.node_calls, lines, strict=False)
+    ]
     return replace(backward, node_calls=tuple(named))
+
+
+def _steps(backward: BackwardGraph, live: LiveGraph) -> dict[int, tuple[tuple[int, ...], ...]]:
+    """The steps of inlined nodes, by their places in the live graph."""
+    if not backward.inlined:
+        return {}
+    walk = engine_walk(live)
+    return {walk[index]: inlined.steps for index, inlined in backward.inlined.items()}
 
 
 def _positions(backward: BackwardGraph, live: LiveGraph) -> dict[tuple[int, int], int]:
@@ -154,8 +183,7 @@ def _positions(backward: BackwardGraph, live: LiveGraph) -> dict[tuple[int, int]
             raise LookupError(f"node call {call.index} is {call.name}, expected {live.nodes[i].name}")
     if len(walk) < len(backward.node_calls):
         raise LookupError(f"{len(backward.node_calls)} node calls, expected {len(walk)}")
-    steps = {walk[index]: inlined.steps for index, inlined in backward.inlined.items()}
-    stepwise, chains = with_steps(live, steps)
+    stepwise, chains = with_steps(live, _steps(backward, live))
     place = {node: position for position, node in enumerate(eager_walk(stepwise))}
     return {
         (index, step): place[link]

@@ -3,12 +3,14 @@
 In: a `BackwardGraph` in eager's order, and which built-in nodes must stay opaque. Out: a `Schedule`.
 
 An accumulation into ``.grad`` is visible to nobody until the next opaque call, so it does not end a
-segment: it waits for the next opaque call or the end. That keeps a backward without hooks in one segment.
+segment: it waits for the next opaque call, the end, or the end of the region that makes its gradient. That
+keeps a backward without hooks in one segment, unless what repeats itself in it is to be compiled once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import fx
 
@@ -16,13 +18,24 @@ from retrograd.graph.backward_graph import BackwardGraph, call_of
 from retrograd.graph.hook_kind import CallKind
 from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment, Step
 
-__all__ = ["cut"]
+__all__ = ["cut", "whole"]
 
 _WORTH_COMPILING = frozenset({CallKind.NODE, CallKind.ATEN, CallKind.COPY_SLICES})
 
 
+Divide = Callable[[Sequence[fx.Node]], Sequence[Sequence[fx.Node]]]
+
+
+def whole(run: Sequence[fx.Node]) -> Sequence[Sequence[fx.Node]]:
+    """`run` in one piece."""
+    return [run]
+
+
 def cut(
-    backward: BackwardGraph, opaque: Mapping[fx.Node, str], apart: Mapping[fx.Node, str] | None = None
+    backward: BackwardGraph,
+    opaque: Mapping[fx.Node, str],
+    apart: Mapping[fx.Node, str] | None = None,
+    divide: Divide = whole,
 ) -> Schedule:
     """Cut `backward` into steps.
 
@@ -30,9 +43,10 @@ def cut(
         backward: in eager's order.
         opaque: functional calls that are nevertheless to run as eager runs them, with the reason.
         apart: functional calls that are to be segments of their own, interpreted, with the reason.
+        divide: divides a run of functional calls into the segments that it is to become.
     """
     apart = apart or {}
-    runs = _Cutter(opaque, apart).run(backward)
+    runs = _Cutter(opaque, apart, divide).run(backward)
     last_use = _last_uses(runs, backward.outputs())
     steps = tuple(
         _segment(step, number, last_use, apart) if isinstance(step, list) else step
@@ -51,8 +65,8 @@ _Run = list[fx.Node] | OpaqueCall | Accumulation
 class _Cutter:
     """Splits the calls into runs of functional ones and everything else."""
 
-    def __init__(self, opaque: Mapping[fx.Node, str], apart: Mapping[fx.Node, str]) -> None:
-        self._opaque, self._apart = opaque, apart
+    def __init__(self, opaque: Mapping[fx.Node, str], apart: Mapping[fx.Node, str], divide: Divide) -> None:
+        self._opaque, self._apart, self._divide = opaque, apart, divide
         self._runs: list[_Run] = []
         self._current: list[fx.Node] = []
         self._accumulations: list[Accumulation] = []
@@ -78,9 +92,16 @@ class _Cutter:
         return self._runs
 
     def _flush(self) -> None:
-        if self._current:
-            self._runs.append(self._current)
-        self._runs += self._accumulations
+        """The pieces of the current run, each followed by the accumulations whose gradients are there."""
+        pieces = self._divide(self._current) if self._current else []
+        made_in = {node: i for i, piece in enumerate(pieces) for node in piece} if len(pieces) > 1 else {}
+        waiting = deque(self._accumulations)
+        for i, piece in enumerate(pieces[:-1]):
+            self._runs.append(list(piece))
+            while waiting and all(made_in.get(arg, 0) <= i for arg in waiting[0].node.all_input_nodes):
+                self._runs.append(waiting.popleft())
+        self._runs += map(list, pieces[-1:])
+        self._runs += waiting
         self._current, self._accumulations = [], []
 
 

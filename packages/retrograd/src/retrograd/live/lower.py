@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from retrograd._torch.boxed import copied
+from retrograd._torch.collector import collector_resumed
 from retrograd._torch.guards import InputGuard, changed_sizes
 from retrograd._torch.locks import ForkSafeLock
 from retrograd._torch.stance import compile_stance
@@ -25,14 +27,16 @@ from retrograd._torch.thread_state import (
     why_modes_differ,
     without_torch_functions,
 )
-from retrograd._torch.tracing import NotTraceableError, is_batched, trace, why_not_traceable
+from retrograd._torch.tracing import NotTraceableError, Traced, is_batched, trace, why_not_traceable
 from retrograd.backends.base import Boxed
+from retrograd.cudagraphs import graphed
 from retrograd.errors import LoweringError, Reason
 from retrograd.events import counters, live_log
 from retrograd.graph.report import LoweringReport
+from retrograd.live.background import Later, begin
 from retrograd.live.determinism import NondeterministicError, determinism_is_on, run_deterministically
 from retrograd.live.differentiable import Differentiable
-from retrograd.live.lowered import How, Lowered
+from retrograd.live.lowered import How, Lowered, Lowerings
 
 __all__ = ["BoxedRunner"]
 
@@ -49,22 +53,72 @@ class BoxedRunner:
         fn: the function as captured.
         how: how to lower it.
         interpret_because: why it is never lowered; None if it may be.
+        shared: what has come of lowering an equal function elsewhere.
     """
 
-    def __init__(self, fn: Boxed, how: How, interpret_because: str | None = None) -> None:
+    def __init__(
+        self, fn: Boxed, how: How, interpret_because: str | None = None, shared: Lowerings | None = None
+    ) -> None:
         self._run_as_captured, self._how = fn, how
+        self._shared = shared or Lowerings()
         self._number, self._config = how.number, how.config
         self._backend, self._log = how.backend, how.log
         self._lowered: list[Lowered] = []
+        self._graphed: dict[Lowered, Boxed] = {}
         self._symbolic: Symbolic = {}
         self._interpret_because = interpret_because
         self._told: set[str] = set()
-        self._postponed: str | None = None
+        self._postponed = ("", 0)
 
-    def postpone(self, because: str) -> None:
-        """Interpret the next run, if nothing is compiled yet."""
+    def postpone(self, because: str, runs: int = 1) -> None:
+        """Interpret the next `runs`, if nothing is compiled yet."""
         if not self._lowered:
-            self._postponed = because
+            self._postponed = because, runs
+
+    def _postponed_now(self) -> str | None:
+        because, runs = self._postponed
+        if not runs:
+            return None
+        self._postponed = because, runs - 1
+        return because
+
+    # for plans that have settled
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether it will never be lowered (again)."""
+        return self._interpret_because is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is interpreted for the time being, and will have code."""
+        return self._postponed[1] > 0 or any(lowered.later is not None for lowered in self._lowered)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether it was lowered last with every size fixed."""
+        return bool(self._lowered) and self._lowered[0].guard.is_static
+
+    @property
+    def captured(self) -> Boxed:
+        """The function as captured."""
+        return self._run_as_captured
+
+    @without_torch_functions
+    def direct_code(self, args: list[Any]) -> Lowered | None:
+        """What `run` would run for these values, if nothing has to be decided when it runs but its guards;
+        `args` stays as it is."""
+        if self.is_waiting or determinism_is_on() or why_interpreted_now(args) is not None:
+            return None
+        modes = modes_of_lowering()
+        fitting = (lowered for lowered in self._lowered if lowered.modes == modes)
+        return next((lowered for lowered in fitting if lowered.is_direct and lowered.guard.check(args)), None)
+
+    def failed(self, error: Exception) -> None:
+        """Code that `direct_code` gave has raised."""
+        counters["run_failures"] += 1
+        if not isinstance(error, torch.OutOfMemoryError):
+            self._distrust(error)
 
     # run
 
@@ -72,7 +126,7 @@ class BoxedRunner:
         """The function's outputs; `args` is emptied."""
         if self._interpret_because is not None:
             return self._interpret(args)
-        now, self._postponed = self._postponed or why_interpreted_now(args), None
+        now = self._postponed_now() or why_interpreted_now(args)
         if now is None and torch.is_grad_enabled() and any(map(is_wrapper, args)):
             now = "tensor subclasses in grad mode"
         if now is not None:
@@ -81,6 +135,8 @@ class BoxedRunner:
         if found is None or found[0].is_deterministic is False:
             return self._interpret(args)
         lowered, flat = found
+        if lowered.later is not None and not self._has_arrived(lowered):
+            return self._interpret(args)
         if lowered.is_deterministic is None and determinism_is_on():
             return self._ask_eager(lowered, args)
         return self._run(lowered, args, flat)
@@ -93,6 +149,16 @@ class BoxedRunner:
             self._told.add(because)
             self._tell("interpreted", "", because)
         return self._interpret(args)
+
+    def _has_arrived(self, lowered: Lowered) -> bool:
+        """Whether code that was to be compiled in the background is there."""
+        later = lowered.later
+        assert later is not None
+        if later.error is not None:
+            self._give_up(f"{type(later.error).__name__}: {later.error}".splitlines()[0], later.error)
+        elif later.code is not None:
+            lowered.run, lowered.later = later.code, None
+        return lowered.later is None
 
     def _ask_eager(self, lowered: Lowered, args: list[Any]) -> Sequence[Any]:
         """Under deterministic algorithms the first run is eager's: it may have to raise or warn."""
@@ -111,7 +177,7 @@ class BoxedRunner:
         the compilation; after that they are let go as it goes on, and a failure can only be reported."""
         held = None if lowered.has_run else list(args)
         try:
-            results = lowered(args, flat)
+            results = lowered(args, flat, self._recorded(lowered))
         except Exception as error:
             counters["run_failures"] += 1
             out_of_memory = isinstance(error, torch.OutOfMemoryError)
@@ -126,6 +192,15 @@ class BoxedRunner:
             return self._interpret(held)
         lowered.has_run = True
         return results
+
+    def _recorded(self, lowered: Lowered) -> Boxed | None:
+        """The code recorded as a CUDA graph, for this place alone: another place that runs the same code has
+        its inputs elsewhere."""
+        if not self._config.cudagraphs:
+            return None
+        if lowered not in self._graphed:
+            self._graphed[lowered] = graphed(lowered.run, lowered.graph, tell=self._log.noted)
+        return self._graphed[lowered]
 
     def _distrust(self, error: Exception) -> None:
         """Code that had worked failed: this backward is lost, the next one interprets the segment."""
@@ -145,17 +220,32 @@ class BoxedRunner:
             for lowered in self._lowered:
                 if lowered.modes == modes and (flat := lowered.flat(args)) is not None:
                     return lowered, flat
-            return self._lower(args)
+            return self._taken_over(args, modes) or self._lower(args)
         except LoweringError:
             raise
         except Exception as error:
             self._give_up(_first_line(error), error)
             return None
 
+    def _taken_over(self, args: list[Any], modes: tuple[object, ...]) -> tuple[Lowered, list[Any]] | None:
+        """Code that was made for an equal function, if it fits."""
+        for lowered in self._shared.codes:
+            if lowered.modes == modes and lowered not in self._lowered:
+                flat = lowered.flat(args)
+                if flat is not None:
+                    self._lowered.insert(0, lowered)
+                    counters["shared_lowerings"] += 1
+                    self._tell(self._backend.name, lowered.guards(), "shared with an equal segment")
+                    return lowered, flat
+        return None
+
     def _lower(self, args: list[Any]) -> tuple[Lowered, list[Any]] | None:
         """A new lowering for these values; None if the function is to be interpreted this time."""
         if any(map(is_batched, args)):
             return None  # by the engine, for one backward with is_grads_batched
+        if self._shared.interpret_because is not None:
+            self._give_up(self._shared.interpret_because)
+            return None
         if reason := next(filter(None, map(why_not_traceable, args)), None):
             self._give_up(reason)
             return None
@@ -167,10 +257,11 @@ class BoxedRunner:
             return None
         if self._stance_refuses(because):
             return None
-        with _one_at_a_time:
+        with _one_at_a_time, collector_resumed():
             lowered = self._compile(flat, border)
         recompile = bool(self._lowered)
         self._lowered.insert(0, lowered)
+        self._shared.codes.insert(0, lowered)
         counters["lowerings"] += 1
         counters["recompiles"] += recompile
         self._tell(self._backend.name, lowered.guards(), because, lowered.graph, recompile)
@@ -178,22 +269,39 @@ class BoxedRunner:
 
     def _compile(self, args: Sequence[Any], border: SubclassBorder | None) -> Lowered:
         run_flat = self._run_noted if border is None else border.flattened(self._run_noted)
-        decompositions = self._backend.decompositions()
         with self._log.stage("trace"):
-            try:
-                traced = trace(run_flat, args, self._symbolic or None, decompositions)
-            except SymbolicMetadataError:
-                traced = trace(run_flat, args, None, decompositions)
+            traced = self._traced(run_flat, args)
         graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
-        with self._log.stage("compile"):
-            run = self._backend.compile(traced.gm, traced.example_inputs)
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
-        lowered = Lowered(guard, modes_of_lowering(), run, traced.fed, traced.given, graph, border)
+        run, later = self._code(traced, args if border is None else None)
+        lowered = Lowered(
+            guard, modes_of_lowering(), run, traced.fed, traced.given, graph, border, later=later
+        )
         if traced.history is not None:
             lowered.differentiable = Differentiable(
                 self._run_as_captured, args, traced.history, self._another
             )
         return lowered
+
+    def _traced(self, run: Boxed, args: Sequence[Any]) -> Traced:
+        decompositions = self._backend.decompositions()
+        try:
+            return trace(run, args, self._symbolic or None, decompositions)
+        except SymbolicMetadataError:
+            return trace(run, args, None, decompositions)
+
+    def _code(self, traced: Traced, args: Sequence[Any] | None) -> tuple[Boxed, Later | None]:
+        """The backend's code, or the promise of it, for a function traced for `args` (None: for the parts of
+        tensor subclasses).
+
+        Nobody may see a difference where determinism is asked for, nor run a derivative before the function
+        has its code.
+        """
+        compile = partial(self._backend.compile, traced.gm, traced.example_inputs)
+        if self._config.background and not determinism_is_on() and traced.history is None:
+            return _not_there, begin(compile)
+        with self._log.stage("compile"):
+            return compile(), None
 
     def _run_noted(self, args: list[Any]) -> Sequence[Any]:
         """As captured, while it is traced."""
@@ -244,7 +352,7 @@ class BoxedRunner:
 
     # tell
 
-    def _give_up(self, text: str, error: Exception | None = None) -> None:
+    def _give_up(self, text: str, error: BaseException | None = None) -> None:
         """This function cannot be compiled: interpret it from now on, or raise in strict mode."""
         way_out = "name the node in opaque=, or leave it: only this segment runs uncompiled"
         reason = self._reason(f"segment {self._number} is interpreted: {text}", way_out)
@@ -252,7 +360,7 @@ class BoxedRunner:
             raise LoweringError(reason) from error
         if error is not None and not isinstance(error, NotTraceableError):
             live_log.info("%s", reason, exc_info=error)
-        self._interpret_because = text
+        self._interpret_because = self._shared.interpret_because = text
         self._tell("interpreted", "", text)
 
     def _reason(self, text: str, way_out: str) -> Reason:
@@ -280,6 +388,10 @@ def _border(args: list[Any]) -> tuple[SubclassBorder | None, list[Any]]:
 def _is_alike(border: SubclassBorder | None, args: list[Any]) -> bool:
     """Whether the values have the classes and metadata of those that `border` was made for."""
     return not any(map(is_wrapper, args)) if border is None else border.enter(args) is not None
+
+
+def _not_there(args: list[Any]) -> Sequence[Any]:
+    raise AssertionError("the code of a segment was run before it was there")
 
 
 def _first_line(error: Exception) -> str:

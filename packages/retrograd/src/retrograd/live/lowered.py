@@ -5,7 +5,7 @@ In: what tracing and the backend returned. Out: called with values that fit, the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from retrograd._torch.subclasses import SubclassBorder
 from retrograd._torch.thread_state import without_torch_functions
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
+from retrograd.live.background import Later
 from retrograd.live.differentiable import Differentiable
 from retrograd.live.plan_log import PlanLog
 
-__all__ = ["How", "Lowered"]
+__all__ = ["How", "Lowered", "Lowerings"]
 
 
 @dataclass(eq=False)
@@ -31,6 +32,7 @@ class Lowered:
             stand at `given`. graph: the ATen graph. border: flattens tensor subclasses, if there are any.
         differentiable: records what was run, for a derivative; None where eager would record nothing.
         has_run: whether it has once. is_deterministic: None until it had to be found out.
+        later: stands for the code while that is compiled in the background.
     """
 
     guard: InputGuard
@@ -43,10 +45,16 @@ class Lowered:
     differentiable: Differentiable | None = None
     has_run: bool = False
     is_deterministic: bool | None = None
+    later: Later | None = None
 
     def guards(self) -> str:
         """What must hold, for the report."""
         return str(self.guard) if self.border is None else f"{self.border}; {self.guard}"
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether its code may be called without anything around it: plain tensors in and out, and proven."""
+        return self.border is None and self.differentiable is None and self.later is None and self.has_run
 
     def flat(self, args: list[Any]) -> list[Any] | None:
         """The values that its code takes, if `args` fit; None if they do not."""
@@ -54,23 +62,36 @@ class Lowered:
         return flat if flat is not None and self.guard.check(flat) else None
 
     @without_torch_functions
-    def __call__(self, args: list[Any], flat: list[Any]) -> list[Any]:
-        """The outputs; both lists are emptied."""
+    def __call__(self, args: list[Any], flat: list[Any], run: Boxed | None = None) -> list[Any]:
+        """The outputs, computed by `run` if it is given; both lists are emptied."""
         if self.differentiable is None:
-            return self._outputs(args, flat)
+            return self._outputs(args, flat, run)
         values = list(args)
         with torch.no_grad():
-            results = self._outputs(args, flat)
+            results = self._outputs(args, flat, run)
         return self.differentiable(results, values)
 
-    def _outputs(self, args: list[Any], flat: list[Any]) -> list[Any]:
+    def _outputs(self, args: list[Any], flat: list[Any], run: Boxed | None) -> list[Any]:
         passed = {} if self.border is None else self.border.passed_through(args)
         inputs = [flat[i] for i in self.fed]
         args.clear()
         flat.clear()
-        results = self.run(inputs)
+        results = (run or self.run)(inputs)
         outputs = [None if place is None else results[place] for place in self.given]
         return outputs if self.border is None else self.border.exit(outputs, passed)
+
+
+@dataclass(eq=False)
+class Lowerings:
+    """What has come of lowering one function, for all that run the same one.
+
+    Attributes:
+        codes: the newest first.
+        interpret_because: why it cannot be lowered; None if it could be, or nobody has tried.
+    """
+
+    codes: list[Lowered] = field(default_factory=list)
+    interpret_because: str | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,32 +21,74 @@ from retrograd._torch.collect import Collected
 from retrograd._torch.hook_changes import HookChanges, watching
 from retrograd._torch.profiling import profiling
 from retrograd._torch.streams import user_code_in_order
-from retrograd._torch.thread_state import thread_state_kept
+from retrograd._torch.thread_state import are_modes_plain, thread_state_kept
 from retrograd._torch.versions import Versions
 from retrograd.backends.base import Backend
 from retrograd.backends.eager import EagerBackend
 from retrograd.config import Config
 from retrograd.events import counters
 from retrograd.graph.backward_graph import BackwardGraph, SourceKind, call_of, source_of
-from retrograd.graph.hook_kind import CallKind, HookKind
+from retrograd.graph.hook_kind import CallKind
 from retrograd.graph.report import BackwardReport
 from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment
+from retrograd.live.background import take_finished
 from retrograd.live.calls.gradients import accumulate_grad
 from retrograd.live.calls.saved import ModifiedTensor
-from retrograd.live.cut import cut
+from retrograd.live.cut import cut, whole
 from retrograd.live.late_hooks import rest_with_changes
 from retrograd.live.left_modes import LeftModes
 from retrograd.live.plan_log import PlanLog
+from retrograd.live.regions import regions_of
 from retrograd.live.running import RunningBackward
 from retrograd.live.segment_runner import runner_of
+from retrograd.live.settled import Left, SettledPlan, Settling
+from retrograd.live.settled_source import is_only_for_post_hooks
 from retrograd.live.sharing import changing_numbers
 from retrograd.live.step_through import argument_values
 
 __all__ = ["Plan"]
 
+#: from so many copies of a region on, what is no copy, and no larger part of the backward than one in so
+#: many, is compiled later.
+REGION_RULES = 6
+
+#: how often it is interpreted until then.
+RUNS_OF_THE_REST = 4
+
+_RARE = "a small part of this backward that is met once in it: compiled when the backward has run a few times"
+
 Values = dict[fx.Node, Any]
 
 _NOTHING = nullcontext()
+
+#: for plans without user code: nobody can change a hook.
+_NO_CHANGES = nullcontext(HookChanges())
+
+#: so many runs go from step to step, the last of them watched.
+SETTLES_AFTER = 1
+
+#: for how many kinds of values and modes a plan settles, how often it may try, and how often it may be left
+#: in the middle before it is settled anew.
+KEPT_SETTLED, ATTEMPTS, LEFT_BEFORE_DROPPED = 4, 16, 8
+
+
+@dataclass
+class _Run:
+    """One run of a plan that goes from step to step.
+
+    Attributes:
+        values: those that later steps read. versions: of saved tensors, as they should be.
+        running, changes: as in `Plan.run`.
+        left: modes that user code left switched.
+        settling: watches; None if nobody does.
+    """
+
+    values: Values
+    versions: Versions[fx.Node]
+    running: RunningBackward
+    changes: HookChanges
+    left: LeftModes | None = None
+    settling: Settling | None = None
 
 
 class Plan:
@@ -57,8 +102,12 @@ class Plan:
     def __init__(self, backward: BackwardGraph, config: Config, backend: Backend) -> None:
         counters["plans"] += 1
         self._backward = backward
+        smallest = config.smallest_region
         self.schedule: Schedule = cut(
-            backward, _named_opaque(backward, config), changing_numbers(backward) if backend.traces else {}
+            backward,
+            _named_opaque(backward, config),
+            changing_numbers(backward) if backend.traces else {},
+            partial(regions_of, smallest=smallest) if backend.traces and smallest else whole,
         )
         self.report = BackwardReport(backward, self.schedule, backend.name)
         self._placeholders = tuple(backward.placeholders())
@@ -66,10 +115,25 @@ class Plan:
         self._saved = _saved_tensors(backward) if self.schedule.opaque_calls else frozenset()
         number = itertools.count()
         self.log = PlanLog(self.report)
+        self._settled: list[SettledPlan] = []
+        self._attempts = 0
         self._runners = tuple(
             runner_of(step, next(number), config, backend, self.log) if isinstance(step, Segment) else None
             for step in self.schedule.steps
         )
+        self._postpone_the_rest()
+
+    def _postpone_the_rest(self) -> None:
+        """Where one region makes up most of a backward, what is met only once, and is small, waits: compiling
+        it takes as long as compiling the region, and pays little."""
+        runners = [runner for runner in self._runners if runner is not None]
+        copies = Counter(id(runner.shared) for runner in runners)
+        if max(copies.values(), default=0) < REGION_RULES:
+            return
+        total = sum(len(segment.nodes) for segment in self.schedule.segments)
+        for segment, runner in zip(self.schedule.segments, runners, strict=True):
+            if copies[id(runner.shared)] == 1 and len(segment.nodes) * REGION_RULES <= total:
+                runner.postpone(_RARE, RUNS_OF_THE_REST)
 
     @property
     def runs_user_code(self) -> bool:
@@ -88,29 +152,91 @@ class Plan:
             call: what the engine collected; its lists are emptied.
             running: told which node call user code runs for.
         """
+        take_finished()
         self.report.runs += 1
         counters["runs"] += 1
-        values = self._bind(call)
-        versions = Versions({node: values[node] for node in self._saved})
-        with watching() as changes:
-            return self._steps(values, versions, running, changes)
+        with watching() if self.runs_user_code else _NO_CHANGES as changes:
+            result = self._run_settled(call, running, changes)
+            if result is not None:
+                return result
+            settling = self._settling(call)
+            if settling is not None and self._keep(settling.at_once()):
+                result = self._run_settled(call, running, changes)
+            if result is None:
+                result = self._ordinarily(call, running, changes, settling)
+            return result
 
-    def _steps(
-        self,
-        values: Values,
-        versions: Versions[fx.Node],
-        running: RunningBackward,
-        changes: HookChanges,
-        left: LeftModes | None = None,
+    def _run_settled(
+        self, call: Collected, running: RunningBackward, changes: HookChanges
+    ) -> list[Any] | None:
+        """What the plan returns; None if it is not settled for these values and modes."""
+        for settled in self._settled:
+            result = settled.run(call, running, changes)
+            if isinstance(result, Left):
+                return self._go_on(result, settled, running, changes)
+            if result is not None:
+                return result
+        return None
+
+    def _keep(self, settled: SettledPlan | None) -> bool:
+        if settled is None:
+            return False
+        self._settled = [settled, *self._settled][:KEPT_SETTLED]
+        return True
+
+    def _go_on(
+        self, left: Left, settled: SettledPlan, running: RunningBackward, changes: HookChanges
     ) -> list[Any]:
+        """From where the settled plan has left a run."""
+        if settled.left >= LEFT_BEFORE_DROPPED:
+            self._settled = [other for other in self._settled if other is not settled]
+        before = self.schedule.steps[left.step - 1]
+        assert left.modes is None or isinstance(before, OpaqueCall)
+        modes = None if left.modes is None else LeftModes(before.node, left.modes)  # type: ignore[union-attr]
+        run = _Run(left.values, left.versions, running, changes, modes)
+        return self._rest(left.step - 1, run) if changes else self._steps(run, left.step)
+
+    def _ordinarily(
+        self, call: Collected, running: RunningBackward, changes: HookChanges, settling: Settling | None
+    ) -> list[Any]:
+        values = self._bind(call)
+        if settling is not None:
+            settling.begin(values)
+        versions = Versions({node: values[node] for node in self._saved})
+        run = _Run(values, versions, running, changes, None, settling)
+        del values
+        results = self._steps(run)
+        if settling is not None:
+            self._keep(settling.settled())
+        return results
+
+    def _settling(self, call: Collected) -> Settling | None:
+        """What watches this run, if the plan may settle in it."""
+        if self.report.runs <= SETTLES_AFTER or self._attempts >= ATTEMPTS or torch.is_grad_enabled():
+            return None
+        if not are_modes_plain() or any(runner.is_waiting for runner in self._runners if runner is not None):
+            return None
+        self._attempts += 1
+        return Settling(self.schedule, self._placeholders, self._outputs, self._saved, self._runners, call)
+
+    def _steps(self, run: _Run, start: int = 0) -> list[Any]:
+        values, versions, left = run.values, run.versions, run.left
         for number, (step, dying, runner) in enumerate(
-            zip(self.schedule.steps, self.schedule.dying, self._runners, strict=True)
+            zip(
+                self.schedule.steps[start:],
+                self.schedule.dying[start:],
+                self._runners[start:],
+                strict=True,
+            ),
+            start,
         ):
             if isinstance(step, Segment):
                 assert runner is not None
                 for error in versions.changed(step.inputs, values).values():
                     raise RuntimeError(error)
                 args = [values.pop(node) if node in dying else values[node] for node in step.inputs]
+                if run.settling is not None:
+                    run.settling.see(number, args)
                 # The results are bound to no name here: that would be a reference, and `.grad` is not stolen.
                 if left is not None and left.reach(step):
                     values.update(zip(step.outputs, runner.run_in_modes(args, left), strict=True))
@@ -120,32 +246,24 @@ class Plan:
                 with self._range(step), left.around(step.node) if left else _NOTHING:
                     _accumulate(step, dying, values)
             else:
-                running.enter(call_of(step.node).node_call)
+                run.running.enter(call_of(step.node).node_call)
                 with self._range(step), left.around(step.node) if left else _NOTHING:
-                    left = _call(step, dying, values, versions) or left
-                if changes:
-                    return self._rest(number, values, versions, running, changes, left)
+                    run.left = left = _call(step, dying, values, versions) or left
+                if run.changes:
+                    return self._rest(number, run)
         return [None if node is None else values[node] for node in self._outputs]
 
     def _range(self, step: OpaqueCall | Accumulation) -> AbstractContextManager[None]:
         return self.log.step_range(step) if profiling() else _NOTHING
 
-    def _rest(
-        self,
-        number: int,
-        values: Values,
-        versions: Versions[fx.Node],
-        running: RunningBackward,
-        changes: HookChanges,
-        left: LeftModes | None,
-    ) -> list[Any]:
+    def _rest(self, number: int, run: _Run) -> list[Any]:
         """Hooks came or went: lay out what is left anew, and interpret it."""
         done = self.schedule.steps[: number + 1]
-        backward, rest = rest_with_changes(self._backward, done, values, running, changes)
-        versions = versions.renamed(zip(values, rest, strict=False))
-        values.clear()
+        backward, rest = rest_with_changes(self._backward, done, run.values, run.running, run.changes)
+        versions = run.versions.renamed(zip(run.values, rest, strict=False))
+        run.values.clear()
         plan = Plan(backward, Config(backend="eager"), EagerBackend())
-        return plan._steps(rest, versions, running, changes, left)
+        return plan._steps(_Run(rest, versions, run.running, run.changes, run.left))
 
     def _bind(self, call: Collected) -> Values:
         """Placeholders to values; what nobody reads is let go at once."""
@@ -167,24 +285,10 @@ def _accumulate(step: Accumulation, dying: frozenset[fx.Node], values: Values) -
     variable = values[variable_node]  # type: ignore[index]
     # The list is the only reference to the gradient if this is its last use: then it may be stolen.
     box = [values.pop(grad_node) if grad_node in dying else values[grad_node]]  # type: ignore[arg-type,index]
-    kept = bool(has_post_hooks) and grad_node in values and _only_for_post_hooks(step.node)
+    kept = bool(has_post_hooks) and grad_node in values and is_only_for_post_hooks(step.node)
     accumulate_grad(variable, box, kept)
     for node in dying:
         values.pop(node, None)
-
-
-def _only_for_post_hooks(accumulation: fx.Node) -> bool:
-    """Whether the plan keeps the gradient for nothing but the post hooks of this AccumulateGrad node."""
-    grad = accumulation.args[1]
-    assert isinstance(grad, fx.Node)
-    later = [user for user in grad.users if accumulation < user]
-    own = call_of(accumulation).node_call
-    return all(
-        user.op == "call_function"
-        and call_of(user).hook is HookKind.NODE_POST
-        and call_of(user).node_call == own
-        for user in later
-    )
 
 
 def _call(

@@ -16,7 +16,8 @@ from torch import fx
 from retrograd._torch.profiling import node_range, text_range
 from retrograd._torch.provenance import noted
 from retrograd._torch.structured_trace import CompileId, artifact, compiling, event, new_compile_id
-from retrograd.events import LOGS
+from retrograd.errors import Reason
+from retrograd.events import LOGS, live_log
 from retrograd.graph.backward_graph import NodeCall, call_of
 from retrograd.graph.hook_kind import CallKind
 from retrograd.graph.render import readable, readable_schedule
@@ -64,6 +65,12 @@ class PlanLog:
         elif lowering.graph is None:
             text = f"{segment} is interpreted: {lowering.because}"
             self._tell("recompiles", f"{name}_interpreted", lambda: text, logging.INFO)
+
+    def noted(self, reason: Reason) -> None:
+        """Something runs otherwise than asked."""
+        if reason not in self._report.notes:
+            self._report.notes.append(reason)
+            live_log.info("backward %s: %s", self.compile_id, reason)
 
     def _tell(self, log: str, name: str, text: Callable[[], str], level: int = logging.DEBUG) -> None:
         if LOGS[log].isEnabledFor(level):

@@ -5,25 +5,31 @@ In: a `Segment` and the values that arrive at it. Out: its outputs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
 
 from retrograd._torch.boxed import boxed
+from retrograd._torch.fx_nodes import add_copy, add_placeholder
 from retrograd._torch.profiling import profiling
-from retrograd.backends.base import Backend
+from retrograd._torch.tracing import Traced
+from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
+from retrograd.events import counters
 from retrograd.graph.backward_graph import call_of
 from retrograd.graph.report import LoweringReport
 from retrograd.graph.schedule import Segment
+from retrograd.live.background import Later
 from retrograd.live.left_modes import LeftModes
+from retrograd.live.lifting import Family
 from retrograd.live.lower import BoxedRunner
-from retrograd.live.lowered import How, Lowered
+from retrograd.live.lowered import How, Lowered, Lowerings
 from retrograd.live.plan_log import PlanLog
-from retrograd.live.sharing import runners
+from retrograd.live.sharing import families, lowerings, runners
 from retrograd.live.step_through import step_through
-from retrograd.live.structure import structure_of
+from retrograd.live.structure import family_of, numbers_of, structure_of
 
 __all__ = ["SegmentRunner", "runner_of"]
 
@@ -35,12 +41,56 @@ class SegmentRunner(BoxedRunner):
         segment: the segment, and `number` its place among the segments of its schedule.
         config, backend: how to lower it.
         log: is told every lowering.
+        shared: what has come of lowering an equal segment.
+        family: the segments that are equal but for their numbers.
     """
 
-    def __init__(self, segment: Segment, number: int, config: Config, backend: Backend, log: PlanLog) -> None:
-        self._segment, self._graph = segment, _segment_graph(segment)
+    def __init__(  # noqa: PLR0913 - what it is, how it is lowered, and what it shares
+        self,
+        segment: Segment,
+        number: int,
+        config: Config,
+        backend: Backend,
+        log: PlanLog,
+        shared: Lowerings | None = None,
+        family: Family | None = None,
+    ) -> None:
+        self._segment = segment
         how = How(number, _names(segment), config, backend, log)
-        super().__init__(boxed(self._graph), how, _why_interpreted(segment, backend))
+        super().__init__(self._interpreted, how, _why_interpreted(segment, backend), shared)
+        self._numbers = numbers_of(segment.nodes)
+        self._family = family if self._numbers else None
+        if self._family is not None:
+            self._family.join(self._numbers, self._traced_as_captured)
+
+    @property
+    def shared(self) -> Family | Lowerings:
+        """What it shares with segments of equal structure, but for numbers."""
+        return self._family or self._shared
+
+    # Most segments of a deep model are never interpreted: they run the code of an equal one.
+
+    @functools.cached_property
+    def _graph(self) -> fx.Graph:
+        return _segment_graph(self._segment)
+
+    @functools.cached_property
+    def _boxed(self) -> Boxed:
+        return boxed(self._graph)
+
+    def _interpreted(self, args: list[Any]) -> Sequence[Any]:
+        return self._boxed(args)
+
+    def _traced_as_captured(self, args: Sequence[Any]) -> Traced:
+        return self._traced(self._run_noted, args)
+
+    def _code(self, traced: Traced, args: Sequence[Any] | None) -> tuple[Boxed, Later | None]:
+        if self._family is not None and args is not None and not self._config.background:
+            code = self._family.code_for(self._numbers, traced, args, self._backend.compile)
+            if code is not None:
+                counters["lifted_numbers"] += 1
+                return code, None
+        return super()._code(traced, args)
 
     def run_in_modes(self, args: list[Any], left: LeftModes) -> Sequence[Any]:
         """As `run`, where user code has left modes switched for a part of the segment."""
@@ -64,14 +114,17 @@ class SegmentRunner(BoxedRunner):
 
 def runner_of(segment: Segment, number: int, config: Config, backend: Backend, log: PlanLog) -> SegmentRunner:
     """A runner for the segment: that of an equal segment in the same place of an earlier plan, if there was
-    one. The arguments are those of `SegmentRunner`."""
-
-    def make() -> SegmentRunner:
-        return SegmentRunner(segment, number, config, backend, log)
-
+    one; else a new one, which shares the code of equal segments in other places. The arguments are those of
+    `SegmentRunner`."""
     structure = structure_of(segment.nodes, segment.inputs, segment.outputs)
     if structure is None or _why_interpreted(segment, backend) is not None:
-        return make()
+        return SegmentRunner(segment, number, config, backend, log)
+    shared, _ = lowerings.get((config, structure), Lowerings)
+    family, _ = families.get((config, family_of(structure)), Family)
+
+    def make() -> SegmentRunner:
+        return SegmentRunner(segment, number, config, backend, log, shared, family)
+
     # The runner knows its calls by node call: for profilers, and for modes that hooks leave switched.
     node_calls = tuple(call_of(node).node_call for node in segment.nodes)
     runner, is_new = runners.get((config, number, structure, node_calls), make)
@@ -98,8 +151,8 @@ def _names(segment: Segment) -> tuple[str, ...]:
 def _segment_graph(segment: Segment) -> fx.Graph:
     """The segment as a graph of its own: its inputs in, a tuple of its outputs out."""
     graph = fx.Graph()
-    values = {node: graph.placeholder(node.name) for node in segment.inputs}
+    values = {node: add_placeholder(graph, node.name) for node in segment.inputs}
     for node in segment.nodes:
-        values[node] = graph.node_copy(node, values.__getitem__)
+        values[node] = add_copy(graph, node, values.__getitem__)
     graph.output(tuple(values[node] for node in segment.outputs))
     return graph

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from retrograd._torch.collect import Collected
+from retrograd._torch.collector import collector_paused, collector_resumed
 from retrograd._torch.engine import EngineRequest, run_stock
 from retrograd._torch.graph_task import run_in_graph_task
 from retrograd._torch.obstacles import why_not_collectable
@@ -61,6 +62,10 @@ class Session:
 
     def run(self, asked: EngineRequest) -> Grads:
         """Run one backward."""
+        with collector_paused():
+            return self._run(asked)
+
+    def _run(self, asked: EngineRequest) -> Grads:
         request = with_compiled_functions(asked)
         if obstacle := why_not_collectable(request):
             return self._fall_back(asked, _reason(*obstacle))
@@ -133,7 +138,8 @@ class Session:
                 results.append(tuple(plan.run(call, running)))
 
         if plan.runs_user_code or operations_may_warn():
-            run_in_graph_task(body, request)
+            with collector_resumed():
+                run_in_graph_task(body, request)
         else:
             with torch.set_grad_enabled(request.create_graph):
                 body()
@@ -154,7 +160,7 @@ class Session:
 
     def _fall_back(self, request: EngineRequest, reason: Reason, error: Exception | None = None) -> Grads:
         self.refuse(reason, error)
-        with window.stock():
+        with window.stock(), collector_resumed():
             grads = run_stock(request)
         # Only a backward that eager can run is a fallback: an error of the user's is none.
         self.note(reason)

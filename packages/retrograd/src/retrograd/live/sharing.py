@@ -1,6 +1,7 @@
-"""What captures of almost equal structure share, so that the second is not compiled from the start.
+"""What equal segments share, of one plan or of captures of almost equal structure: nothing is compiled twice.
 
-In: the segments of a new plan. Out: runners that an earlier plan lowered for equal segments, and the calls
+In: the segments of a new plan. Out: the code of equal segments, of this plan and of others; runners that an
+earlier plan lowered for equal segments in the same place; and the calls
 whose floating point numbers change from capture to capture: each is a segment of its own and is interpreted,
 so that all other segments stay equal. After two captures nothing is compiled for a third value.
 """
@@ -16,9 +17,11 @@ from torch import fx
 
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.hook_kind import CallKind
+from retrograd.live.lifting import Family
+from retrograd.live.lowered import Lowerings
 from retrograd.live.structure import structure_and_numbers
 
-__all__ = ["Recent", "changing_numbers", "forget_shared", "runners"]
+__all__ = ["Recent", "changing_numbers", "families", "forget_shared", "lowerings", "runners"]
 
 T = TypeVar("T")
 
@@ -75,6 +78,12 @@ _numbers: Recent[_Numbers] = Recent(KEPT)
 #: runners of segments by settings, place and structure.
 runners: Recent[object] = Recent(KEPT)
 
+#: segments that are equal but for their numbers, by settings and structure without the numbers.
+families: Recent[Family] = Recent(KEPT)
+
+#: the code of segments by settings and structure.
+lowerings: Recent[Lowerings] = Recent(KEPT)
+
 
 def changing_numbers(backward: BackwardGraph) -> dict[fx.Node, str]:
     """The calls whose numbers differ between captures, with the two values that differed first.
@@ -95,3 +104,5 @@ def forget_shared() -> None:
     """Forget all structures and runners."""
     _numbers.clear()
     runners.clear()
+    lowerings.clear()
+    families.clear()

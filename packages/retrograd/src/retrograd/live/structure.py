@@ -7,18 +7,22 @@ a program in which one changes is captured anew at each step.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.live.calls.node_function import NodeFunction
 
-__all__ = ["first_difference", "structure_and_numbers", "structure_of"]
+__all__ = ["family_of", "first_difference", "numbers_of", "structure_and_numbers", "structure_of", "token_of"]
 
-#: stands for a floating point number in a structure without its numbers.
-_NUMBER = "number"
+#: what is written for a floating point number, and for what only Python's ``==`` can compare.
+_NUMBER, _OTHER = b"number", b"other"
+
+#: types whose values have a text of their own. Bytes are not among them: they stand for what is left out.
+_TEXTS = frozenset({int, bool, str, type(None)})
 
 
 def structure_of(
@@ -26,20 +30,52 @@ def structure_of(
 ) -> Hashable | None:
     """Equal for two runs of calls that compute the same from inputs in the same places; None if nobody can
     tell."""
-    places = {node: i for i, node in enumerate((*inputs, *nodes))}
-    calls = tuple((_target(node), _encoded(node.args, places)) for node in nodes)
-    structure = calls, tuple(places[node] for node in outputs)
-    return structure if _is_hashable(structure) else None
+    places = _places((*inputs, *nodes))
+    numbers: list[float] = []
+    calls = tuple([(_target(node), _written(node.args, places, numbers)) for node in nodes])
+    family = calls, tuple([places[node] for node in outputs])
+    # repr tells 0.0 from -0.0, and nan equals itself.
+    return (family, tuple(map(repr, numbers))) if _is_hashable(family) else None
+
+
+def family_of(structure: Any) -> Hashable:
+    """A structure without its floating point numbers."""
+    family, _ = structure
+    return family
+
+
+def numbers_of(nodes: Sequence[fx.Node]) -> tuple[float, ...]:
+    """The floating point numbers in a run of calls."""
+    numbers: list[float] = []
+
+    def leaf(value: Any) -> None:
+        if type(value) is float:
+            numbers.append(value)
+
+    for node in nodes:
+        map_aggregate(node.args, leaf)
+    return tuple(numbers)
+
+
+def token_of(node: fx.Node) -> Hashable:
+    """Equal for two calls that compute the same but for floating point numbers, wherever their arguments come
+    from; the node itself for one that nobody can compare."""
+    token = _target(node), _written(node.args, _ANYWHERE, [])
+    return token if _is_hashable(token) else node
 
 
 def structure_and_numbers(
     backward: BackwardGraph,
 ) -> tuple[Hashable | None, dict[fx.Node, tuple[float, ...]]]:
     """The structure of a backward without its floating point numbers, and the numbers of each call."""
-    places = {node: i for i, node in enumerate(backward.graph.nodes)}
-    numbers = {node: tuple(_numbers(node.args)) for node, _ in backward.calls()}
-    calls = tuple((_target(node), _without_numbers(_encoded(node.args, places))) for node in numbers)
-    return (calls if _is_hashable(calls) else None), numbers
+    places = _places(backward.graph.nodes)
+    numbers: dict[fx.Node, tuple[float, ...]] = {}
+    calls = []
+    for node, _ in backward.calls():
+        own: list[float] = []
+        calls.append((_target(node), _written(node.args, places, own)))
+        numbers[node] = tuple(own)
+    return (tuple(calls) if _is_hashable(tuple(calls)) else None), numbers
 
 
 def first_difference(before: BackwardGraph, now: BackwardGraph) -> str:
@@ -54,6 +90,48 @@ def first_difference(before: BackwardGraph, now: BackwardGraph) -> str:
             if a != b:
                 return f"{_name(new)} (call {number}) had {_shown(a)}, now {_shown(b)}"
     return f"{len(sides[0])} calls, now {len(sides[1])}"
+
+
+def _places(nodes: Iterable[fx.Node]) -> dict[fx.Node, bytes]:
+    """Something short for each node that stands for nothing else in arguments that are written down."""
+    return {node: b"%d" % i for i, node in enumerate(nodes)}
+
+
+class _Anywhere(dict[fx.Node, bytes]):
+    """Takes no notice of where a value comes from."""
+
+    def __missing__(self, node: fx.Node) -> bytes:
+        return b"value"
+
+
+_ANYWHERE = _Anywhere()
+
+
+def _written(arguments: Any, places: Mapping[fx.Node, bytes], numbers: list[float]) -> Hashable:
+    """The arguments of a call as a text, followed by those that cannot be told apart by one.
+
+    A text is made and compared in C: every call of a backward is written down, and more than once.
+
+    Args:
+        arguments: of the call. places: what to write for a node.
+        numbers: is given the floating point numbers, which the text leaves out.
+    """
+    others: list[Any] = []
+
+    def leaf(value: Any) -> Any:
+        kind = type(value)
+        if kind is fx.Node:
+            return places[value]
+        if kind is float:
+            numbers.append(value)
+            return _NUMBER
+        if kind in _TEXTS:
+            return value
+        others.append(value)
+        return _OTHER
+
+    text = repr(map_aggregate(arguments, leaf))
+    return (text, *others) if others else text
 
 
 def _target(node: fx.Node) -> Any:
@@ -74,13 +152,6 @@ def _encoded(argument: Any, places: dict[fx.Node, int]) -> Any:
     return type(argument), repr(argument) if isinstance(argument, float) else argument
 
 
-def _without_numbers(encoded: Any) -> Any:
-    kind, value = encoded
-    if kind is list:
-        return kind, tuple(map(_without_numbers, value))
-    return (_NUMBER, None) if kind is float else encoded
-
-
 def _leaves(encoded: Any) -> Iterator[Any]:
     kind, value = encoded
     if kind is list:
@@ -93,14 +164,6 @@ def _leaves(encoded: Any) -> Iterator[Any]:
 def _shown(leaf: Any) -> str:
     kind, value = leaf
     return f"value {value}" if kind is fx.Node else str(value)
-
-
-def _numbers(argument: Any) -> Iterator[float]:
-    if isinstance(argument, float):
-        yield argument
-    elif isinstance(argument, (list, tuple)):
-        for item in argument:
-            yield from _numbers(item)
 
 
 def _is_hashable(value: Any) -> bool:

@@ -10,10 +10,11 @@ Law: every call that has an effect is there exactly once, and every value is def
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from retrograd._torch.fx_nodes import add_call, add_copy
 from retrograd.graph.backward_graph import BackwardGraph, Call, call_of
 from retrograd.graph.hook_kind import CallKind
 from retrograd.graph.verify import verify_layout
@@ -49,44 +50,46 @@ class _Layout:
         self._graph = fx.Graph()
         self._new: dict[fx.Node, fx.Node | None] = {}
         self._partial: dict[fx.Node, fx.Node | None] = {}
-        self._sums = [node for node, call in backward.calls() if call.kind is CallKind.SUM]
 
     def run(self) -> BackwardGraph:
         for node, _ in self._backward.placeholders():
             self._copy(node)
-        waiting = self._contributions()
-        for block in self._blocks():
-            for node in block:
+        blocks, sums = self._blocks()
+        waiting = self._contributions(sums)
+        for place in sorted(blocks, key=self._position.__getitem__):
+            for node in blocks[place]:
                 self._copy(node)
-            place = self._place(call_of(block[0]))
             for total, grad in waiting.get(place, ()):
                 self._contribute(total, grad, place)
         outputs = tuple(self._value(node) for node in self._backward.outputs())
         self._graph.output(outputs)
         return self._backward.with_graph(self._graph)
 
-    def _blocks(self) -> list[list[fx.Node]]:
-        """The calls other than sums, grouped by place, in eager's order."""
+    def _blocks(self) -> tuple[dict[Place, list[fx.Node]], list[fx.Node]]:
+        """The calls other than sums, by place, and the sums."""
         blocks: dict[Place, list[fx.Node]] = {}
+        sums: list[fx.Node] = []
         for node, call in self._backward.calls():
-            if call.kind is not CallKind.SUM:
+            if call.kind is CallKind.SUM:
+                sums.append(node)
+            else:
                 blocks.setdefault(self._place(call), []).append(node)
-        return [blocks[index] for index in sorted(blocks, key=self._position.__getitem__)]
+        return blocks, sums
 
     def _place(self, call: Call) -> Place:
         return call.place if call.place in self._position else (call.node_call, 0)
 
-    def _contributions(self) -> dict[Place, list[tuple[fx.Node, fx.Node]]]:
+    def _contributions(self, sums: Sequence[fx.Node]) -> dict[Place, list[tuple[fx.Node, fx.Node]]]:
         """By producing place: the (sum, gradient) pairs that it delivers, in the order of its outputs.
 
         A buffer that received a third gradient left its sum of two behind; only the last one counts.
         """
-        final = [node for node in self._sums if not _is_prefix(node)]
         waiting: dict[Place, list[tuple[fx.Node, fx.Node]]] = {}
-        for total in final:
-            for grad in total.args:
-                assert isinstance(grad, fx.Node)
-                waiting.setdefault(self._producer(grad), []).append((total, grad))
+        for total in sums:
+            if not _is_prefix(total):
+                for grad in total.args:
+                    assert isinstance(grad, fx.Node)
+                    waiting.setdefault(self._producer(grad), []).append((total, grad))
         return waiting
 
     def _contribute(self, total: fx.Node, grad: fx.Node, place: Place) -> None:
@@ -94,7 +97,7 @@ class _Layout:
         if total in self._partial:
             before = self._partial[total]
             assert callable(total.target)
-            value = self._graph.call_function(total.target, (before, value))
+            value = add_call(self._graph, total.target, (before, value))
             value.meta["call"] = Call(CallKind.SUM, place[0], step=place[1])
         self._partial[total] = self._new[total] = value
 
@@ -106,7 +109,7 @@ class _Layout:
         return None if node is None else self._new[node]
 
     def _copy(self, node: fx.Node) -> None:
-        self._new[node] = self._graph.node_copy(node, self._required)
+        self._new[node] = add_copy(self._graph, node, self._required)
 
     def _required(self, node: fx.Node) -> fx.Node:
         value = self._new.get(node)

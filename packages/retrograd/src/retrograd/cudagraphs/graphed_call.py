@@ -1,0 +1,174 @@
+"""A function that records itself, and is replayed where a recording fits.
+
+In: a boxed pure function of tensors on one device, of static sizes. Out: the same function. The first calls
+run as they are; then a call is recorded for the addresses of its inputs, which are the same again and again
+where memory comes from torch's allocator and the program repeats itself. Whatever speaks against a replay,
+the call runs as it is, and the reason is told once.
+
+Recordings read their inputs where they were. An input that is given from elsewhere each time is copied to
+a place of its own. Results are copied out of the recording's memory, unless they are declared kept (what a
+forward saves for its backward): while somebody holds these, the recording that wrote them is not replayed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+
+from retrograd._torch.addresses import layout_of
+from retrograd.cudagraphs.address_history import AddressHistory
+from retrograd.cudagraphs.recorded import Recorded
+from retrograd.cudagraphs.recorder import Boxed, Recorder
+from retrograd.cudagraphs.refusals import HELD, NOT_NOW, refusal
+from retrograd.errors import Reason
+from retrograd.events import counters
+
+__all__ = ["MOST_MADE", "MOST_RECORDINGS", "WARM_UPS", "GraphedCall"]
+
+#: calls that run as they are before one is recorded: they compile, choose kernels and make workspaces.
+WARM_UPS = 2
+#: recordings that are held, the ones used last. One more reads from copies what comes from yet another place.
+MOST_RECORDINGS = 4
+#: recordings that are made before no more are.
+MOST_MADE = 12
+
+
+class GraphedCall:
+    """`fn`, which must not write to its inputs, recorded and replayed.
+
+    Args:
+        fn: takes a list of inputs, which it may empty.
+        recorder: makes recordings.
+        device: the device of all tensors.
+        kept: places of results that may stay in the recording's memory.
+        loose: places of inputs that may have other strides in another call; those of others must not change.
+        tell: told, once each, why a call runs as it is.
+    """
+
+    def __init__(
+        self,
+        fn: Boxed,
+        recorder: Recorder,
+        device: torch.device,
+        *,
+        kept: Collection[int] = (),
+        loose: Sequence[int] = (),
+        tell: Callable[[Reason], None] = lambda reason: None,
+    ) -> None:
+        self._fn, self._recorder, self._device = fn, recorder, device
+        self._kept, self._loose, self._tell = frozenset(kept), tuple(loose), tell
+        self._lock = threading.Lock()
+        self._told: set[Reason] = set()
+        self._recordings: list[Recorded] = []
+        self._history = AddressHistory()
+        self._calls = self._made = 0
+        self._stream: int | None = None
+        self._refused = False
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        """The results; `inputs` is emptied."""
+        if self._refused or not self._lock.acquire(blocking=False):
+            return self._plainly(inputs)
+        try:
+            recorded = self._recorded_for(inputs)
+            if recorded is not None:
+                results = recorded(inputs)
+                inputs.clear()
+                counters["cuda_graph_replays"] += 1
+                return results
+        finally:
+            self._lock.release()
+        return self._plainly(inputs)
+
+    def _plainly(self, inputs: list[Any]) -> Sequence[Any]:
+        counters["cuda_graph_plain_calls"] += 1
+        return self._fn(inputs)
+
+    def _recorded_for(self, inputs: list[Any]) -> Recorded | None:
+        """The recording to replay; None if the function is to run as it is."""
+        if (why := self._recorder.why_not_now()) is not None:
+            self._say(refusal(NOT_NOW, why))
+            return None
+        for i, recorded in enumerate(self._recordings):
+            if recorded.fits(inputs, self._loose):
+                if (reason := self._why_not_replayed(recorded)) is not None:
+                    self._say(reason)
+                    return None
+                if i:
+                    self._recordings.insert(0, self._recordings.pop(i))
+                return recorded
+        self._calls += 1
+        if (reason := self._why_not_recorded(inputs)) is not None:
+            self._say(reason)
+            return None
+        addresses = [0 if value is None else value.data_ptr() for value in inputs]
+        is_again = self._history.note(addresses)
+        if self._calls <= WARM_UPS or not is_again:
+            return None
+        if len(self._recordings) >= MOST_RECORDINGS:
+            self._history.copy_what_differs(addresses, self._recordings[0].addresses)
+        self._history.forget(addresses)
+        return self._record(inputs)
+
+    def _why_not_replayed(self, recorded: Recorded) -> Reason | None:
+        if self._recorder.stream(self._device) != self._stream:
+            return _OTHER_STREAM
+        return _HELD if recorded.is_busy else None
+
+    def _why_not_recorded(self, inputs: Sequence[Any]) -> Reason | None:
+        if (why := self._why_unlike(inputs)) is not None:
+            return refusal(NOT_NOW, why)
+        if self._made >= MOST_MADE:
+            return _MOVING
+        if self._stream not in (None, self._recorder.stream(self._device)):
+            return _OTHER_STREAM
+        return None
+
+    def _why_unlike(self, inputs: Sequence[Any]) -> str | None:
+        for value in inputs:
+            if value is not None and not isinstance(value, torch.Tensor):
+                return f"an input is {type(value).__name__}, and no tensor"
+            if value is not None and value.device != self._device:
+                return f"an input is on {value.device}, and not on {self._device}"
+            if value is not None and layout_of(value) is None:
+                return "an input is lazily conjugated or negated, sparse or batched"
+        return None
+
+    def _record(self, inputs: list[Any]) -> Recorded | None:
+        """A new recording, made without running anything; None if there can be none."""
+        try:
+            recorded = Recorded(
+                self._recorder, self._device, self._fn, inputs, self._history.copied, self._kept
+            )
+        except Exception as error:
+            self._made, self._refused = MOST_MADE, not self._recordings  # older recordings stay good
+            text = (str(error).strip().splitlines() or [""])[0]
+            self._say(refusal("cuda-graphs-failed", f"{type(error).__name__}: {text}"))
+            return None
+        self._stream = self._recorder.stream(self._device)
+        self._made += 1
+        counters["cuda_graph_recordings"] += 1
+        self._recordings.insert(0, recorded)
+        del self._recordings[MOST_RECORDINGS:]
+        return recorded
+
+    def _say(self, reason: Reason) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            self._tell(reason)
+
+
+_OTHER_STREAM = refusal(NOT_NOW, "another stream is current than when it was recorded", "stay on one stream")
+_HELD = refusal(
+    HELD,
+    "what an earlier call saved for its backward is still held",
+    "run each backward before the next forward",
+)
+_MOVING = refusal(
+    "cuda-graphs-moving",
+    f"{MOST_MADE} recordings were made, and its inputs still come from other places",
+    "nothing to do: results are the same",
+)

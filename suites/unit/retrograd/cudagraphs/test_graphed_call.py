@@ -1,0 +1,529 @@
+"""A call that records itself: without a device, by a recorder that reads remembered memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from retrograd.cudagraphs import graphed_call
+from retrograd.cudagraphs.address_history import AddressHistory
+from retrograd.cudagraphs.graphed_call import MOST_RECORDINGS, WARM_UPS, GraphedCall
+from unit.retrograd.cudagraphs.without_device import Recorder
+
+CPU = torch.device("cpu")
+
+
+def double(inputs):
+    (x,) = inputs
+    inputs.clear()
+    return [x * 2]
+
+
+def call_of(fn, recorder, **options):
+    told = []
+    return GraphedCall(fn, recorder, CPU, tell=told.append, **options), told
+
+
+def warmed(call, *inputs):
+    """Run until the next call is recorded."""
+    for _ in range(WARM_UPS):
+        call(list(inputs))
+
+
+def test_the_first_calls_run_as_they_are_then_one_is_recorded_and_replayed():
+    recorder, x = Recorder(), torch.ones(3)
+    call, told = call_of(double, recorder)
+    seen = []
+    for step in range(WARM_UPS + 3):
+        x.fill_(step)
+        assert torch.equal(call([x])[0], torch.full((3,), 2.0 * step))
+        seen.append((recorder.records, recorder.replays))
+    assert seen == [(0, 0)] * WARM_UPS + [(1, 1), (1, 2), (1, 3)]
+    assert told == []
+
+
+def test_the_list_of_inputs_is_emptied_by_a_replay():
+    x = torch.ones(3)
+    call, _ = call_of(double, Recorder())
+    for _ in range(WARM_UPS + 2):
+        inputs = [x]
+        call(inputs)
+        assert inputs == []
+
+
+def test_a_result_is_not_changed_by_the_next_replay():
+    x = torch.ones(3)
+    call, _ = call_of(double, Recorder())
+    warmed(call, x)
+    first = call([x])[0]
+    x.fill_(5)
+    second = call([x])[0]
+    assert (first.tolist(), second.tolist()) == ([2] * 3, [10] * 3)
+
+
+def test_another_address_is_not_read_through_an_old_recording():
+    recorder, one, other = Recorder(), torch.ones(3), torch.full((3,), 7.0)
+    call, _ = call_of(double, recorder)
+    warmed(call, one)
+    for x in (one, other, one, other, one, other):
+        assert torch.equal(call([x])[0], x * 2)
+    assert recorder.records == 2
+
+
+def test_an_input_that_always_comes_from_elsewhere_is_copied():
+    recorder, weight = Recorder(), torch.full((3,), 3.0)
+
+    def times(inputs):
+        x, w = inputs
+        inputs.clear()
+        return [x * w]
+
+    call, told = call_of(times, recorder)
+    held = [torch.full((3,), float(i)) for i in range(12)]
+    for x in held:
+        assert torch.equal(call([x, weight])[0], x * 3)
+    assert recorder.records == 1
+    assert recorder.replays == 9
+    assert told == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda i: torch.full((1, 3), float(i)).expand(4, 3),
+        lambda i: torch.full((6, 4), float(i))[::2, 1:3],
+        lambda i: torch.full((3, 4), float(i)).t(),
+        lambda i: torch.full((), float(i)),
+        lambda i: torch.empty(0),
+    ],
+)
+def test_an_input_of_any_layout_is_copied(make):
+    recorder = Recorder()
+    call, _ = call_of(lambda inputs: [inputs[0] * 2, inputs[0]], recorder)
+    held = [make(i) for i in range(8)]
+    for x in held:
+        doubled, same = call([x])
+        assert torch.equal(doubled, x * 2)
+        assert same is x
+        assert doubled.stride() == (x * 2).stride()
+    assert recorder.replays
+
+
+def test_an_input_that_is_none_stays_none():
+    def add(inputs):
+        x, y = inputs
+        return [x if y is None else x + y, None, 4]
+
+    call, told = call_of(add, Recorder())
+    x = torch.ones(2)
+    for _ in range(WARM_UPS + 2):
+        (total, nothing, four) = call([x, None])
+        assert (total is x, nothing, four) == (True, None, 4)
+    assert told == []
+
+
+def test_two_inputs_that_are_the_same_memory():
+    def both(inputs):
+        x, y = inputs
+        return [x + y]
+
+    call, _ = call_of(both, Recorder())
+    x = torch.ones(4)
+    for step in range(WARM_UPS + 3):
+        x.fill_(step)
+        assert torch.equal(call([x, x.view(4)])[0], torch.full((4,), 2.0 * step))
+
+
+def test_results_that_are_or_show_an_input_are_those_of_this_call():
+    def shown(inputs):
+        x = inputs[0]
+        return [x, x[1:], x.t(), x + 1]
+
+    call, _ = call_of(shown, Recorder())
+    held = [torch.full((3, 3), float(i)) for i in range(8)]
+    for x in held:
+        same, rest, turned, _ = call([x])
+        assert same is x
+        x[1, 0] = 50
+        assert rest[0, 0] == 50
+        assert turned[0, 1] == 50
+
+
+def test_results_that_share_memory_still_do():
+    def twice(inputs):
+        made = inputs[0] * 2
+        return [made, made[1:], made.expand(2, 3)]
+
+    call, _ = call_of(twice, Recorder())
+    x = torch.ones(3)
+    for _ in range(WARM_UPS + 2):
+        made, rest, wide = call([x])
+        made[1] = 9
+        assert rest[0] == 9
+        assert wide.tolist() == [[2, 9, 2]] * 2
+        assert made._version == 1
+
+
+def test_results_that_are_one_tensor_still_are():
+    def twice(inputs):
+        made = inputs[0] * 2
+        return [made, inputs[0], made, inputs[0]]
+
+    call, _ = call_of(twice, Recorder())
+    x = torch.ones(3)
+    for _ in range(WARM_UPS + 2):
+        made, same, again, same_again = call([x])
+        assert made is again
+        assert same is same_again is x
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_kept_result_that_is_also_handed_out_is_not_kept(place):
+    def twice(inputs):
+        made = inputs[0] * 2
+        return [made, made]
+
+    recorder, x = Recorder(), torch.ones(3)
+    call, _ = call_of(twice, recorder, kept=[place])
+    warmed(call, x)
+    out, saved = call([x])
+    call([x.fill_(5)])
+    assert out is saved
+    assert saved.tolist() == [2] * 3
+    assert recorder.replays == 2
+
+
+def test_a_result_with_gaps_keeps_its_layout():
+    call, _ = call_of(lambda inputs: [(inputs[0] * 2)[:, ::2]], Recorder())
+    x = torch.arange(12.0).view(3, 4)
+    for _ in range(WARM_UPS + 2):
+        (result,) = call([x])
+        assert result.stride() == (4, 2)
+        assert torch.equal(result, (x * 2)[:, ::2])
+
+
+def test_what_shows_memory_as_another_dtype_is_not_recorded():
+    call, told = call_of(lambda inputs: [inputs[0].view(torch.int32)], Recorder())
+    x = torch.ones(3)
+    for _ in range(WARM_UPS + 2):
+        assert torch.equal(call([x])[0], x.view(torch.int32))
+    assert [reason.code for reason in told] == ["cuda-graphs-failed"]
+
+
+# kept results
+
+
+def test_a_kept_result_stays_in_place_and_blocks_its_recording_while_it_is_held():
+    recorder, x = Recorder(), torch.ones(3)
+    call, told = call_of(lambda inputs: [inputs[0] * 2, inputs[0] * 3], recorder, kept=[1])
+    warmed(call, x)
+    out, saved = call([x])
+    where = saved.data_ptr()
+    x.fill_(4)
+    other_out, other_saved = call([x])  # runs as it is
+    assert recorder.replays == 1
+    assert (out.tolist(), saved.tolist()) == ([2] * 3, [3] * 3)
+    assert (other_out.tolist(), other_saved.tolist()) == ([8] * 3, [12] * 3)
+    assert [reason.code for reason in told] == ["cuda-graphs-held"]
+    del saved, other_saved
+    assert call([x])[1].data_ptr() == where
+    assert recorder.replays == 2
+    assert recorder.common == [False]
+
+
+def test_a_view_of_a_kept_result_blocks_too():
+    recorder, x = Recorder(), torch.ones(3)
+    call, _ = call_of(lambda inputs: [inputs[0] * 2], recorder, kept=[0])
+    warmed(call, x)
+    view = call([x])[0][1:]
+    x.fill_(4)
+    assert call([x])[0].tolist() == [8] * 3
+    assert view.tolist() == [2] * 2
+    assert recorder.replays == 1
+    del view
+    call([x])
+    assert recorder.replays == 2
+
+
+def test_a_kept_result_saved_by_autograd_blocks_until_its_graph_lets_go():
+    recorder, x = Recorder(), torch.ones(3)
+    call, _ = call_of(lambda inputs: [inputs[0] * 2], recorder, kept=[0])
+    warmed(call, x)
+    leaf = torch.ones(3, requires_grad=True)
+    product = leaf * call([x])[0]
+    x.fill_(4)
+    call([x])
+    assert recorder.replays == 1
+    product.sum().backward()
+    assert leaf.grad.tolist() == [2] * 3
+    call([x])
+    assert recorder.replays == 2
+
+
+def test_a_kept_result_has_versions_of_its_own():
+    x = torch.ones(3)
+    call, _ = call_of(lambda inputs: [inputs[0] * 2], Recorder(), kept=[0])
+    warmed(call, x)
+    kept = call([x])[0]
+    kept.add_(1)
+    assert kept._version == 1
+    del kept
+    again = call([x])[0]
+    assert (again._version, again.tolist()) == (0, [2] * 3)
+
+
+def test_what_shares_memory_with_a_result_that_is_handed_out_is_not_kept():
+    def made(inputs):
+        out = inputs[0] * 2
+        return [out, out[1:]]
+
+    recorder, x = Recorder(), torch.ones(3)
+    call, _ = call_of(made, recorder, kept=[1])
+    warmed(call, x)
+    out, saved = call([x])
+    call([x.fill_(5)])
+    assert (out.tolist(), saved.tolist()) == ([2] * 3, [2] * 2)
+    assert recorder.replays == 2
+
+
+# how many
+
+
+def test_beyond_the_most_recordings_what_comes_from_elsewhere_is_copied():
+    recorder, weight = Recorder(), torch.full((2,), 1.0)
+    call, told = call_of(lambda inputs: [inputs[0] + inputs[1]], recorder)
+    held = [torch.full((2,), float(i)) for i in range(3 * MOST_RECORDINGS)]
+    for x in held:
+        for _ in range(3):  # again from the same place: worth recording
+            assert torch.equal(call([x, weight])[0], x + 1)
+    assert recorder.records == len(call._recordings) + 1 == MOST_RECORDINGS + 1
+    assert told == []
+
+
+def test_recordings_are_not_made_without_end(monkeypatch):
+    monkeypatch.setattr(graphed_call, "MOST_MADE", 2)
+    recorder = Recorder()
+    call, told = call_of(double, recorder)
+    held = [torch.full((2,), float(i)) for i in range(4)]
+    for x in held:
+        for _ in range(3):
+            assert torch.equal(call([x])[0], x * 2)
+    assert recorder.records == 2
+    assert [reason.code for reason in told] == ["cuda-graphs-moving"]
+
+
+def test_the_recordings_used_last_are_held():
+    recorder = Recorder()
+    call, _ = call_of(double, recorder)
+    held = [torch.full((2,), float(i)) for i in range(MOST_RECORDINGS)]
+    for x in held:
+        for _ in range(WARM_UPS + 1):
+            call([x])
+    made, replays = recorder.records, recorder.replays
+    for x in held:
+        call([x])
+    assert (made, recorder.records) == (MOST_RECORDINGS, MOST_RECORDINGS)
+    assert recorder.replays == replays + MOST_RECORDINGS
+
+
+def test_addresses_that_come_again_are_recorded_and_those_that_never_do_are_copied():
+    history = AddressHistory()
+    assert [history.note([1, i]) for i in (1, 2, 1)] == [False, False, True]
+    assert history.copied == frozenset()
+    history = AddressHistory()
+    assert [history.note([1, i]) for i in (1, 2, 3, 4)] == [False, False, False, True]
+    assert history.copied == {1}
+    assert [history.note([1, i]) for i in (5, 6)] == [False, True]
+
+
+def test_a_recording_holds_none_of_the_inputs():
+    call, _ = call_of(lambda inputs: [inputs[0] * 2, inputs[0]], _Forgetful())
+    x = torch.ones(3)
+    warmed(call, x)
+    call([x])
+    count = torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+    fresh = torch.ones(3)
+    assert count == torch._C._storage_Use_Count(fresh.untyped_storage()._cdata)
+
+
+class _Forgetful(Recorder):
+    """Holds no memory, as a CUDA graph holds none."""
+
+    def record(self, fn, inputs, device, is_common):
+        recording = super().record(fn, inputs, device, is_common)
+        recording._memory = []
+        recording.replay = lambda: None
+        return recording
+
+
+# refusals
+
+
+@pytest.mark.parametrize("code", ["cuda-graphs-not-now"])
+def test_what_speaks_against_it_now_is_asked_in_each_call_and_told_once(code):
+    recorder, x = Recorder(), torch.ones(3)
+    call, told = call_of(double, recorder)
+    warmed(call, x)
+    recorder.now = "anomaly mode is on"
+    for _ in range(3):
+        assert call([x])[0].tolist() == [2] * 3
+    recorder.now = None
+    call([x])
+    assert (recorder.records, recorder.replays) == (1, 1)
+    assert [(reason.code, "anomaly mode is on" in reason.text) for reason in told] == [(code, True)]
+
+
+def test_another_stream_than_the_recorded_one():
+    recorder, x = Recorder(), torch.ones(3)
+    call, told = call_of(double, recorder)
+    warmed(call, x)
+    call([x])
+    recorder.current = 1
+    assert call([x])[0].tolist() == [2] * 3
+    other = torch.ones(3)
+    for _ in range(3):
+        call([other])
+    assert (recorder.records, recorder.replays) == (1, 1)
+    assert ["another stream" in reason.text for reason in told] == [True]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(3, "an input is int"), (torch.empty(1, device="meta"), "an input is on meta")]
+)
+def test_inputs_that_are_no_tensors_of_the_device(value, text):
+    recorder = Recorder()
+    call, told = call_of(lambda inputs: [inputs[0] * 2], recorder)
+    x = torch.ones(3)
+    for _ in range(WARM_UPS + 2):
+        assert call([x, value])[0].tolist() == [2] * 3
+    assert recorder.records == 0
+    assert [text in reason.text for reason in told] == [True]
+
+
+class _Refusing(Recorder):
+    def record(self, fn, inputs, device, is_common):
+        self.records += 1
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_what_cannot_be_recorded_runs_as_it_is_and_is_not_tried_again():
+    recorder, x = _Refusing(), torch.ones(3)
+    call, told = call_of(double, recorder)
+    for _ in range(WARM_UPS + 4):
+        assert call([x])[0].tolist() == [2] * 3
+    assert recorder.records == 1
+    (reason,) = told
+    assert reason.code == "cuda-graphs-failed"
+    assert "RuntimeError: operation not permitted" in reason.text
+
+
+def test_a_failure_leaves_older_recordings_in_use():
+    recorder, x, y = Recorder(), torch.ones(3), torch.full((3,), 2.0)
+    call, _ = call_of(double, recorder)
+    warmed(call, x)
+    call([x])
+    recorder.record = _Refusing().record
+    for _ in range(3):
+        assert call([y])[0].tolist() == [4] * 3
+    call([x])
+    assert recorder.replays == 2
+
+
+def test_errors_of_the_function_are_its_own():
+    def fails(inputs):
+        raise ZeroDivisionError("of the user's")
+
+    call, _ = call_of(fails, Recorder())
+    for _ in range(WARM_UPS + 2):
+        with pytest.raises(ZeroDivisionError, match="of the user's"):
+            call([torch.ones(1)])
+
+
+def test_a_second_thread_runs_the_function_as_it_is_meanwhile():
+    recorder, x = Recorder(), torch.ones(3)
+    call, _ = call_of(double, recorder)
+    warmed(call, x)
+    call([x])
+    results, replay = [], call._recordings[0]._replay
+
+    def replay_slowly():
+        thread = threading.Thread(target=lambda: results.append(call([x])[0].tolist()))
+        thread.start()
+        thread.join()
+        replay()
+
+    call._recordings[0]._replay = replay_slowly
+    assert call([x])[0].tolist() == [2] * 3
+    assert results == [[2] * 3]
+    assert recorder.replays == 2
+
+
+def test_only_inputs_called_loose_may_come_in_other_strides():
+    recorder = Recorder()
+    call, _ = call_of(lambda inputs: [inputs[0] * 2], recorder, loose=[0])
+    memory = torch.arange(9.0)
+    square, turned = memory.view(3, 3), memory.view(3, 3).t()
+    warmed(call, square)
+    for x in (square, turned, square, turned, turned):
+        assert torch.equal(call([x])[0], x * 2)
+
+
+@pytest.mark.parametrize("change", [torch.conj, lambda x: x.conj().imag.view(3)])
+def test_lazily_changed_inputs_and_results_are_not_recorded(change):
+    x = torch.randn(3, dtype=torch.complex64)
+    call, told = call_of(lambda inputs: [inputs[0] * 2], Recorder(), loose=[0])
+    plain = x if change is torch.conj else x.imag
+    warmed(call, plain)
+    call([plain])
+    assert torch.equal(call([change(x)])[0], change(x) * 2)  # the same memory
+    assert ["lazily" in reason.text for reason in told] == [True]
+    call, told = call_of(lambda inputs: [change(inputs[0]), inputs[0] * 2], Recorder())
+    for _ in range(WARM_UPS + 2):
+        assert torch.equal(call([x])[0], change(x))
+    assert ["lazily" in reason.text for reason in told] == [True]
+
+
+def test_batches_of_is_grads_batched_run_as_they_are():
+    call, told = call_of(lambda inputs: [inputs[0] * 2], Recorder(), loose=[0])
+    weight = torch.ones(3, requires_grad=True)
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return call([grad])[0]
+
+    warmed(call, torch.ones(3))
+    call([torch.ones(3)])
+    (rows,) = torch.autograd.grad(Double.apply(weight), weight, torch.eye(3), is_grads_batched=True)
+    assert torch.equal(rows, 2 * torch.eye(3))
+    assert ["batched" in reason.text for reason in told] == [True]
+
+
+def test_counters_tell_replays_from_plain_calls():
+    counters, x = graphed_call.counters, torch.ones(3)
+    before = dict(counters)
+    call, _ = call_of(double, Recorder())
+    for _ in range(WARM_UPS + 2):
+        call([x])
+    names = ("cuda_graph_plain_calls", "cuda_graph_recordings", "cuda_graph_replays")
+    assert [counters[name] - before.get(name, 0) for name in names] == [WARM_UPS, 1, 2]
+
+
+def test_a_call_that_dies_lets_its_recordings_go():
+    call, _ = call_of(double, Recorder())
+    x = torch.ones(3)
+    warmed(call, x)
+    call([x])
+    del call
+    gc.collect()
+    fresh = torch.ones(3)
+    assert torch._C._storage_Use_Count(x.untyped_storage()._cdata) == torch._C._storage_Use_Count(
+        fresh.untyped_storage()._cdata
+    )

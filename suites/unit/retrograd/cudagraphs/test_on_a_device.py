@@ -1,0 +1,118 @@
+"""Recordings on a GPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import retrograd
+from retrograd import aot, cudagraphs
+from retrograd.cudagraphs.graphed_call import WARM_UPS, GraphedCall
+
+pytestmark = pytest.mark.gpu
+
+
+def call_of(fn, **options):
+    told = []
+    device = torch.device("cuda", torch.cuda.current_device())
+    return GraphedCall(fn, cudagraphs._recorder, device, tell=told.append, **options), told
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.SiLU(), nn.Linear(32, 4)).cuda()
+
+
+def steps(model, run, context=None, count=9):
+    """What a user keeps of some steps with moving batches."""
+    torch.manual_seed(1)
+    kept, batches = [], [torch.randn(8, 16, device="cuda") for _ in range(count)]
+    for x in batches:
+        model.zero_grad()
+        out = run(x)
+        if context is None:
+            out.square().sum().backward()
+        else:
+            with context:
+                out.square().sum().backward()
+        kept.append((out, [p.grad for p in model.parameters()]))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(0.01 * p.grad)
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("build", "context"),
+    [
+        (lambda m: torch.compile(m, backend="retrograd", mode="reduce-overhead"), None),
+        (lambda m: aot.module(m, backend="eager", cudagraphs=True), None),
+        (lambda m: retrograd.compile(m, mode="reduce-overhead"), None),
+        (lambda m: m, retrograd.compiled_autograd(cudagraphs=True, strict=True)),
+    ],
+    ids=["compile", "aot", "whole", "live"],
+)
+def test_what_is_kept_of_replayed_steps_is_eagers(build, context):
+    model = network()
+    other = copy.deepcopy(model)
+    expected = steps(model, model)
+    before = retrograd.counters["cuda_graph_replays"]
+    torch.testing.assert_close(steps(other, build(other), context), expected, rtol=1e-3, atol=1e-4)
+    assert retrograd.counters["cuda_graph_replays"] > before
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_capture_that_cannot_be_ended_leaves_nothing_behind(draws):
+    def reads_a_value(inputs):
+        x = inputs[0] + (torch.rand(4, device="cuda") if draws else 0)
+        return [inputs[0] * float(x.sum().item() < 0), inputs[0] * 2]
+
+    x = torch.ones(4, device="cuda")
+    call, told = call_of(reads_a_value)
+    for _ in range(WARM_UPS + 2):
+        assert call([x])[1].tolist() == [2] * 4
+    assert [reason.code for reason in told] == ["cuda-graphs-failed"]
+    torch.rand(3, device="cuda")
+    torch.cuda.empty_cache()
+    call, told = call_of(lambda inputs: [inputs[0] + 1])
+    for _ in range(WARM_UPS + 2):
+        assert call([x])[0].tolist() == [2] * 4
+    assert not told
+
+
+def test_inside_a_capture_of_the_users_it_runs_as_it_is():
+    x = torch.ones(4, device="cuda")
+    call, told = call_of(lambda inputs: [inputs[0] * 2])
+    for _ in range(WARM_UPS + 1):
+        call([x])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call([x])[0]
+    x.fill_(5)
+    graph.replay()
+    assert result.tolist() == [10] * 4
+    assert "being captured" in told[0].text
+
+
+def test_memory_of_a_pool_of_the_users_is_not_recorded():
+    x = torch.ones(4, device="cuda")
+    call, _ = call_of(lambda inputs: [inputs[0] * 2])
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+        for _ in range(WARM_UPS + 2):
+            call([x])
+    kept = [call([x.fill_(i)])[0] for i in range(4)]
+    assert [result[0].item() for result in kept] == [0, 2, 4, 6]
+
+
+def test_memory_does_not_grow():
+    x = torch.ones(1 << 20, device="cuda")
+    call, _ = call_of(lambda inputs: [inputs[0] * 2, inputs[0] + 1], kept=[1])
+    for _ in range(WARM_UPS + 2):
+        call([x])
+    before = torch.cuda.memory_allocated()
+    for _ in range(200):
+        call([x])
+    assert torch.cuda.memory_allocated() == before

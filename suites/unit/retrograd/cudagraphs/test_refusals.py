@@ -1,0 +1,80 @@
+"""Which graphs of operators are not recorded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from retrograd.cudagraphs import GraphedCall, graphed
+from retrograd.cudagraphs.refusals import device_of, why_not_recorded
+from unit.retrograd.cudagraphs.without_device import Recorder
+
+
+def traced(fn, *args, mode="fake"):
+    return make_fx(fn, tracing_mode=mode)(*args).graph
+
+
+def test_a_graph_of_one_device_and_static_sizes_is_recorded():
+    graph = traced(lambda a, b: (a @ b).relu(), torch.ones(3, 3), torch.ones(3, 3))
+    assert why_not_recorded([graph], "cpu") is None
+    assert device_of([graph]) == torch.device("cpu")
+    assert isinstance(graphed(lambda inputs: inputs, graph, tell=print, recorder=Recorder()), GraphedCall)
+
+
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [
+        (lambda a: torch.bernoulli(a), "it draws random numbers (bernoulli)"),
+        (lambda a: a * 2 if a.sum().item() is None else a.sin(), "what it does depends on values"),
+        (lambda a: a.nonzero(), "what it does depends on values"),
+        (lambda a: a.add_(1), "it writes to an input (add_)"),
+        (lambda a: torch.cond(a.sum() > 0, torch.sin, torch.cos, (a,)), "it runs other graphs (cond)"),
+        (lambda a: a.to_sparse(), "it has tensors that are not strided"),
+        (lambda a: a.to("meta"), "it has tensors on meta"),
+    ],
+)
+def test_what_is_not_recorded(fn, text):
+    reason = why_not_recorded([traced(fn, torch.ones(3))], "cpu")
+    assert reason is not None
+    assert text in reason.text
+
+
+def test_symbolic_sizes_are_not_recorded():
+    graph = traced(lambda a: a.sin(), torch.ones(3), mode="symbolic")
+    reason = why_not_recorded([graph], "cpu")
+    assert (reason.code, reason.way_out) == ("cuda-graphs-dynamic", "dynamic=False")
+
+
+def test_tensors_on_another_type_of_device_are_not_recorded_and_the_code_stays_as_it_is():
+    told = []
+    graph = traced(lambda a: a.sin(), torch.ones(3))
+
+    def code(inputs):
+        return inputs
+
+    assert graphed(code, graph, tell=told.append) is code
+    assert [reason.text for reason in told] == ["no CUDA graph is recorded: it has tensors on cpu"]
+
+
+@pytest.mark.parametrize(("probability", "is_recorded"), [(0.0, True), (0.1, False)])
+def test_attention_draws_only_if_it_drops_something(probability, is_recorded):
+    graph = torch.fx.Graph()
+    value = graph.placeholder("a")
+    value.meta["val"] = torch.ones(1)
+    op = torch.ops.aten._scaled_dot_product_flash_attention.default
+    graph.output((graph.call_function(op, (value, value, value, probability)),))
+    assert (why_not_recorded([graph], "cpu") is None) is is_recorded
+    if is_recorded:
+        graph = torch.fx.Graph()
+        value = graph.placeholder("a")
+        value.meta["val"] = torch.ones(1)
+        graph.output((graph.call_function(op, (value, value, value)),))
+        assert why_not_recorded([graph], "cpu") is None
+
+
+def test_one_of_several_graphs_is_enough_to_refuse_them():
+    fine, random = traced(torch.sin, torch.ones(3)), traced(torch.bernoulli, torch.ones(3))
+    assert why_not_recorded([fine, fine], "cpu") is None
+    assert why_not_recorded([fine, random], "cpu").code == "cuda-graphs-operator"
+    assert why_not_recorded([], "cpu").text.endswith("are on no device, and not on one device")

@@ -1,0 +1,118 @@
+"""Recordings made by the AOT halves and by live segments, on a recorder that needs no device."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import retrograd
+from retrograd import aot, cudagraphs
+from retrograd.cudagraphs import graphed_call
+from retrograd.dynamo import retrograd as backend
+from unit.retrograd.cudagraphs.without_device import Recorder
+
+
+@pytest.fixture
+def recorder(monkeypatch) -> Recorder:
+    made = Recorder()
+    monkeypatch.setattr(cudagraphs, "_recorder", made)
+    return made
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.SiLU(), nn.Linear(6, 3))
+
+
+def steps(model, run, context=None, count=8):
+    """What a user keeps of equal steps: outputs and gradients."""
+    x, kept = torch.randn(5, 4), []
+    for _ in range(count):
+        model.zero_grad()
+        out = run(x)
+        with context or contextlib.nullcontext():
+            out.square().sum().backward()
+        kept.append((out, [p.grad for p in model.parameters()]))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(0.1 * p.grad)
+    return kept
+
+
+def as_eager(build, context=None):
+    """Whether all that was kept is, at the end, what eager gives."""
+    model = network()
+    other = copy.deepcopy(model)
+    torch.manual_seed(1)
+    expected = steps(model, model)
+    torch.manual_seed(1)
+    torch.testing.assert_close(steps(other, build(other), context), expected)
+
+
+def test_the_halves_of_a_module_are_replayed(recorder):
+    as_eager(lambda model: aot.module(model, backend="eager", cudagraphs=True))
+    assert recorder.records >= 2
+    assert recorder.replays >= 2 * (8 - graphed_call.WARM_UPS - 2)
+
+
+def test_the_mode_reduce_overhead_replays(recorder):
+    chosen = functools.partial(backend, mode="reduce-overhead", options={"backend": "aten"})
+    as_eager(lambda model: torch.compile(model, backend=chosen))
+    assert recorder.replays
+
+
+def test_live_segments_are_replayed(recorder):
+    context = retrograd.compiled_autograd("aten", cudagraphs=True, strict=True)
+    as_eager(lambda model: model, context)
+    assert recorder.replays
+    assert not context.explain().backwards[0].notes
+
+
+def test_live_segments_behind_a_recorded_forward(recorder):
+    context = retrograd.compiled_autograd("aten", cudagraphs=True)
+    as_eager(lambda model: aot.module(model, backend="aten", cudagraphs=True), context)
+    assert recorder.replays
+
+
+def test_retrograd_compile_takes_the_mode_for_both_paths(recorder):
+    as_eager(lambda model: retrograd.compile(model, backend="aten", mode="reduce-overhead"))
+    assert recorder.replays
+
+
+def test_a_forward_does_not_touch_what_one_before_it_saved(recorder):
+    model = network()
+    run = aot.module(model, backend="eager", cudagraphs=True)
+    x, y = torch.randn(5, 4), torch.randn(5, 4)
+    steps(model, run)
+    replays = recorder.replays
+    for order in ((0, 1), (1, 0)):
+        model.zero_grad()
+        outputs = [run(x), run(y)]
+        for i in order:
+            outputs[i].square().sum().backward()
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        (model(x).square().sum() + model(y).square().sum()).backward()
+        torch.testing.assert_close(found, [p.grad for p in model.parameters()])
+    assert recorder.replays > replays
+
+
+def test_a_live_context_without_a_device_says_that_nothing_is_recorded():
+    context = retrograd.compiled_autograd("aten", cudagraphs=True)
+    x = torch.ones(3, requires_grad=True)
+    with context:
+        x.sin().exp().sum().backward()
+    assert "note  no CUDA graph is recorded: it has tensors on cpu" in str(context.explain())
+
+
+def test_symbolic_sizes_are_refused_with_a_reason(recorder):
+    aot.reset()
+    run = aot.function(lambda a: a.sin() * 2, backend="eager", dynamic=True, cudagraphs=True)
+    with pytest.warns(retrograd.FallbackWarning, match="its sizes are symbolic"):
+        run(torch.ones(5, requires_grad=True)).sum().backward()
+    assert recorder.records == 0
