@@ -475,3 +475,18 @@ def test_hooks_on_saved_tensors_that_print(capsys):
     assert reasons(run_twins(build)) == ["side-effect"]
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("saved")]
     assert printed[: len(printed) // 2] == printed[len(printed) // 2 :]
+
+
+def test_collectives(tmp_path):
+    from torch import distributed
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+
+        def build():
+            model = nn.Linear(4, 3)
+            return program(lambda loss: distributed.all_reduce(model.weight.grad), model)
+
+        assert reasons(run_twins(build)) == ["mutation"]
+    finally:
+        distributed.destroy_process_group()

@@ -29,7 +29,7 @@ from retrograd._torch.functional import (
 )
 from retrograd._torch.joint_tracing import JointTracer, ReseededError, trace_joint
 from retrograd._torch.memory import groups_sharing_memory
-from retrograd._torch.operators import is_collective_with_work, is_mutating, is_random, real_tensors
+from retrograd._torch.operators import is_random, real_tensors
 from retrograd._torch.scalars import symbolic_float, texts_refused
 from retrograd._torch.stand_ins import StandIns, StepRefusedError
 from retrograd.errors import CaptureError, Reason, RetrogradError
@@ -242,11 +242,6 @@ class _Trace:
     def result(self, gm: fx.GraphModule) -> StepGraph:
         """The graph, settled, with what is to be done around it."""
         random = any(is_random(node) for node in gm.graph.nodes)
-        left = next(
-            (node for node in gm.graph.nodes if is_mutating(node) or is_collective_with_work(node)), None
-        )
-        if left is not None:
-            raise StepRefusedError("mutation", f"calls {left.target}, which a functional graph does not hold")
         if random and self.observed.is_state_touched:
             raise StepRefusedError("reseeded", "reads or sets the state of a generator and draws from it")
         numbers = len(self._numbers)

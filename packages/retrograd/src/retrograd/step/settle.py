@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from retrograd._torch.effects import without_tokens
-from retrograd._torch.operators import aliased_inputs
+from retrograd._torch.operators import aliased_inputs, is_collective_with_work, is_mutating
+from retrograd._torch.stand_ins import StepRefusedError
 from retrograd.passes.aten.remove_dead_code import remove_dead_code
 
 __all__ = ["settle"]
@@ -31,9 +32,15 @@ def settle(gm: fx.GraphModule, written: Sequence[int], count: int) -> frozenset[
 
     Returns:
         The places of the inputs that the graph still takes.
+
+    Raises:
+        StepRefusedError: it writes to a tensor otherwise, or communicates in a way that no graph shows.
     """
     without_tokens(gm.graph)
     _drop_tracing(gm.graph)
+    for node in gm.graph.nodes:
+        if is_mutating(node) or is_collective_with_work(node):
+            raise StepRefusedError("mutation", f"calls {node.target}, which a functional graph does not hold")
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     output = gm.graph.output_node()
     values = list(output.args[0])  # type: ignore[arg-type]
