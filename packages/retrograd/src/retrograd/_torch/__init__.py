@@ -31,7 +31,8 @@
   `strides` (of its results)
 - recording it: `cuda_graphs`, `addresses` (tensors as memory)
 - tracing a training step: `stand_ins` (real tensors, and what torch is called with instead),
-  `trace_surroundings` (the engine and optimizers meanwhile), `scalars` (numbers in a trace), `number_tensors` (a
-  graph that has tensors for them), `autograd_reach` (what a backward used up), `settings` (what a trace depends on)
+  `trace_surroundings` (the engine and optimizers meanwhile), `scalars` (numbers in a trace),
+  `number_tensors` (a graph that has tensors for them), `autograd_reach` (what a backward used up),
+  `settings` (what a trace depends on)
 - making graphs at little cost: `fx_nodes`, `garbage` (no search for it meanwhile)
 """
