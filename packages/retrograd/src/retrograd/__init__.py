@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from retrograd.events import counters
+    from retrograd.step import compile_step
 
 __version__ = VERSION
 
@@ -59,6 +60,7 @@ _HOMES = {
         "VerificationError",
     ),
     "retrograd.events": ("counters",),
+    "retrograd.step": ("compile_step",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -77,6 +79,7 @@ __all__ = [
     "UnsupportedTorchError",
     "VerificationError",
     "compile",
+    "compile_step",
     "compiled_autograd",
     "counters",
     "disable",

@@ -19,7 +19,8 @@
 - running what was made of it: `function_entry` (an ``autograd.Function``, applied), `ambient` (modes around a
   call), `saved_hooks` (around a call), `leaf_hooks` (waiting on inputs), `dynamo_bridge` (a backend's side of
   Dynamo)
-- keeping it: `expressions` (symbolic sizes as data), `symbols` (where they can be read), `cache_folder` (where compiled code lies)
+- keeping it: `expressions` (symbolic sizes as data), `symbols` (where they can be read), `cache_folder` (where
+  compiled code lies)
 - telling: `structured_trace` (for tlparse), `profiling` (ranges), `provenance` (which autograd node an ATen
   node comes from)
 - other settings of torch: `stance` (may we compile), `stock_compiler` (stock compiled autograd beside ours)
@@ -32,5 +33,9 @@
   `inductor_passes`, `inductor_start` (what it loads, before it is needed), `triton_threads`, `strides` (of
   its results)
 - recording it: `cuda_graphs`, `addresses` (tensors as memory)
+- tracing a training step: `stand_ins` (real tensors, and what torch is called with instead),
+  `trace_surroundings` (the engine and optimizers meanwhile), `scalars` (numbers in a trace),
+  `number_tensors` (a graph that has tensors for them), `autograd_reach` (what a backward used up),
+  `settings` (what a trace depends on)
 - making graphs at little cost: `fx_nodes`
 """

@@ -50,7 +50,7 @@ class InputGuard:
         self._constants = [
             (i, value)
             for i, value in enumerate(args)
-            if not isinstance(value, torch.Tensor) and not (type(value) is int and symbolic.get(i))
+            if not isinstance(value, torch.Tensor) and not (type(value) in (int, float) and symbolic.get(i))
         ]
         self._are_all_tensors = len(self._tensors) == len(args)
         unique = [args[i] for i in self._tensors]
@@ -131,7 +131,7 @@ def changed_sizes(before: Sequence[Any], args: Sequence[Any]) -> dict[int, froze
 
 
 def _symbolic_dims(fake: Any) -> frozenset[int]:
-    if isinstance(fake, torch.SymInt):
+    if isinstance(fake, (torch.SymInt, torch.SymFloat)):
         return frozenset({0})
     return frozenset(dim for dim, size in enumerate(fake.shape) if _is_open(size))
 

@@ -23,12 +23,14 @@ __all__ = [
     "depends_on_data",
     "has_effect",
     "is_collective",
+    "is_collective_with_work",
     "is_higher_order",
     "is_mutating",
     "is_operator_overload",
     "is_random",
     "is_repeatable",
     "is_wait",
+    "operator_in_place",
     "real_tensors",
     "same_layout",
     "schema_of",
@@ -64,6 +66,16 @@ def is_operator_overload(target: Any) -> bool:
 def schema_of(target: Any) -> Any:
     """The schema of an operator with one: its ``arguments`` and ``returns``, each with its ``alias_info``."""
     return target._schema
+
+
+def operator_in_place(target: Any) -> Any:
+    """The in-place operator of a functional one that fills its argument with random numbers; None if there is
+    none."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    name, overload = target._schema.name.split("::")[-1], target._overloadname
+    packet = getattr(torch.ops.aten, f"{name.removesuffix('_functional')}_", None)
+    return getattr(packet, {"p": "float"}.get(overload, overload), None)
 
 
 def is_higher_order(target: Any) -> bool:
@@ -157,6 +169,11 @@ def is_collective(node: fx.Node) -> bool:
     target = node.target
     known = isinstance(target, torch._ops.OpOverload) and target.namespace in _COLLECTIVES
     return known and not is_wait(node)
+
+
+def is_collective_with_work(node: fx.Node) -> bool:
+    """Whether the call is a collective whose end is waited for outside of any graph."""
+    return getattr(node.target, "namespace", "") == "c10d"
 
 
 def is_wait(node: fx.Node) -> bool:

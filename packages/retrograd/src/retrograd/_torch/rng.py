@@ -17,7 +17,13 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
 from retrograd._torch.operators import real_tensors
 
-__all__ = ["generator_states", "insert_replay", "seeds_and_states", "with_generator_states"]
+__all__ = [
+    "generator_states",
+    "insert_replay",
+    "restore_generator_states",
+    "seeds_and_states",
+    "with_generator_states",
+]
 
 
 def insert_replay(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
@@ -68,6 +74,11 @@ def seeds_and_states() -> tuple[Any, ...]:
     seeds = torch.cuda.initial_seed() if torch.cuda.is_initialized() else None
     with real_tensors():
         return bytes(torch.random.get_rng_state().numpy()), seeds
+
+
+def restore_generator_states(states: dict[torch.device, Any]) -> None:
+    """Put generators back into states from `generator_states`."""
+    _set(states)
 
 
 @contextmanager
