@@ -19,8 +19,8 @@
 - running what was made of it: `function_entry` (an ``autograd.Function``, applied), `ambient` (modes around a
   call), `saved_hooks` (around a call), `leaf_hooks` (waiting on inputs), `dynamo_bridge` (a backend's side of
   Dynamo)
-- keeping it: `expressions` (symbolic sizes as data), `symbols` (where they can be read), `cache_folder` (where
-  compiled code lies)
+- keeping it: `expressions` (symbolic sizes as data), `symbols` (where they can be read), `cache_folder`
+  (where compiled code lies)
 - telling: `structured_trace` (for tlparse), `profiling` (ranges), `provenance` (which autograd node an ATen
   node comes from)
 - other settings of torch: `stance` (may we compile), `stock_compiler` (stock compiled autograd beside ours)
