@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -60,3 +61,45 @@ def test_two_leaves_need_no_gate(count: int, gates: int) -> None:
     leaves = [torch.ones(2, requires_grad=True) for _ in range(count)]
     joint = aot.capture(aot.create_state(lambda *given: products(given), leaves))
     assert sum(step.is_leaf for step in steps_of(joint)) == gates
+
+
+def ordered(leaves: Leaves) -> torch.Tensor:
+    total = leaves[0]
+    for leaf in leaves[1:]:
+        total = (total * leaf).sin()
+    return total
+
+
+def late(fn: Callable[[Leaves], torch.Tensor], leaves: Leaves, how: str) -> tuple[list[object], list[object]]:
+    """What hooks see that are registered between a forward and its backward, and the gradients."""
+    for leaf in leaves:
+        leaf.grad = None
+    out, seen = fn(leaves).sum(), list[object]()
+    handles = []
+    for number, leaf in enumerate(leaves):
+        handles.append(leaf.register_hook(lambda grad, number=number: seen.append(("tensor", number))))
+        note = functools.partial(lambda number, leaf: seen.append(("leaf", number)), number)
+        handles.append(leaf.register_post_accumulate_grad_hook(note))
+    if how == "grad":
+        grads: list[object] = [*torch.autograd.grad(out, leaves)]
+    else:
+        out.backward(inputs=leaves[::2] if how == "inputs" else None)
+        grads = [leaf.grad for leaf in leaves]
+    for handle in handles:
+        handle.remove()
+    return seen if how != "grad" else sorted(map(str, seen)), grads
+
+
+@pytest.mark.parametrize("how", ["backward", "inputs", "grad"])
+def test_hooks_registered_after_the_forward_run_in_eagers_order(how: str) -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(3, requires_grad=True) for _ in range(8)]
+    compiled = aot.function(ordered, backend="eager", strict=True)
+    for _ in range(4):
+        compiled(leaves).sum().backward()
+    found, wanted = late(compiled, leaves, how), late(ordered, leaves, how)
+    assert found[0] == wanted[0]
+    assert len(found[0]) > 4
+    for one, other in zip(found[1], wanted[1], strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)  # type: ignore[arg-type]
