@@ -177,7 +177,7 @@ class RegionCode:
             code = self._codes[layouts] = self._lowered(args, layouts)
         return code(args)
 
-    @torch.compiler.disable  # Dynamo would trace it, where a compiled function breaks its graph for a backward
+    @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
     def _lowered(self, args: Sequence[Any] | None, layouts: tuple[Any, ...] = ()) -> Boxed:
         """Code for inputs laid out as they are in `args`: a backend may have given what is saved other
         strides than tracing did."""
