@@ -6,6 +6,7 @@ The engine's cache does not hold sequence numbers, so a structure met again may 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -128,8 +129,11 @@ class CapturedBackward:
 
     def __call__(self, call: Any) -> list[Any]:
         """Run as captured: stock compiled autograd found our structure in the engine's cache."""
-        plan = Plan(self.backward, Config(backend="eager"), find_backend("eager"))
-        return plan.run(call, RunningBackward(None))
+        return self._as_captured.run(call, RunningBackward(None))
+
+    @functools.cached_property
+    def _as_captured(self) -> Plan:
+        return Plan(self.backward, Config(backend="eager"), find_backend("eager"))
 
 
 def _return_totals(backward: BackwardGraph, running: RunningBackward, request: EngineRequest) -> None:
