@@ -361,3 +361,42 @@ def test_the_gradient_of_an_output_is_whole_where_the_graph_has_added_its_own_pa
 def test_nodes_run_by_descending_sequence_number_as_soon_as_they_can() -> None:
     found, nodes = flow(set(), "a", "b")
     assert [node.name for node in found.order] == [nodes[n].name for n in ("double", "sum", "b", "a")]
+
+
+class Counting:
+    """A backend that runs the ATen graph, and counts its compilations."""
+
+    def __init__(self) -> None:
+        self.compiled = 0
+
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: object) -> object:
+        self.compiled += 1
+        return gm.forward
+
+
+def layers(count: int, kinds: tuple[str, ...]) -> torch.nn.Module:
+    torch.manual_seed(0)
+    made = []
+    for i in range(count):
+        norm = torch.nn.LayerNorm(8)
+        made.append(torch.nn.Sequential(torch.nn.Linear(8, 8), norm, torch.nn.GELU(kinds[i % len(kinds)])))
+    return torch.nn.Sequential(*made)
+
+
+@pytest.mark.parametrize("kinds", [("none",), ("none", "tanh")])
+def test_layers_behind_a_compiled_forward_are_compiled_once(kinds: tuple[str, ...]) -> None:
+    """Layers that differ in an argument given by name, as GELU's approximation is, are different ones."""
+    model, backend = layers(12, kinds), Counting()
+    compiled = torch.compile(model, backend="aot_eager")
+    x = torch.randn(4, 8)
+    model(x).square().sum().backward()
+    wanted = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    loss = compiled(x).square().sum()
+    shared = retrograd.counters["shared_lowerings"]
+    with retrograd.compiled_autograd(backend, regions=4, strict=True):
+        loss.backward()
+    for parameter, grad in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
+    assert retrograd.counters["shared_lowerings"] - shared >= 2
+    assert backend.compiled < 6

@@ -63,9 +63,13 @@ def _costs(run: Sequence[fx.Node]) -> list[float | None]:
 
 def _cost(node: fx.Node) -> float | None:
     """What it costs to hand a value over to another region; None for what is no tensor."""
-    if any(call_of(user).kind is CallKind.PROJECT for user in node.users if user.op == "call_function"):
+    if any(_is_projection(user) for user in node.users if user.op == "call_function"):
         return None
     return 1.0 if _source(node) in _WRITES_TO_MEMORY else 2.0
+
+
+def _is_projection(node: fx.Node) -> bool:
+    return call_of(node).kind is CallKind.PROJECT or getattr(node.target, "__name__", "") == "getitem"
 
 
 def _source(node: fx.Node) -> str:

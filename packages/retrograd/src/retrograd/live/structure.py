@@ -14,6 +14,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from retrograd.graph.backward_graph import BackwardGraph
+from retrograd.live.calls.aten import Named
 from retrograd.live.calls.node_function import NodeFunction
 
 __all__ = ["family_of", "first_difference", "numbers_of", "structure_and_numbers", "structure_of", "token_of"]
@@ -32,7 +33,7 @@ def structure_of(
     tell."""
     places = _places((*inputs, *nodes))
     numbers: list[float] = []
-    calls = tuple([(_target(node), _written(node.args, places, numbers)) for node in nodes])
+    calls = tuple([(_target(node), _written(_arguments(node), places, numbers)) for node in nodes])
     family = calls, tuple([places[node] for node in outputs])
     # repr tells 0.0 from -0.0, and nan equals itself.
     return (family, tuple(map(repr, numbers))) if _is_hashable(family) else None
@@ -53,14 +54,14 @@ def numbers_of(nodes: Sequence[fx.Node]) -> tuple[float, ...]:
             numbers.append(value)
 
     for node in nodes:
-        map_aggregate(node.args, leaf)
+        map_aggregate(_arguments(node), leaf)
     return tuple(numbers)
 
 
 def token_of(node: fx.Node) -> Hashable:
     """Equal for two calls that compute the same but for floating point numbers, wherever their arguments come
     from; the node itself for one that nobody can compare."""
-    token = _target(node), _written(node.args, _ANYWHERE, [])
+    token = _target(node), _written(_arguments(node), _ANYWHERE, [])
     return token if _is_hashable(token) else node
 
 
@@ -73,7 +74,7 @@ def structure_and_numbers(
     calls = []
     for node, _ in backward.calls():
         own: list[float] = []
-        calls.append((_target(node), _written(node.args, places, own)))
+        calls.append((_target(node), _written(_arguments(node), places, own)))
         numbers[node] = tuple(own)
     return (tuple(calls) if _is_hashable(tuple(calls)) else None), numbers
 
@@ -136,7 +137,13 @@ def _written(arguments: Any, places: Mapping[fx.Node, bytes], numbers: list[floa
 
 def _target(node: fx.Node) -> Any:
     target = node.target
-    return (target.fn, *target.names) if isinstance(target, NodeFunction) else target
+    if isinstance(target, NodeFunction):
+        return target.fn, *target.names
+    return (Named, *target.key) if isinstance(target, Named) and target.key is not None else target
+
+
+def _arguments(node: fx.Node) -> Any:
+    return (node.args, node.kwargs) if node.kwargs else node.args
 
 
 def _name(node: fx.Node) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -21,12 +21,16 @@ class Named:
     Args:
         name: shown in graphs.
         fn: what is called.
+        key: equal for two that compute the same; None if that cannot be told.
+
+    Attributes:
+        key: as given.
     """
 
-    def __init__(self, name: str, fn: Callable[..., Any]) -> None:
+    def __init__(self, name: str, fn: Callable[..., Any], key: tuple[Hashable, ...] | None = None) -> None:
         self.__name__ = self.__qualname__ = name
         self.__module__ = "aot"
-        self._fn = fn
+        self._fn, self.key = fn, key
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result."""
@@ -59,7 +63,7 @@ def operation(node: fx.Node) -> Named:
         target = torch.ops.aten.reshape.default
     name = str(getattr(target, "__name__", target))
     if not is_operator(target):
-        return Named(name, target)
+        return Named(name, target, (target,))
     traced = node.meta.get("val")
     dtype = traced.dtype if isinstance(traced, torch.Tensor) else None
-    return Named(name, functools.partial(as_if_autocast, dtype, target))
+    return Named(name, functools.partial(as_if_autocast, dtype, target), (target, dtype))
