@@ -36,6 +36,11 @@ def test_a_copy_alone_is_no_repeat() -> None:
     assert found("abc" * 5, least=8) == []
 
 
+def test_a_repeat_has_as_many_copies_as_are_asked_for() -> None:
+    text = "abcdef" * 3 + "--" + "ghijklmn" * 5
+    assert find_repeats(text, [1.0] * (len(text) + 1), 6, copies=4) == [Repeat(20, 8, 5)]
+
+
 def test_one_call_again_and_again() -> None:
     assert found("a" * 40, least=8) == [Repeat(0, 8, 5)]
 

@@ -14,10 +14,13 @@ if TYPE_CHECKING:
 
     CompileFn = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
-__all__ = ["SMALLEST_REGION", "Config", "smallest_region"]
+__all__ = ["FEWEST_COPIES", "SMALLEST_REGION", "Config", "fewest_copies", "smallest_region"]
 
 #: autograd nodes that a region has at least: with fewer, what a call of its code costs is felt.
 SMALLEST_REGION = 16
+
+#: copies of a region that there are at least: two or three are compiled as quickly in one piece.
+FEWEST_COPIES = 4
 
 
 def smallest_region(regions: bool | int) -> int:
@@ -29,6 +32,11 @@ def smallest_region(regions: bool | int) -> int:
     if not isinstance(regions, int) or regions < 0:
         raise ValueError(f"regions must be True, False or a number of nodes, got {regions!r}")
     return SMALLEST_REGION if regions is True else int(regions)
+
+
+def fewest_copies(regions: bool | int) -> int:
+    """How many copies of a region there are at least, for the option ``regions=``."""
+    return FEWEST_COPIES if regions is True else 2
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,11 @@ class Config:
     def smallest_region(self) -> int:
         """How many autograd nodes a region has at least; 0: there are no regions."""
         return smallest_region(self.regions)
+
+    @property
+    def fewest_copies(self) -> int:
+        """How many copies of a region there are at least."""
+        return fewest_copies(self.regions)
 
     @staticmethod
     def names(opaque: Iterable[str]) -> frozenset[str]:

@@ -14,7 +14,7 @@ from torch import fx
 from retrograd._torch.collector import collector_paused
 from retrograd._torch.joint_tracing import decomposed
 from retrograd.backends.base import Backend, Boxed, Half
-from retrograd.config import smallest_region
+from retrograd.config import fewest_copies, smallest_region
 from retrograd.events import counters
 from retrograd.graph.capture_state import CaptureState
 from retrograd.regions.compile import CALLS_PER_NODE, compile_in_regions
@@ -43,4 +43,4 @@ def lower(
     def compile_part(part: fx.GraphModule, examples: Sequence[Any], visible: int | None) -> Boxed:
         return backend.compile(part, examples, replace(half, visible=visible))
 
-    return compile_in_regions(gm, inputs, compile_part, least, half.visible)
+    return compile_in_regions(gm, inputs, compile_part, least, half.visible, fewest_copies(regions))

@@ -39,7 +39,9 @@ class Repeat:
         return range(self.start, self.stop + 1, self.length)
 
 
-def find_repeats(tokens: Sequence[Hashable], costs: Sequence[float | None], least: int) -> list[Repeat]:
+def find_repeats(
+    tokens: Sequence[Hashable], costs: Sequence[float | None], least: int, copies: int = 2
+) -> list[Repeat]:
     """The repeats of a sequence, in order.
 
     Args:
@@ -47,9 +49,7 @@ def find_repeats(tokens: Sequence[Hashable], costs: Sequence[float | None], leas
         costs: what a cut before each call costs, and one after the last (None: no cut is possible there). Of
             all ways to divide a repeat into copies, the one whose cuts are cheapest is taken.
         least: calls that a copy must have; short periods are taken several at a time.
-
-    Returns:
-        Repeats of at least two copies each.
+        copies: how many copies a repeat must have, two or more.
     """
     numbers: dict[Hashable, int] = {}
     interned = [numbers.setdefault(token, len(numbers)) for token in tokens]
@@ -57,10 +57,11 @@ def find_repeats(tokens: Sequence[Hashable], costs: Sequence[float | None], leas
     pending = [(0, len(interned))]
     while pending:
         start, stop = pending.pop()
-        if stop - start < 2 * least:
+        if stop - start < copies * least:
             continue
+        possible = _repeats_within(interned, costs, least, start, stop)
         repeat = max(
-            _repeats_within(interned, costs, least, start, stop),
+            (each for each in possible if each.count >= copies),
             key=lambda each: (each.length * (each.count - 1), -each.length),
             default=None,
         )

@@ -108,7 +108,9 @@ class Plan:
             backward,
             _named_opaque(backward, config),
             changing_numbers(backward) if backend.traces else {},
-            partial(regions_of, smallest=smallest) if backend.traces and smallest else whole,
+            partial(regions_of, smallest=smallest, copies=config.fewest_copies)
+            if backend.traces and smallest
+            else whole,
         )
         self.report = BackwardReport(backward, self.schedule, backend.name)
         self._placeholders = tuple(backward.placeholders())

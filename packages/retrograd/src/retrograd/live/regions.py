@@ -36,17 +36,17 @@ _WRITES_TO_MEMORY = frozenset(
 )
 
 
-def regions_of(run: Sequence[fx.Node], smallest: int) -> list[Sequence[fx.Node]]:
+def regions_of(run: Sequence[fx.Node], smallest: int, copies: int = 2) -> list[Sequence[fx.Node]]:
     """`run`, divided; in one piece if nothing in it repeats.
 
     Args:
         run: the calls.
-        smallest: autograd nodes that a region has at least.
+        smallest: autograd nodes that a region has at least. copies: of a region, at least.
     """
     least = smallest * _CALLS_PER_NODE
     if len(run) < 2 * least:
         return [run]
-    repeats = find_repeats([token_of(node) for node in run], _costs(run), least)
+    repeats = find_repeats([token_of(node) for node in run], _costs(run), least, copies)
     cuts = sorted({0, len(run), *(cut for repeat in repeats for cut in repeat.cuts())})
     return [run[start:stop] for start, stop in itertools.pairwise(cuts)]
 

@@ -27,7 +27,12 @@ CALLS_PER_NODE = 3
 
 
 def compile_in_regions(
-    gm: fx.GraphModule, inputs: Sequence[Any], compile_part: CompilePart, least: int, visible: int | None
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    compile_part: CompilePart,
+    least: int,
+    visible: int | None,
+    copies: int = 2,
 ) -> Boxed:
     """Compile `gm`, which stays as it is.
 
@@ -38,11 +43,12 @@ def compile_in_regions(
         least: calls that a part that repeats has at least; 0: the graph is not divided.
         visible: how many results, from the first, must have the strides that they were traced with; None:
             `compile_part` knows.
+        copies: of a part that repeats, at least.
 
     Raises:
         Exception: whatever `compile_part` raises.
     """
-    parts = divided(gm.graph, least, visible) if least else []
+    parts = divided(gm.graph, least, visible, copies) if least else []
     symbols = _Symbols(gm, inputs, parts)
     if not parts or symbols.is_any_hidden:
         return compile_part(gm, inputs, visible)

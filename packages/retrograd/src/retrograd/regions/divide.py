@@ -24,19 +24,20 @@ __all__ = ["divided"]
 _OPS = frozenset({"placeholder", "get_attr", "call_function", "output"})
 
 
-def divided(graph: fx.Graph, least: int, visible: int | None) -> list[Outline]:
+def divided(graph: fx.Graph, least: int, visible: int | None, copies: int = 2) -> list[Outline]:
     """The parts of `graph`, in order; none if nothing in it repeats itself.
 
     Args:
         graph: functional, its values known by example (``meta["val"]``).
         least: calls that a part that repeats has at least.
         visible: how many results, from the first, must have the strides that they were traced with.
+        copies: of a part that repeats, at least.
     """
     calls = [node for node in graph.nodes if node.op == "call_function"]
     if len(calls) < 2 * least or not _can_be_divided(graph):
         return []
     known = {node: call_of(node) for node in calls}
-    repeats = find_repeats([known[node].token for node in calls], border_costs(calls), least)
+    repeats = find_repeats([known[node].token for node in calls], border_costs(calls), least, copies)
     repeats = [repeat for repeat in repeats if not _only_views(calls[repeat.start : repeat.stop])]
     if not repeats:
         return []
