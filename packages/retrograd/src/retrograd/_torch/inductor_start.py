@@ -17,6 +17,9 @@ from retrograd.events import live_log
 
 __all__ = ["await_start", "start_early"]
 
+#: for how many seconds a fork waits.
+PATIENCE = 20.0
+
 #: what a first compilation for a GPU imports.
 _LOADED = (
     "torch._inductor.compile_fx",
@@ -40,10 +43,11 @@ def start_early() -> None:
         _thread.start()
 
 
-def await_start() -> None:
-    """Wait until what has begun is done: an import under way would be met half done."""
+def await_start(seconds: float | None = None) -> None:
+    """Wait until what has begun is done, for at most so many seconds: an import under way would be met half
+    done."""
     if _thread is not None and _thread is not threading.current_thread():
-        _thread.join()
+        _thread.join(seconds)
 
 
 def _start() -> None:
@@ -60,4 +64,5 @@ def _start() -> None:
         live_log.debug("Inductor was not made ready", exc_info=True)
 
 
-os.register_at_fork(before=await_start)
+# Not for ever: whoever forks may hold the lock of an import for which the thread waits.
+os.register_at_fork(before=functools.partial(await_start, PATIENCE))
