@@ -8,6 +8,7 @@ import functools
 
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 
 import retrograd
@@ -19,6 +20,7 @@ from unit.retrograd.cudagraphs.without_device import Recorder
 
 @pytest.fixture
 def recorder(monkeypatch) -> Recorder:
+    torch._dynamo.reset()  # other tests may have brought it to its recompile limit
     made = Recorder()
     monkeypatch.setattr(cudagraphs, "_recorder", made)
     return made
