@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 import retrograd
-from retrograd._torch.locks import ForkSafeLock
 from retrograd._torch.window import window
 from retrograd.live.capture import BackwardRecorder
+from retrograd.process import ForkSafeLock
 from unit.retrograd.programs import Square, leaf
 
 

@@ -27,22 +27,6 @@ def test_every_public_name_resolves_and_is_listed() -> None:
         _ = retrograd.nothing
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"backend": "fast"}, retrograd.UnknownBackendError, "expected one of aten, eager, inductor"),
-        ({"backend": 3}, retrograd.UnknownBackendError, "unknown backend '3'"),
-        ({"recompile_limit": 0}, ValueError, "at least 1"),
-        ({"dynamic": "yes"}, ValueError, "must be None, True or False"),
-        ({"opaque": "MulBackward0"}, TypeError, "got the string"),
-        ({"opaque": [3]}, TypeError, "must hold node names"),
-    ],
-)
-def test_wrong_arguments_say_what_is_expected(arguments: dict[str, object], error: type, text: str) -> None:
-    with pytest.raises(error, match=text):
-        retrograd.compiled_autograd(**arguments)
-
-
 def test_explain_runs_a_function_and_reports_what_was_captured() -> None:
     w = leaf()
     w.register_hook(lambda grad: None)

@@ -17,8 +17,6 @@ from retrograd._torch import hook_changes, queries
 from retrograd.live import lower, lowered
 from unit.retrograd.programs import Square, everything, leaf, observed
 
-STOCK_GATEWAY = torch.autograd.graph._engine_run_backward
-
 
 class Planted(Exception):
     pass
@@ -32,7 +30,6 @@ def state_left() -> dict[str, object]:
     """All that a backward may leave behind; empty when it leaves nothing."""
     left = {
         "compiler": engine_protocol.set_autograd_compiler(None, False)[0],
-        "gateway": torch.autograd.graph._engine_run_backward is not STOCK_GATEWAY,
         "queries": queries._stack.running,
         "watch": hook_changes._watched.changes,
         "autocast": torch.is_autocast_enabled("cpu"),
@@ -43,8 +40,7 @@ def state_left() -> dict[str, object]:
 
 
 STAGES: dict[str, tuple[object, str]] = {
-    "traceable": (lower, "why_not_traceable"),
-    "modes": (lower, "modes_of_lowering"),
+    "modes": (lower.ThreadModes, "now"),
     "sizes": (lower, "changed_sizes"),
     "trace": (lower, "trace"),
     "copy": (lower, "copied"),
@@ -84,9 +80,7 @@ def test_a_fault_in_lowering_costs_the_compilation_only(stage: str, monkeypatch:
     assert retrograd.counters["lowerings"] > 0
 
 
-@pytest.mark.parametrize(
-    "stage", ["traceable", "modes", "trace", "copy", "guard", "decompositions", "compile", "run"]
-)
+@pytest.mark.parametrize("stage", ["modes", "trace", "copy", "guard", "decompositions", "compile", "run"])
 def test_strict_raises_a_fault_in_lowering(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     w = leaf()
     with planted(stage, monkeypatch), pytest.raises(retrograd.LoweringError, match="Planted: here") as error:

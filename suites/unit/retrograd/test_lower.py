@@ -202,4 +202,4 @@ def test_code_traced_under_autocast_is_not_run_without_it() -> None:
         assert torch.equal(grad(context, autocast), grad(contextlib.nullcontext(), autocast))
     assert not torch.equal(grad(context, True), grad(context, False))
     (recompile,) = context.explain().recompiles
-    assert recompile.because == "autocast on cpu was torch.bfloat16, now off"
+    assert recompile.because == "autocast was torch.bfloat16 on cpu, now off"

@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import retrograd
-from retrograd._torch.tracing import why_not_traceable
+from retrograd._torch.fakes import why_not_fakeable
 
 
 class Unit(torch.Tensor):
@@ -141,8 +141,8 @@ def test_metadata_that_no_guard_can_hold_is_interpreted_with_a_reason(meta: obje
 
 
 def test_what_is_inside_counts() -> None:
-    assert why_not_traceable(TwoTensor(two(3).detach(), Unit(torch.ones(3)))) is None
-    assert why_not_traceable(Unit(torch.ones(3).to_sparse())) == "torch.sparse_coo tensor"
+    assert why_not_fakeable(TwoTensor(two(3).detach(), Unit(torch.ones(3)))) is None
+    assert why_not_fakeable(Unit(torch.ones(3).to_sparse())) == "torch.sparse_coo tensor"
 
 
 def test_changing_sizes_settle() -> None:

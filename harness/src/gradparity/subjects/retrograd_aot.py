@@ -34,15 +34,16 @@ class AotJournal:
     """
 
     def __init__(self, name: str) -> None:
-        self._aot = imported("retrograd.aot", name)
-        self._counters: Counter[str] = imported("retrograd", name).counters
+        imported("retrograd.aot", name)
+        self._retrograd = imported("retrograd", name)
+        self._counters: Counter[str] = self._retrograd.counters
         self._before: Counter[str] = Counter()
         self._reasons: Counter[Any] = Counter()
 
     def begin(self) -> None:
         """Remembers counters and reasons so far."""
         self._before = Counter(self._counters)
-        self._reasons = Counter(self._aot.explain().fallbacks)
+        self._reasons = Counter(self._ahead())
 
     def compiles(self) -> int:
         """Graphs given to a backend since `begin`."""
@@ -53,9 +54,14 @@ class AotJournal:
         idle = () if self._since("aot_captures") else ("no function of this case was captured",)
         if not self._since("aot_fallbacks"):
             return idle
-        reasons = Counter(self._aot.explain().fallbacks) - self._reasons
+        reasons = Counter(self._ahead()) - self._reasons
         notes = [f"fallback: [{reason.code}] {str(reason).splitlines()[0]}" for reason in reasons]
         return (*(notes or ["fallback: no reason given"]), *idle)
+
+    def _ahead(self) -> dict[Any, int]:
+        """The reasons for which something ran eagerly that is no backward of the live path."""
+        fallbacks = self._retrograd.explain().fallbacks
+        return {reason: n for reason, n in fallbacks.items() if not reason.stage.startswith("live")}
 
     def _since(self, key: str) -> int:
         return int(self._counters[key] - self._before[key])
@@ -184,14 +190,19 @@ class RetrogradWhole(RetrogradCompile):
 
     def notes(self) -> tuple[str, ...]:
         """Fallbacks of both paths since `begin`."""
-        reasons = Counter(self._retrograd.explain().fallbacks) - self._live
+        reasons = Counter(self._backwards()) - self._live
         live = [f"fallback: [{reason.code}] {str(reason).splitlines()[0]}" for reason in reasons]
         return (*super().notes(), *live)
 
     def begin(self) -> None:
         """Remembers what both paths have done so far."""
         super().begin()
-        self._live = Counter(self._retrograd.explain().fallbacks)
+        self._live = Counter(self._backwards())
+
+    def _backwards(self) -> dict[Any, int]:
+        """The reasons for which a backward ran on the stock engine."""
+        fallbacks = self._retrograd.explain().fallbacks
+        return {reason: n for reason, n in fallbacks.items() if reason.stage.startswith("live")}
 
 
 def eager_numbers() -> AbstractContextManager[Any]:

@@ -54,7 +54,7 @@ class RetrogradLive(Subject):
     def begin(self) -> None:
         """Remembers retrograd's counters and its reasons for fallbacks so far."""
         self._before = Counter(self._retrograd.counters)
-        self._reasons = Counter(self._retrograd.explain().fallbacks)
+        self._reasons = Counter(self._backwards())
 
     def compiles(self) -> int:
         """Segments lowered since `begin`."""
@@ -65,9 +65,14 @@ class RetrogradLive(Subject):
         idle = () if self._since("runs") else ("no backward of this case was compiled",)
         if not self._since("fallbacks"):
             return idle
-        reasons = Counter(self._retrograd.explain().fallbacks) - self._reasons
+        reasons = Counter(self._backwards()) - self._reasons
         notes = [f"fallback: [{reason.code}] {str(reason).splitlines()[0]}" for reason in reasons]
         return (*(notes or ["fallback: no reason given"]), *idle)
+
+    def _backwards(self) -> dict[Any, int]:
+        """The reasons for which a backward ran on the stock engine."""
+        fallbacks = self._retrograd.explain().fallbacks
+        return {reason: n for reason, n in fallbacks.items() if reason.stage.startswith("live")}
 
     def reset(self, cold: bool) -> None:
         """Caches stay warm between cases, as they do for users, unless a case asks."""

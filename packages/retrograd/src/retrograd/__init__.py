@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any
 from retrograd.version import VERSION
 
 if TYPE_CHECKING:
-    from retrograd.api import CompiledAutograd, compile, compiled_autograd, disable, enable, explain, reset
+    from retrograd.api import (
+        CompiledAutograd,
+        CompiledStep,
+        compile,
+        compile_step,
+        compiled_autograd,
+        disable,
+        enable,
+        explain,
+        reset,
+    )
     from retrograd.config import Config
     from retrograd.errors import (
         BackendError,
@@ -25,20 +35,21 @@ if TYPE_CHECKING:
         FallbackWarning,
         LoadError,
         LoweringError,
+        OptionError,
         RetrogradError,
-        UnknownBackendError,
         UnsupportedTorchError,
         VerificationError,
     )
     from retrograd.events import counters
-    from retrograd.step import compile_step
 
 __version__ = VERSION
 
 _HOMES = {
     "retrograd.api": (
         "CompiledAutograd",
+        "CompiledStep",
         "compile",
+        "compile_step",
         "compiled_autograd",
         "disable",
         "enable",
@@ -55,12 +66,11 @@ _HOMES = {
         "LoadError",
         "LoweringError",
         "RetrogradError",
-        "UnknownBackendError",
+        "OptionError",
         "UnsupportedTorchError",
         "VerificationError",
     ),
     "retrograd.events": ("counters",),
-    "retrograd.step": ("compile_step",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -68,14 +78,15 @@ __all__ = [
     "BackendError",
     "CaptureError",
     "CompiledAutograd",
+    "CompiledStep",
     "Config",
     "ContextError",
     "ExportError",
     "FallbackWarning",
     "LoadError",
     "LoweringError",
+    "OptionError",
     "RetrogradError",
-    "UnknownBackendError",
     "UnsupportedTorchError",
     "VerificationError",
     "compile",

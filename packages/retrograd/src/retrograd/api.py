@@ -1,6 +1,6 @@
-"""What users call: context, process-wide switch, report, reset. The only module that knows the stages' order.
+"""What users call: contexts, the process-wide switch, compiled callables, the report, reset.
 
-In: the user's choices. Out: `CompiledAutograd` contexts and `Report` values.
+In: the user's choices. Out: `CompiledAutograd` contexts, compiled callables and `Report` values.
 """
 
 from __future__ import annotations
@@ -12,27 +12,34 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.collect import clear_engine_cache
 from retrograd._torch.compiled_forwards import CompiledForwards
 from retrograd._torch.probe import check_supported
 from retrograd._torch.streams import side_streams
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
-from retrograd.dynamo import retrograd as dynamo_backend
-from retrograd.events import counters
-from retrograd.graph.report import Report
+from retrograd.dynamo import CompiledStep, compile_step, config_of
+from retrograd.dynamo.backend import retrograd as dynamo_backend
 from retrograd.live.background import wait_for_all
 from retrograd.live.claims import begin_claims, claim, end_claims
-from retrograd.live.contexts import ProcessWide, enter, gateway, leave
+from retrograd.live.contexts import ProcessWide, enter, is_anything_open, leave, open_gateway
 from retrograd.live.decorate import decorated
-from retrograd.live.kept_graph import forget_kept_classes
-from retrograd.live.session import Session, forget_warnings
-from retrograd.live.sharing import forget_shared
+from retrograd.live.session import Session
+from retrograd.process import forget_everything
+from retrograd.report import Report, process_report
 
-__all__ = ["CompiledAutograd", "compile", "compiled_autograd", "disable", "enable", "explain", "reset"]
+__all__ = [
+    "CompiledAutograd",
+    "CompiledStep",
+    "compile",
+    "compile_step",
+    "compiled_autograd",
+    "disable",
+    "enable",
+    "explain",
+    "reset",
+]
 
-_process_report = Report()
-_compiled_forwards = CompiledForwards(gateway.is_open)
+_compiled_forwards = CompiledForwards(is_anything_open)
 
 
 class CompiledAutograd:
@@ -44,8 +51,8 @@ class CompiledAutograd:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.report = Report()
-        self._session = Session(config, (self.report, _process_report))
+        self.report = Report(above=process_report)
+        self._session = Session(config, self.report)
 
     def __enter__(self) -> CompiledAutograd:
         check_supported()
@@ -113,7 +120,7 @@ def compiled_autograd(  # noqa: PLR0913 - as many parameters as there are choice
     inputs are interpreted; under ``"fail_on_recompile"`` they raise `LoweringError`.
 
     Raises:
-        UnknownBackendError: `backend` is neither a known name nor a callable.
+        OptionError: an option has a value that it cannot have.
         UnsupportedTorchError: on entering, if torch does not offer the engine's protocol.
         ContextError: on leaving, if this thread or task has not entered it.
 
@@ -121,14 +128,20 @@ def compiled_autograd(  # noqa: PLR0913 - as many parameters as there are choice
         >>> with retrograd.compiled_autograd(backend="eager"):
         ...     loss.backward()
     """
-    find_backend(backend).prepare()
+    config = Config(
+        backend=backend,
+        strict=strict,
+        dynamic=dynamic,
+        recompile_limit=recompile_limit,
+        opaque=opaque,
+        regions=regions,
+        background=background,
+        cudagraphs=cudagraphs,
+    )
+    find_backend(backend)
     _compiled_forwards.watch()
     side_streams.watch()
-    return CompiledAutograd(
-        Config(
-            backend, strict, dynamic, recompile_limit, Config.names(opaque), regions, background, cudagraphs
-        )
-    )
+    return CompiledAutograd(config)
 
 
 def compile(
@@ -160,8 +173,7 @@ def compile(
         What ``torch.compile`` returns: for a module, a module.
 
     Raises:
-        UnknownBackendError: `backend` is neither a known name nor a callable.
-        BackendError: an unknown mode or option.
+        OptionError: an unknown mode or option, or a value that it cannot have.
         UnsupportedTorchError: torch does not offer the engine's protocol.
 
     Example:
@@ -172,13 +184,19 @@ def compile(
         return functools.partial(
             compile, backend=backend, fullgraph=fullgraph, dynamic=dynamic, mode=mode, options=options
         )
-    strict = bool((options or {}).get("strict", False))
     chosen = {**(options or {}), "backend": backend}
-    cudagraphs = dynamo_backend.check(mode, chosen).cudagraphs
-    regions = (options or {}).get("regions", True)
-    live = compiled_autograd(backend, strict=strict, dynamic=dynamic, regions=regions, cudagraphs=cudagraphs)
-    session = Session(live.config, (_process_report,))
+    config = config_of(mode, chosen)
+    live = Config(
+        backend=backend,
+        strict=config.strict,
+        dynamic=dynamic,
+        regions=config.regions,
+        cudagraphs=config.cudagraphs,
+    )
+    session = Session(live, process_report)
     check_supported()
+    _compiled_forwards.watch()
+    side_streams.watch()
     compiler: Any = torch.compile
     compiled = compiler(
         target,
@@ -191,8 +209,8 @@ def compile(
     else:
         compiled = _claiming(compiled, session)
     begin_claims(session)
-    gateway.open()
-    weakref.finalize(compiled, _let_go, session).atexit = False
+    open_gateway()
+    weakref.finalize(compiled, end_claims, session).atexit = False
     return compiled
 
 
@@ -209,11 +227,6 @@ def _claiming(call: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return run
 
 
-def _let_go(session: Session) -> None:
-    end_claims(session)
-    gateway.close()
-
-
 def enable(backend: str | Callable[..., Any] = "inductor", **options: Any) -> None:
     """Compile every backward of this process, on all threads, also on those started later.
 
@@ -224,7 +237,7 @@ def enable(backend: str | Callable[..., Any] = "inductor", **options: Any) -> No
         options: the other arguments of `compiled_autograd`.
 
     Raises:
-        UnknownBackendError: `backend` is neither a known name nor a callable.
+        OptionError: an option has a value that it cannot have.
         UnsupportedTorchError: torch does not offer the engine's protocol.
 
     Example:
@@ -234,7 +247,7 @@ def enable(backend: str | Callable[..., Any] = "inductor", **options: Any) -> No
     """
     config = compiled_autograd(backend, **options).config
     check_supported()
-    ProcessWide.switch(Session(config, (_process_report,)))
+    ProcessWide.switch(Session(config, process_report))
 
 
 def disable() -> None:
@@ -249,7 +262,8 @@ def explain(
     backend: str | Callable[..., Any] = "eager",
     **kwargs: Any,
 ) -> Report:
-    """Say what was captured: node calls, segments, opaque calls, guards, recompiles, fallbacks.
+    """Say what was captured and compiled: backwards with their segments, opaque calls, guards and recompiles;
+    graphs that were compiled ahead of time; and what ran as eager runs it, with the reason.
 
     Args:
         fn: something that runs backwards; it is called with `args` and `kwargs` inside a context of its
@@ -260,7 +274,7 @@ def explain(
         The report; ``print(report)`` is readable, ``report.print_readable()`` shows the graphs.
     """
     if fn is None:
-        return _process_report
+        return process_report
     with compiled_autograd(backend) as context:
         fn(*args, **kwargs)
     return context.report
@@ -271,10 +285,4 @@ def reset() -> None:
 
     What `enable` set stays set, and open contexts stay open: their next backwards are captured anew.
     """
-    clear_engine_cache()
-    forget_kept_classes()
-    _process_report.backwards.clear()
-    _process_report.fallbacks.clear()
-    counters.clear()
-    forget_warnings()
-    forget_shared()
+    forget_everything()

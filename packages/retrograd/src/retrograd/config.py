@@ -1,100 +1,158 @@
-"""What the user can choose about the live path, as one frozen value.
+"""What the user can choose, as one frozen value for every way in.
 
-In: the keyword arguments of ``retrograd.compiled_autograd``. Out: `Config`.
+In: the keyword arguments of ``compiled_autograd``, ``compile``, ``compile_step``, ``aot.function`` and
+``aot.module``, and the ``options`` of ``torch.compile(backend="retrograd")``. Out: a checked `Config`. An
+option has one name and one meaning wherever it is accepted; an option that a way in does not accept is not
+among its parameters, and keeps its default here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
+
+from retrograd.errors import OptionError
 
 if TYPE_CHECKING:
     import torch
 
     CompileFn = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
-__all__ = ["FEWEST_COPIES", "SMALLEST_REGION", "Config", "fewest_copies", "smallest_region"]
+__all__ = ["PARTITIONERS", "Config", "Policy"]
 
-#: autograd nodes that a region has at least: with fewer, what a call of its code costs is felt.
-SMALLEST_REGION = 16
+#: the partitioners that have a name.
+PARTITIONERS = ("min_cut", "recompute_all", "save_all")
 
-#: copies of a region that there are at least: two or three are compiled as quickly in one piece.
-FEWEST_COPIES = 4
+#: a name, or a partitioner in torch's form: ``(gm, inputs, *, num_fwd_outputs) -> (forward, backward)``.
+Policy = str | Callable[..., Any]
 
+#: a repeated part that is compiled once has at least this many autograd nodes: with fewer, the call costs
+#: more than the compilation saves.
+_SMALLEST_REPEAT = 16
 
-def smallest_region(regions: bool | int) -> int:
-    """How many autograd nodes a region has at least, for the option ``regions=``; 0: there are no regions.
-
-    Raises:
-        ValueError: neither True nor False nor a number of nodes.
-    """
-    if not isinstance(regions, int) or regions < 0:
-        raise ValueError(f"regions must be True, False or a number of nodes, got {regions!r}")
-    return SMALLEST_REGION if regions is True else int(regions)
+#: a repeated part has at least this many copies: two or three are compiled as quickly in one piece.
+_FEWEST_COPIES = 4
 
 
-def fewest_copies(regions: bool | int) -> int:
-    """How many copies of a region there are at least, for the option ``regions=``."""
-    return FEWEST_COPIES if regions is True else 2
+def _is_switch(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_compiler(value: Any) -> bool:
+    return isinstance(value, str) or callable(value) or callable(getattr(value, "compile", None))
+
+
+def _are_passes(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(one, str) or callable(one) for one in value)
+
+
+#: for each option, whether it may have a value, and what it may be in words.
+_ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "backend": (_is_compiler, "a backend's name, or a callable (gm, example_inputs) -> callable"),
+    "backward": (
+        lambda value: value is None or _is_compiler(value),
+        "None, a backend's name, or a callable (gm, example_inputs) -> callable",
+    ),
+    "partitioner": (
+        lambda value: value in PARTITIONERS if isinstance(value, str) else callable(value),
+        f"one of {', '.join(map(repr, PARTITIONERS))}, or a callable "
+        "(gm, inputs, *, num_fwd_outputs) -> (forward, backward)",
+    ),
+    "passes": (_are_passes, "a sequence of pass names and callables (gm, example_inputs) -> gm"),
+    "dynamic": (lambda value: value is None or _is_switch(value), "None, True or False"),
+    "recompile_limit": (_is_count, "a whole number, at least 1"),
+    "cache_size": (_is_count, "a whole number, at least 1"),
+    "opaque": (
+        lambda value: isinstance(value, frozenset) and all(isinstance(name, str) for name in value),
+        "a collection of autograd node names such as 'MulBackward0'",
+    ),
+    "regions": (
+        lambda value: isinstance(value, int) and value >= 0,
+        "True, False, or the smallest number of autograd nodes",
+    ),
+    "strict": (_is_switch, "True or False"),
+    "single_region": (_is_switch, "True or False"),
+    "background": (_is_switch, "True or False"),
+    "cudagraphs": (_is_switch, "True or False"),
+}
 
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of one ``compiled_autograd`` context.
+    """Settings of one compiled callable or context.
 
     Attributes:
         backend: a registered name (``"inductor"``, ``"aten"``, ``"eager"``) or a callable
-            ``(gm, example_inputs) -> callable`` that receives the functionalised ATen graph of a segment.
-        strict: raise `CaptureError` / `LoweringError` instead of running as eager does.
+            ``(gm, example_inputs) -> callable`` that receives functional ATen graphs.
+        backward: the same for the backward graphs; None: as `backend`.
+        partitioner: what the forward saves for the backward; see ``aot.partition``.
+        passes: applied to the joint graph, in order: names, or callables ``(gm, example_inputs) -> gm``.
+        strict: raise instead of running as eager does what cannot be captured or compiled.
         dynamic: ``None``: sizes are static until they change, then symbolic; ``True``: symbolic from
             the start; ``False``: always static.
-        recompile_limit: lowerings of one segment after which it is interpreted node by node.
-        opaque: names of autograd nodes (``"MulBackward0"``) to be run as opaque calls.
-        regions: whether structure that repeats itself is compiled once, where that is worth it; a number:
-            from how many autograd nodes on it is.
+        recompile_limit: compilations of one piece of code, after which it runs as eager runs it.
+        cache_size: kinds of input whose code is kept; the one unused for longest is dropped first.
+        opaque: names of autograd nodes (``"MulBackward0"``) to be run as opaque calls; a frozenset.
+        regions: whether structure that repeats itself is compiled once, where that pays; a number: from how
+            many autograd nodes on it does.
+        single_region: differentiate all outputs together, as stock AOTAutograd does.
         background: compile on another thread, and interpret until the code is there.
-        cudagraphs: record what compiled segments do on a CUDA device, and replay it where that is safe.
+        cudagraphs: record what compiled code does on a CUDA device, and replay it where that is safe.
+
+    Raises:
+        OptionError: an option has a value that it cannot have.
     """
 
     backend: str | CompileFn = field(default="inductor", compare=False)
+    backward: str | CompileFn | None = field(default=None, compare=False)
+    partitioner: Policy = field(default="min_cut", compare=False)
+    passes: Sequence[str | Callable[..., Any]] = field(default=(), compare=False)
     strict: bool = False
     dynamic: bool | None = None
     recompile_limit: int = 8
-    opaque: frozenset[str] = frozenset()
+    cache_size: int = 64
+    opaque: Iterable[str] = frozenset()
     regions: bool | int = True
+    single_region: bool = False
     background: bool = False
     cudagraphs: bool = False
 
-    #: what tells two backends apart: a callable need not be hashable, and is equal to itself only.
-    _backend_key: str | int = field(init=False, repr=False)
+    #: callables need not be hashable: each is equal to itself only.
+    _identities: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        key = self.backend if isinstance(self.backend, str) else id(self.backend)
-        object.__setattr__(self, "_backend_key", key)
-        if self.recompile_limit < 1:
-            raise ValueError(f"recompile_limit must be at least 1, got {self.recompile_limit}")
-        if self.dynamic not in (None, True, False):
-            raise ValueError(f"dynamic must be None, True or False, got {self.dynamic!r}")
-        smallest_region(self.regions)
+        object.__setattr__(self, "passes", _collected(self.passes, tuple))
+        object.__setattr__(self, "opaque", _collected(self.opaque, frozenset))
+        for name, (is_allowed, expected) in _ALLOWED.items():
+            if not is_allowed(value := getattr(self, name)):
+                raise OptionError(name, f"got {value!r}", expected)
+        chosen = (self.backend, self.backward, self.partitioner, *self.passes)
+        identities = tuple(one if isinstance(one, str) else id(one) for one in chosen)
+        object.__setattr__(self, "_identities", identities)
 
     @property
-    def smallest_region(self) -> int:
-        """How many autograd nodes a region has at least; 0: there are no regions."""
-        return smallest_region(self.regions)
+    def smallest_repeat(self) -> int:
+        """How many autograd nodes a part has at least that is compiled once; 0: nothing is."""
+        return _SMALLEST_REPEAT if self.regions is True else int(self.regions)
 
     @property
     def fewest_copies(self) -> int:
-        """How many copies of a region there are at least."""
-        return fewest_copies(self.regions)
+        """How many copies of such a part there are at least."""
+        return _FEWEST_COPIES if self.regions is True else 2
 
     @staticmethod
-    def names(opaque: Iterable[str]) -> frozenset[str]:
-        """Check and freeze a collection of autograd node names."""
-        if isinstance(opaque, str):
-            raise TypeError(f"opaque must be a collection of node names, got the string {opaque!r}")
-        names = frozenset(opaque)
-        for name in names:
-            if not isinstance(name, str):
-                raise TypeError(f"opaque must hold node names such as 'MulBackward0', got {name!r}")
-        return names
+    def default_of(name: str) -> Any:
+        """The value that an option has if nobody gives it."""
+        return next(option.default for option in fields(Config) if option.name == name)
+
+
+def _collected(value: Any, kind: Callable[[Iterable[Any]], Any]) -> Any:
+    """A collection in its frozen form; a string is no collection of names."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return value
+    return kind(value)

@@ -16,10 +16,10 @@ __all__ = [
     "FallbackWarning",
     "LoadError",
     "LoweringError",
+    "OptionError",
     "PassError",
     "Reason",
     "RetrogradError",
-    "UnknownBackendError",
     "UnlikeTracedError",
     "UnsupportedTorchError",
     "VerificationError",
@@ -103,17 +103,21 @@ class PassError(_ReasonedError):
 
 
 class BackendError(RetrogradError):
-    """A backend was given something that is not one."""
+    """A backend or a partitioner returned something that cannot be used."""
 
 
-class UnknownBackendError(BackendError):
-    """A backend name that is not registered."""
+class OptionError(RetrogradError, ValueError):
+    """An option that does not exist, or has a value that it cannot have.
 
-    def __init__(self, name: str, known: tuple[str, ...]) -> None:
-        super().__init__(
-            f"unknown backend {name!r}\n"
-            f"  expected one of {', '.join(known)}, or a callable (gm, example_inputs) -> callable"
-        )
+    Args:
+        name: of the option.
+        found: what is wrong with it.
+        expected: the allowed values, in words.
+    """
+
+    def __init__(self, name: str, found: str, expected: str) -> None:
+        super().__init__(f"option {name!r}: {found}\n  expected  {expected}")
+        self.name = name
 
 
 class UnsupportedTorchError(RetrogradError):

@@ -12,6 +12,8 @@ import os
 import warnings
 from collections import Counter
 
+from retrograd.process import forgotten_by_reset
+
 __all__ = ["LOGS", "counters", "live_log", "switch_logs"]
 
 #: Totals of this process: ``captures`` (backward graphs recorded), ``plans`` (schedules laid out),
@@ -20,6 +22,7 @@ __all__ = ["LOGS", "counters", "live_log", "switch_logs"]
 #: ``opaque_calls`` (steps run as eager runs them), ``runs`` (plans run), ``cuda_graph_recordings``,
 #: ``cuda_graph_replays`` and ``cuda_graph_plain_calls`` (calls of code that may be recorded, run as it is).
 counters: Counter[str] = Counter()
+forgotten_by_reset(counters.clear)
 
 live_log = logging.getLogger("retrograd.live")
 

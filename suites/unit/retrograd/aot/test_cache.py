@@ -15,9 +15,8 @@ import torch
 
 from retrograd import aot
 from retrograd._torch.cache_folder import why_not_trusted
-from retrograd.cache.call_guard import CallGuard
-from retrograd.cache.lookup import GuardedCache
 from retrograd.events import counters
+from retrograd.specialize import CallGuard, GuardedCache
 
 
 @dataclass

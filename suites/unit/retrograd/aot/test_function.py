@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import retrograd
 from retrograd import aot
-from retrograd.errors import CaptureError, FallbackWarning, UnknownBackendError
+from retrograd.errors import CaptureError, FallbackWarning, OptionError
 from unit.retrograd.aot.against_eager import captures, leaf, tensor
 
 quiet = pytest.mark.filterwarnings("ignore::retrograd.errors.FallbackWarning")
@@ -179,7 +179,7 @@ def test_more_kinds_than_the_limit_run_eagerly() -> None:
     for size in (2, 3, 4, 5):
         assert torch.equal(call(tensor(size)), tensor(size) * 2)
     assert (captures(), fallbacks()) == (2, 2)
-    assert "recompile-limit" in [reason.code for reason in aot.explain().fallbacks]
+    assert "recompile-limit" in [reason.code for reason in retrograd.explain().fallbacks]
 
 
 def test_the_limit_is_an_error_if_strict() -> None:
@@ -198,7 +198,7 @@ def test_reset_forgets() -> None:
 
 
 def test_backends() -> None:
-    with pytest.raises(UnknownBackendError, match="nowhere"):
+    with pytest.raises(OptionError, match="nowhere"):
         aot.function(lambda x: x, backend="nowhere")
     seen = []
 
@@ -225,7 +225,7 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why() -> None:
         assert torch.equal(call(w), reads_data(w))
     assert torch.equal(call(w), reads_data(w))
     assert (captures(), fallbacks()) == (0, 2)
-    *_, reason = aot.explain().fallbacks
+    *_, reason = retrograd.explain().fallbacks
     assert (reason.stage, bool(reason.way_out)) == ("aot.capture", True)
 
 
@@ -312,32 +312,6 @@ def test_tensors_of_a_closure_are_inputs() -> None:
     assert captures() == 1
 
 
-def test_another_tensor_in_the_closure() -> None:
-    scale = tensor(4)
-    call = compiled(lambda x: x * scale)
-    call(w)
-    scale = tensor(4, seed=9)
-    assert torch.equal(call(w), w * scale)
-
-
-def test_another_number_in_the_closure() -> None:
-    factor = 2
-    call = compiled(lambda x: x * factor)
-    call(w)
-    factor = 3
-    assert torch.equal(call(w), w * factor)
-
-
-FACTOR = 2
-
-
-def test_another_number_in_a_global(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = compiled(lambda x: x * FACTOR)
-    call(w)
-    monkeypatch.setitem(globals(), "FACTOR", 3)
-    assert torch.equal(call(w), w * 3)
-
-
 def test_methods_and_partials() -> None:
     class Holder:
         def __init__(self) -> None:
@@ -348,21 +322,6 @@ def test_methods_and_partials() -> None:
 
     assert torch.equal(compiled(Holder().times)(w, 2.0), w * 4)
     assert torch.equal(compiled(functools.partial(torch.mul, w))(w), w * w)
-
-
-def test_another_number_in_an_attribute() -> None:
-    class Holder:
-        def __init__(self) -> None:
-            self.scale = 2.0
-
-        def times(self, x: Tensor) -> Tensor:
-            return x * self.scale
-
-    holder = Holder()
-    call = compiled(holder.times)
-    call(w)
-    holder.scale = 3.0
-    assert torch.equal(call(w), w * 3)
 
 
 # Modules
@@ -506,7 +465,7 @@ def test_the_same_state_as_the_module() -> None:
     call = module(net)
     assert [id(p) for p in call.parameters()] == [id(p) for p in net.parameters()]
     assert call.first is net.first
-    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got function"):
+    with pytest.raises(OptionError, match=r"got function\n  expected  a torch\.nn\.Module"):
         aot.module(lambda x: x)  # type: ignore[arg-type]
 
 

@@ -104,7 +104,7 @@ output 0 depends on the cotangent of junction 0, and belongs to the forward
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown pass 'fold'\n  expected one of fold_constants, "):
+    with pytest.raises(ValueError, match="unknown pass 'fold'\n  expected  one of fold_constants, "):
         linear().apply("fold")
 
 

@@ -147,7 +147,7 @@ def test_a_live_context_without_a_device_says_that_nothing_is_recorded():
 
 
 def test_symbolic_sizes_are_refused_with_a_reason(recorder):
-    aot.reset()
+    retrograd.reset()
     run = aot.function(lambda a: a.sin() * 2, backend="eager", dynamic=True, cudagraphs=True)
     with pytest.warns(retrograd.FallbackWarning, match="its sizes are symbolic"):
         run(torch.ones(5, requires_grad=True)).sum().backward()

@@ -16,6 +16,8 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
+from retrograd._torch.patches import handled_here
+
 __all__ = ["checkpoints_marked"]
 
 
@@ -26,31 +28,35 @@ class _Marks(Protocol):
 
 @contextmanager
 def checkpoints_marked(tracer: _Marks) -> Iterator[None]:
-    """Checkpoints that run inside only mark."""
+    """Checkpoints that run inside, on this thread, only mark."""
     groups = itertools.count(1)
 
     def without_reentry(
-        fn: Any, preserve_rng_state: bool = True, context_fn: Any = None, *args: Any, **kwargs: Any
+        original: Any,
+        fn: Any,
+        preserve_rng_state: bool = True,
+        context_fn: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Iterator[None]:
-        with tracer.marking(_policy(context_fn), next(groups)):
-            yield
+        return _marked(tracer, _policy(context_fn), next(groups))
 
-    class Reentrant:
-        """In place of ``CheckpointFunction``: gradients only if an argument requires grad."""
+    def reentrant(original: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        """In place of ``CheckpointFunction.apply``: gradients only if an argument requires grad."""
+        wanted = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+        with torch.set_grad_enabled(wanted), tracer.marking(_always, next(groups)):
+            return function(*args)
 
-        @staticmethod
-        def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-            wanted = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-            with torch.set_grad_enabled(wanted), tracer.marking(_always, next(groups)):
-                return function(*args)
-
-    before = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
-    torch_checkpoint._checkpoint_without_reentrant_generator = without_reentry
-    torch_checkpoint.CheckpointFunction = Reentrant  # type: ignore[assignment, misc]
-    try:
+    with (
+        handled_here("torch.utils.checkpoint:_checkpoint_without_reentrant_generator", without_reentry),
+        handled_here("torch.utils.checkpoint:CheckpointFunction.apply", reentrant),
+    ):
         yield
-    finally:
-        torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction = before  # type: ignore[misc]
+
+
+def _marked(tracer: _Marks, policy: Callable[..., Any], group: int) -> Iterator[None]:
+    with tracer.marking(policy, group):
+        yield
 
 
 def _always(*args: Any, **kwargs: Any) -> CheckpointPolicy:

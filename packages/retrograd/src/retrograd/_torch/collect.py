@@ -23,6 +23,7 @@ from torch._dynamo.utils import counters as dynamo_counters
 
 from retrograd._torch.engine import EngineRequest, run_stock
 from retrograd._torch.window import EngineBusyError, window
+from retrograd.process import forgotten_by_reset
 
 __all__ = ["Collected", "clear_engine_cache", "collect"]
 
@@ -129,6 +130,7 @@ def runtime_wrapper(
         return list(artifact(call))
 
 
+@forgotten_by_reset
 def clear_engine_cache() -> None:
     """Drop every structure that the engine remembers, ours and others'."""
     global _structures

@@ -11,7 +11,6 @@ changed, where the graph draws random numbers or changes its inputs, stock's ref
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +20,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.output_graph import OutputGraph
-from torch.autograd.function import FunctionMeta
 
 from retrograd._torch.boxed import copied
+from retrograd._torch.patches import handle
 from retrograd._torch.tensors import zeros_for_slot
 
 __all__ = ["CompiledForwards"]
@@ -80,31 +78,22 @@ class CompiledForwards:
         """Wrap the two places where a compiled function is made."""
         if not self._watches:
             self._watches = True
-            OutputGraph.call_user_compiler = self._compiler_watched()  # type: ignore[method-assign]
-            FunctionMeta.__init__ = self._function_watched()  # type: ignore[method-assign]
+            handle("torch._dynamo.output_graph:OutputGraph.call_user_compiler", _compiling_graph)
+            handle("torch.autograd.function:FunctionMeta.__init__", self._made_function)
 
-    def _compiler_watched(self) -> Callable[..., Any]:
-        original = OutputGraph.call_user_compiler
+    def _made_function(
+        self, original: Callable[..., None], cls: Any, name: str, bases: Any, attrs: dict[str, Any]
+    ) -> None:
+        graph = _compiling.graph
+        if graph is not None and "_lazy_backward_info" in attrs:
+            _compiling.graph = None  # a second Function of one graph has a part of it: not known which
+            _make_differentiable(cls, attrs, graph, self._is_active)
+        original(cls, name, bases, attrs)
 
-        @functools.wraps(original)
-        def call_user_compiler(output: Any, gm: fx.GraphModule, *args: Any) -> Any:
-            with _graph_at_hand(gm):
-                return original(output, gm, *args)
 
-        return call_user_compiler
-
-    def _function_watched(self) -> Callable[..., None]:
-        original = FunctionMeta.__init__
-
-        @functools.wraps(original)
-        def make_function(cls: Any, name: str, bases: Any, attrs: dict[str, Any]) -> None:
-            graph = _compiling.graph
-            if graph is not None and "_lazy_backward_info" in attrs:
-                _compiling.graph = None  # a second Function of one graph has a part of it: not known which
-                _make_differentiable(cls, attrs, graph, self._is_active)
-            original(cls, name, bases, attrs)
-
-        return make_function
+def _compiling_graph(original: Callable[..., Any], output: Any, gm: fx.GraphModule, *args: Any) -> Any:
+    with _graph_at_hand(gm):
+        return original(output, gm, *args)
 
 
 @contextmanager

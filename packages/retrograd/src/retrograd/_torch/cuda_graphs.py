@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.locks import ForkSafeLock
+from retrograd.process import ForkSafeLock
 
 __all__ = ["CudaRecorder", "CudaRecording", "RecordingError"]
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._C._dynamo.guards import compute_overlapping_tensors
 from torch._dynamo import list_backends, register_backend
-from torch._guards import DuplicateInputs, StorageOverlap, TracingContext, detect_fake_mode
+from torch._guards import DuplicateInputs, TracingContext, detect_fake_mode
 
 from retrograd._torch.fakes import fake_mode_of, is_fake
 
@@ -25,12 +24,12 @@ __all__ = [
     "fake_of_attribute",
     "grad_mode_left",
     "graph_inputs",
-    "guard_no_other_overlap",
     "guard_same",
     "has_symbols",
     "mode_of",
     "register_once",
     "traced_in",
+    "why_ended",
     "why_not_as_given",
 ]
 
@@ -141,26 +140,14 @@ def guard_same(first: GraphInput, second: GraphInput) -> None:
         guards.append(DuplicateInputs(first.source, second.source))
 
 
-def guard_no_other_overlap(inputs: Sequence[GraphInput]) -> None:
-    """Dynamo is to compile again when other inputs than now share memory."""
-    context = TracingContext.try_get()
-    known = {id(i.source): i for i in inputs if i.source is not None and _has_memory(i.given)}
-    if context is None or len(known) < 2:
-        return
-    items = list(known.values())
-    sharing = set(compute_overlapping_tensors([item.given for item in items], symbolic=False))
-    together = [item.source for number, item in enumerate(items) if number in sharing]
-    apart = [item.source for number, item in enumerate(items) if number not in sharing]
-    guards: list[Any] = context.guards_context.aotautograd_guards
-    guards.append(StorageOverlap(together, apart))
-
-
-def _has_memory(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and type(value) in (torch.Tensor, torch.nn.Parameter)
-        and value.layout is torch.strided
-    )
+def why_ended(gm: fx.GraphModule) -> str:
+    """Why Dynamo ended the graph where it did, and where; empty if nothing was left."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not getattr(reason, "graph_break", True):
+        return ""
+    text = str(reason.reason).strip().splitlines()[0]
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    return text if frame is None else f"{text} ({frame.filename}:{frame.lineno})"
 
 
 def grad_mode_left(gm: fx.GraphModule) -> bool | None:

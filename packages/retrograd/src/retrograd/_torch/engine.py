@@ -2,23 +2,22 @@
 
 In: the arguments of ``torch.autograd.graph._engine_run_backward``, the one Python gateway of
 ``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad``. Out: the gradients.
-
-The gateway is replaced while at least one context of ours is active, and put back with the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.autograd.graph as autograd_graph
 
-from retrograd._torch.locks import ForkSafeLock
+__all__ = ["GATEWAYS", "EngineRequest", "run_stock", "stock_calls_on"]
 
-__all__ = ["Companion", "EngineRequest", "Gateway", "run_stock", "stock_calls_on"]
+#: where torch keeps the gateway.
+GATEWAYS = ("torch.autograd.graph:_engine_run_backward", "torch.autograd:_engine_run_backward")
 
 _stock_run_backward = autograd_graph._engine_run_backward
 
@@ -51,12 +50,7 @@ class EngineRequest:
         return replace(self, inputs=self.inputs[: -self.added], added=0) if self.added else self
 
     @classmethod
-    def of(cls, *args: Any, **kwargs: Any) -> EngineRequest:
-        """Read the arguments as the gateway receives them."""
-        return cls._of(*args, **kwargs)
-
-    @classmethod
-    def _of(
+    def of(
         cls,
         tensors: Iterable[Any],
         grad_tensors: Iterable[Any],
@@ -66,6 +60,7 @@ class EngineRequest:
         allow_unreachable: bool = False,
         accumulate_grad: bool = False,
     ) -> EngineRequest:
+        """Read the arguments as the gateway receives them."""
         return cls(
             tuple(tensors),
             tuple(grad_tensors),
@@ -97,52 +92,3 @@ def stock_calls_on(frame: FrameType | None) -> int:
         count += frame.f_code is _stock_run_backward.__code__
         frame = frame.f_back
     return count
-
-
-class Companion(Protocol):
-    """Something that is in place while the gateway is open."""
-
-    def install(self) -> None: ...
-    def remove(self) -> None: ...
-
-
-class Gateway:
-    """Replaces torch's gateway by a handler while somebody wants it; counts who does.
-
-    Args:
-        handler: called with the gateway's arguments; returns the gradients.
-        companions: installed and removed with it.
-    """
-
-    _modules: tuple[Any, ...] = (torch.autograd.graph, torch.autograd)
-
-    def __init__(self, handler: Callable[..., Any], *companions: Companion) -> None:
-        self._handler, self._companions = handler, companions
-        self._users = 0
-        self._lock = ForkSafeLock()
-        self._prior: list[Any] = []
-
-    def open(self) -> None:
-        """One more user: install the handler if it is the first."""
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._prior = [module._engine_run_backward for module in self._modules]
-                for module in self._modules:
-                    module._engine_run_backward = self._handler
-                for companion in self._companions:
-                    companion.install()
-
-    def is_open(self) -> bool:
-        """Whether anybody uses it."""
-        return self._users > 0
-
-    def close(self) -> None:
-        """One user less: put torch's gateway back after the last."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                for module, prior in zip(self._modules, self._prior, strict=True):
-                    module._engine_run_backward = prior
-                for companion in self._companions:
-                    companion.remove()

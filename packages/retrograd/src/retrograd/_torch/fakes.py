@@ -29,6 +29,7 @@ __all__ = [
     "new_fake_mode",
     "retraced",
     "strided_fake",
+    "symbolic_integer",
     "why_not_fakeable",
 ]
 
@@ -73,10 +74,18 @@ def fake_of(mode: FakeTensorMode, value: torch.Tensor, name: str, symbolic: Iter
     return mode.from_tensor(bare, symbolic_context=context, source=source)
 
 
+def symbolic_integer(mode: FakeTensorMode, value: int, name: str) -> torch.SymInt | int:
+    """A symbolic number that is `value` now; 0 and 1 stay what they are. `mode` has a shape environment."""
+    assert mode.shape_env is not None
+    source = ConstantSource(name)
+    symbol = mode.shape_env.create_symbol(value, source, dynamic_dim=DimDynamic.DUCK)
+    return mode.shape_env.create_symintnode(symbol, hint=value, source=source)
+
+
 def why_not_fakeable(value: torch.Tensor) -> str | None:
-    """Why a tensor cannot stand in a joint graph; None if it can."""
+    """Why a tensor cannot stand in a graph; None if it can."""
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
-        return "a tensor wrapped by a functorch transform"
+        return "tensor wrapped by a functorch transform"
     for inner in inner_tensors(value) if is_wrapper(value) else [value]:
         if type(inner).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not isinstance(
             inner, FakeTensor
@@ -86,8 +95,6 @@ def why_not_fakeable(value: torch.Tensor) -> str | None:
             return f"{inner.layout} tensor"
         if inner.is_quantized or inner.is_nested:
             return "quantized tensor" if inner.is_quantized else "nested tensor"
-        if inner.is_neg() or inner.is_conj():
-            return "lazily conjugated or negated tensor"
     return None
 
 

@@ -1,8 +1,8 @@
 """Hooks that user code registers or removes while a backward is running.
 
-In: registrations and removals on this thread, seen because torch's Python entry points to them are wrapped
-while a context of ours is active. Out: `HookChanges`. Eager looks hooks up when it reaches a node; a plan
-knows the hooks that were there when it was collected, and must be told of what changed since.
+In: registrations and removals on this thread, seen at torch's Python entry points to them. Out:
+`HookChanges`. Eager looks hooks up when it reaches a node; a plan knows the hooks that were there when it was
+collected, and must be told of what changed since.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.function import _HookMixin
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
+from retrograd._torch.patches import Handler, handle
 from retrograd.graph.hook_kind import HookKind
 
-__all__ = ["HookChanges", "HookWatch", "LateHook", "watching"]
+__all__ = ["HookChanges", "LateHook", "watch_hooks", "watching"]
 
 
 @dataclass(frozen=True)
@@ -108,77 +107,43 @@ def _dict_behind(register: Callable[..., Any]) -> Any:
     raise AssertionError("torch registers node hooks in another way than it did")
 
 
-class HookWatch:
-    """Wraps torch's Python entry points for hooks, and puts the originals back."""
-
-    def install(self) -> None:
-        """Wrap them."""
-        self._tensor = torch.Tensor.register_hook
-        self._accumulate = torch.Tensor.register_post_accumulate_grad_hook
-        self._node = _HookMixin._register_hook
-        self._remove = RemovableHandle.remove
-        torch.Tensor.register_hook = self._register_tensor_hook()  # type: ignore[method-assign]
-        torch.Tensor.register_post_accumulate_grad_hook = (  # type: ignore[method-assign]
-            self._register_accumulate_hook()
-        )
-        _HookMixin._register_hook = staticmethod(self._register_node_hook())  # type: ignore[method-assign]
-        RemovableHandle.remove = self._remove_hook()  # type: ignore[method-assign]
-
-    def remove(self) -> None:
-        """Put the originals back."""
-        torch.Tensor.register_hook = self._tensor  # type: ignore[method-assign]
-        torch.Tensor.register_post_accumulate_grad_hook = self._accumulate  # type: ignore[method-assign]
-        _HookMixin._register_hook = staticmethod(self._node)  # type: ignore[method-assign]
-        RemovableHandle.remove = self._remove  # type: ignore[method-assign]
-
-    def _register_tensor_hook(self) -> Callable[..., Any]:
-        original = self._tensor
-
-        def register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-            handle = original(tensor, hook)
-            _note(HookKind.TENSOR_PRE, tensor, hook)
-            return handle
-
-        return register_hook
-
-    def _register_accumulate_hook(self) -> Callable[..., Any]:
-        original = self._accumulate
-
-        def register_post_accumulate_grad_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-            handle = original(tensor, hook)
-            _note(HookKind.POST_ACCUMULATE, tensor, hook)
-            return handle
-
-        return register_post_accumulate_grad_hook
-
-    def _register_node_hook(self) -> Callable[..., Any]:
-        original = self._node
-
-        def _register_hook(hooks: Any, hook: Any) -> Any:
-            if hook is _ASKING:
-                raise _FoundError(hooks)
-            hooks, handle = original(hooks, hook)
-            for changes in _watched.changes:
-                changes._unplaced.append((hooks, hook))
-            return hooks, handle
-
-        return _register_hook
-
-    def _remove_hook(self) -> Callable[..., Any]:
-        original = self._remove
-
-        def remove(handle: Any) -> None:
-            hooks = handle.hooks_dict_ref()
-            if hooks is not None and handle.id in hooks:
-                for changes in _watched.changes:
-                    changes.removed.append(hooks[handle.id])
-            original(handle)
-
-        return remove
-
-
 def _note(kind: HookKind, tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
+    edge = get_gradient_edge(tensor)
+    for changes in _watched.changes:
+        changes.late.append(LateHook(kind, edge.node, edge.output_nr, hook))
+
+
+def _registering(kind: HookKind) -> Handler:
+    def register(original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        handle = original(tensor, hook)
+        if _watched.changes:
+            _note(kind, tensor, hook)
+        return handle
+
+    return register
+
+
+def _registering_on_node(original: Callable[..., Any], hooks: Any, hook: Any) -> Any:
+    if hook is _ASKING:
+        raise _FoundError(hooks)
+    hooks, handle = original(hooks, hook)
+    for changes in _watched.changes:
+        changes._unplaced.append((hooks, hook))
+    return hooks, handle
+
+
+def _removing(original: Callable[..., Any], handle: Any) -> None:
     if _watched.changes:
-        edge = get_gradient_edge(tensor)
-        for changes in _watched.changes:
-            changes.late.append(LateHook(kind, edge.node, edge.output_nr, hook))
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None and handle.id in hooks:
+            for changes in _watched.changes:
+                changes.removed.append(hooks[handle.id])
+    original(handle)
+
+
+def watch_hooks() -> None:
+    """From here on, see the hooks that user code registers or removes while a plan of its thread runs."""
+    handle("torch:Tensor.register_hook", _registering(HookKind.TENSOR_PRE))
+    handle("torch:Tensor.register_post_accumulate_grad_hook", _registering(HookKind.POST_ACCUMULATE))
+    handle("torch.autograd.function:_HookMixin._register_hook", _registering_on_node)
+    handle("torch.utils.hooks:RemovableHandle.remove", _removing)

@@ -20,16 +20,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from retrograd._torch.boxed import copied
 from retrograd._torch.cache_folder import why_not_trusted
 from retrograd._torch.inductor_passes import with_joint_passes
-from retrograd._torch.inductor_start import await_start
-from retrograd._torch.locks import ForkSafeLock
 from retrograd._torch.strides import with_strides
-from retrograd._torch.triton_threads import in_threads
 from retrograd.errors import FallbackWarning
+from retrograd.process import compiling
 
 __all__ = ["compile_graph", "decompositions", "patched", "settings"]
-
-#: the engine's threads may compile at the same time, also graphs of one fake mode, which is changed here.
-_LOCK = ForkSafeLock()
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
@@ -75,7 +70,6 @@ def compile_graph(
     No input is called static (``static_input_idxs``): that would make Inductor rely on the alignment of
     memory, which no guard checks, and it saves no more than that check.
     """
-    await_start()
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
@@ -90,14 +84,13 @@ def compile_graph(
         output.meta["user_visible_output_idxs"] = seen
     fake_mode = detect_fake_mode(example_inputs)
     with (
-        _LOCK,
+        compiling,
         torch.no_grad(),
         _with_shape_env(fake_mode),
         config.patch(force_disable_caches=config.force_disable_caches or not _is_cache_trusted()),
         tracing(TracingContext(fake_mode)),
         V.set_fake_mode(fake_mode),
         with_joint_passes(),
-        in_threads(),
     ):
         compiled = compile_fx_inner(
             gm, list(example_inputs), is_backward=is_backward, is_inference=is_inference

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
-from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
@@ -23,6 +22,8 @@ from torch.utils.checkpoint import (
     SelectiveCheckpointContext,
     _CachingTorchDispatchMode,
 )
+
+from retrograd._torch.graph_tracer import noted
 
 __all__ = ["NotRepresentableError", "run_graph"]
 
@@ -42,13 +43,18 @@ class NotRepresentableError(Exception):
 
 def run_graph(gm: fx.GraphModule, args: Sequence[Any]) -> Any:
     """Run `gm`; while it is traced, stack traces, module paths and checkpoint policies go on to the trace."""
-    if get_proxy_mode() is None:
-        return gm(*args)
-    with traceback.preserve_node_meta():
-        return _Interpreter(gm).run(*args)
+    return gm(*args) if get_proxy_mode() is None else _Interpreter(gm).run(*args)
+
+
+#: what calls of the trace are to know of the call that they come from.
+_HANDED_ON = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id")
 
 
 class _Interpreter(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        with noted(**{key: n.meta[key] for key in _HANDED_ON if key in n.meta}):
+            return super().run_node(n)
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in _REFUSED:
             raise NotRepresentableError(f"it calls {target}")

@@ -7,7 +7,6 @@ reads.
 from __future__ import annotations
 
 import operator
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +17,9 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.lazy_modules import lazily, lazy_graph_module
-from retrograd._torch.locks import ForkSafeLock
+from retrograd._torch.patches import handled_here
 
 __all__ = ["cut_by"]
-
-#: a function of torch's is replaced while it runs.
-_ONE_AT_A_TIME = ForkSafeLock()
 
 #: what torch's partitioner gives a backward besides values of the joint graph: cotangents, and states of
 #: generators from which numbers are drawn again.
@@ -87,21 +83,15 @@ def _minimum_cut(module: fx.GraphModule, inputs: Sequence[Any], forward_count: i
 
     From what is chosen torch goes on to make two graphs, which takes as long again; ours are made elsewhere.
     """
-    make_halves, this_thread = partitioners._extract_fwd_bwd_modules, threading.get_ident()
 
-    def stop(joint: Any, values: Any, saved_sym_nodes: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != this_thread:
-            return make_halves(joint, values, saved_sym_nodes, *args, **kwargs)
+    def stop(original: Any, joint: Any, values: Any, saved_sym_nodes: Any, *args: Any, **kwargs: Any) -> Any:
         raise _ChosenError(_reached(joint.graph, forward_count, {*values, *saved_sym_nodes}))
 
-    with _ONE_AT_A_TIME:
-        setattr(partitioners, "_extract_fwd_bwd_modules", stop)  # noqa: B010 - of another signature
+    with handled_here("torch._functorch.partitioners:_extract_fwd_bwd_modules", stop):
         try:
             partitioners.min_cut_rematerialization_partition(module, inputs, num_fwd_outputs=forward_count)
         except _ChosenError as chosen:
             return chosen.saved
-        finally:
-            partitioners._extract_fwd_bwd_modules = make_halves
     raise AssertionError("torch's partitioner has made no halves")
 
 

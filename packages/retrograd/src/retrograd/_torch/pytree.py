@@ -1,19 +1,28 @@
-"""Nested containers, taken apart and put together: torch's pytrees, which have no public name."""
+"""Nested containers, taken apart and put together: torch's pytrees, which have no public name.
+
+In: containers that torch knows, and dataclasses, whether registered with torch or not. Out: their leaves, and
+a spec by which they are put together again.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
 from torch.utils._pytree import (
+    MappingKey,
     TreeSpec,
     keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
+    register_pytree_node,
     tree_map,
     tree_structure,
     tree_unflatten,
     treespec_dumps,
     treespec_loads,
 )
+from torch.utils._pytree import tree_flatten as _flatten
+from torch.utils._pytree import tree_flatten_with_path as _flatten_with_path
 
 __all__ = [
     "TreeSpec",
@@ -27,3 +36,74 @@ __all__ = [
     "treespec_dumps",
     "treespec_loads",
 ]
+
+IsLeaf = Callable[[Any], bool] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Record:
+    """Stands for a dataclass while a tree is taken apart: a spec that holds it makes the dataclass again."""
+
+    cls: type
+    values: dict[str, Any]
+
+
+def _made(values: Iterable[Any], context: tuple[Any, tuple[str, ...]]) -> Any:
+    cls, names = context
+    made = cls.__new__(cls)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+register_pytree_node(
+    _Record,
+    lambda record: (list(record.values.values()), (record.cls, tuple(record.values))),
+    _made,
+    flatten_with_keys_fn=lambda record: (
+        [(MappingKey(name), value) for name, value in record.values.items()],
+        (record.cls, tuple(record.values)),
+    ),
+)
+
+
+def tree_flatten(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[Any], TreeSpec]:
+    """The leaves of `tree`, and how they are nested."""
+    leaves, spec = _flatten(tree, is_leaf=is_leaf)
+    return (
+        _flatten(_with_records(tree, is_leaf), is_leaf=is_leaf)
+        if _holds_dataclass(leaves)
+        else (leaves, spec)
+    )
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """The leaves of `tree`."""
+    return tree_flatten(tree)[0]
+
+
+def tree_flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], TreeSpec]:
+    """The leaves of `tree`, each with the way to it."""
+    return _flatten_with_path(_with_records(tree, None))
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, (type, _Record))
+
+
+def _holds_dataclass(leaves: Iterable[Any]) -> bool:
+    return any(map(_is_dataclass, leaves))
+
+
+def _with_records(tree: Any, is_leaf: IsLeaf) -> Any:
+    """`tree` with a `_Record` in place of each dataclass that torch does not know."""
+
+    def replaced(leaf: Any) -> Any:
+        if not _is_dataclass(leaf):
+            return leaf
+        names = (
+            vars(leaf) if hasattr(leaf, "__dict__") else [field.name for field in dataclasses.fields(leaf)]
+        )
+        return _Record(type(leaf), {n: _with_records(getattr(leaf, n), is_leaf) for n in names})
+
+    return tree_map(replaced, tree, is_leaf=is_leaf)

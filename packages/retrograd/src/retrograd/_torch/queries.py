@@ -1,8 +1,8 @@
 """What user code asks torch about the backward that is running, answered for a running plan.
 
 In: a `Running` backward of ours per thread. Out: ``torch._C._current_autograd_node`` and its like answer for
-the autograd node that eager would be executing, instead of for the one node that carries our plan. They are
-replaced while a context of ours is active; a stock backward nested in a plan gets torch's own answers.
+the autograd node that eager would be executing, instead of for the one node that carries our plan. A stock
+backward nested in a plan gets torch's own answers.
 
 ``_current_graph_task_id`` needs no help: the plan runs in a graph task of its own.
 """
@@ -10,13 +10,15 @@ replaced while a context of ours is active; a stock backward nested in a plan ge
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Queries", "Running", "answering", "node_under_way", "plans_under_way"]
+from retrograd._torch.patches import Handler, handle
+
+__all__ = ["Running", "answer_queries", "answering", "node_under_way", "plans_under_way"]
 
 
 class Running(Protocol):
@@ -62,33 +64,22 @@ def _current() -> Running | None:
     return running if task == torch._C._current_graph_task_id() else None
 
 
-class Queries:
-    """Replaces torch's queries and puts them back."""
-
-    _answers: ClassVar[dict[str, Callable[..., Any]]] = {
-        "_current_autograd_node": lambda running: running.current_node(),
-        "_will_engine_execute_node": lambda running, node: running.will_execute(node),
-        "_current_graph_task_execution_order": lambda running: running.execution_order(),
-    }
-
-    def __init__(self) -> None:
-        self._prior: dict[str, Callable[..., Any]] = {}
-
-    def install(self) -> None:
-        """Replace them."""
-        for name, answer in self._answers.items():
-            prior = self._prior[name] = getattr(torch._C, name)
-            setattr(torch._C, name, _dispatcher(prior, answer))
-
-    def remove(self) -> None:
-        """Put torch's own back."""
-        for name, prior in self._prior.items():
-            setattr(torch._C, name, prior)
-
-
-def _dispatcher(stock: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
-    def ask(*args: Any) -> Any:
+def _answered(answer: Callable[..., Any]) -> Handler:
+    def ask(stock: Callable[..., Any], *args: Any) -> Any:
         running = _current()
         return stock(*args) if running is None else answer(running, *args)
 
     return ask
+
+
+_ANSWERS: Mapping[str, Callable[..., Any]] = {
+    "torch._C:_current_autograd_node": lambda running: running.current_node(),
+    "torch._C:_will_engine_execute_node": lambda running, node: running.will_execute(node),
+    "torch._C:_current_graph_task_execution_order": lambda running: running.execution_order(),
+}
+
+
+def answer_queries() -> None:
+    """From here on, answer what user code asks while a plan of its thread is running."""
+    for name, answer in _ANSWERS.items():
+        handle(name, _answered(answer))

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from retrograd._torch.patches import handle
+
 __all__ = ["in_order_with_streams", "is_captured_beside_streams", "side_streams", "user_code_in_order"]
 
 
@@ -41,15 +43,12 @@ class SideStreams:
             for item in gc.get_objects():
                 if type(item) is torch.cuda.Stream:
                     self._note(item)
-        torch.cuda.set_stream = self._watched(torch.cuda.set_stream)
+        handle("torch.cuda:set_stream", self._switching)
 
-    def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def set_stream(stream: Any) -> Any:
-            if stream is not None:
-                self._note(stream)
-            return original(stream)
-
-        return set_stream
+    def _switching(self, original: Callable[..., Any], stream: Any) -> Any:
+        if stream is not None:
+            self._note(stream)
+        return original(stream)
 
     def _note(self, stream: Any) -> None:
         if stream.cuda_stream:  # the default stream has no handle

@@ -7,35 +7,30 @@ tracing left there.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import LocalSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from retrograd._torch.collector import collector_paused
-from retrograd._torch.history import History, history_of, saved_tensors_unseen
-from retrograd._torch.lazy_modules import lazily
-from retrograd._torch.provenance import noting
-from retrograd._torch.subclasses import is_wrapper
+from retrograd._torch.fakes import fake_of, is_fake, new_fake_mode, symbolic_integer, why_not_fakeable
+from retrograd._torch.graph_tracer import Decompositions, make_graph, quiet_fakes
+from retrograd._torch.history import History, history_of
+from retrograd._torch.operators import is_mutating, is_random
+from retrograd._torch.thread_modes import autocast_off
 
 __all__ = [
     "NotTraceableError",
     "Traced",
     "arguments_read",
+    "decomposed",
     "is_batched",
     "is_operator",
-    "quiet_fakes",
     "trace",
-    "why_not_traceable",
 ]
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -76,76 +71,47 @@ def is_operator(target: Any) -> bool:
     return isinstance(target, torch._ops.OperatorBase)
 
 
-def why_not_traceable(value: Any) -> str | None:
-    """Why a segment with this input has to be interpreted; None if it can be traced."""
-    if not isinstance(value, torch.Tensor):
-        return (
-            None if value is None or isinstance(value, (int, float)) else f"{type(value).__name__} argument"
-        )
-    if is_wrapper(value):
-        names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
-        parts = [getattr(value, name) for name in names]
-        return next(filter(None, (why_not_traceable(p) for p in parts if isinstance(p, torch.Tensor))), None)
-    if not _dispatches_as_plain(value):
-        return f"tensor subclass {type(value).__name__}"
-    if torch._C._functorch.is_functorch_wrapped_tensor(value):
-        return "tensor wrapped by a functorch transform"
-    if value.layout is not torch.strided:
-        return f"{value.layout} tensor"
-    if value.is_quantized or value.is_nested:
-        return "quantized tensor" if value.is_quantized else "nested tensor"
-    return None
-
-
-def _dispatches_as_plain(value: torch.Tensor) -> bool:
-    """Whether the dispatcher treats the tensor as a plain one, whatever its Python class adds to it."""
-    return type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-
-
 def trace(
     fn: Boxed,
     args: Sequence[Any],
     symbolic: Mapping[int, frozenset[int]] | None,
-    decompositions: Mapping[Any, Callable[..., Any]],
+    decompositions: Decompositions,
 ) -> Traced:
     """Trace `fn`, in grad mode if that is on.
 
     Args:
         fn: runs the segment on a list of values.
-        args: the values, each one that `why_not_traceable` has nothing against; None for undefined
-            gradients.
+        args: the values; None for undefined gradients.
         symbolic: for each argument, which dimensions are symbolic (dimension 0 of an int is its value);
             None to make every size static.
         decompositions: applied while tracing.
 
     Raises:
-        NotTraceableError: an operation that a functional ATen graph cannot hold.
+        NotTraceableError: a value or an operation that a functional ATen graph cannot hold.
         NoHistoryError: in grad mode, an output that is a view.
         Exception: whatever an operation raises on fake tensors.
     """
-    shape_env = ShapeEnv() if symbolic is not None else None
-    fakes = _Fakes(shape_env, symbolic or {}).of(args)
+    if reason := next(filter(None, map(_why_not_traceable, args)), None):
+        raise NotTraceableError(reason)
+    mode = new_fake_mode(symbolic is not None)
+    fakes = _fakes(mode, args, symbolic or {})
     fed = tuple(i for i, fake in enumerate(fakes) if isinstance(fake, (torch.Tensor, torch.SymInt)))
     given: list[int | None] = []
 
     def flat(*inputs: Any) -> tuple[Any, ...]:
-        values = dict(zip(fed, inputs, strict=True))
-        results = fn([values.get(i, args[i]) for i in range(len(args))])
+        results = _called(fn, args, fed, inputs)
         present = [result for result in results if result is not None]
         count = iter(range(len(present)))
         given[:] = [None if result is None else next(count) for result in results]
         return tuple(present)
 
     example_inputs = tuple(fakes[i] for i in fed)
-    with collector_paused():
-        with enable_python_dispatcher(), quiet_fakes():
-            history = history_of(fn, fakes) if torch.is_grad_enabled() else None
-        gm = _functional_graph(flat, example_inputs, decompositions)
-    if history is not None and (drawn := _random(gm)):
-        raise NotTraceableError(
-            f"{drawn[0].target} draws random numbers, which its derivative would draw anew"
-        )
-    return Traced(gm, example_inputs, fed, tuple(given), shape_env, history)
+    with enable_python_dispatcher(), quiet_fakes():
+        history = history_of(fn, fakes) if torch.is_grad_enabled() else None
+    gm = _functional_graph(flat, example_inputs, decompositions)
+    if history is not None and (drawn := next(filter(is_random, gm.graph.nodes), None)):
+        raise NotTraceableError(f"{drawn.target} draws random numbers, which its derivative would draw anew")
+    return Traced(gm, example_inputs, fed, tuple(given), mode.shape_env, history)
 
 
 def arguments_read(fn: Boxed, args: Sequence[Any]) -> frozenset[int]:
@@ -154,115 +120,85 @@ def arguments_read(fn: Boxed, args: Sequence[Any]) -> frozenset[int]:
     Raises:
         Exception: as `trace`.
     """
-    fakes = _Fakes(None, {}).of(args)
+    fakes = _fakes(new_fake_mode(False), args, {})
     fed = [i for i, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)]
 
     def flat(*inputs: Any) -> tuple[Any, ...]:
-        values = dict(zip(fed, inputs, strict=True))
-        results = fn([values.get(i, value) for i, value in enumerate(args)])
-        return tuple(result for result in results if result is not None)
+        return tuple(result for result in _called(fn, args, fed, inputs) if result is not None)
 
     read: set[int] = set()
-    for mode in (False, True):
-        with torch.set_grad_enabled(mode):
-            gm = _make_fx(flat, tuple(fakes[i] for i in fed), {})
-        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        read.update(i for i, node in zip(fed, placeholders, strict=True) if node.users)
+    for grad_mode in (False, True):
+        with torch.set_grad_enabled(grad_mode):
+            gm = _graph(flat, [fakes[i] for i in fed], {})
+        read.update(
+            i for i, node in zip(fed, gm.graph.find_nodes(op="placeholder"), strict=True) if node.users
+        )
     return frozenset(read)
 
 
+def decomposed(
+    gm: fx.GraphModule, inputs: Sequence[Any], fake_mode: FakeTensorMode, table: Decompositions
+) -> fx.GraphModule:
+    """`gm` traced again with decompositions."""
+    with torch.no_grad(), autocast_off(), fake_mode:
+        return _graph(gm, inputs, table)
+
+
+def _why_not_traceable(value: Any) -> str | None:
+    """Why a segment with this input has to be interpreted; None if it can be traced."""
+    if isinstance(value, torch.Tensor):
+        return "tensor subclass FakeTensor" if is_fake(value) else why_not_fakeable(value)
+    return None if value is None or isinstance(value, (int, float)) else f"{type(value).__name__} argument"
+
+
+def _called(fn: Boxed, args: Sequence[Any], fed: Sequence[int], inputs: Sequence[Any]) -> Sequence[Any]:
+    """What `fn` gives for `args`, with `inputs` in the places `fed`."""
+    values = dict(zip(fed, inputs, strict=True))
+    return fn([values.get(i, value) for i, value in enumerate(args)])
+
+
 def _functional_graph(
-    fn: Callable[..., Any], example_inputs: tuple[Any, ...], decompositions: Mapping[Any, Callable[..., Any]]
+    fn: Callable[..., Any], inputs: Sequence[Any], decompositions: Decompositions
 ) -> fx.GraphModule:
     """Trace as it is; if the graph mutates, functionalise the graph. (Not the function: functionalisation
     would hide from it which of its arguments require grad, and would meet tensor subclasses.)"""
-    gm = _make_fx(fn, example_inputs, decompositions)
-    if _mutations(gm):
+    gm = _graph(fn, inputs, decompositions)
+    if any(map(is_mutating, gm.graph.nodes)):
         with torch.no_grad():
             mutating = gm
             functional = torch.func.functionalize(lambda *args: mutating(*args), remove="mutations")
-            gm = _make_fx(functional, example_inputs, decompositions)
-    if left := _mutations(gm):
-        raise NotTraceableError(f"{left[0].target} changes one of the segment's inputs in place")
+            gm = _graph(functional, inputs, decompositions)
+    if left := next(filter(is_mutating, gm.graph.nodes), None):
+        raise NotTraceableError(f"{left.target} changes one of the segment's inputs in place")
     return gm
 
 
-@contextmanager
-def quiet_fakes() -> Iterator[None]:
-    """torch logs an operation that fails on fake tensors as an error; here it becomes a reason."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+def _graph(fn: Callable[..., Any], inputs: Sequence[Any], decompositions: Decompositions) -> fx.GraphModule:
+    def body(tracer: Any) -> Sequence[Any]:
+        for i, value in enumerate(inputs):
+            tracer.placeholder(f"arg{i}_1", value)
+        results: Sequence[Any] = fn(*inputs)
+        return results
 
-
-def _make_fx(
-    fn: Callable[..., Any], example_inputs: tuple[Any, ...], decompositions: Mapping[Any, Callable[..., Any]]
-) -> fx.GraphModule:
-    with enable_python_dispatcher(), quiet_fakes(), saved_tensors_unseen(), noting(), lazily():
-        gm = make_fx(fn, decomposition_table=dict(decompositions), tracing_mode="real")(*example_inputs)
+    gm = make_graph(body, decompositions)
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return gm
 
 
-def _random(gm: fx.GraphModule) -> list[fx.Node]:
-    return [
-        node
-        for node in gm.graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in node.target.tags
-    ]
+def _fakes(mode: FakeTensorMode, values: Sequence[Any], symbolic: Mapping[int, frozenset[int]]) -> list[Any]:
+    """One fake per value; the same tensor twice gives the same fake; None and static numbers stay."""
+    seen: dict[int, Any] = {}
 
-
-def _mutations(gm: fx.GraphModule) -> list[fx.Node]:
-    return [
-        node
-        for node in gm.graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-    ]
-
-
-class _Fakes:
-    """Fake tensors and symbolic integers for real values, in one fake mode."""
-
-    def __init__(self, shape_env: ShapeEnv | None, symbolic: Mapping[int, frozenset[int]]) -> None:
-        self._shape_env = shape_env
-        self._symbolic = symbolic
-        self._mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
-        self._seen: dict[int, Any] = {}
-
-    def of(self, values: Sequence[Any]) -> list[Any]:
-        """One fake per value; the same tensor twice gives the same fake; None and static numbers stay."""
-        return [self._fake(i, value) for i, value in enumerate(values)]
-
-    def _fake(self, index: int, value: Any) -> Any:
+    def fake(index: int, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            if id(value) not in self._seen:
-                with torch._C.DisableTorchFunctionSubclass():
-                    plain = value.detach()
-                fake = self._tensor(index, plain)
+            if id(value) not in seen:
+                made = fake_of(mode, value, f"t{index}", symbolic.get(index, ()))
                 # Some formulas ask their saved tensors (linalg.solve: which gradients are wanted).
-                self._seen[id(value)] = fake.requires_grad_(value.requires_grad)
-            return self._seen[id(value)]
-        if type(value) is int and self._symbolic.get(index):
-            return self._integer(index, value)
+                seen[id(value)] = made.requires_grad_(value.requires_grad)
+            return seen[id(value)]
+        if type(value) is int and symbolic.get(index):
+            return symbolic_integer(mode, value, f"t{index}")
         return value
 
-    def _tensor(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        source = LocalSource(f"t{index}")
-        if self._shape_env is None:
-            return self._mode.from_tensor(value, static_shapes=True, source=source)
-        dims = self._symbolic.get(index, frozenset())
-        kinds = [DimDynamic.DUCK if dim in dims else DimDynamic.STATIC for dim in range(value.dim())]
-        context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=kinds)
-        return self._mode.from_tensor(value, symbolic_context=context, source=source)
-
-    def _integer(self, index: int, value: int) -> torch.SymInt | int:
-        assert self._shape_env is not None
-        source = LocalSource(f"t{index}")
-        symbol = self._shape_env.create_symbol(value, source, dynamic_dim=DimDynamic.DUCK)
-        return self._shape_env.create_symintnode(symbol, hint=value, source=source)
+    return [fake(index, value) for index, value in enumerate(values)]

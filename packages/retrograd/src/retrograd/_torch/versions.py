@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from retrograd._torch.thread_state import without_torch_functions
+from retrograd._torch.thread_modes import without_torch_functions
 
 __all__ = ["Versions", "modified_error", "versions_of"]
 

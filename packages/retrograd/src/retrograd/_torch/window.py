@@ -8,8 +8,8 @@ threads that may be about to enter, and they wait for the capture. A capture run
 milliseconds, so whoever waits for a capture waits without a limit. For a backward, a capture waits for a
 short time only: its user code may be waiting for this thread.
 
-Backwards that began before the gateway was opened (``_torch.engine``) did not come by here. The first capture
-after that looks for them on the stacks of the other threads.
+Backwards that began before the gateway was opened (``_torch.patches``) did not come by here. The first
+capture looks for them on the stacks of the other threads.
 """
 
 from __future__ import annotations
@@ -142,15 +142,6 @@ class Window:
         return any(
             thread != me and stock_calls_on(frame) > self._running[thread] for thread, frame in stacks.items()
         )
-
-    # a companion of the gateway
-
-    def install(self) -> None:
-        """The gateway opens: backwards may be under way that nobody has seen."""
-        self._may_be_unseen = True
-
-    def remove(self) -> None:
-        """The gateway closes."""
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

@@ -16,26 +16,22 @@ from retrograd.aot.function import AotFunction, AotModule, function, module
 from retrograd.aot.joint import JointGraph
 from retrograd.aot.partition import partition
 from retrograd.aot.program import Exported, ProgramResult
-from retrograd.aot.report import AotReport, explain, reset
 from retrograd.aot.save import load, save
 from retrograd.aot.state import create_state
 
 __all__ = [
     "AotFunction",
     "AotModule",
-    "AotReport",
     "Exported",
     "JointGraph",
     "ProgramResult",
     "capture",
     "compile",
     "create_state",
-    "explain",
     "export",
     "function",
     "load",
     "module",
     "partition",
-    "reset",
     "save",
 ]

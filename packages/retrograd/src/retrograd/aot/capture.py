@@ -20,9 +20,10 @@ from torch import fx
 
 from retrograd._torch import pytree
 from retrograd._torch.autograd_nodes import NodeCallError
+from retrograd._torch.graph_tracer import JointTracer, ReseededError, make_graph
 from retrograd._torch.interpret import NotRepresentableError
-from retrograd._torch.joint_tracing import JointTracer, ReseededError, trace_joint
 from retrograd._torch.lifting import ChangeInTraceError, HookInTraceError
+from retrograd._torch.thread_modes import autocast_off
 from retrograd.aot.analyse import Analysis, RefusedError, analyse
 from retrograd.aot.differentiate import Differentiated, differentiate
 from retrograd.aot.enter import EntryPlan, Inputs
@@ -66,7 +67,10 @@ def capture(state: CaptureState, *, single_region: bool = False, stepped: bool =
     while True:
         attempt = _Attempt(state, plan, single_region, stepped)
         try:
-            gm = trace_joint(attempt.body, state.fake_mode, state.decompositions, state.is_symbolic)
+            with autocast_off(), state.fake_mode:
+                gm = make_graph(
+                    attempt.body, state.decompositions, JointTracer, python_kernels=state.is_symbolic
+                )
         except RetrogradError:
             raise
         except Exception as error:

@@ -15,6 +15,7 @@ from retrograd.aot.run_backward import RegionCode
 from retrograd.aot.run_forward import CompiledFunction
 from retrograd.backends.base import Boxed, Half
 from retrograd.backends.registry import find_backend
+from retrograd.config import Config
 from retrograd.graph.partition import Partition, SavedKind
 
 __all__ = ["compile"]
@@ -47,20 +48,17 @@ def compile(
         A callable that takes what the captured function takes, and returns what it returns.
 
     Raises:
-        UnknownBackendError: no such backend.
-        ValueError: `regions` is neither True nor False nor a number of nodes.
+        OptionError: an option has a value that it cannot have.
         Exception: whatever a backend raises.
     """
+    config = Config(backend=forward, backward=backward, cudagraphs=cudagraphs, regions=regions)
     ahead = find_backend(forward)
     behind = ahead if backward is None else find_backend(backward)
     half = _forward_half(partition, lazy)
-    code = lower(ahead, partition.forward, partition.joint.state, half, regions=regions)
+    code = lower(ahead, partition.forward, partition.joint.state, half, config)
     if cudagraphs:
         code = _recorded(code, partition)
-    backwards = [
-        RegionCode(partition, number, behind, regions, cudagraphs)
-        for number, _ in enumerate(partition.backwards)
-    ]
+    backwards = [RegionCode(partition, number, behind, config) for number in range(len(partition.backwards))]
     if not lazy:
         for backward in backwards:
             backward.compile_ahead()

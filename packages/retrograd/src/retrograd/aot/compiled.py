@@ -15,10 +15,10 @@ from retrograd._torch.guards import InputGuard
 from retrograd._torch.pytree import tree_flatten
 from retrograd.aot.calls import FlatCall
 from retrograd.aot.run_forward import CompiledFunction
-from retrograd.cache.call_guard import guard_as_traced
 from retrograd.errors import CallError, Reason
 from retrograd.graph.capture_state import CaptureState, Leaf
 from retrograd.graph.partition import Partition
+from retrograd.specialize import guard_as_traced
 
 __all__ = ["Compiled"]
 

@@ -16,7 +16,7 @@ import torch
 
 from retrograd._torch.autograd_nodes import edge_of, leaf_of, tells_undefined
 from retrograd._torch.functional import plain, to_functional
-from retrograd._torch.joint_tracing import JointTracer
+from retrograd._torch.graph_tracer import JointTracer
 from retrograd._torch.live_graph import graph_below
 from retrograd._torch.wrappers import Wrapping, built, parts_of, wrapping_of
 from retrograd.aot.analyse import Analysis, RefusedError, TracedValue

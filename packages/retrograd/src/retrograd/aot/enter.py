@@ -15,7 +15,7 @@ import torch
 
 from retrograd._torch.checkpointing import checkpoints_marked
 from retrograd._torch.functional import functional_mode, to_functional
-from retrograd._torch.joint_tracing import JointTracer
+from retrograd._torch.graph_tracer import JointTracer
 from retrograd._torch.lifting import FreeTensors
 from retrograd._torch.wrappers import PLAIN, Wrapping, built, parts_of, wrapping_of
 from retrograd.aot.analyse import Analysis, RefusedError

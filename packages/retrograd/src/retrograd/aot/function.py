@@ -6,95 +6,46 @@ kind of input that it meets, and runs eagerly, saying why, what cannot be captur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from retrograd._torch import pytree
-from retrograd._torch.ambient import is_foreign_mode_active, modes_now
-from retrograd._torch.collector import collector_paused
 from retrograd._torch.fakes import why_not_fakeable
+from retrograd._torch.graph_tracer import is_tracing_here
 from retrograd._torch.guards import changed_sizes
 from retrograd._torch.leaf_hooks import has_waiting_hooks
-from retrograd._torch.saved_hooks import why_saved_hooks_matter
+from retrograd._torch.thread_modes import ThreadModes, why_not_capturable_now
 from retrograd.aot.calls import FlatCall
 from retrograd.aot.capture import capture
 from retrograd.aot.compile import compile as compile_partition
+from retrograd.aot.constants import constant_key
 from retrograd.aot.modules import ModuleState
 from retrograd.aot.partition import partition
-from retrograd.aot.policies import Policy
-from retrograd.aot.report import reason_of, report
 from retrograd.aot.run_forward import CompiledFunction
 from retrograd.aot.state import Dynamic, state_of_flat
-from retrograd.aot.watch import Watched
+from retrograd.aot.summary import summary
 from retrograd.backends.registry import find_backend
-from retrograd.cache.call_guard import CallGuard
-from retrograd.cache.lookup import GuardedCache
-from retrograd.config import smallest_region
-from retrograd.errors import CaptureError, Reason, RetrogradError, UnlikeTracedError
+from retrograd.config import Config, Policy
+from retrograd.errors import CaptureError, OptionError, Reason
+from retrograd.passes.aten import pass_named
+from retrograd.report import Report, process_report, reason_of
+from retrograd.specialize import CallGuard, Specialized, Variant
 
-__all__ = ["AotConfig", "AotFunction", "AotModule", "function", "module"]
+__all__ = ["AotFunction", "AotModule", "function", "module"]
 
-
-@dataclass(frozen=True)
-class AotConfig:
-    """What the user chose.
-
-    Attributes:
-        backend: for forward and backward.
-        backward: for the backward, if another one.
-        partitioner: as in ``aot.partition``.
-        dynamic: ``None``: sizes are static until they change; ``True``: symbolic from the start; ``False``:
-            static.
-        passes: applied to the joint graph, in order.
-        strict: raise instead of running eagerly.
-        recompile_limit: kinds of input that are compiled before others run eagerly.
-        single_region: as in ``aot.capture``.
-        cache_size: kinds of input whose code is kept; the one that was not used for longest is given up
-            first.
-        cudagraphs: as in ``aot.compile``.
-        regions: as in ``aot.compile``.
-    """
-
-    backend: str | Callable[..., Any] = "inductor"
-    backward: str | Callable[..., Any] | None = None
-    partitioner: Policy = "min_cut"
-    dynamic: bool | None = None
-    passes: tuple[Callable[..., Any], ...] = ()
-    strict: bool = False
-    recompile_limit: int = 8
-    single_region: bool = False
-    cache_size: int = 64
-    cudagraphs: bool = False
-    regions: bool | int = True
-
-    def __post_init__(self) -> None:
-        smallest_region(self.regions)
-
-
-@dataclass(eq=False)
-class _Entry:
-    """One kind of input: what it must be like, and the code for it (None: run eagerly, for `reason`)."""
-
-    guard: CallGuard
-    code: CompiledFunction | None
-    reason: Reason | None = None
-
-
-def _guard_of(leaves: Sequence[Any]) -> CallGuard | None:
-    """A guard for inputs that cannot be captured; None for those that it cannot describe."""
-    if any(isinstance(leaf, torch.Tensor) and why_not_fakeable(leaf) for leaf in leaves):
-        return None
-    return CallGuard.exact(leaves)
-
+_STAGE = "aot.function"
 
 #: how arguments are nested: how many there are if none is, else their spec.
 _Form = int | pytree.TreeSpec
 
 _FLAT = frozenset({torch.Tensor, nn.Parameter, int, float, bool, str, type(None)})
+
+#: for so many groups of modules among the arguments their state is kept.
+_KEPT_STATES = 16
 
 
 def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], _Form]:
@@ -107,138 +58,106 @@ def _spec(form: _Form) -> pytree.TreeSpec:
     return pytree.tree_structure(((0,) * form, {})) if isinstance(form, int) else form
 
 
-@dataclass
 class AotFunction:
     """A function that compiles itself. Made by `function` and `module`.
 
-    Attributes:
+    Args:
         fn: the function.
         config: the choices.
+        report: is told what was compiled and what ran eagerly.
     """
 
-    fn: Callable[..., Any]
-    config: AotConfig
-
-    def __post_init__(self) -> None:
-        self._entries: GuardedCache[_Entry] = GuardedCache(self.config.cache_size)
-        self.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)
-        self._watched: Watched | None = None
-        self._state = ModuleState()
-
-    def _watch(self) -> Watched:
-        """What the function depends on; forgets what was compiled if that has changed.
-
-        Raises:
-            CaptureError: the module is not initialised yet.
-        """
-        if self._watched is None or not (self._watched.is_intact() and self._state.is_tied_as_before()):
-            self._entries.clear()
-            self._state = ModuleState.of(self.fn) if isinstance(self.fn, nn.Module) else ModuleState()
-            self._watched = Watched(self.fn)
-        return self._watched
+    def __init__(self, fn: Callable[..., Any], config: Config, report: Report = process_report) -> None:
+        self.fn, self.config, self._report = fn, config, report
+        self.__name__: str = getattr(fn, "__name__", type(fn).__name__)
+        self._own = (fn,) if isinstance(fn, nn.Module) else ()
+        self._specialized = Specialized(self.__name__, _STAGE, config, report, self._variant)
+        self._states: dict[tuple[int, ...], ModuleState] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, compiled if possible."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_tracing_here() or (now := why_not_capturable_now()) == _FORCED:
             return self.fn(*args, **kwargs)
+        eagerly = functools.partial(self.fn, *args, **kwargs)
+        if now is not None:
+            return self._specialized.run_eagerly(_not_now(*now), eagerly)
+        flat, form = _flattened(args, kwargs)
         try:
-            watched = self._watch()
-            if (reason := self._why_eager(watched)) is not None:
-                return self._eagerly(reason, args, kwargs)
-            flat, form = _flattened(args, kwargs)
-            leaves = [*self._state.current(), *flat]
-            modes = modes_now(), torch.get_default_dtype()
-            key = form, modes, watched.switches(), has_waiting_hooks(leaves)
-            entry = self._entry(leaves, key)
-        except RetrogradError as error:
-            if self.config.strict:
-                raise
-            return self._eagerly(reason_of(error, "aot.compile"), args, kwargs)
-        if entry.code is None:
-            assert entry.reason is not None
-            return self._eagerly(entry.reason, args, kwargs)
-        try:
-            return entry.code(leaves)
-        except UnlikeTracedError as error:  # in the first call, before anything was changed
-            entry.code, entry.reason = None, error.reason
-            return self._eagerly(error.reason, args, kwargs)
+            state = self._state_of(flat)
+        except CaptureError as error:
+            return self._specialized.run_eagerly(error.reason, eagerly)
+        if state.has_hooks():
+            return self._specialized.run_eagerly(_HOOKS, eagerly)
+        leaves = [*state.current(), *flat]
+        constants = tuple([constant_key(leaf) for leaf in flat if not isinstance(leaf, torch.Tensor)])
+        roots = tuple(map(id, state.roots))
+        key = form, ThreadModes.now(), roots, state.switches(), has_waiting_hooks(leaves), constants
+        return self._specialized(key, leaves, eagerly)
 
     def reset(self) -> None:
         """Forget what was compiled."""
-        self._entries.clear()
-        self._watched = None
+        self._specialized.clear()
+        self._states.clear()
 
-    def _why_eager(self, watched: Watched) -> Reason | None:
-        if is_foreign_mode_active():
-            return _MODE
-        if (why := why_saved_hooks_matter()) is not None:
-            return Reason("saved-tensor-hooks", why, "aot.function", way_out="call it outside of the hooks")
-        return _HOOKS if watched.has_hooks() else None
+    def _state_of(self, flat: Sequence[Any]) -> ModuleState:
+        """The state of all modules that the call is given; forgets what was compiled if that has changed.
 
-    def _eagerly(self, reason: Reason, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self.config.strict:
-            raise CaptureError(reason)
-        report.fell_back(reason)
-        return self.fn(*args, **kwargs)
+        Raises:
+            CaptureError: a module is not initialised yet.
+        """
+        roots = (*self._own, *(leaf for leaf in flat if isinstance(leaf, nn.Module)))
+        key = tuple(map(id, roots))
+        state = self._states.get(key)
+        if state is None or not state.is_intact():
+            if state is not None:
+                self._specialized.clear()
+            while len(self._states) >= _KEPT_STATES:
+                self._states.pop(next(iter(self._states)))
+            state = self._states[key] = ModuleState.of(*roots)
+        return state
 
-    def _entry(self, leaves: Sequence[Any], key: tuple[Any, ...]) -> _Entry:
-        if (found := self._entries.find(key, leaves)) is not None:
-            return found
-        known = self._entries.known(key)
-        if len(known) >= self.config.recompile_limit:
-            return _Entry(known[-1].guard, None, _LIMIT)
-        made = self._compiled(leaves, _spec(key[0]), known, stepped=key[3])
-        self._entries.add(key, made)
-        return made
-
-    def _compiled(self, leaves: Sequence[Any], spec: Any, known: Sequence[_Entry], stepped: bool) -> _Entry:
-        dynamic = self._dynamic(leaves, known)
+    def _variant(self, key: Any, leaves: Sequence[Any], known: Sequence[Variant]) -> Variant:
+        form, _, roots, _, stepped, _ = key
+        state = self._states[roots]
         try:
-            if self._watched is not None:
-                self._watched.note()
-            code = self._stages(leaves, spec, dynamic, stepped)
-            if self._watched is not None:
-                self._watched.refuse_changes()
-            return _Entry(CallGuard.for_joint(leaves, code.partition.joint), code)
+            state.note()
+            code = self._stages(leaves, state, _spec(form), self._dynamic(leaves, known), stepped)
+            state.refuse_changes()
+            return Variant(CallGuard.for_joint(leaves, code.partition.joint), code)
         except Exception as error:
-            if self.config.strict:
-                raise
-            if (guard := _guard_of(leaves)) is None:
-                raise CaptureError(reason_of(error, "aot.compile")) from error
-            return _Entry(guard, None, reason_of(error, "aot.compile"))
+            if self.config.strict or any(isinstance(x, torch.Tensor) and why_not_fakeable(x) for x in leaves):
+                raise  # no guard can describe such inputs
+            return Variant(CallGuard.exact(leaves), None, reason_of(error, "aot.compile"))
 
-    def _dynamic(self, leaves: Sequence[Any], known: Sequence[_Entry]) -> Dynamic:
+    def _dynamic(self, leaves: Sequence[Any], known: Sequence[Variant]) -> Dynamic:
         """Sizes that changed since the inputs that were compiled before are symbolic from now on."""
         if self.config.dynamic is not None or not known:
             return self.config.dynamic
         changed: dict[int, frozenset[int]] = {}
-        for entry in known:
-            for i, dims in changed_sizes(entry.guard.inputs.args_metadata, leaves).items():
+        for variant in known:
+            assert isinstance(variant.guard, CallGuard)
+            for i, dims in changed_sizes(variant.guard.inputs.args_metadata, leaves).items():
                 if isinstance(leaves[i], torch.Tensor):
                     changed[i] = changed.get(i, frozenset()) | dims
         return changed or None
 
-    @collector_paused()
-    def _stages(self, leaves: Sequence[Any], spec: Any, dynamic: Dynamic, stepped: bool) -> CompiledFunction:
-        config, state = self.config, self._state
-        backend = find_backend(config.backend)
-        call = FlatCall(self.fn, state, spec)
-        captured = capture(
-            state_of_flat(
-                call,
-                leaves,
-                name=self.__name__,
-                names=call.names(leaves),
-                kinds=call.kinds(leaves),
-                dynamic=dynamic,
-                decompositions=backend.decompositions(),
-            ),
-            single_region=config.single_region,
-            stepped=stepped,
+    def _stages(
+        self, leaves: Sequence[Any], modules: ModuleState, spec: Any, dynamic: Dynamic, stepped: bool
+    ) -> CompiledFunction:
+        config, call = self.config, FlatCall(self.fn, modules, spec)
+        state = state_of_flat(
+            call,
+            leaves,
+            name=self.__name__,
+            names=call.names(leaves),
+            kinds=call.kinds(leaves),
+            dynamic=dynamic,
+            decompositions=find_backend(config.backend).decompositions(),
         )
+        joint = capture(state, single_region=config.single_region, stepped=stepped)
         for change in config.passes:
-            captured = captured.apply(change)
-        parts = partition(captured, config.partitioner)
+            joint = joint.apply(change)
+        parts = partition(joint, config.partitioner)
         code = compile_partition(
             parts,
             config.backend,
@@ -246,36 +165,36 @@ class AotFunction:
             cudagraphs=config.cudagraphs,
             regions=config.regions,
         ).code
-        report.captured(parts)
+        self._report.compiled(summary(parts))
         return code
 
 
 class AotModule(nn.Module):
-    """A module whose calls are compiled. Everything else is the module's own."""
+    """A module whose calls are compiled. It is the given module in everything else: it shares its attributes,
+    parameters, buffers, submodules and hooks, and is an instance of its class. Made by `module`."""
 
-    def __init__(self, compiled: AotFunction) -> None:
-        super().__init__()
-        self._orig_mod: nn.Module = compiled.fn  # type: ignore[assignment]
-        self.__dict__["compiled"] = compiled
-        self.training = self._orig_mod.training
+    _compiled: AotFunction
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, compiled if possible."""
-        return self.__dict__["compiled"](*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, compiled if possible."""
+        return self._compiled(*args, **kwargs)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._orig_mod[key]  # type: ignore[index]
+    @property
+    def compiled(self) -> AotFunction:
+        """What runs the calls."""
+        return self._compiled
 
-    def __len__(self) -> int:
-        return len(self._orig_mod)  # type: ignore[arg-type]
+    def __reduce__(self) -> Any:
+        """A copy, or a pickle, is one of the module, compiled anew by the same choices."""
+        return _module_of, (self._compiled.fn, self._compiled.config)
 
-    def __bool__(self) -> bool:
-        return True
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_orig_mod":
-            return self._modules["_orig_mod"]
-        return getattr(self._orig_mod, name)
+def _module_of(mod: nn.Module, config: Config) -> AotModule:
+    compiled = AotFunction(mod, config)
+    own = {"_compiled": compiled, "__doc__": type(mod).__doc__}
+    made: AotModule = object.__new__(type(type(mod).__name__, (AotModule, type(mod)), own))
+    object.__setattr__(made, "__dict__", vars(mod))
+    return made
 
 
 def function(  # noqa: PLR0913 - as many parameters as there are choices
@@ -285,7 +204,7 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
     backward: str | Callable[..., Any] | None = None,
     partitioner: Policy = "min_cut",
     dynamic: bool | None = None,
-    passes: Sequence[Callable[..., Any]] = (),
+    passes: Sequence[str | Callable[..., Any]] = (),
     strict: bool = False,
     recompile_limit: int = 8,
     single_region: bool = False,
@@ -295,16 +214,23 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
 ) -> AotFunction:
     """Capture and compile `fn` for each kind of input that it is called with.
 
-    The function is captured as it runs once; what it does in Python, besides calling torch, happens then
-    only. Tensors that it closes over are inputs like others, also if they require grad.
+    `fn` is to be a pure function of its arguments, as for ``jax.jit`` and torch's ``aot_function``. Its
+    Python runs once for each kind of input. Looked at again in every call are: the metadata of tensors, how
+    inputs share memory if `fn` writes to one, numbers, strings and NumPy arrays by value, any other object by
+    identity, containers and dataclasses by their contents; of modules that `fn` is given, or is, their
+    structure, ``training`` flags, hooks, and attributes that are plain values; and the thread's modes.
+    Anything else that `fn` reads in Python is a constant, and what it does in Python besides calling torch
+    happens at capture only. For functions that are not like that there is
+    ``torch.compile(backend="retrograd")``, where Dynamo knows what Python read. Tensors that `fn` closes over
+    are inputs like others, also if they require grad.
 
     Args:
-        fn: of pytrees of tensors and constants.
+        fn: of pytrees and dataclasses of tensors and constants.
         backend, backward: as in ``aot.compile``.
         partitioner: as in ``aot.partition``.
         dynamic: ``None``: sizes are static until they change; ``True``: symbolic from the start; ``False``:
             always static.
-        passes: applied to the joint graph, in order; each is ``pass(gm, example_inputs) -> gm``.
+        passes: applied to the joint graph, in order: names, or ``pass(gm, example_inputs) -> gm``.
         strict: raise instead of running eagerly what cannot be captured.
         recompile_limit: kinds of input that are compiled; others run eagerly.
         single_region: differentiate all outputs together, as stock AOTAutograd does.
@@ -314,52 +240,64 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
         regions: as in ``aot.compile``.
 
     Raises:
-        UnknownBackendError: no such backend.
-        ValueError: `regions` is neither True nor False nor a number of nodes.
+        OptionError: an option has a value that it cannot have.
         CaptureError: on a call, if `strict`: it cannot be captured.
     """
-    find_backend(backend)
-    config = AotConfig(
-        backend,
-        backward,
-        partitioner,
-        dynamic,
-        tuple(passes),
-        strict,
-        recompile_limit,
-        single_region,
-        cache_size,
-        cudagraphs,
-        regions,
+    if not callable(fn):
+        raise OptionError("fn", f"got {fn!r}", "a function or another callable")
+    config = Config(
+        backend=backend,
+        backward=backward,
+        partitioner=partitioner,
+        dynamic=dynamic,
+        passes=passes,
+        strict=strict,
+        recompile_limit=recompile_limit,
+        single_region=single_region,
+        cache_size=cache_size,
+        cudagraphs=cudagraphs,
+        regions=regions,
     )
+    find_backend(config.backend)
+    if config.backward is not None:
+        find_backend(config.backward, "backward")
+    for one in config.passes:
+        if isinstance(one, str):
+            pass_named(one)
     return AotFunction(fn, config)
 
 
 def module(mod: nn.Module, **options: Any) -> AotModule:
     """The same for a module: parameters and buffers are inputs, tied ones once.
 
+    The contract is that of `function`: the module's Python runs once for each kind of input, and its
+    structure, ``training`` flags, hooks and plain attributes are looked at again in every call. The result
+    shares its state with `mod`, is an instance of its class, and can be copied and pickled like it.
+
     Args:
         mod: the module; it stays as it is.
         options: those of `function`.
 
     Raises:
-        TypeError: `mod` is no module.
+        OptionError: `mod` is no module, or an option has a value that it cannot have.
     """
     if not isinstance(mod, nn.Module):
-        raise TypeError(f"aot.module: expected a torch.nn.Module, got {type(mod).__name__}; use aot.function")
-    return AotModule(function(mod, **options))
+        raise OptionError(
+            "mod", f"got {type(mod).__name__}", "a torch.nn.Module; aot.function takes functions"
+        )
+    return _module_of(mod, function(mod, **options).config)
 
 
-_MODE = Reason("dispatch-mode", "a dispatch mode or functorch transform is active", "aot.function")
+_FORCED = ("force-eager", "")
+
+
+def _not_now(code: str, text: str) -> Reason:
+    return Reason(code, text, _STAGE, way_out="call it outside of that")
+
+
 _HOOKS = Reason(
     "module-hooks",
-    "the module, or one inside it, has hooks, which a capture would call only once",
-    "aot.function",
+    "a module that is given, or one inside it, has hooks, which a capture would call only once",
+    _STAGE,
     way_out='torch.compile(backend="retrograd"), which sees the hooks',
-)
-_LIMIT = Reason(
-    "recompile-limit",
-    "more kinds of input than recompile_limit",
-    "aot.function",
-    way_out="dynamic=True, or a larger recompile_limit",
 )

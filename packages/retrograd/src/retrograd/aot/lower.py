@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.collector import collector_paused
-from retrograd._torch.joint_tracing import decomposed
+from retrograd._torch.tracing import decomposed
 from retrograd.backends.base import Backend, Boxed, Half
-from retrograd.config import fewest_copies, smallest_region
+from retrograd.config import Config
 from retrograd.events import counters
 from retrograd.graph.capture_state import CaptureState
 from retrograd.regions.compile import CALLS_PER_NODE, compile_in_regions
@@ -22,25 +21,24 @@ from retrograd.regions.compile import CALLS_PER_NODE, compile_in_regions
 __all__ = ["lower"]
 
 
-@collector_paused()
 def lower(
     backend: Backend,
     gm: fx.GraphModule,
     state: CaptureState,
     half: Half,
+    config: Config,
     example_inputs: Sequence[Any] | None = None,
-    regions: bool | int = True,
 ) -> Boxed:
     """Compile `gm`, after the decompositions that the backend asks for unless `capture` applied them; what
-    repeats itself in it once, where `regions` says so and the backend takes parts of graphs."""
+    repeats itself in it once, where `config` says so and the backend takes parts of graphs."""
     inputs = example_inputs or [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
     table = backend.decompositions()
     if table and not state.decompositions:
         gm = decomposed(gm, inputs, state.fake_mode, table)
     counters["aot_compiles"] += 1
-    least = smallest_region(regions) * CALLS_PER_NODE if backend.takes_parts else 0
+    least = config.smallest_repeat * CALLS_PER_NODE if backend.takes_parts else 0
 
     def compile_part(part: fx.GraphModule, examples: Sequence[Any], visible: int | None) -> Boxed:
         return backend.compile(part, examples, replace(half, visible=visible))
 
-    return compile_in_regions(gm, inputs, compile_part, least, half.visible, fewest_copies(regions))
+    return compile_in_regions(gm, inputs, compile_part, least, half.visible, config.fewest_copies)

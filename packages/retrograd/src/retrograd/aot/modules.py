@@ -1,85 +1,166 @@
-"""The state of a module: parameters and buffers as inputs of a function.
+"""The modules that are given to a function: parameters and buffers as inputs, settings as a key.
 
-In: a module. Out: `ModuleState`: its tensors, each once however often it is tied, and a way to call the
-module with others in their place.
+In: modules. Out: `ModuleState`: their tensors, each once however often it is tied; a way to call with others
+in their place; and what must stay as it is for a capture to stand: structure, ``training`` flags, hooks, and
+attributes that are plain values.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
+from retrograd.aot.constants import PLAIN_VALUES
 from retrograd.errors import CaptureError, Reason
 from retrograd.graph.joint import PrimalKind
 
 __all__ = ["ModuleState", "StateReplacedError"]
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+
 
 class StateReplacedError(Exception):
-    """The module put another tensor in the place of a parameter or buffer; the text says which."""
+    """The function put another tensor in the place of a parameter or buffer; the text says which."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModuleState:
-    """The tensors of a module.
+    """The tensors and settings of some modules.
 
     Attributes:
-        module: None for a function that is no module.
+        roots: the modules, as they were given.
         names, kinds, tensors: of each tensor, parameters first.
         places: for each tensor, the dictionaries that hold it, with its name there.
     """
 
-    module: nn.Module | None = None
+    roots: tuple[nn.Module, ...] = ()
     names: tuple[str, ...] = ()
     kinds: tuple[PrimalKind, ...] = ()
     tensors: tuple[torch.Tensor, ...] = ()
     places: tuple[tuple[tuple[dict[str, Any], str], ...], ...] = ()
+    _modules: tuple[nn.Module, ...] = ()
+    _structure: tuple[Any, ...] = ()
+    _plain: tuple[tuple[dict[str, Any], str, Any], ...] = ()
+    _attributes: list[dict[str, Any]] = field(default_factory=list)
+    _hooks_seen: int = -1
+    _has_hooks: bool = False
 
     @staticmethod
-    def of(module: nn.Module) -> ModuleState:
-        """The state of `module`.
+    def of(*roots: nn.Module) -> ModuleState:
+        """The state of `roots`.
 
         Raises:
             CaptureError: a parameter or buffer that is not initialised yet.
         """
         found: dict[int, tuple[str, PrimalKind, torch.Tensor, list[tuple[dict[str, Any], str]]]] = {}
-        for kind in (PrimalKind.PARAMETER, PrimalKind.BUFFER):
-            for path, child in module.named_modules():
+        for kind, (number, root) in itertools.product(
+            (PrimalKind.PARAMETER, PrimalKind.BUFFER), enumerate(roots)
+        ):
+            prefix = "" if number == 0 else f"module {number}."
+            for path, child in root.named_modules():
                 holder: dict[str, Any] = child._parameters if kind is PrimalKind.PARAMETER else child._buffers
                 for key, tensor in holder.items():
                     if tensor is not None:
-                        name = f"{path}.{key}" if path else key
-                        _refuse_lazy(module, name, tensor)
+                        name = prefix + (f"{path}.{key}" if path else key)
+                        _refuse_lazy(root, name, tensor)
                         entry = found.setdefault(id(tensor), (name, kind, tensor, []))
                         entry[3].append((holder, key))
         names, kinds, tensors, places = zip(*found.values(), strict=True) if found else ((), (), (), ())
-        return ModuleState(module, names, kinds, tensors, tuple(map(tuple, places)))
+        modules = tuple(dict.fromkeys(child for root in roots for child in root.modules()))
+        plain = tuple(
+            (vars(child), key, value)
+            for child in modules
+            for key, value in vars(child).items()
+            if type(value) in PLAIN_VALUES and key != "training"
+        )
+        state = ModuleState(roots, names, kinds, tensors, tuple(map(tuple, places)), modules, (), plain)
+        state._structure = state._structure_now()
+        return state
 
     def current(self) -> list[torch.Tensor]:
         """The tensors that are in these places now."""
         return [places[0][0][places[0][1]] for places in self.places]
 
-    def is_tied_as_before(self) -> bool:
-        """Whether places that held one and the same tensor still do."""
-        return all(
-            holder.get(key) is places[0][0].get(places[0][1])
-            for places in self.places
-            if len(places) > 1
-            for holder, key in places[1:]
+    # what a capture relies on
+
+    def is_intact(self) -> bool:
+        """Whether structure, tied tensors and plain attributes are what they were."""
+        return (
+            self._structure == self._structure_now()
+            and all(
+                holder.get(key) is places[0][0].get(places[0][1])
+                for places in self.places
+                if len(places) > 1
+                for holder, key in places[1:]
+            )
+            and all(
+                holder.get(key) is value or (type(holder.get(key)) is type(value) and holder[key] == value)
+                for holder, key, value in self._plain
+            )
         )
+
+    def _structure_now(self) -> tuple[Any, ...]:
+        return tuple(
+            [
+                (*map(id, module._modules.values()), len(module._parameters), len(module._buffers))
+                for module in self._modules
+            ]
+        )
+
+    def switches(self) -> tuple[bool, ...]:
+        """Whether each module is in training mode."""
+        return tuple([module.training for module in self._modules])
+
+    def has_hooks(self) -> bool:
+        """Whether any of the modules, or all modules of the process, have hooks."""
+        if not self._modules:
+            return False
+        if self._has_hooks or RemovableHandle.next_id != self._hooks_seen:
+            self._hooks_seen = RemovableHandle.next_id
+            self._has_hooks = any(getattr(m, name) for m in self._modules for name in _HOOKS) or any(
+                getattr(torch_module, name) for name in _GLOBAL_HOOKS
+            )
+        return self._has_hooks
+
+    # capture
+
+    def note(self) -> None:
+        """Remember what `refuse_changes` compares with."""
+        self._attributes = [_attributes(module) for module in self._modules]
+
+    def refuse_changes(self) -> None:
+        """Look for attributes that the function set while it was captured; they are as before afterwards.
+
+        Raises:
+            CaptureError: there is one.
+        """
+        for module, before in zip(self._modules, self._attributes, strict=True):
+            now = _attributes(module)
+            changed = [key for key in {*now, *before} if now.get(key, _ASIDE) is not before.get(key, _ASIDE)]
+            for key in changed:
+                if key in before:
+                    vars(module)[key] = before[key]
+                else:
+                    del vars(module)[key]
+            if changed:
+                raise _left_behind(f"sets {min(changed)} of {type(module).__name__}")
 
     @contextmanager
     def replaced(self, tensors: Sequence[Any]) -> Iterator[None]:
-        """The module with `tensors` in place of its own.
+        """The modules with `tensors` in place of their own.
 
         Raises:
-            StateReplacedError: on leaving, if the module itself replaced one.
+            StateReplacedError: on leaving, if the function itself replaced one.
         """
         before = self.current()
         try:
@@ -95,6 +176,25 @@ class ModuleState:
         for tensor, places in zip(tensors, self.places, strict=True):
             for holder, key in places:
                 holder[key] = tensor
+
+
+_ASIDE = object()
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds besides tensors, modules and hooks."""
+    return {k: value for k, value in vars(module).items() if not k.startswith("_") or k.startswith("__")}
+
+
+def _left_behind(what: str) -> CaptureError:
+    return CaptureError(
+        Reason(
+            "side-effect",
+            f"the function {what}, which would happen at capture only",
+            "aot.function",
+            way_out='torch.compile(backend="retrograd"), which sees it',
+        )
+    )
 
 
 def _refuse_lazy(module: nn.Module, name: str, tensor: torch.Tensor) -> None:

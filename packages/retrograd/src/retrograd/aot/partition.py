@@ -26,7 +26,8 @@ from retrograd.aot.aliases import (
 )
 from retrograd.aot.extract import extract, needed_between
 from retrograd.aot.late import compute_again_late
-from retrograd.aot.policies import Policy, choose_saved, draws_random_numbers
+from retrograd.aot.policies import choose_saved, draws_random_numbers
+from retrograd.config import Policy
 from retrograd.errors import Reason, VerificationError
 from retrograd.graph.copies import copied
 from retrograd.graph.joint import Cotangent, Gradient

@@ -5,8 +5,7 @@ In: a joint graph and its sharing of memory. Out: the set of forward nodes that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -14,14 +13,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 from retrograd._torch.min_cut import cut_by
 from retrograd._torch.operators import is_operator_overload, is_random
 from retrograd.aot.aliases import Memory, is_backward, is_number, read_by_backward
-from retrograd.errors import Reason, VerificationError
+from retrograd.config import PARTITIONERS, Policy
+from retrograd.errors import OptionError, Reason, VerificationError
 from retrograd.graph.dependence import cotangents_reaching
 from retrograd.graph.joint_graph import JointValues
 
-__all__ = ["Policy", "choose_saved", "draws_random_numbers"]
-
-#: a name, or a partitioner in torch's form: ``(gm, inputs, *, num_fwd_outputs) -> (forward, backward)``.
-Policy = str | Callable[..., Any]
+__all__ = ["choose_saved", "draws_random_numbers"]
 
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -36,7 +33,8 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
     """The nodes that are saved.
 
     Raises:
-        VerificationError: an unknown policy, or one that saves what is no value of the forward half.
+        OptionError: an unknown policy.
+        VerificationError: one that saves what is no value of the forward half.
     """
     if policy == "save_all":
         return _without_marked(_read(joint))
@@ -57,14 +55,8 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
         )
         saved = _named({node.name: node for node in reaching if not reaching[node]}, names)
         return saved if not any(map(memory.is_forbidden, saved)) else _read(joint)
-    raise VerificationError(
-        Reason(
-            "unknown-policy",
-            f"unknown partition policy {policy!r}",
-            "aot.partition",
-            way_out="'min_cut', 'save_all', 'recompute_all', or a callable (gm, inputs, *, num_fwd_outputs)",
-        )
-    )
+    expected = f"one of {', '.join(map(repr, PARTITIONERS))}, or a callable (gm, inputs, *, num_fwd_outputs)"
+    raise OptionError("partitioner", f"got {policy!r}", expected)
 
 
 def _read(joint: JointValues) -> set[fx.Node]:

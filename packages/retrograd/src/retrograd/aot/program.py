@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from retrograd._torch import pytree
-from retrograd._torch.ambient import autocast_off
+from retrograd._torch.thread_modes import autocast_off
 from retrograd.aot.fit import InputFit, refused
 from retrograd.aot.joint import JointGraph
 from retrograd.graph.joint_graph import ComputedOutput, ConstantOutput, SameAs, SizeOutput, SizeValue

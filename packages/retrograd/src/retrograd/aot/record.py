@@ -10,11 +10,11 @@ from collections.abc import Collection, Sequence
 
 from torch import fx
 
-from retrograd.aot.report import report
 from retrograd.backends.base import Boxed
 from retrograd.cudagraphs import graphed
 from retrograd.cudagraphs.refusals import is_passing
 from retrograd.errors import Reason
+from retrograd.report import process_report
 
 __all__ = ["recorded"]
 
@@ -25,4 +25,4 @@ def recorded(code: Boxed, graph: fx.Graph, *, kept: Collection[int] = (), loose:
 
 
 def _tell(reason: Reason) -> None:
-    report.noted(reason, warn=not is_passing(reason))
+    process_report.noted(reason, warn=not is_passing(reason))

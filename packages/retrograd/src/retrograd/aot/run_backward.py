@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.ambient import Ambient
 from retrograd._torch.fakes import laid_out_like, retraced
 from retrograd._torch.tensors import graph_is_kept
+from retrograd._torch.thread_modes import ThreadModes
 from retrograd._torch.tracing import is_batched
 from retrograd._torch.wrappers import PLAIN, Wrapping, built, parts_of
 from retrograd.aot.lower import lower
@@ -23,6 +23,7 @@ from retrograd.aot.record import recorded
 from retrograd.aot.rerun import rerun_region
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.registry import find_backend
+from retrograd.config import Config
 from retrograd.events import counters
 from retrograd.graph.partition import Partition
 
@@ -54,19 +55,16 @@ class _Expected:
 
 
 class RegionCode:
-    """Code for the backward of region `number`, compiled when it is first needed; `divides` is the option
-    ``regions=`` of ``aot.compile``."""
+    """Code for the backward of region `number`, compiled when it is first needed."""
 
     def __init__(
         self,
         partition: Partition,
         number: int,
         backend: Backend,
-        divides: bool | int = True,
-        cudagraphs: bool = False,
+        config: Config,
     ) -> None:
-        self._partition, self._number, self._backend = partition, number, backend
-        self._divides, self._cudagraphs = divides, cudagraphs
+        self._partition, self._number, self._backend, self._config = partition, number, backend, config
         joint, self._graphs = partition.joint, partition.backwards[number]
         region = joint.signature.regions[number]
         self.roots, self.destinations = region.roots, region.destinations
@@ -110,7 +108,7 @@ class RegionCode:
         saved = ctx.saved_tensors if self._saves else ()  # what saves nothing may run as often as one likes
         if (
             torch.is_grad_enabled()
-            or Ambient.autocast_now()
+            or ThreadModes.autocast_now()
             or torch.is_anomaly_enabled()
             or not self._fit(cotangents)
         ):
@@ -191,8 +189,8 @@ class RegionCode:
             if any(one is not other for one, other in zip(traced, examples, strict=True)):
                 gm = retraced(gm, examples)
         half = Half(is_backward=True, visible=len(gm.graph.output_node().args[0]))  # type: ignore[arg-type]
-        code = lower(self._backend, gm, self._partition.joint.state, half, examples, self._divides)
-        if not self._cudagraphs:
+        code = lower(self._backend, gm, self._partition.joint.state, half, self._config, examples)
+        if not self._config.cudagraphs:
             return code
         cotangents = range(len(self._graphs.saved), len(examples))
         return recorded(code, gm.graph, loose=cotangents)

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.ambient import undifferentiated
 from retrograd._torch.memory import common_base
 from retrograd._torch.rng import generator_states
+from retrograd._torch.thread_modes import undifferentiated
 from retrograd._torch.versions import versions_of
 from retrograd._torch.wrappers import built, parts_of
 from retrograd.aot.attach import Attaching

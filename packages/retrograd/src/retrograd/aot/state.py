@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from retrograd._torch import pytree
-from retrograd._torch.ambient import Ambient
 from retrograd._torch.fakes import (
     alias_of_fake,
     fake_mode_of,
@@ -23,7 +22,9 @@ from retrograd._torch.fakes import (
     new_fake_mode,
     why_not_fakeable,
 )
+from retrograd._torch.functional import inner_tensors
 from retrograd._torch.memory import common_base, groups_sharing_memory
+from retrograd._torch.thread_modes import ThreadModes
 from retrograd.aot.calls import FlatCall
 from retrograd.aot.modules import ModuleState
 from retrograd.errors import CaptureError, Reason
@@ -35,10 +36,6 @@ __all__ = ["Dynamic", "create_state", "state_of_flat"]
 #: ``True``: every size may change; ``None`` or ``False``: none; or, by number of the flat input, which
 #: dimensions.
 Dynamic = bool | None | Mapping[int, frozenset[int]]
-
-_CONSTANTS = (
-    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, slice,
-)  # fmt: skip
 
 
 def create_state(
@@ -66,8 +63,12 @@ def create_state(
             `fake_mode`.
     """
     flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-    state = ModuleState.of(fn_or_module) if isinstance(fn_or_module, nn.Module) else ModuleState()
-    name = type(fn_or_module).__name__ if state.module else getattr(fn_or_module, "__name__", "function")
+    state = ModuleState.of(*(m for m in (fn_or_module, *flat) if isinstance(m, nn.Module)))
+    name = (
+        type(fn_or_module).__name__
+        if isinstance(fn_or_module, nn.Module)
+        else getattr(fn_or_module, "__name__", "function")
+    )
 
     call, leaves = FlatCall(fn_or_module, state, spec), [*state.tensors, *flat]
     return state_of_flat(
@@ -105,7 +106,7 @@ def state_of_flat(  # noqa: PLR0913 - what a `CaptureState` is made of
         name=name,
         call=call,
         leaves=made,
-        ambient=Ambient.now(),
+        ambient=ThreadModes.now(),
         fake_mode=fakes.mode,
         aliases=tuple(fakes.groups(made, leaves)),
         decompositions=decompositions,
@@ -130,19 +131,11 @@ class _Fakes:
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return Leaf(name, PrimalKind.SIZE, value)
         if not isinstance(value, torch.Tensor):
-            return self._constant(name, value)
+            return Leaf(name, None, value)
         first = self._first.setdefault(id(value), index)
         fake = self._fake(value, name, self._dims(index, value))
         same_as = None if first == index else first
         return Leaf(name, kind, fake, value.requires_grad, value.is_leaf, same_as)
-
-    def _constant(self, name: str, value: Any) -> Leaf:
-        if isinstance(value, _CONSTANTS) or callable(value) or getattr(type(value), "__hash__", None):
-            return Leaf(name, None, value)
-        self._refuse(
-            "constant", name, f"is {type(value).__name__}", "register it as a pytree node, or close over it"
-        )
-        raise AssertionError
 
     def _dims(self, index: int, value: torch.Tensor) -> frozenset[int]:
         if isinstance(self.dynamic, Mapping):
@@ -150,10 +143,11 @@ class _Fakes:
         return frozenset(range(value.dim())) if self.dynamic else frozenset()
 
     def _fake(self, value: torch.Tensor, name: str, dims: frozenset[int]) -> Any:
-        if why := why_not_fakeable(value):
-            self._refuse(
-                "input", name, f"is a {why}" if not why.startswith("a ") else f"is {why}", "keep it eager"
-            )
+        why = why_not_fakeable(value)
+        if why is None and any(part.is_neg() or part.is_conj() for part in inner_tensors(value)):
+            why = "lazily conjugated or negated tensor"
+        if why:
+            self._refuse("input", name, f"is a {why}", "keep it eager")
         if is_fake(value):
             if fake_mode_of(value) is not self.given:
                 self._refuse("fake-input", name, "is fake, but not of the given fake mode", "pass fake_mode=")

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 import torch
 
 from retrograd._torch import pytree
-from retrograd._torch.ambient import Ambient
 from retrograd._torch.expressions import Symbol, encoded, guards_of, size_of, symbolic_mode, symbols_of
 from retrograd._torch.fakes import strided_fake
+from retrograd._torch.thread_modes import ThreadModes
 from retrograd._torch.wrappers import PLAIN
 from retrograd.aot.joint import JointGraph
 from retrograd.aot.written_graph import read_graph, written_graph
@@ -68,7 +68,7 @@ def written_joint(joint: JointValues) -> tuple[dict[str, Any], dict[str, torch.T
         "ambient": {
             "grad": state.ambient.grad,
             "autocast": [[device, written_value(dtype)] for device, dtype in state.ambient.autocast],
-            "caches": state.ambient.caches,
+            "caches": state.ambient.autocast_caches,
         },
         "symbols": {name: asdict(symbol) for name, symbol in symbols_of(env, sizes).items()},
         "guards": guards_of(env),
@@ -191,7 +191,7 @@ def _read_state(data: Mapping[str, Any], mode: Any, fakes: Mapping[int | None, A
         name=data["name"],
         call=_Absent(data["name"]),
         leaves=tuple(leaves),
-        ambient=Ambient(ambient["grad"], autocast, ambient["caches"]),
+        ambient=ThreadModes(ambient["grad"], autocast, ambient["caches"]),
         fake_mode=mode,
         in_spec=None if data["in_spec"] is None else _read_spec(data["in_spec"]),
     )

@@ -51,10 +51,6 @@ class Backend(Protocol):
     traces: bool
     takes_parts: bool
 
-    def prepare(self) -> None:
-        """Somebody will compile before long."""
-        ...
-
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """Decompositions to apply while tracing."""
         ...

@@ -28,9 +28,6 @@ class CustomBackend:
         self.name = getattr(fn, "__name__", type(fn).__name__)
         self._fn = fn
 
-    def prepare(self) -> None:
-        """There is nothing to load."""
-
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         return {}
 

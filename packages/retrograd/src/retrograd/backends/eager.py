@@ -20,9 +20,6 @@ class EagerBackend:
     traces = False
     takes_parts = False
 
-    def prepare(self) -> None:
-        """There is nothing to load."""
-
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         return {}
 

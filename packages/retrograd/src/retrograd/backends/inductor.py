@@ -8,7 +8,6 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.inductor import compile_graph, decompositions, patched
-from retrograd._torch.inductor_start import start_early
 from retrograd.backends.base import SEGMENT, Boxed, Half
 
 __all__ = ["InductorBackend"]
@@ -27,9 +26,6 @@ class InductorBackend:
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         self._settings = dict(settings or {})
-
-    def prepare(self) -> None:
-        start_early()
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         with patched(self._settings):

@@ -12,7 +12,7 @@ from retrograd.backends.base import Backend
 from retrograd.backends.custom import CustomBackend
 from retrograd.backends.eager import AtenBackend, EagerBackend
 from retrograd.backends.inductor import InductorBackend
-from retrograd.errors import UnknownBackendError
+from retrograd.errors import OptionError
 
 __all__ = ["BACKENDS", "find_backend"]
 
@@ -22,16 +22,17 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 }
 
 
-def find_backend(backend: str | Backend | Callable[..., Any]) -> Backend:
-    """The backend named, given or wrapped.
+def find_backend(backend: str | Backend | Callable[..., Any], option: str = "backend") -> Backend:
+    """The backend named, given or wrapped; `option` is the name under which it was given.
 
     Raises:
-        UnknownBackendError: a name that is not registered, or neither a name nor a callable.
+        OptionError: a name that is not registered, or neither a name nor a callable.
     """
     if isinstance(backend, str) and backend in BACKENDS:
         return BACKENDS[backend]()
     if isinstance(backend, (AtenBackend, EagerBackend, InductorBackend)):
         return backend
     if isinstance(backend, str) or not callable(backend):
-        raise UnknownBackendError(str(backend), tuple(sorted(BACKENDS)))
+        expected = f"one of {', '.join(sorted(BACKENDS))}, or a callable (gm, example_inputs) -> callable"
+        raise OptionError(option, f"got {backend!r}", expected)
     return CustomBackend(backend)

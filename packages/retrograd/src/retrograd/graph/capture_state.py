@@ -78,7 +78,7 @@ class CaptureState:
         call: the function of its flat inputs; returns what the user's function returns.
         leaves: the flat inputs: parameters and buffers first, then arguments.
         aliases: groups of leaves that share memory.
-        ambient: grad mode and autocast under which it is called.
+        ambient: the thread's modes under which it is called.
         fake_mode: of the fake values; its shape environment gets the guards.
         decompositions: applied while tracing.
         free: makes a fake of a real tensor that the function uses without being given it.

@@ -20,7 +20,7 @@ from retrograd._torch.engine import EngineRequest
 from retrograd._torch.live_graph import edge_of
 from retrograd.live.session import Session
 
-__all__ = ["begin_claims", "claim", "claimant", "end_claims"]
+__all__ = ["begin_claims", "claim", "claimant", "end_claims", "has_claims"]
 
 _MARK = "retrograd.session"
 
@@ -36,6 +36,11 @@ def begin_claims(session: Session) -> None:
 def end_claims(session: Session) -> None:
     """Its callable is gone: graphs that it left run as if it had not been."""
     _living.discard(session)
+
+
+def has_claims() -> bool:
+    """Whether a callable is alive whose backwards are compiled."""
+    return bool(_living)
 
 
 def claim(outputs: Any, session: Session) -> None:

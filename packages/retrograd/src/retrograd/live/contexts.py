@@ -1,32 +1,34 @@
 """Which session runs a backward: that of the innermost context of this thread, else the process-wide one,
 else that of the callable of ``retrograd.compile`` from which it comes.
 
-In: contexts that are entered and left, and the process-wide setting. Out: `run_backward`, which stands in for
+In: contexts that are entered and left, and the process-wide setting. Out: `run_backward`, which answers
 torch's gateway. Contexts are kept in a ``ContextVar``: each thread and each asyncio task has its own, and a
 task made inside a context inherits it for as long as the context is open.
 """
 
 from __future__ import annotations
 
-import threading
+import functools
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
 
 from retrograd._torch.collect import clear_engine_cache
-from retrograd._torch.engine import EngineRequest, Gateway, run_stock
-from retrograd._torch.hook_changes import HookWatch
+from retrograd._torch.engine import GATEWAYS, EngineRequest, run_stock
+from retrograd._torch.hook_changes import watch_hooks
 from retrograd._torch.obstacles import is_traced, is_transformed
-from retrograd._torch.queries import Queries, plans_under_way
-from retrograd._torch.stance import compile_stance
+from retrograd._torch.patches import handle
+from retrograd._torch.queries import answer_queries, plans_under_way
 from retrograd._torch.stock_compiler import installed_compiler, stock_compiler_off
+from retrograd._torch.thread_modes import compile_stance
 from retrograd._torch.window import window
 from retrograd.errors import ContextError
-from retrograd.live.claims import claimant
+from retrograd.live.claims import claimant, has_claims
 from retrograd.live.session import MOST_NESTED, TOO_DEEP, Session
+from retrograd.process import ForkSafeLock
 
-__all__ = ["ProcessWide", "enter", "gateway", "leave", "run_backward"]
+__all__ = ["ProcessWide", "enter", "is_anything_open", "leave", "open_gateway"]
 
 Grads = tuple[torch.Tensor | None, ...]
 
@@ -48,8 +50,9 @@ _entered: ContextVar[tuple[_Entry, ...]] = ContextVar("retrograd_entered", defau
 
 def enter(owner: object, session: Session) -> None:
     """From here on, on this thread, backwards belong to `session`."""
-    gateway.open()
+    open_gateway()
     _entered.set((*_open_entries(), _Entry(owner, session)))
+    _count_open(1)
 
 
 def leave(owner: object) -> None:
@@ -64,7 +67,7 @@ def leave(owner: object) -> None:
         raise ContextError
     last.is_open = False
     _entered.set(tuple(entry for entry in entries if entry is not last))
-    gateway.close()
+    _count_open(-1)
     if installed_compiler() is not None:
         _engine_cache.leave_to_stock()
 
@@ -77,18 +80,13 @@ class ProcessWide:
     """The setting that holds where no context is open, on all threads."""
 
     _entry: ClassVar[_Entry | None] = None
-    _lock: ClassVar[threading.Lock] = threading.Lock()
 
     @classmethod
     def switch(cls, session: Session | None) -> None:
         """Set or replace the process-wide session; None switches off."""
-        with cls._lock:
-            before = cls._entry
-            if session is not None and before is None:
-                gateway.open()
-            cls._entry = None if session is None else _Entry(cls, session)
-            if session is None and before is not None:
-                gateway.close()
+        if session is not None:
+            open_gateway()
+        cls._entry = None if session is None else _Entry(cls, session)
 
     @classmethod
     def entry(cls) -> _Entry | None:
@@ -96,12 +94,8 @@ class ProcessWide:
         return cls._entry
 
 
-@torch.compiler.disable
-def run_backward(*args: Any, **kwargs: Any) -> Grads:
-    """Stands in for ``torch.autograd.graph._engine_run_backward``.
-
-    Hidden from Dynamo, which would trace it where a compiled function breaks its graph for a backward.
-    """
+def run_backward(stock_run: Any, *args: Any, **kwargs: Any) -> Grads:
+    """Answers ``torch.autograd.graph._engine_run_backward``."""
     request = EngineRequest.of(*args, **kwargs)
     entry = next((entry for entry in reversed(_entered.get()) if entry.is_open), None) or ProcessWide.entry()
     stock = installed_compiler()
@@ -148,4 +142,25 @@ class _EngineCache:
 _engine_cache = _EngineCache()
 
 
-gateway = Gateway(run_backward, Queries(), HookWatch(), window)
+@functools.cache
+def open_gateway() -> None:
+    """From here on every backward of this process passes `run_backward`."""
+    for gateway in GATEWAYS:
+        handle(gateway, run_backward)
+    answer_queries()
+    watch_hooks()
+
+
+_open = 0
+_open_lock = ForkSafeLock()
+
+
+def _count_open(by: int) -> None:
+    global _open
+    with _open_lock:
+        _open += by
+
+
+def is_anything_open() -> bool:
+    """Whether a context is open on any thread, or backwards may belong to a compiled callable."""
+    return _open > 0 or ProcessWide.entry() is not None or has_claims()

@@ -35,8 +35,9 @@ from retrograd.live.calls.functions import call_kept_backward
 from retrograd.live.capture import BackwardRecorder, GraphNeededError
 from retrograd.live.captured import CapturedBackward
 from retrograd.live.running import RunningBackward
+from retrograd.process import forgotten_by_reset
 
-__all__ = ["collect_and_release", "forget_kept_classes"]
+__all__ = ["collect_and_release"]
 
 Finished = Callable[[BackwardGraph, EngineRequest], CapturedBackward]
 
@@ -44,6 +45,7 @@ Finished = Callable[[BackwardGraph, EngineRequest], CapturedBackward]
 #: engine's cache does not tell before it releases, so a graph with one of them is always collected with the
 #: graph kept.
 _kept_classes: weakref.WeakSet[type] = weakref.WeakSet()
+forgotten_by_reset(_kept_classes.clear)
 
 
 def collect_and_release(
@@ -65,11 +67,6 @@ def collect_and_release(
             _kept_classes.add(type(RunningBackward(request).node_calls[needed.node_call]))
             live = read_live_graph(request.as_asked())
     return _collect_kept(request, live, finished, run_in_frame)
-
-
-def forget_kept_classes() -> None:
-    """To be called only when the engine's cache has been cleared."""
-    _kept_classes.clear()
 
 
 def _protocol(request: EngineRequest, finished: Finished) -> EngineProtocol:

@@ -8,10 +8,11 @@ mode on, the gradients of its own node have a history, those of the next node do
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import fx
 
-from retrograd._torch.thread_state import Modes, switched
+from retrograd._torch.thread_modes import KeptModes, modes_kept
 from retrograd.graph.backward_graph import call_of
 from retrograd.graph.schedule import Segment
 
@@ -25,7 +26,7 @@ class LeftModes:
         node: the call. modes: how it left them.
     """
 
-    def __init__(self, node: fx.Node, modes: Modes) -> None:
+    def __init__(self, node: fx.Node, modes: KeptModes) -> None:
         self._node_call = call_of(node).node_call
         self._modes = modes
 
@@ -33,6 +34,6 @@ class LeftModes:
         """Whether a call of `segment` belongs to the same node."""
         return any(call_of(node).node_call == self._node_call for node in segment.nodes)
 
-    def around(self, node: fx.Node) -> AbstractContextManager[None]:
+    def around(self, node: fx.Node) -> AbstractContextManager[Any]:
         """The modes in which `node` runs: these if it belongs to the same node, else as they are."""
-        return switched(self._modes) if call_of(node).node_call == self._node_call else nullcontext()
+        return modes_kept(self._modes) if call_of(node).node_call == self._node_call else nullcontext()

@@ -16,34 +16,28 @@ import torch
 from torch import fx
 
 from retrograd._torch.boxed import copied
-from retrograd._torch.collector import collector_paused
 from retrograd._torch.guards import InputGuard, changed_sizes
-from retrograd._torch.locks import ForkSafeLock
-from retrograd._torch.stance import compile_stance
 from retrograd._torch.subclasses import SubclassBorder, SymbolicMetadataError, is_wrapper
-from retrograd._torch.thread_state import (
-    modes_of_lowering,
+from retrograd._torch.thread_modes import (
+    ThreadModes,
+    compile_stance,
     why_interpreted_now,
-    why_modes_differ,
     without_torch_functions,
 )
-from retrograd._torch.tracing import NotTraceableError, Traced, is_batched, trace, why_not_traceable
+from retrograd._torch.tracing import NotTraceableError, Traced, is_batched, trace
 from retrograd.backends.base import Boxed
 from retrograd.cudagraphs import graphed
 from retrograd.errors import LoweringError, Reason
 from retrograd.events import counters, live_log
-from retrograd.graph.report import LoweringReport
 from retrograd.live.background import Later, begin
-from retrograd.live.determinism import NondeterministicError, determinism_is_on, run_deterministically
+from retrograd.live.determinism import determinism_is_on, operations_may_warn
 from retrograd.live.differentiable import Differentiable
 from retrograd.live.lowered import How, Lowered, Lowerings
+from retrograd.report import LoweringReport
 
 __all__ = ["BoxedRunner"]
 
 Symbolic = dict[int, frozenset[int]]
-
-#: tracing patches torch globally while it runs: one thread at a time.
-_one_at_a_time = ForkSafeLock()
 
 
 class BoxedRunner:
@@ -110,7 +104,7 @@ class BoxedRunner:
         `args` stays as it is."""
         if self.is_waiting or determinism_is_on() or why_interpreted_now(args) is not None:
             return None
-        modes = modes_of_lowering()
+        modes = ThreadModes.now()
         fitting = (lowered for lowered in self._lowered if lowered.modes == modes)
         return next((lowered for lowered in fitting if lowered.is_direct and lowered.guard.check(args)), None)
 
@@ -132,13 +126,16 @@ class BoxedRunner:
         if now is not None:
             return self._interpret_now(args, now)
         found = self._lowered_for(args)
-        if found is None or found[0].is_deterministic is False:
+        if found is None:
             return self._interpret(args)
         lowered, flat = found
         if lowered.later is not None and not self._has_arrived(lowered):
             return self._interpret(args)
-        if lowered.is_deterministic is None and determinism_is_on():
-            return self._ask_eager(lowered, args)
+        if determinism_is_on() and not lowered.is_deterministic:
+            # Eager may have to raise. Where it warns it does so each time.
+            results = self._interpret(args)
+            lowered.is_deterministic = not operations_may_warn()
+            return results
         return self._run(lowered, args, flat)
 
     def _interpret(self, args: list[Any]) -> Sequence[Any]:
@@ -159,18 +156,6 @@ class BoxedRunner:
         elif later.code is not None:
             lowered.run, lowered.later = later.code, None
         return lowered.later is None
-
-    def _ask_eager(self, lowered: Lowered, args: list[Any]) -> Sequence[Any]:
-        """Under deterministic algorithms the first run is eager's: it may have to raise or warn."""
-        held = list(args)
-        try:
-            results = run_deterministically(lambda: self._interpret(args))
-        except NondeterministicError as error:
-            lowered.is_deterministic = False
-            self._tell("interpreted", "", str(error))
-            return self._interpret(held)
-        lowered.is_deterministic = True
-        return results
 
     def _run(self, lowered: Lowered, args: list[Any], flat: list[Any]) -> Sequence[Any]:
         """Run compiled code. Until it has run once its inputs are held, so that a failure costs nothing but
@@ -216,18 +201,21 @@ class BoxedRunner:
         """Code for these values, made now if need be, and what it takes; None if the function is to be
         interpreted."""
         try:
-            modes = modes_of_lowering()
+            modes = ThreadModes.now()
             for lowered in self._lowered:
                 if lowered.modes == modes and (flat := lowered.flat(args)) is not None:
                     return lowered, flat
             return self._taken_over(args, modes) or self._lower(args)
         except LoweringError:
             raise
+        except NotTraceableError as error:
+            self._give_up(str(error), error)
+            return None
         except Exception as error:
             self._give_up(_first_line(error), error)
             return None
 
-    def _taken_over(self, args: list[Any], modes: tuple[object, ...]) -> tuple[Lowered, list[Any]] | None:
+    def _taken_over(self, args: list[Any], modes: ThreadModes) -> tuple[Lowered, list[Any]] | None:
         """Code that was made for an equal function, if it fits."""
         for lowered in self._shared.codes:
             if lowered.modes == modes and lowered not in self._lowered:
@@ -246,9 +234,6 @@ class BoxedRunner:
         if self._shared.interpret_because is not None:
             self._give_up(self._shared.interpret_because)
             return None
-        if reason := next(filter(None, map(why_not_traceable, args)), None):
-            self._give_up(reason)
-            return None
         border, flat = _border(args)
         because = self._note_changes(args, flat, border)
         if len(self._lowered) >= self._config.recompile_limit:
@@ -257,8 +242,7 @@ class BoxedRunner:
             return None
         if self._stance_refuses(because):
             return None
-        with _one_at_a_time, collector_paused():
-            lowered = self._compile(flat, border)
+        lowered = self._compile(flat, border)
         recompile = bool(self._lowered)
         self._lowered.insert(0, lowered)
         self._shared.codes.insert(0, lowered)
@@ -274,9 +258,7 @@ class BoxedRunner:
         graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
         run, later = self._code(traced, args if border is None else None)
-        lowered = Lowered(
-            guard, modes_of_lowering(), run, traced.fed, traced.given, graph, border, later=later
-        )
+        lowered = Lowered(guard, ThreadModes.now(), run, traced.fed, traced.given, graph, border, later=later)
         if traced.history is not None:
             lowered.differentiable = Differentiable(
                 self._run_as_captured, args, traced.history, self._another
@@ -328,8 +310,8 @@ class BoxedRunner:
         if last is None or not _is_alike(last.border, args):
             self._symbolic = self._initially_symbolic(flat, border.numbers if border else frozenset())
             return "first use" if last is None else f"another class or metadata: {last.border} / {border}"
-        if last.modes != modes_of_lowering():
-            return why_modes_differ(last.modes, modes_of_lowering())
+        if last.modes != ThreadModes.now():
+            return last.modes.difference(ThreadModes.now())
         if self._config.dynamic is not False:
             for index, dims in changed_sizes(last.guard.args_metadata, flat).items():
                 self._symbolic[index] = self._symbolic.get(index, frozenset()) | dims

@@ -13,7 +13,7 @@ from torch import fx
 
 from retrograd._torch.guards import InputGuard
 from retrograd._torch.subclasses import SubclassBorder
-from retrograd._torch.thread_state import without_torch_functions
+from retrograd._torch.thread_modes import ThreadModes, without_torch_functions
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
 from retrograd.live.background import Later
@@ -31,12 +31,12 @@ class Lowered:
         guard, modes: must hold. run: the backend's code, which takes the arguments at `fed` and whose results
             stand at `given`. graph: the ATen graph. border: flattens tensor subclasses, if there are any.
         differentiable: records what was run, for a derivative; None where eager would record nothing.
-        has_run: whether it has once. is_deterministic: None until it had to be found out.
+        has_run: whether it has once. is_deterministic: whether eager was asked, and had nothing to raise.
         later: stands for the code while that is compiled in the background.
     """
 
     guard: InputGuard
-    modes: tuple[object, ...]
+    modes: ThreadModes
     run: Boxed
     fed: tuple[int, ...]
     given: tuple[int | None, ...]
@@ -44,7 +44,7 @@ class Lowered:
     border: SubclassBorder | None
     differentiable: Differentiable | None = None
     has_run: bool = False
-    is_deterministic: bool | None = None
+    is_deterministic: bool = False
     later: Later | None = None
 
     def guards(self) -> str:

@@ -21,7 +21,7 @@ from retrograd._torch.collect import Collected
 from retrograd._torch.hook_changes import HookChanges, watching
 from retrograd._torch.profiling import profiling
 from retrograd._torch.streams import user_code_in_order
-from retrograd._torch.thread_state import are_modes_plain, thread_state_kept
+from retrograd._torch.thread_modes import are_modes_plain, modes_kept
 from retrograd._torch.versions import Versions
 from retrograd.backends.base import Backend
 from retrograd.backends.eager import EagerBackend
@@ -30,7 +30,6 @@ from retrograd.cudagraphs import graphed
 from retrograd.events import counters
 from retrograd.graph.backward_graph import BackwardGraph, SourceKind, call_of, source_of
 from retrograd.graph.hook_kind import CallKind
-from retrograd.graph.report import BackwardReport
 from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment
 from retrograd.live.background import take_finished
 from retrograd.live.calls.gradients import accumulate_grad
@@ -46,6 +45,7 @@ from retrograd.live.settled import Left, SettledPlan, Settling
 from retrograd.live.settled_source import is_only_for_post_hooks
 from retrograd.live.sharing import changing_numbers
 from retrograd.live.step_through import argument_values
+from retrograd.report import BackwardReport
 
 __all__ = ["Plan"]
 
@@ -103,7 +103,7 @@ class Plan:
     def __init__(self, backward: BackwardGraph, config: Config, backend: Backend) -> None:
         counters["plans"] += 1
         self._backward = backward
-        smallest = config.smallest_region
+        smallest = config.smallest_repeat
         self.schedule: Schedule = cut(
             backward,
             _named_opaque(backward, config),
@@ -317,7 +317,7 @@ def _call(
     for node in dying:
         values.pop(node, None)
     assert callable(step.node.target)
-    with thread_state_kept() as kept, user_code_in_order():
+    with modes_kept() as kept, user_code_in_order():
         result = step.node.target(*args)
     if step.node not in dying:
         values[step.node] = result

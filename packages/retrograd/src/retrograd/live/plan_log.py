@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from torch import fx
 
+from retrograd._torch.graph_tracer import noted
 from retrograd._torch.profiling import node_range, text_range
-from retrograd._torch.provenance import noted
 from retrograd._torch.structured_trace import CompileId, artifact, compiling, event, new_compile_id
 from retrograd.errors import Reason
 from retrograd.events import LOGS, live_log
 from retrograd.graph.backward_graph import NodeCall, call_of
 from retrograd.graph.hook_kind import CallKind
 from retrograd.graph.render import readable, readable_schedule
-from retrograd.graph.report import BackwardReport, LoweringReport
 from retrograd.graph.schedule import Accumulation, OpaqueCall, Segment
+from retrograd.report import BackwardReport, LoweringReport
 
 __all__ = ["PlanLog"]
+
+#: how ``_torch.live_graph.forward_line`` writes a line of the user's.
+_LINE = re.compile(r"(?P<file>.+):(?P<line>\d+)  (?P<code>.*)")
 
 _HAS_RANGE = {CallKind.NODE, CallKind.CPP_FUNCTION, CallKind.FUNCTION, CallKind.ACCUMULATE}
 
@@ -87,8 +92,12 @@ class PlanLog:
 
     def node_noted(self, node: fx.Node) -> AbstractContextManager[None]:
         """Around the tracing of `node`: its ATen nodes are to name its autograd node and source line."""
-        index = call_of(node).node_call
-        return noted(node, self._report.graph.node_name(index), self._node_call(node).source)
+        name = self._report.graph.node_name(call_of(node).node_call)
+        note: dict[str, Any] = {"custom": {"autograd_node": name}}
+        if found := _LINE.fullmatch(self._node_call(node).source):
+            place = f'  File "{found["file"]}", line {found["line"]}, in forward'
+            note["stack_trace"] = f"{place}\n    {found['code']}\n"
+        return noted(**note)
 
     # profiler ranges
 

@@ -19,7 +19,6 @@ from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
 from retrograd.events import counters
 from retrograd.graph.backward_graph import call_of
-from retrograd.graph.report import LoweringReport
 from retrograd.graph.schedule import Segment
 from retrograd.live.background import Later
 from retrograd.live.left_modes import LeftModes
@@ -30,6 +29,7 @@ from retrograd.live.plan_log import PlanLog
 from retrograd.live.sharing import families, lowerings, runners
 from retrograd.live.step_through import step_through
 from retrograd.live.structure import family_of, numbers_of, structure_of
+from retrograd.report import LoweringReport
 
 __all__ = ["SegmentRunner", "runner_of"]
 

@@ -6,27 +6,23 @@ would return.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections import deque
 from dataclasses import replace
 
 import torch
 
 from retrograd._torch.collect import Collected
-from retrograd._torch.collector import collector_paused, collector_resumed
 from retrograd._torch.engine import EngineRequest, run_stock
 from retrograd._torch.graph_task import run_in_graph_task
 from retrograd._torch.obstacles import why_not_collectable
 from retrograd._torch.queries import answering
 from retrograd._torch.streams import in_order_with_streams
-from retrograd._torch.structured_trace import artifact, event
+from retrograd._torch.structured_trace import event
 from retrograd._torch.window import EngineBusyError, window
 from retrograd.config import Config
-from retrograd.errors import CaptureError, FallbackWarning, Reason
-from retrograd.events import LOGS, counters, live_log
+from retrograd.errors import CaptureError, Reason
+from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph
-from retrograd.graph.report import BackwardReport, Report
 from retrograd.live.captured import CapturedBackward
 from retrograd.live.determinism import operations_may_warn
 from retrograd.live.kept_graph import collect_and_release
@@ -36,12 +32,11 @@ from retrograd.live.structure import first_difference
 from retrograd.live.unreached import raise_as_eager
 from retrograd.live.used_up import use_up
 from retrograd.live.widen import with_compiled_functions
+from retrograd.report import BackwardReport, Report
 
-__all__ = ["MOST_NESTED", "TOO_DEEP", "Session", "forget_warnings"]
+__all__ = ["MOST_NESTED", "TOO_DEEP", "Session"]
 
 Grads = tuple[torch.Tensor | None, ...]
-
-_warned: set[tuple[str, str]] = set()
 
 #: after so many new structures in a row that were met only once, a new one is interpreted when first met.
 NOTHING_REPEATS = 16
@@ -52,20 +47,15 @@ class Session:
 
     Args:
         config: its settings.
-        reports: are told everything (the context's own report, and that of the process).
+        report: is told everything.
     """
 
-    def __init__(self, config: Config, reports: tuple[Report, ...]) -> None:
-        self.config = config
-        self._reports = reports
+    def __init__(self, config: Config, report: Report) -> None:
+        self.config, self._report = config, report
         self._recent: deque[BackwardReport] = deque(maxlen=NOTHING_REPEATS)
 
     def run(self, asked: EngineRequest) -> Grads:
         """Run one backward."""
-        with collector_paused():
-            return self._run(asked)
-
-    def _run(self, asked: EngineRequest) -> Grads:
         request = with_compiled_functions(asked)
         if obstacle := why_not_collectable(request):
             return self._fall_back(asked, _reason(*obstacle))
@@ -100,8 +90,7 @@ class Session:
         plan, is_new = captured.plan(self.config, request)
         if is_new:
             self._postpone_if_nothing_repeats(plan)
-            for report in self._reports:
-                report.backwards.append(plan.report)
+            self._report.captured(plan.report)
             live_log.info("%s", plan.report)
             plan.log.laid_out()
         return plan
@@ -138,8 +127,7 @@ class Session:
                 results.append(tuple(plan.run(call, running)))
 
         if plan.runs_user_code or operations_may_warn():
-            with collector_resumed():
-                run_in_graph_task(body, request)
+            run_in_graph_task(body, request)
         else:
             with torch.set_grad_enabled(request.create_graph):
                 body()
@@ -160,7 +148,7 @@ class Session:
 
     def _fall_back(self, request: EngineRequest, reason: Reason, error: Exception | None = None) -> Grads:
         self.refuse(reason, error)
-        with window.stock(), collector_resumed():
+        with window.stock():
             grads = run_stock(request)
         # Only a backward that eager can run is a fallback: an error of the user's is none.
         self.note(reason)
@@ -174,24 +162,7 @@ class Session:
     def note(self, reason: Reason) -> None:
         """A backward has run on the stock engine."""
         counters["fallbacks"] += 1
-        for report in self._reports:
-            report.fallbacks[reason] += 1
-        key = (reason.code, reason.text)
-        if key not in _warned:
-            _warned.add(key)
-            LOGS["recompiles"].info("a backward ran on the stock engine: %s", reason)
-            artifact("retrograd_fallback", lambda: str(reason))
-            warnings.warn(f"a backward ran on the stock engine: {reason}", FallbackWarning, _users_level())
-
-
-def _users_level() -> int:
-    """The ``stacklevel`` at which the caller's warning shows the user's line."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
-        ("retrograd.", "torch.")
-    ):
-        frame, level = frame.f_back, level + 1
-    return level
+        self._report.fell_back(reason, "a backward ran on the stock engine")
 
 
 def _reason(code: str, text: str) -> Reason:
@@ -207,11 +178,6 @@ def _reason_of(error: Exception) -> Reason:
     if isinstance(error, EngineBusyError):
         return _reason(error.code, str(error))
     return _reason("capture-failed", f"{type(error).__name__}: {error}")
-
-
-def forget_warnings() -> None:
-    """Give every fallback warning again."""
-    _warned.clear()
 
 
 _WAY_OUT = {

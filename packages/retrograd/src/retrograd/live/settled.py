@@ -22,11 +22,11 @@ from torch import fx
 from retrograd._torch.collect import Collected
 from retrograd._torch.guards import InputGuard
 from retrograd._torch.hook_changes import HookChanges
-from retrograd._torch.thread_state import (
-    Modes,
+from retrograd._torch.thread_modes import (
+    KeptModes,
+    ThreadModes,
     UserCode,
     are_modes_plain,
-    modes_of_lowering,
     without_torch_functions,
 )
 from retrograd._torch.versions import Versions
@@ -60,7 +60,7 @@ class Left:
     step: int
     values: Values
     versions: Versions[fx.Node]
-    modes: Modes | None
+    modes: KeptModes | None
 
 
 class SettledPlan:
@@ -82,7 +82,7 @@ class SettledPlan:
         self._compiled = tuple(runner for runner in runners if runner and not runner.is_interpreted)
         steps = enumerate(laid.schedule.steps)
         self._calls = tuple(number for number, step in steps if isinstance(step, OpaqueCall))
-        self._modes = modes_of_lowering()
+        self._modes = ThreadModes.now()
         self._written: Written = write(laid)
         self._code = self._written.function()
         self.left = 0
@@ -100,7 +100,7 @@ class SettledPlan:
         Returns:
             The plan's outputs; a `Left`; or None if the plan is not settled for these values and modes.
         """
-        if modes_of_lowering() != self._modes or not are_modes_plain() or self._is_distrusted():
+        if ThreadModes.now() != self._modes or not are_modes_plain() or self._is_distrusted():
             return None
         user = UserCode(self._modes) if self._calls else None
         try:
@@ -135,7 +135,7 @@ class SettledPlan:
             if runner is not None:
                 runner.failed(error)
 
-    def _left(self, step: int, found: dict[str, Any], modes: Modes | None) -> Left:
+    def _left(self, step: int, found: dict[str, Any], modes: KeptModes | None) -> Left:
         versions = Versions.taken(
             pair
             for number, (name, nodes) in self._written.watched.items()

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.thread_state import torch_functions_off
+from retrograd._torch.thread_modes import torch_functions_off
 from retrograd._torch.versions import versions_of
 from retrograd.graph.backward_graph import Source, SourceKind, call_of
 from retrograd.graph.hook_kind import CallKind, HookKind

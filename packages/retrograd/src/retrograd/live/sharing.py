@@ -8,7 +8,6 @@ so that all other segments stay equal. After two captures nothing is compiled fo
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
@@ -20,8 +19,9 @@ from retrograd.graph.hook_kind import CallKind
 from retrograd.live.lifting import Family
 from retrograd.live.lowered import Lowerings
 from retrograd.live.structure import structure_and_numbers
+from retrograd.process import ForkSafeLock, forgotten_by_reset
 
-__all__ = ["Recent", "changing_numbers", "families", "forget_shared", "lowerings", "runners"]
+__all__ = ["Recent", "changing_numbers", "families", "lowerings", "runners"]
 
 T = TypeVar("T")
 
@@ -30,12 +30,13 @@ KEPT = 512
 
 
 class Recent(Generic[T]):
-    """A mapping of the entries used last."""
+    """A mapping of the entries used last; ``reset`` empties it."""
 
     def __init__(self, kept: int) -> None:
         self._kept = kept
         self._entries: OrderedDict[Hashable, T] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
+        forgotten_by_reset(self.clear)
 
     def get(self, key: Hashable, make: Callable[[], T]) -> tuple[T, bool]:
         """The entry, and whether it was made just now."""
@@ -98,11 +99,3 @@ def changing_numbers(backward: BackwardGraph) -> dict[fx.Node, str]:
     known.see([str(getattr(node.target, "__name__", node.target)) for node in nodes], list(numbers.values()))
     functional = {node for node, call in backward.calls() if call.kind is CallKind.NODE}
     return {nodes[i]: text for i, text in known.changing.items() if nodes[i] in functional}
-
-
-def forget_shared() -> None:
-    """Forget all structures and runners."""
-    _numbers.clear()
-    runners.clear()
-    lowerings.clear()
-    families.clear()

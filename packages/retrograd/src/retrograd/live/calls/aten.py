@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.thread_state import as_if_autocast
+from retrograd._torch.thread_modes import as_if_autocast
 from retrograd._torch.tracing import is_operator
 
 __all__ = ["Named", "constant", "operation", "tangent"]

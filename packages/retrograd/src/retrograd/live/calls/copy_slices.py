@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from retrograd._torch.thread_state import without_torch_functions
+from retrograd._torch.thread_modes import without_torch_functions
 
 __all__ = ["epilogue", "prologue"]
 

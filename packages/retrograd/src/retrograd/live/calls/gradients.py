@@ -17,7 +17,7 @@ from retrograd._torch.tensors import (
     layout_contract_enforced,
     obeys_layout_contract,
 )
-from retrograd._torch.thread_state import without_torch_functions
+from retrograd._torch.thread_modes import without_torch_functions
 
 __all__ = ["accumulate_grad", "sum_gradients"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from retrograd._torch.hooks import call_cpp_tensor_pre_hooks, counts_other_hooks
-from retrograd._torch.thread_state import without_torch_functions
+from retrograd._torch.thread_modes import without_torch_functions
 
 __all__ = [
     "call_cpp_tensor_hook",

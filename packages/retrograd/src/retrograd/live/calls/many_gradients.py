@@ -18,7 +18,7 @@ import torch
 from retrograd._torch.guards import InputGuard
 from retrograd._torch.memory import add_each
 from retrograd._torch.tensors import layout_contract_enforced
-from retrograd._torch.thread_state import torch_functions_off
+from retrograd._torch.thread_modes import torch_functions_off
 from retrograd.live.calls.gradients import accumulate_grad
 
 __all__ = ["Accumulator"]

@@ -7,6 +7,7 @@ right.
 
 from __future__ import annotations
 
+from retrograd.errors import OptionError
 from retrograd.passes.aten.accumulate_in_fp32 import accumulate_in_fp32
 from retrograd.passes.aten.clip_gradients import clip_gradients
 from retrograd.passes.aten.fold_constants import fold_constants
@@ -52,9 +53,9 @@ def pass_named(name: str) -> AnyPass:
     """The pass of that name.
 
     Raises:
-        ValueError: there is none.
+        OptionError: there is none.
     """
     known: dict[str, AnyPass] = {pass_name(one): one for one in (*NUMERICS_PRESERVING, *OPT_IN)}
     if name not in known:
-        raise ValueError(f"unknown pass {name!r}\n  expected one of {', '.join(known)}, or a callable")
+        raise OptionError("passes", f"unknown pass {name!r}", f"one of {', '.join(known)}, or a callable")
     return known[name]

@@ -1,0 +1,28 @@
+"""Behind Dynamo: the ``torch.compile`` backend ``retrograd``, and whole training steps.
+
+>>> torch.compile(model, backend="retrograd", options={"backend": "eager", "partitioner": "save_all"})
+
+Importing this package registers the backend where the distribution, whose entry point does so, is not
+installed.
+"""
+
+from __future__ import annotations
+
+from retrograd._torch.dynamo_bridge import register_once
+from retrograd.dynamo.backend import RetrogradBackend, retrograd
+from retrograd.dynamo.options import config_of, list_mode_options, list_options
+from retrograd.dynamo.step import CompiledStep, compile_step
+from retrograd.dynamo.step_report import StepReport
+
+__all__ = [
+    "CompiledStep",
+    "RetrogradBackend",
+    "StepReport",
+    "compile_step",
+    "config_of",
+    "list_mode_options",
+    "list_options",
+    "retrograd",
+]
+
+register_once("retrograd", retrograd)

@@ -1,0 +1,226 @@
+"""A graph that Dynamo made, compiled at once, with Dynamo's fakes and for Dynamo's guards.
+
+In: the graph module, its inputs (fake as Dynamo traced them) and the user's choices. Out: `GraphFunction`,
+called with real inputs that Dynamo's guards have let through.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from retrograd._torch.dynamo_bridge import (
+    GraphInput,
+    fake_of_attribute,
+    grad_mode_left,
+    guard_same,
+    has_symbols,
+    mode_of,
+    traced_in,
+    why_ended,
+    why_not_as_given,
+)
+from retrograd._torch.fakes import alias_of_fake
+from retrograd._torch.interpret import run_graph
+from retrograd._torch.memory import common_base
+from retrograd._torch.thread_modes import torch_functions_off, why_not_capturable_now
+from retrograd.aot.capture import capture
+from retrograd.aot.compile import compile as compile_partition
+from retrograd.aot.modules import ModuleState
+from retrograd.aot.partition import partition
+from retrograd.aot.run_forward import CompiledFunction
+from retrograd.aot.state import state_of_flat
+from retrograd.aot.summary import summary
+from retrograd.backends.registry import find_backend
+from retrograd.config import Config
+from retrograd.errors import CaptureError, Reason
+from retrograd.graph.capture_state import AliasGroup, CaptureState
+from retrograd.graph.joint import PrimalKind
+from retrograd.report import Report, reason_of
+from retrograd.specialize import ANYTHING, MemoryGuard, Specialized, Variant
+
+__all__ = ["GraphFunction", "state_of_graph"]
+
+
+class GraphFunction:
+    """The compiled form of one graph of Dynamo's.
+
+    Args:
+        gm: the graph.
+        inputs: one per placeholder.
+        mode: the fake mode that Dynamo compiles in.
+        config: the choices; ``dynamic`` and ``recompile_limit`` are Dynamo's affair.
+        report: is told what was compiled and what ran eagerly.
+
+    Raises:
+        CaptureError: an input is not fake, or is a fake of another mode.
+        Exception: whatever capture and backends raise.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, inputs: Sequence[GraphInput], mode: Any, config: Config, report: Report
+    ) -> None:
+        self._gm, self._config, self._report = gm, config, report
+        self._mode = mode_of(inputs) or mode
+        self._module = ModuleState.of(gm)
+        self._offset = len(self._module.tensors)
+        left = grad_mode_left(gm)
+        self._grad_mode = None if left == torch.is_grad_enabled() else left
+        self._inner = [i for i, item in enumerate(inputs) if _may_have_history(item)]
+        with traced_in(self._mode):
+            self._state = state_of_graph(gm, inputs, self._module, self._mode, config)
+            self._guard_duplicates(inputs)
+            code = self._compiled(self._state)
+        # What is changed in place must not begin to share memory, nor share it otherwise. Dynamo guards
+        # nothing of the kind: ``StorageOverlap`` compares offsets only.
+        moving = [i for i, item in enumerate(inputs) if not item.is_static]
+        writes = any(update.value is not None for update in code.partition.joint.updates)
+        self._memory = MemoryGuard([item.given for item in inputs], moving) if writes else None
+        self._specialized = Specialized("a graph of Dynamo's", "dynamo", config, report, self._recompiled)
+        self._specialized.add(self._leafness([item.given for item in inputs]), Variant(ANYTHING, code))
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the graph's code on real inputs."""
+        eagerly = functools.partial(self._eagerly, *args)
+        if (now := why_not_capturable_now(has_seen_functions=True)) is not None:
+            code, text = now
+            reason = Reason(code, text, "dynamo", way_out="call it outside of that")
+            return eagerly() if code == "force-eager" else self._specialized.run_eagerly(reason, eagerly)
+        if self._memory is not None and not self._memory.fits(args):
+            return self._specialized.run_eagerly(_MEMORY, eagerly)
+        leaves = [*self._module.current(), *args]
+        outputs = self._specialized(self._leafness(args), leaves, eagerly)
+        if self._grad_mode is not None:
+            torch.set_grad_enabled(self._grad_mode)
+        return outputs
+
+    def _eagerly(self, *args: Any) -> Any:
+        """What the graph computes. Dynamo has traced what modes and classes make of torch's functions."""
+        with torch_functions_off():
+            return self._gm(*args)
+
+    def _guard_duplicates(self, inputs: Sequence[GraphInput]) -> None:
+        for item, leaf in zip(inputs, self._state.leaves[self._offset :], strict=True):
+            if leaf.same_as is not None and leaf.same_as >= self._offset:
+                guard_same(inputs[leaf.same_as - self._offset], item)
+
+    def _leafness(self, args: Sequence[Any]) -> tuple[bool, ...]:
+        """Dynamo does not guard on whether an input has a history; eager's order depends on it."""
+        return tuple([args[i].is_leaf for i in self._inner])
+
+    def _recompiled(self, key: Any, leaves: Sequence[Any], known: Sequence[Variant]) -> Variant:
+        """For inputs of which other ones are leaves."""
+        described = list(self._state.leaves)
+        for i in self._inner:
+            place = self._offset + i
+            described[place] = replace(described[place], is_leaf=leaves[place].is_leaf)
+        try:
+            with traced_in(self._mode):
+                return Variant(ANYTHING, self._compiled(replace(self._state, leaves=tuple(described))))
+        except Exception as error:
+            if self._config.strict:
+                raise
+            return Variant(ANYTHING, None, reason_of(error, "dynamo"))
+
+    def _compiled(self, state: CaptureState) -> CompiledFunction:
+        config = self._config
+        joint = capture(state, single_region=config.single_region)
+        for change in config.passes:
+            joint = joint.apply(change)
+        parts = partition(joint, config.partitioner)
+        # Code that is made when it is first needed cannot add guards to those that Dynamo installs now.
+        lazy = not has_symbols(state.fake_mode)
+        code = compile_partition(
+            parts,
+            config.backend,
+            config.backward,
+            lazy=lazy,
+            cudagraphs=config.cudagraphs,
+            regions=config.regions,
+        ).code
+        self._report.compiled(summary(parts, why_ended(self._gm)))
+        return code
+
+
+def state_of_graph(
+    gm: fx.GraphModule, inputs: Sequence[GraphInput], module: ModuleState, mode: Any, config: Config
+) -> CaptureState:
+    """The `CaptureState` of a graph of Dynamo's: tensors that the graph holds, then its inputs.
+
+    Raises:
+        CaptureError: an input is not fake, or is a fake of another mode, or Dynamo has changed it.
+    """
+    for item in inputs:
+        if isinstance(item.value, torch.Tensor) and (what := why_not_as_given(item)):
+            raise CaptureError(_changed(item, what))
+    count = len(module.tensors)
+
+    def call(values: Sequence[Any]) -> Any:
+        # A switch of grad mode that the graph leaves behind is made after each call, not inside of a capture.
+        with module.replaced(values[:count]), torch.set_grad_enabled(torch.is_grad_enabled()):
+            return run_graph(gm, values[count:])
+
+    attributes = [fake_of_attribute(mode, tensor) for tensor in module.tensors]
+    state = state_of_flat(
+        call,
+        [*attributes, *(item.value for item in inputs)],
+        name="the graph that Dynamo made",
+        names=[*module.names, *(item.name for item in inputs)],
+        kinds=[*module.kinds, *map(_kind, inputs)],
+        decompositions=find_backend(config.backend).decompositions(),
+        fake_mode=mode,
+    )
+    given = [*module.tensors, *(item.given for item in inputs)]
+    leaves = tuple(
+        replace(leaf, requires_grad=value.requires_grad, is_leaf=value.is_leaf)
+        if isinstance(value, torch.Tensor)
+        else leaf
+        for leaf, value in zip(state.leaves, given, strict=True)
+    )
+    return replace(
+        state,
+        leaves=leaves,
+        aliases=tuple(_as_given(group, given) for group in state.aliases),
+        free=lambda tensor: alias_of_fake(fake_of_attribute(mode, tensor)),
+    )
+
+
+def _as_given(group: AliasGroup, given: Sequence[Any]) -> AliasGroup:
+    """The group with the history of its base as it is, not as it was when Dynamo had traced the graph."""
+    base = common_base([given[member.leaf] for member in group.members])
+    if base is None or group.base is None:
+        return replace(group, base=None)
+    return replace(group, base=replace(group.base, requires_grad=base.requires_grad, is_leaf=base.is_leaf))
+
+
+def _kind(item: GraphInput) -> PrimalKind:
+    if item.is_parameter:
+        return PrimalKind.PARAMETER
+    return PrimalKind.BUFFER if item.is_static else PrimalKind.ARGUMENT
+
+
+def _may_have_history(item: GraphInput) -> bool:
+    return isinstance(item.given, torch.Tensor) and item.given.requires_grad and not item.is_parameter
+
+
+def _changed(item: GraphInput, what: str) -> Reason:
+    return Reason(
+        "input-changed-in-trace",
+        f"Dynamo's own trace changed {what} of {item.name}",
+        "dynamo",
+        node=item.name,
+        way_out="change the shape of an input outside of the compiled function",
+    )
+
+
+_MEMORY = Reason(
+    "memory-shared-otherwise",
+    "the inputs, of which some are changed in place, share memory otherwise than when this was compiled",
+    "dynamo",
+    way_out="give the function inputs that do not share memory",
+)

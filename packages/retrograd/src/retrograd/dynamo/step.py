@@ -1,0 +1,191 @@
+"""A whole training step: forward, backward, hooks and optimizers behind one callable.
+
+In: a function that makes a training step, and the user's choices. Out: a callable that does the same. Dynamo
+compiles the step's Python, and so knows what it reads and changes; where the step calls ``backward``, Dynamo
+leaves its code, and the live path runs the backward.
+
+Under ``backend="eager"`` torch's optimizers run as they are: traced by Dynamo they compute otherwise (step
+counts as tensors, another order of operations), which shows in last bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from retrograd._torch.frames import compiled_frames, is_optimizer_code, place_of, user_error_behind
+from retrograd._torch.graph_tracer import is_tracing_here
+from retrograd._torch.probe import check_supported
+from retrograd._torch.thread_modes import compile_stance
+from retrograd.backends.registry import find_backend
+from retrograd.config import Config
+from retrograd.dynamo.backend import retrograd
+from retrograd.dynamo.pace import Pace
+from retrograd.dynamo.step_report import StepReport
+from retrograd.errors import OptionError
+from retrograd.live.contexts import enter, leave
+from retrograd.live.session import Session
+from retrograd.report import process_report, reason_of
+
+__all__ = ["CompiledStep", "compile_step"]
+
+
+class CompiledStep:
+    """A step that compiles itself. Made by `compile_step`.
+
+    Attributes:
+        fn: the step. config: the choices.
+    """
+
+    def __init__(self, fn: Callable[..., Any], config: Config) -> None:
+        functools.update_wrapper(self, fn)
+        self.__name__: str = getattr(fn, "__name__", type(fn).__name__)
+        self.fn, self.config = fn, config
+        self._computes_like_eager = not find_backend(config.backend).traces
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was compiled, and the report."""
+        self._report = StepReport(self.__name__)
+        self._session = Session(self.config, self._report.pieces)
+        self._pace = Pace()
+        self._compiled = compiled_frames(
+            self.fn,
+            _backend_for(self.config, weakref.ref(self._report)),
+            self,
+            dynamic=self.config.dynamic,
+            recompile_limit=self.config.recompile_limit,
+            are_numbers_exact=self._computes_like_eager,
+        )
+
+    def explain(self) -> StepReport:
+        """How its calls ran, of which pieces it is made, and why."""
+        return self._report
+
+    def __get__(self, owner: Any, cls: type | None = None) -> Any:
+        """A step that is a method."""
+        return self if owner is None else types.MethodType(self, owner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a step.
+
+        Raises:
+            RetrogradError: a piece cannot be compiled, if ``strict``.
+            Exception: whatever the step raises.
+        """
+        if torch.compiler.is_compiling() or is_tracing_here() or compile_stance() == "force_eager":
+            return self.fn(*args, **kwargs)
+        if self._report.calls == 0 or not self._pace.is_worth_compiling(self._report):
+            return self._run(self.fn, args, kwargs, is_compiled=False)
+        enter(self, self._session)
+        try:
+            return self._run(self._compiled, args, kwargs, is_compiled=True)
+        finally:
+            leave(self)
+
+    def _run(self, run: Callable[..., Any], args: Any, kwargs: Any, is_compiled: bool) -> Any:
+        self._report.called(is_compiled)
+        with self._pace.timed(is_compiled, self._report):
+            return run(*args, **kwargs)
+
+    # what Dynamo asks about frames (`_torch.frames.FrameWatch`)
+
+    def runs_as_it_is(self, code: types.CodeType) -> bool:
+        """Optimizers, where they are to compute as eager does."""
+        if not (self._computes_like_eager and is_optimizer_code(code)):
+            return False
+        self._report.left_to_python.add("optimizer")
+        return True
+
+    def failed(self, code: types.CodeType, error: Exception) -> None:
+        """Dynamo could not convert a part of the step; Python runs it."""
+        found = user_error_behind(error)
+        if self.config.strict:
+            raise found
+        reason = reason_of(found, f"{code.co_name} ({place_of(code)})", "not-compiled")
+        self._report.pieces.fell_back(reason, f"a part of the step {self.__name__} runs eagerly")
+
+
+def _backend_for(config: Config, report: weakref.ref[StepReport]) -> Callable[..., Any]:
+    """Dynamo's backend for the graphs of a step. Dynamo keeps it for ever, so it must not hold the step."""
+
+    def compile_graph(gm: Any, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+        found = report()
+        return retrograd.compile(gm, example_inputs, config, found.pieces if found else process_report)
+
+    return compile_graph
+
+
+def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
+    step: Callable[..., Any] | None = None,
+    /,
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+    dynamic: bool | None = None,
+    strict: bool = False,
+    recompile_limit: int = 8,
+    regions: bool | int = True,
+    cudagraphs: bool = False,
+) -> Any:
+    """Compile a training step: forward, backward, hooks and optimizers.
+
+    The step is what ``torch.compile`` makes of it, with our backend for its graphs and the live path for its
+    backwards. It may do what Python may do: print, log, keep lists, use NumPy, read a value with ``.item()``,
+    call a scheduler. Where Dynamo cannot follow, the step consists of pieces, and ``step.explain()`` says
+    which and why. With ``backend="eager"`` parameters, states, gradients and results equal eager's bit for
+    bit; torch's optimizers run as they are then. Other backends compile them too.
+
+    The first call runs eagerly, so that optimizers and lazy modules make their state and gradients exist. A
+    small step that turns out slower compiled than eager runs eagerly from then on, and the report says so;
+    under ``torch.use_deterministic_algorithms`` it stays compiled.
+
+    Args:
+        step: the function or method; without it, a decorator is returned.
+        backend: as in `compiled_autograd`, for all graphs.
+        dynamic: as in ``torch.compile``.
+        strict: raise instead of running eagerly what cannot be compiled. A break between pieces is no error.
+        recompile_limit: compilations of one piece, after which it runs eagerly.
+        regions: as in `compiled_autograd`.
+        cudagraphs: record what each piece does on a CUDA device, and replay it where that is safe.
+
+    Returns:
+        A `CompiledStep`: called like `step`, with ``explain()`` and ``reset()``.
+
+    Raises:
+        OptionError: an option has a value that it cannot have.
+        UnsupportedTorchError: torch does not offer what this stands on.
+
+    Example:
+        >>> @retrograd.compile_step
+        ... def step(x, y):
+        ...     opt.zero_grad()
+        ...     loss = F.cross_entropy(model(x), y)
+        ...     loss.backward()
+        ...     opt.step()
+        ...     return loss
+    """
+    config = Config(
+        backend=backend,
+        dynamic=dynamic,
+        strict=strict,
+        recompile_limit=recompile_limit,
+        regions=regions,
+        cudagraphs=cudagraphs,
+    )
+    find_backend(backend)
+    check_supported()
+    if step is None:
+        return lambda fn: CompiledStep(_checked(fn), config)
+    return CompiledStep(_checked(step), config)
+
+
+def _checked(step: Any) -> Callable[..., Any]:
+    if not callable(step):
+        raise OptionError("step", f"got {step!r}", "a function that makes a training step")
+    found: Callable[..., Any] = step
+    return found

@@ -1,0 +1,72 @@
+"""State of the whole process: ``reset`` forgets it, and a forked child can go on with it.
+
+In: each module that keeps something for the process says here how it is forgotten, and takes its locks from
+here. Out: `forget_everything`, and locks that do not outlive the thread that holds them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["ForkSafeLock", "compiling", "forget_everything", "forgotten_by_reset", "tracing"]
+
+Forget = TypeVar("Forget", bound=Callable[[], object])
+
+_forgets: list[Callable[[], object]] = []
+
+
+def forgotten_by_reset(forget: Forget) -> Forget:
+    """Have ``reset`` call `forget`; returns it, so that it may stand as a decorator."""
+    _forgets.append(forget)
+    return forget
+
+
+def forget_everything() -> None:
+    """Call all that was registered."""
+    for forget in list(_forgets):
+        forget()
+
+
+class ForkSafeLock:
+    """A reentrant lock that is free in a forked child, unless the thread that forked holds it.
+
+    In a forked child only the thread that forked is left; a lock that another one held would stay locked.
+    """
+
+    __slots__ = ("__weakref__", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        _locks.add(self)
+
+    def renew(self) -> None:
+        """In a forked child: be free, if another thread of the parent held it."""
+        if not self._lock._is_owned():  # type: ignore[attr-defined]
+            self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+_locks: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    for lock in list(_locks):
+        lock.renew()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
+
+#: held while a function is traced: torch's tracers keep their state in globals of modules.
+tracing = ForkSafeLock()
+
+#: held while a graph is given to Inductor, which keeps its state in the same way. Tracing goes on meanwhile.
+compiling = ForkSafeLock()

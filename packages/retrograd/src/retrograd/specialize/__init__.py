@@ -1,0 +1,24 @@
+"""Code for each kind of call: found again by a key and a guard, made where there is none, bounded.
+
+In: what a call is like, and a function that captures and compiles for it. Out: the code, or the reason for
+which the call runs as eager runs it. ``aot.function`` and the graphs of Dynamo share this mechanism.
+"""
+
+from __future__ import annotations
+
+from retrograd.specialize.cache import ANYTHING, Guard, GuardedCache
+from retrograd.specialize.callable import CodeFailedError, Specialized, Variant
+from retrograd.specialize.guard import CallGuard, guard_as_traced
+from retrograd.specialize.memory import MemoryGuard
+
+__all__ = [
+    "ANYTHING",
+    "CallGuard",
+    "CodeFailedError",
+    "Guard",
+    "GuardedCache",
+    "MemoryGuard",
+    "Specialized",
+    "Variant",
+    "guard_as_traced",
+]

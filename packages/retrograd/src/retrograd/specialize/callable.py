@@ -1,0 +1,157 @@
+"""A callable that compiles itself for each kind of call that it meets.
+
+In: a key, the flat inputs, and functions that compile for them and that run them eagerly. Out: the result,
+and what happened in a `Report`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from retrograd.config import Config
+from retrograd.errors import CaptureError, Reason, UnlikeTracedError
+from retrograd.events import counters
+from retrograd.process import ForkSafeLock
+from retrograd.report import Report, reason_of
+from retrograd.specialize.cache import Guard, GuardedCache
+
+__all__ = ["CodeFailedError", "Specialized", "Variant"]
+
+#: how often the code of one variant may fail where eager does not, before it is given up.
+MOST_FAILURES = 2
+
+
+class CodeFailedError(Exception):
+    """Compiled code raised before it changed anything; the cause is what it raised."""
+
+
+@dataclass(eq=False)
+class Variant:
+    """What is known about one kind of call.
+
+    Attributes:
+        guard: when it applies, of the calls with its key.
+        run: the code, for flat inputs; None: such calls run eagerly, for `reason`.
+        failures: how often the code has raised where eager did not.
+    """
+
+    guard: Guard
+    run: Callable[[Sequence[Any]], Any] | None
+    reason: Reason | None = None
+    failures: int = 0
+
+
+class Specialized:
+    """The variants of one callable.
+
+    Args:
+        name: of the callable, for reasons. stage: where it stands.
+        config: ``strict``, ``recompile_limit`` and ``cache_size`` count here.
+        report: is told what runs eagerly.
+        compile: makes the variant for flat inputs, given the variants of the same key, the oldest first;
+            raises if they cannot be captured and no guard can describe them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        stage: str,
+        config: Config,
+        report: Report,
+        compile: Callable[[Hashable, Sequence[Any], Sequence[Variant]], Variant],
+    ) -> None:
+        self._name, self._stage, self._config, self._report = name, stage, config, report
+        self._compile = compile
+        self._variants: GuardedCache[Variant] = GuardedCache(config.cache_size)
+        self._lock = ForkSafeLock()
+
+    def __call__(self, key: Hashable, leaves: Sequence[Any], eagerly: Callable[[], Any]) -> Any:
+        """The result for `leaves`; `eagerly` runs them as eager does.
+
+        Raises:
+            RetrogradError: in strict mode, if they cannot be captured.
+            Exception: whatever the callable raises.
+        """
+        variant = self._variants.find(key, leaves)
+        if variant is None:
+            try:
+                variant = self._made(key, leaves)
+            except Exception as error:
+                if self._config.strict:
+                    raise
+                return self.run_eagerly(reason_of(error, self._stage), eagerly)
+        if variant.run is None:
+            assert variant.reason is not None
+            return self.run_eagerly(variant.reason, eagerly)
+        try:
+            return variant.run(leaves)
+        except UnlikeTracedError as error:  # in the first call, before anything was changed
+            variant.run, variant.reason = None, error.reason
+            return self.run_eagerly(error.reason, eagerly)
+        except CodeFailedError as error:
+            return self._after_failure(variant, error, eagerly)
+
+    def run_eagerly(self, reason: Reason, eagerly: Callable[[], Any]) -> Any:
+        """The result of `eagerly`, noted; in strict mode an error.
+
+        Raises:
+            CaptureError: in strict mode.
+        """
+        if self._config.strict:
+            raise CaptureError(reason)
+        result = eagerly()
+        counters["aot_fallbacks"] += 1
+        self._report.fell_back(reason, f"a call of {self._name} ran eagerly")
+        return result
+
+    def add(self, key: Hashable, variant: Variant) -> None:
+        """A variant that was made beforehand."""
+        self._variants.add(key, variant)
+
+    def clear(self) -> None:
+        """Forget all variants."""
+        self._variants.clear()
+
+    def _made(self, key: Hashable, leaves: Sequence[Any]) -> Variant:
+        """A new variant, unless another thread has made it meanwhile."""
+        with self._lock:
+            if (found := self._variants.find(key, leaves)) is not None:
+                return found
+            known = self._variants.known(key)
+            if len(known) >= self._config.recompile_limit:
+                return Variant(known[-1].guard, None, self._limit())
+            made = self._compile(key, leaves, known)
+            self._variants.add(key, made)
+            return made
+
+    def _after_failure(self, variant: Variant, error: CodeFailedError, eagerly: Callable[[], Any]) -> Any:
+        """Code has raised. If eager raises too, that is the program's error; if not, the code is at fault."""
+        cause = error.__cause__ or error
+        if self._config.strict:
+            raise cause
+        result = eagerly()
+        counters["run_failures"] += 1
+        variant.failures += 1
+        text = (str(cause).strip().splitlines() or [""])[0]
+        reason = Reason(
+            "code-failed",
+            f"the compiled code of {self._name} raised {type(cause).__name__}: {text}",
+            self._stage,
+            way_out="this is a fault of the backend: another backend may have the operator",
+        )
+        if variant.failures >= MOST_FAILURES and not isinstance(cause, torch.OutOfMemoryError):
+            variant.run, variant.reason = None, reason
+        self._report.fell_back(reason, f"a call of {self._name} ran eagerly")
+        return result
+
+    def _limit(self) -> Reason:
+        return Reason(
+            "recompile-limit",
+            f"{self._name} was called with more kinds of input than recompile_limit",
+            self._stage,
+            way_out="dynamic=True, or a larger recompile_limit",
+        )

@@ -1,0 +1,90 @@
+"""May a compiled joint graph be used for these inputs?
+
+In: the flat inputs that it was captured for, and the joint graph. Out: `CallGuard.fits`. Looks at what a
+capture relies on: metadata of tensors and relations between sizes (torch's own guards), which tensors are
+leaves, how wrapper subclasses are made up, and, if the function changes inputs, which of them share memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from retrograd._torch.guards import InputGuard
+from retrograd._torch.wrappers import PLAIN, wrapping_of
+from retrograd.graph.capture_state import CaptureState
+from retrograd.graph.joint_graph import JointValues
+from retrograd.specialize.memory import MemoryGuard
+
+__all__ = ["CallGuard", "guard_as_traced"]
+
+
+@dataclass(frozen=True, eq=False)
+class CallGuard:
+    """What must hold for flat inputs; made by `for_joint` or `exact`.
+
+    Attributes:
+        inputs: metadata and relations between sizes.
+        inner: of the tensors that require grad, which are leaves; others always are.
+        wrappings: how the wrapper subclasses among them are made up.
+        aliases: which share memory, and where each of these begins in it; None if that does not matter.
+    """
+
+    inputs: InputGuard
+    inner: tuple[tuple[int, bool], ...]
+    wrappings: tuple[tuple[int, Any], ...] = ()
+    aliases: MemoryGuard | None = None
+
+    @staticmethod
+    def for_joint(leaves: Sequence[Any], joint: JointValues) -> CallGuard:
+        """For the inputs that `joint` was captured for, and all others that it is right for."""
+        wrappings = tuple(
+            (primal.leaf, primal.wrapping)
+            for primal in joint.primals
+            if primal.leaf is not None and primal.wrapping is not PLAIN
+        )
+        guard = guard_as_traced(leaves, joint.state)
+        return CallGuard(guard, _inner(leaves), wrappings, _memory_guard(leaves) if joint.updates else None)
+
+    @staticmethod
+    def exact(leaves: Sequence[Any]) -> CallGuard:
+        """For inputs with the very same metadata."""
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        return CallGuard(InputGuard(leaves, tensors, [leaves[i] for i in tensors], None), _inner(leaves))
+
+    def fits(self, values: Sequence[Any]) -> bool:
+        """Whether all of it holds for `values`."""
+        if not self.inputs.check(values):
+            return False
+        for i, is_leaf in self.inner:
+            if values[i].is_leaf is not is_leaf:
+                return False
+        return (not self.wrappings or all(wrapping.fits(values[i]) for i, wrapping in self.wrappings)) and (
+            self.aliases is None or self.aliases.fits(values)
+        )
+
+
+def guard_as_traced(leaves: Sequence[Any], state: CaptureState) -> InputGuard:
+    """A guard on metadata and relations between sizes, for all inputs that a trace of `state` fits."""
+    fakes = {
+        i: leaf.value
+        for i, leaf in enumerate(state.leaves)
+        if isinstance(leaf.value, torch.Tensor) and wrapping_of(leaf.value) is PLAIN
+    }
+    return InputGuard(leaves, list(fakes), list(fakes.values()), state.fake_mode.shape_env)
+
+
+def _memory_guard(leaves: Sequence[Any]) -> MemoryGuard:
+    """Parameters and buffers stay where they are; other tensors come from anywhere."""
+    return MemoryGuard(leaves, [i for i, x in enumerate(leaves) if not isinstance(x, torch.nn.Parameter)])
+
+
+def _inner(leaves: Sequence[Any]) -> tuple[tuple[int, bool], ...]:
+    return tuple(
+        (i, leaf.is_leaf)
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    )

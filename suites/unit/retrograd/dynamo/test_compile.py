@@ -1,0 +1,157 @@
+"""retrograd.compile: which backwards are compiled, and for how long."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import retrograd
+from retrograd import counters
+from retrograd.errors import OptionError
+from retrograd.live.claims import has_claims
+
+STRICT = {"strict": True}
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    torch._dynamo.reset()
+    retrograd.reset()
+    retrograd.reset()
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def grads(module):
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def test_forward_and_backward_are_compiled_and_equal_eager():
+    plain, other = model(), model()
+    fast = retrograd.compile(other, backend="eager", options=STRICT)
+    x = torch.ones(3, 4)
+    for step in (plain, fast):
+        torch.nn.functional.cross_entropy(step(x), torch.tensor([0, 1, 0])).backward()
+    assert all(map(torch.equal, grads(plain), grads(other)))
+    assert len(retrograd.explain().graphs) == 1
+    assert counters["runs"] == 1
+    assert not retrograd.explain().fallbacks
+
+
+def test_a_module_stays_a_module_and_a_function_a_function():
+    fast = retrograd.compile(model(), backend="eager")
+    assert isinstance(fast, nn.Module)
+    assert [name.removeprefix("_orig_mod.") for name in fast.state_dict()] == [*model().state_dict()]
+
+    @retrograd.compile(backend="eager", fullgraph=True)
+    def doubled(x):
+        """Two of it."""
+        return x * 2
+
+    assert doubled.__name__ == "doubled"
+    assert torch.equal(doubled(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_what_else_hangs_from_the_loss_belongs_to_it_and_other_backwards_do_not():
+    fast = retrograd.compile(lambda x: x.sin(), backend="eager", options=STRICT)
+    x, y = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    (y * 2).sum().backward()
+    assert counters["runs"] == 0
+    loss = (fast(x) * y.exp()).sum()
+    loss.backward()
+    assert counters["runs"] == 1
+    assert torch.equal(x.grad, torch.ones(3).exp() * torch.ones(3).cos())
+
+
+def test_a_backward_on_another_thread_belongs_to_it():
+    fast = retrograd.compile(lambda x: x.sin(), backend="eager", options=STRICT)
+    x = torch.ones(3, requires_grad=True)
+    loss = fast(x).sum()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert counters["runs"] == 1
+    assert torch.equal(x.grad, torch.ones(3).cos())
+
+
+def test_autograd_grad_belongs_to_it():
+    fast = retrograd.compile(lambda x: x.sin(), backend="eager", options=STRICT)
+    x = torch.ones(3, requires_grad=True)
+    (grad,) = torch.autograd.grad(fast(x).sum(), x)
+    assert torch.equal(grad, torch.ones(3).cos())
+    assert counters["runs"] == 1
+
+
+def test_an_open_context_wins():
+    fast = retrograd.compile(lambda x: x.sin(), backend="eager")
+    x = torch.ones(3, requires_grad=True)
+    with retrograd.compiled_autograd(backend="aten") as context:
+        fast(x).sum().backward()
+    assert [backward.backend for backward in context.explain().backwards] == ["aten"]
+
+
+def test_the_hold_on_backwards_ends_with_the_callable():
+    assert not has_claims()
+    fast = retrograd.compile(lambda x: x.sin(), backend="eager")
+    x = torch.ones(3, requires_grad=True)
+    loss = fast(x).sum()
+    assert has_claims()
+    del fast
+    gc.collect()
+    assert not has_claims()
+    loss.backward()
+    assert counters["runs"] == 0
+    assert torch.equal(x.grad, torch.ones(3).cos())
+
+
+def test_two_callables_have_each_their_own_session():
+    first = retrograd.compile(lambda x: x.sin(), backend="eager")
+    second = retrograd.compile(lambda x: x.cos(), backend="aten")
+    for call in (first, second):
+        call(torch.ones(3, requires_grad=True)).sum().backward()
+    assert [backward.backend for backward in retrograd.explain().backwards] == ["eager", "aten"]
+
+
+def test_hooks_run_in_eagers_order():
+    def run(step, module):
+        order = []
+        for name, parameter in module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+        step(torch.ones(3, 4)).sum().backward()
+        return order
+
+    plain, other = model(), model()
+    assert run(retrograd.compile(other, backend="eager"), other) == run(plain, plain)
+
+
+@pytest.mark.parametrize(
+    ("choices", "error"),
+    [
+        ({"backend": "nvcc"}, OptionError),
+        ({"options": {"partitoner": "min_cut"}}, OptionError),
+        ({"mode": "fastest"}, OptionError),
+    ],
+)
+def test_wrong_choices_are_refused_at_once(choices, error):
+    with pytest.raises(error):
+        retrograd.compile(model(), **choices)
+    assert not has_claims()
+
+
+def test_inductor():
+    plain, other = model(), model()
+    fast = retrograd.compile(other)
+    x = torch.ones(3, 4)
+    for step in (plain, fast):
+        step(x).square().sum().backward()
+    torch.testing.assert_close(grads(other), grads(plain))
