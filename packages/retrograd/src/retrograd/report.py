@@ -168,6 +168,7 @@ class Report:
 
     def fell_back(self, reason: Reason, what: str) -> None:
         """Something ran as eager runs it; `what` says so in words. Warns once per code and text."""
+        counters["fallbacks" if reason.stage.startswith("live") else "aot_fallbacks"] += 1
         with _lock:
             for report in self._all():
                 report.fallbacks[reason] += 1

@@ -1,13 +1,11 @@
 """What only torch's internals know of a tensor: who refers to it, and which layout its gradient owes.
 
-The layout contract is ``torch/csrc/autograd/utils/grad_layout_contract.h``; stealing is
-``is_tensor_stealable`` in ``variable.h``.
+The layout contract is ``torch/csrc/autograd/utils/grad_layout_contract.h``.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,21 +15,11 @@ __all__ = [
     "accumulate_in_node",
     "clone_for_layout_contract",
     "graph_is_kept",
-    "is_only_reference",
     "layout_contract_enforced",
     "obeys_layout_contract",
     "zeros_for_slot",
     "zeros_of_slot",
 ]
-
-#: references to a tensor that its owner's frame (1), this module's frame (1) and ``getrefcount`` (1) hold.
-_OWN_REFERENCES = 3
-
-
-def is_only_reference(tensor: torch.Tensor, others: int = 0) -> bool:
-    """Whether the caller's local variable is the only reference to `tensor`, in Python and in C++, besides
-    `others` that the caller knows of in Python."""
-    return sys.getrefcount(tensor) <= _OWN_REFERENCES + others and tensor._use_count() <= 1  # type: ignore[attr-defined]
 
 
 def layout_contract_enforced() -> bool:

@@ -21,7 +21,7 @@ from retrograd._torch.structured_trace import event
 from retrograd._torch.window import EngineBusyError, window
 from retrograd.config import Config
 from retrograd.errors import CaptureError, Reason
-from retrograd.events import counters, live_log
+from retrograd.events import live_log
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.live.captured import CapturedBackward
 from retrograd.live.determinism import operations_may_warn
@@ -161,7 +161,6 @@ class Session:
 
     def note(self, reason: Reason) -> None:
         """A backward has run on the stock engine."""
-        counters["fallbacks"] += 1
         self._report.fell_back(reason, "a backward ran on the stock engine")
 
 

@@ -104,7 +104,6 @@ class Specialized:
         if self._config.strict:
             raise CaptureError(reason)
         result = eagerly()
-        counters["aot_fallbacks"] += 1
         self._report.fell_back(reason, f"a call of {self._name} ran eagerly")
         return result
 

@@ -7,19 +7,25 @@ In: gradients (None is undefined). Out: their sum, or the parameter's ``.grad``.
 
 from __future__ import annotations
 
+from sys import getrefcount
+
 import torch
 
 from retrograd._torch.layout_warning import warn_of_layout
 from retrograd._torch.tensors import (
     accumulate_in_node,
     clone_for_layout_contract,
-    is_only_reference,
     layout_contract_enforced,
     obeys_layout_contract,
 )
 from retrograd._torch.thread_modes import without_torch_functions
 
-__all__ = ["accumulate_grad", "sum_gradients"]
+__all__ = ["OWN_REFERENCES", "accumulate_grad", "sum_gradients"]
+
+#: references to a gradient that may be stolen: a local variable, and `getrefcount`'s argument. The rule is
+#: ``is_tensor_stealable`` in ``torch/csrc/autograd/variable.h``.
+OWN_REFERENCES = 2
+
 
 Grad = torch.Tensor | None
 
@@ -55,8 +61,10 @@ def accumulate_grad(variable: torch.Tensor, box: list[Grad], kept_for_post_hooks
         return
     existing = variable.grad
     if existing is None:
-        # `is_only_reference` counts this frame's one reference to `grad`.
-        stealable = not torch.is_grad_enabled() and is_only_reference(grad, int(kept_for_post_hooks))
+        # Asked here, not in a function of its own: a call to Python holds one more reference where Dynamo's
+        # evaluation of frames is installed.
+        others = getrefcount(grad) - OWN_REFERENCES - int(kept_for_post_hooks)
+        stealable = not torch.is_grad_enabled() and others <= 0 and grad._use_count() <= 1  # type: ignore[attr-defined]
         _write(variable, _first(variable, grad, stealable), grad)
         return
     if existing.is_sparse and not grad.is_sparse:

@@ -19,16 +19,13 @@ from retrograd._torch.guards import InputGuard
 from retrograd._torch.memory import add_each
 from retrograd._torch.tensors import layout_contract_enforced
 from retrograd._torch.thread_modes import torch_functions_off
-from retrograd.live.calls.gradients import accumulate_grad
+from retrograd.live.calls.gradients import OWN_REFERENCES, accumulate_grad
 
 __all__ = ["Accumulator"]
 
 Grad = torch.Tensor | None
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-#: references to a gradient that may be stolen: the loop's variable, and the argument of `getrefcount`.
-_OWN_REFERENCES = 2
 
 
 class Accumulator:
@@ -70,7 +67,7 @@ class Accumulator:
             grads.reverse()
             for variable in variables:
                 grad = grads.pop()
-                if getrefcount(grad) <= _OWN_REFERENCES and grad._use_count() <= 1:
+                if getrefcount(grad) <= OWN_REFERENCES and grad._use_count() <= 1:
                     variable.grad = grad.detach()
                 else:
                     accumulate_grad(variable, [grad])
