@@ -19,6 +19,7 @@ __all__ = [
     "OptionError",
     "PassError",
     "Reason",
+    "Refusal",
     "RetrogradError",
     "UnlikeTracedError",
     "UnsupportedTorchError",
@@ -54,6 +55,19 @@ class Reason:
         if self.way_out:
             lines.append(f"  try    {self.way_out}")
         return "\n".join(lines)
+
+
+class Refusal(Exception):
+    """Something cannot be captured, traced, inlined or recorded. Whoever catches it makes a `Reason` of it.
+
+    Args:
+        code: as in `Reason`.
+        text: what was found, in one sentence.
+    """
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class RetrogradError(RuntimeError):

@@ -1,6 +1,6 @@
 """What stock AOTAutograd left on the context of a function that it compiled.
 
-In: the context (which is the autograd node) of such a function. Out: `AotBackward`, or `NotInlinedError`
+In: the context (which is the autograd node) of such a function. Out: `AotBackward`, or `Refusal`
 with the reason why this backward is better left to the function itself. Read from
 ``torch/_functorch/_aot_autograd/runtime_wrappers.py`` of torch 2.11 to 2.13.
 """
@@ -20,7 +20,8 @@ from torch._functorch._aot_autograd.schemas import OutputType, SubclassCreationM
 from torch._functorch._aot_autograd.subclass_utils import wrap_tensor_subclasses
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from retrograd.graph.aot_backward import AotBackward, BuiltGradient, NotInlinedError, Tangent
+from retrograd.errors import Refusal
+from retrograd.graph.aot_backward import AotBackward, BuiltGradient, Tangent
 
 __all__ = ["is_aot_function", "is_aot_node", "read_aot_backward", "tensors_on_context"]
 
@@ -44,13 +45,13 @@ def read_aot_backward(ctx: Any) -> AotBackward:
     """The backward graph behind `ctx`.
 
     Raises:
-        NotInlinedError: there is no graph, or it does what a functional graph cannot hold.
+        Refusal: there is no graph, or it does what a functional graph cannot hold.
     """
     compiled = ctx._forward_cls
     metadata = compiled.metadata
     module = _module(compiled)
     for reason in _obstacles(module, metadata):
-        raise NotInlinedError(reason)
+        raise Refusal("not-inlined", reason)
     return AotBackward(
         name=f"aot{compiled._aot_id}",
         graph=module.graph,
@@ -71,7 +72,7 @@ def _module(compiled: Any) -> fx.GraphModule:
     if module is None and hasattr(info, "bw_module_fn"):
         module = _loaded(info.bw_module_fn)
     if not isinstance(module, fx.GraphModule):
-        raise NotInlinedError("its backward was compiled without keeping the graph")
+        raise Refusal("not-inlined", "its backward was compiled without keeping the graph")
     return module
 
 
@@ -82,7 +83,7 @@ def _loaded(load: Callable[[], Any]) -> Any:
     if isinstance(first, fx.GraphModule):
         constants = zip(first.buffers(), second.buffers(), strict=True)
         if not all(torch.equal(one, two) for one, two in constants):
-            raise NotInlinedError("its graph, as AOTAutograd's cache keeps it, draws random numbers")
+            raise Refusal("not-inlined", "its graph, as AOTAutograd's cache keeps it, draws random numbers")
     return first
 
 
@@ -148,7 +149,7 @@ def _tangents(metadata: Any) -> tuple[Tangent, ...]:
     metas = metadata.subclass_tangent_meta
     slots = _slots_with_tangent(metadata)
     if len(slots) != len(metas):
-        raise NotInlinedError(f"it takes {len(metas)} tangents, {len(slots)} outputs have one")
+        raise Refusal("not-inlined", f"it takes {len(metas)} tangents, {len(slots)} outputs have one")
     return tuple(Tangent(slot, _leaves(meta), _reader(meta)) for slot, meta in zip(slots, metas, strict=True))
 
 

@@ -14,9 +14,9 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from retrograd._torch.function_flags import materializes_grads
+from retrograd.errors import Refusal
 
 __all__ = [
-    "NodeCallError",
     "call_node",
     "edge_of",
     "edges_of",
@@ -27,10 +27,6 @@ __all__ = [
     "tells_undefined",
     "zeros_like_input",
 ]
-
-
-class NodeCallError(Exception):
-    """A node did what it can do only in an engine: gave what the engine would refuse, or changed itself."""
 
 
 def edge_of(tensor: torch.Tensor) -> tuple[Any, int] | None:
@@ -71,13 +67,15 @@ def fitted(node: Any, slot: int, grad: torch.Tensor) -> torch.Tensor:
     """`grad` as the engine makes it fit the node's input: summed to its shape, cast to its dtype.
 
     Raises:
-        NodeCallError: it cannot be made to fit.
+        Refusal: it cannot be made to fit.
     """
     metadata = node._input_metadata[slot]
     shape = tuple(metadata.shape)
     if tuple(grad.shape) != shape:
         if not _is_expanded(shape, tuple(grad.shape)):
-            raise NodeCallError(f"got {list(grad.shape)} but expected shape compatible with {list(shape)}")
+            raise Refusal(
+                "node-refused", f"got {list(grad.shape)} but expected shape compatible with {list(shape)}"
+            )
         grad = grad.sum_to_size(shape)
     if grad.dtype != metadata.dtype:
         grad = grad.to(metadata.dtype)
@@ -88,7 +86,7 @@ def call_node(node: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Ten
     """Run the node; one gradient per edge, not fitted yet.
 
     Raises:
-        NodeCallError: a Python Function returned too few or too many gradients, or what is none.
+        Refusal: a Python Function returned too few or too many gradients, or what is none.
         Exception: what the node raises.
     """
     if not hasattr(node, "apply"):
@@ -99,7 +97,7 @@ def call_node(node: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Ten
     before = dict(vars(node))
     results = node.apply(*grads)
     if vars(node) != before:
-        raise NodeCallError(f"the backward of {node.name()} changes its own context")
+        raise Refusal("node-refused", f"the backward of {node.name()} changes its own context")
     return _by_edge(node, results if isinstance(results, (tuple, list)) else (results,))
 
 
@@ -118,15 +116,18 @@ def _by_edge(node: Any, results: Sequence[Any]) -> list[torch.Tensor | None]:
     """A Function's gradients, one per argument of its forward, sorted to its edges, one per tensor."""
     wanted = node.needs_input_grad
     if len(results) < len(wanted) or any(result is not None for result in results[len(wanted) :]):
-        raise NodeCallError(
+        raise Refusal(
+            "node-refused",
             f"function {node.name()} returned an incorrect number of gradients (expected {len(wanted)}, "
-            f"got {len(results)})"
+            f"got {len(results)})",
         )
     values = iter([result for result, want in zip(results, wanted, strict=False) if want])
     grads = [None if edge is None else next(values) for edge in edges_of(node)]
     for grad in grads:
         if grad is not None and not isinstance(grad, torch.Tensor):
-            raise NodeCallError(f"function {node.name()} returned {type(grad).__name__}, not a tensor")
+            raise Refusal(
+                "node-refused", f"function {node.name()} returned {type(grad).__name__}, not a tensor"
+            )
     return grads
 
 

@@ -22,7 +22,8 @@ from torch._C._dynamo import compiled_autograd as engine_protocol
 from torch._dynamo.utils import counters as dynamo_counters
 
 from retrograd._torch.engine import EngineRequest, run_stock
-from retrograd._torch.window import EngineBusyError, window
+from retrograd._torch.window import window
+from retrograd.errors import Refusal
 from retrograd.process import forgotten_by_reset
 
 __all__ = ["Collected", "clear_engine_cache", "collect"]
@@ -78,7 +79,7 @@ def collect(
         What was collected, or None if it was run in the engine's frame.
 
     Raises:
-        EngineBusyError: another thread is in a backward, or this one is in the engine's frame.
+        Refusal: another thread is in a backward, or this one is in the engine's frame.
         Exception: whatever the engine or the capture object raised; nothing was consumed then, and the
             same request can still be run on the stock engine.
     """
@@ -149,7 +150,7 @@ def _forget_foreign_captures() -> None:
 
 def _on_own_thread(owner: int, factory: Callable[[], Any]) -> Any:
     if threading.get_ident() != owner:
-        raise EngineBusyError("engine-busy", "a backward of another thread met our capture window")
+        raise Refusal("engine-busy", "a backward of another thread met our capture window")
     return factory()
 
 

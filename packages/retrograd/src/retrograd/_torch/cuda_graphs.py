@@ -18,19 +18,19 @@ from typing import Any
 
 import torch
 
+from retrograd.errors import Refusal
 from retrograd.process import ForkSafeLock
 
-__all__ = ["CudaRecorder", "CudaRecording", "RecordingError"]
+__all__ = [
+    "CudaRecorder",
+    "CudaRecording",
+]
 
 Function = Callable[[list[Any]], Sequence[Any]]
 _Pool = Any  # a pair of numbers, of a type that exists for type checkers only
 
 #: captures by several threads would see each other's cuBLAS workspaces.
 _one_at_a_time = ForkSafeLock()
-
-
-class RecordingError(RuntimeError):
-    """What was recorded cannot be used."""
 
 
 class CudaRecording:
@@ -91,7 +91,7 @@ class CudaRecorder:
             is_common: whether it may share its pool.
 
         Raises:
-            RecordingError: its memory was not that of the recording.
+            Refusal: its memory was not that of the recording.
             Exception: whatever `fn` raises because it is recorded. Nothing was run then.
         """
         with _one_at_a_time, torch.cuda.device(device), _quiet():
@@ -183,7 +183,7 @@ def _refuse_foreign(outputs: Sequence[Any], inputs: Sequence[Any], pool: _Pool) 
     will give to others too.
 
     Raises:
-        RecordingError: there is one that does not.
+        Refusal: there is one that does not.
     """
     segments = torch.cuda.memory_snapshot(pool, include_traces=False)
     segments = [segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool)]
@@ -192,8 +192,8 @@ def _refuse_foreign(outputs: Sequence[Any], inputs: Sequence[Any], pool: _Pool) 
         if not isinstance(output, torch.Tensor) or output.untyped_storage()._cdata in given:
             continue
         if output.device.type != "cuda":
-            raise RecordingError(f"it gives a tensor on {output.device}")
+            raise Refusal("recording", f"it gives a tensor on {output.device}")
         where = output.untyped_storage().data_ptr()
         inside = (s["address"] <= where < s["address"] + s["total_size"] for s in segments)
         if where and not any(inside):
-            raise RecordingError("its memory comes from a pool of somebody else's")
+            raise Refusal("recording", "its memory comes from a pool of somebody else's")

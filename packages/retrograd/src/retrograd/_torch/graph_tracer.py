@@ -28,13 +28,13 @@ from retrograd._torch.history import saved_tensors_unseen
 from retrograd._torch.lazy_modules import lazily
 from retrograd._torch.operators import is_random
 from retrograd._torch.rng import seeds_and_states
+from retrograd.errors import Refusal
 from retrograd.process import tracing
 
 __all__ = [
     "Decompositions",
     "GraphTracer",
     "JointTracer",
-    "ReseededError",
     "is_tracing_here",
     "make_graph",
     "noted",
@@ -119,11 +119,7 @@ class JointTracer(GraphTracer):
     def _refuse_other_numbers(self) -> None:
         """Fake tensors draw nothing: if a generator has moved, the function has set it."""
         if seeds_and_states() != self._generators:
-            raise ReseededError("it seeds a generator of random numbers before it draws from it")
-
-
-class ReseededError(Exception):
-    """The traced function sets a generator of random numbers, which is no part of a graph."""
+            raise Refusal("reseeded", "it seeds a generator of random numbers before it draws from it")
 
 
 class _Current(threading.local):

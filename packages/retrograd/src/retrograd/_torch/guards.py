@@ -14,11 +14,9 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-__all__ = ["InputGuard", "NotGuardableError", "changed_sizes"]
+from retrograd.errors import Refusal
 
-
-class NotGuardableError(Exception):
-    """What tracing relied on cannot be asked of inputs; the text says what."""
+__all__ = ["InputGuard", "changed_sizes"]
 
 
 class InputGuard:
@@ -31,7 +29,7 @@ class InputGuard:
         shape_env: has the relations that tracing relied on; None when every size is static.
 
     Raises:
-        NotGuardableError: a relation is not one between inputs.
+        Refusal: a relation is not one between inputs.
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class InputGuard:
         try:
             self._relations_hold(args)
         except Exception as error:  # it names what is no input: a size that the graph reads out of a value
-            raise NotGuardableError(f"no guard can speak of {self._relations}: {error}") from error
+            raise Refusal("not-guardable", f"no guard can speak of {self._relations}: {error}") from error
 
     @property
     def is_static(self) -> bool:

@@ -14,13 +14,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["History", "NoHistoryError", "Part", "history_of", "saved_tensors_unseen"]
+from retrograd.errors import Refusal
+
+__all__ = ["History", "Part", "history_of", "saved_tensors_unseen"]
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
-
-
-class NoHistoryError(Exception):
-    """An output shares memory with something else, so that no new autograd node can stand for it."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def history_of(fn: Boxed, fakes: Sequence[Any]) -> History:
     """Run `fn` on `fakes` in grad mode and read the autograd graph.
 
     Raises:
-        NoHistoryError: an output is a view of an argument, or of another output.
+        Refusal: an output is a view of an argument, or of another output.
         Exception: whatever an operation raises on fake tensors.
     """
     with torch.enable_grad(), saved_tensors_unseen():
@@ -163,7 +161,7 @@ def _refuse_shared_memory(fakes: Sequence[Any], results: Sequence[Any], identica
     for o, result in enumerate(results):
         if isinstance(result, torch.Tensor) and o not in identical:
             if owner := owners.get(_storage(result)):
-                raise NoHistoryError(f"in grad mode, output {o} shares the memory of {owner}")
+                raise Refusal("no-history", f"in grad mode, output {o} shares the memory of {owner}")
             owners[_storage(result)] = f"output {o}"
 
 

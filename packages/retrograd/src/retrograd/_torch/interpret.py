@@ -24,8 +24,9 @@ from torch.utils.checkpoint import (
 )
 
 from retrograd._torch.graph_tracer import noted
+from retrograd.errors import Refusal
 
-__all__ = ["NotRepresentableError", "run_graph"]
+__all__ = ["run_graph"]
 
 _checkpoints = itertools.count()
 
@@ -35,10 +36,6 @@ _RESIZE = torch.ops.inductor.resize_storage_bytes_
 _REFUSED = (_RESIZE, _RESIZE.default)
 #: the last of the calls to which Dynamo lowers an assignment to ``.data``; the call for reading it.
 _DATA_WRITTEN, _DATA_READ = "_lower_version_count_by_1", "_get_data_attr"
-
-
-class NotRepresentableError(Exception):
-    """The graph has something that a trace cannot follow; the text says what."""
 
 
 def run_graph(gm: fx.GraphModule, args: Sequence[Any]) -> Any:
@@ -57,9 +54,9 @@ class _Interpreter(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in _REFUSED:
-            raise NotRepresentableError(f"it calls {target}")
+            raise Refusal("not-representable", f"it calls {target}")
         if getattr(target, "__name__", "") == _DATA_WRITTEN:
-            raise NotRepresentableError("it assigns to .data of a tensor")
+            raise Refusal("not-representable", "it assigns to .data of a tensor")
         if getattr(target, "__name__", "") == _DATA_READ:
             return args[0].data  # seen by those who watch for it
         if target is not tag_activation_checkpoint:
@@ -79,7 +76,9 @@ def _policy_of(body: fx.GraphModule) -> Policy:
         return lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE
     forward, _ = contexts()
     if not isinstance(forward, _CachingTorchDispatchMode):
-        raise NotRepresentableError("a checkpoint has a context_fn that is no selective-checkpoint policy")
+        raise Refusal(
+            "not-representable", "a checkpoint has a context_fn that is no selective-checkpoint policy"
+        )
     policy: Policy = forward.policy_fn
     return policy
 

@@ -14,8 +14,11 @@ from torch.overrides import TorchFunctionMode
 
 from retrograd._torch import pytree
 from retrograd._torch.functional import is_traced
+from retrograd.errors import Refusal
 
-__all__ = ["ChangeInTraceError", "FreeTensors", "HookInTraceError"]
+__all__ = [
+    "FreeTensors",
+]
 
 #: by name: while a context of the live path is open, some of these are wrapped.
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
@@ -28,14 +31,6 @@ _CHANGES = {
     torch.Tensor.grad.__set__: "assigning to .grad",  # type: ignore[union-attr]
 }
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-
-
-class HookInTraceError(Exception):
-    """The traced function registers a hook, which a trace would call once instead of at every backward."""
-
-
-class ChangeInTraceError(Exception):
-    """The traced function changes what a tensor is, in a way that no functional graph holds."""
 
 
 class FreeTensors(TorchFunctionMode):
@@ -54,9 +49,9 @@ class FreeTensors(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__name__", "") in _HOOKS:
-            raise HookInTraceError(f"it calls Tensor.{func.__name__}")
+            raise Refusal("hook-in-trace", f"it calls Tensor.{func.__name__}")
         if func in _CHANGES:
-            raise ChangeInTraceError(f"it changes a tensor by {_CHANGES[func]}")
+            raise Refusal("tensor-changed", f"it changes a tensor by {_CHANGES[func]}")
         if func == _DATA:
             self.bared.append(args[0])
         kwargs = kwargs or {}

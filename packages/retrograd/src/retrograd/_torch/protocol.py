@@ -25,7 +25,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from retrograd._torch.aot_functions import is_aot_function, read_aot_backward
 from retrograd._torch.collect import runtime_wrapper
 from retrograd._torch.tensors import zeros_of_slot
-from retrograd.graph.aot_backward import AotBackward, AotCall, NotInlinedError
+from retrograd.errors import Refusal
+from retrograd.graph.aot_backward import AotBackward, AotCall
 from retrograd.graph.hook_kind import HookKind
 
 __all__ = ["EngineProtocol", "Recorder", "Value"]
@@ -233,7 +234,7 @@ class EngineProtocol:
                 call = AotCall(context, values, sizes, read, objects, wanted, make_zeros)
                 try:
                     return self._recorder.aot_backward(read_aot_backward(ctx), call)
-                except NotInlinedError as reason:
+                except Refusal as reason:
                     note = f"AOT backward as one call: {reason}"
             return self._recorder.function(context, values, read, wanted, zeros, note)
 

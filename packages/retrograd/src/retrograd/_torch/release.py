@@ -46,7 +46,7 @@ def release(request: EngineRequest, factory: Callable[[], Any]) -> None:
     """Have the engine hand over the nodes of `request`, and drop everything.
 
     Raises:
-        EngineBusyError: another thread is in a backward.
+        Refusal: another thread is in a backward.
         Exception: the engine refused; nothing was released then.
     """
     collect(request, factory, lambda call: None)

@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Metadata", "UnknowableMetadataError", "attributes_of", "holds_symbols", "is_same"]
+from retrograd.errors import Refusal
 
-
-class UnknowableMetadataError(Exception):
-    """Metadata that cannot be copied, compared or put back; the text says whose and why."""
+__all__ = ["Metadata", "attributes_of", "holds_symbols", "is_same"]
 
 
 _ATOMS = (
@@ -61,7 +59,7 @@ class Metadata:
         """Read the metadata of `tensor`, of which `rebuilt` is what the class makes of its flattened form.
 
         Raises:
-            UnknowableMetadataError: a later change could not be noticed, or not be carried over.
+            Refusal: a later change could not be noticed, or not be carried over.
         """
         name = type(tensor).__name__
         made = attributes_of(rebuilt, inner)
@@ -72,17 +70,19 @@ class Metadata:
             elif _is_constant(value):
                 attributes[key] = value
             else:
-                raise UnknowableMetadataError(f"attribute {key!r} of {name} is lost when it is flattened")
+                raise Refusal(
+                    "subclass-metadata", f"attribute {key!r} of {name} is lost when it is flattened"
+                )
         frozen = _copied(context, f"the context of {name}")
         if not _agrees(tensor, frozen, context):
-            raise UnknowableMetadataError(f"the context of {name} is not equal to its own copy")
+            raise Refusal("subclass-metadata", f"the context of {name} is not equal to its own copy")
         return cls(frozen, attributes, restored, _is_constant(context))
 
     def guarded(self, tensor: torch.Tensor) -> Metadata:
         """The same for comparing with: changes made in place to what the class restores are noticed too.
 
         Raises:
-            UnknowableMetadataError: an attribute cannot be copied.
+            Refusal: an attribute cannot be copied.
         """
         kept = {} if _guards_itself(tensor) else self.restored
         what = f"an attribute of {type(tensor).__name__}"
@@ -189,4 +189,4 @@ def _copied(value: Any, what: str) -> Any:
     try:
         return copy.deepcopy(value)
     except Exception as error:
-        raise UnknowableMetadataError(f"{what} cannot be copied: {type(error).__name__}") from error
+        raise Refusal("subclass-metadata", f"{what} cannot be copied: {type(error).__name__}") from error

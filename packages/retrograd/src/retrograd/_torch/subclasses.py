@@ -15,15 +15,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from retrograd._torch.subclass_metadata import Metadata, UnknowableMetadataError, attributes_of, holds_symbols
+from retrograd._torch.subclass_metadata import Metadata, attributes_of, holds_symbols
+from retrograd.errors import Refusal
 
-__all__ = ["SubclassBorder", "SymbolicMetadataError", "is_wrapper"]
+__all__ = ["SubclassBorder", "is_wrapper"]
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
-
-
-class SymbolicMetadataError(Exception):
-    """A subclass keeps a symbolic size in its metadata: its segment must be traced with static sizes."""
 
 
 def is_wrapper(value: Any) -> bool:
@@ -83,7 +80,7 @@ class SubclassBorder:
         numbers: positions among the flat values that are outer sizes and strides.
 
     Raises:
-        UnknowableMetadataError: a subclass that cannot be taken apart without loss.
+        Refusal: a subclass that cannot be taken apart without loss.
     """
 
     def __init__(self, args: Sequence[Any]) -> None:
@@ -186,7 +183,7 @@ def _layout(value: Any) -> _Layout:
     parts = tuple((name, _part(part)) for name, part in inner.items())
     rebuilt = type(value).__tensor_unflatten__(inner, context, value.shape, value.stride())
     if type(rebuilt) is not type(value):
-        raise UnknowableMetadataError(f"{type(value).__name__} is rebuilt as {type(rebuilt).__name__}")
+        raise Refusal("subclass-metadata", f"{type(value).__name__} is rebuilt as {type(rebuilt).__name__}")
     metadata = Metadata.of(value, names, context, rebuilt).guarded(value)
     return _Wrapper(type(value), metadata, value.requires_grad, parts, (None,) * 2 * value.dim())
 
@@ -269,7 +266,7 @@ def _traced_wrapper(value: Any, flat: list[Any]) -> _Wrapper:
     geometry = [*value.shape, *value.stride()]
     symbols = [number for number in geometry if isinstance(number, torch.SymInt)]
     if symbols and (holds_symbols(context) or holds_symbols(attributes_of(value, names))):
-        raise SymbolicMetadataError(f"{type(value).__name__} keeps a symbolic size in its metadata")
+        raise Refusal("symbolic-metadata", f"{type(value).__name__} keeps a symbolic size in its metadata")
     flat += symbols
     rebuilt = type(value).__tensor_unflatten__(inner, context, value.shape, value.stride())
     metadata = Metadata.of(value, names, context, rebuilt)
@@ -279,7 +276,7 @@ def _traced_wrapper(value: Any, flat: list[Any]) -> _Wrapper:
 
 def _refuse_other_subclass(value: Any) -> None:
     if isinstance(value, torch.Tensor) and type(value) not in _TRACED:
-        raise UnknowableMetadataError(f"tensor subclass {type(value).__name__} comes out of the segment")
+        raise Refusal("subclass-metadata", f"tensor subclass {type(value).__name__} comes out of the segment")
 
 
 _TRACED = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, torch._subclasses.FakeTensor)

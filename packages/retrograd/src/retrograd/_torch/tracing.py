@@ -22,9 +22,9 @@ from retrograd._torch.graph_tracer import Decompositions, make_graph, quiet_fake
 from retrograd._torch.history import History, history_of
 from retrograd._torch.operators import is_mutating, is_random
 from retrograd._torch.thread_modes import autocast_off
+from retrograd.errors import Refusal
 
 __all__ = [
-    "NotTraceableError",
     "Traced",
     "arguments_read",
     "decomposed",
@@ -34,10 +34,6 @@ __all__ = [
 ]
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
-
-
-class NotTraceableError(Exception):
-    """The segment cannot be expressed as a functional ATen graph; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +83,12 @@ def trace(
         decompositions: applied while tracing.
 
     Raises:
-        NotTraceableError: a value or an operation that a functional ATen graph cannot hold.
-        NoHistoryError: in grad mode, an output that is a view.
+        Refusal: a value or an operation that a functional ATen graph cannot hold.
+        Refusal: in grad mode, an output that is a view.
         Exception: whatever an operation raises on fake tensors.
     """
     if reason := next(filter(None, map(_why_not_traceable, args)), None):
-        raise NotTraceableError(reason)
+        raise Refusal("not-traceable", reason)
     mode = new_fake_mode(symbolic is not None)
     fakes = _fakes(mode, args, symbolic or {})
     fed = tuple(i for i, fake in enumerate(fakes) if isinstance(fake, (torch.Tensor, torch.SymInt)))
@@ -110,7 +106,9 @@ def trace(
         history = history_of(fn, fakes) if torch.is_grad_enabled() else None
     gm = _functional_graph(flat, example_inputs, decompositions)
     if history is not None and (drawn := next(filter(is_random, gm.graph.nodes), None)):
-        raise NotTraceableError(f"{drawn.target} draws random numbers, which its derivative would draw anew")
+        raise Refusal(
+            "not-traceable", f"{drawn.target} draws random numbers, which its derivative would draw anew"
+        )
     return Traced(gm, example_inputs, fed, tuple(given), mode.shape_env, history)
 
 
@@ -169,7 +167,7 @@ def _functional_graph(
             functional = torch.func.functionalize(lambda *args: mutating(*args), remove="mutations")
             gm = _graph(functional, inputs, decompositions)
     if left := next(filter(is_mutating, gm.graph.nodes), None):
-        raise NotTraceableError(f"{left.target} changes one of the segment's inputs in place")
+        raise Refusal("not-traceable", f"{left.target} changes one of the segment's inputs in place")
     return gm
 
 

@@ -25,18 +25,11 @@ from contextlib import contextmanager
 from torch._C._dynamo import compiled_autograd as engine_protocol
 
 from retrograd._torch.engine import stock_calls_on
+from retrograd.errors import Refusal
 
-__all__ = ["EngineBusyError", "Window", "window"]
+__all__ = ["Window", "window"]
 
 _A_MOMENT = 0.001
-
-
-class EngineBusyError(Exception):
-    """The engine's compiler cannot be installed now: a code and a sentence say why."""
-
-    def __init__(self, code: str, text: str) -> None:
-        super().__init__(text)
-        self.code = code
 
 
 class Window:
@@ -96,7 +89,7 @@ class Window:
         """Around a capture, or several of one thread.
 
         Raises:
-            EngineBusyError: this thread is in the engine's frame, or another one was too long in the way.
+            Refusal: this thread is in the engine's frame, or another one was too long in the way.
         """
         me = threading.get_ident()
         if self._owner == me:
@@ -113,18 +106,18 @@ class Window:
 
     def _why_never(self, me: int) -> None:
         if self._in_frame == me:
-            raise EngineBusyError(
+            raise Refusal(
                 "nested-in-engine-frame", "a backward inside one with retain_grad or C++ tensor hooks"
             )
         if self._lost:
-            raise EngineBusyError("forked-while-capturing", "this process was forked during a capture")
+            raise Refusal("forked-while-capturing", "this process was forked during a capture")
 
     def _wait_until_free(self, me: int) -> None:
         deadline = time.monotonic() + self.patience
         while not self._is_free(me):
             left = deadline - time.monotonic()
             if self._owner is None and left <= 0:
-                raise EngineBusyError("engine-busy", "another thread is in a backward")
+                raise Refusal("engine-busy", "another thread is in a backward")
             # Nobody says when an unseen backward ends.
             self._condition.wait(_A_MOMENT if self._may_be_unseen else max(left, _A_MOMENT))
 

@@ -24,6 +24,7 @@ from retrograd._torch.functional import (
 )
 from retrograd._torch.memory import lies_within, view_origin
 from retrograd._torch.wrappers import PLAIN, Wrapping, parts_of, wrapping_of
+from retrograd.errors import Refusal
 from retrograd.graph.joint_graph import (
     AliasOf,
     ComputedOutput,
@@ -41,7 +42,7 @@ from retrograd.graph.joint_graph import (
 if TYPE_CHECKING:
     from retrograd.aot.enter import Inputs
 
-__all__ = ["Analysis", "RefusedError", "TracedValue", "analyse"]
+__all__ = ["Analysis", "TracedValue", "analyse"]
 
 
 #: what a function may return besides tensors.
@@ -49,10 +50,6 @@ CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device,
     torch.layout, torch.memory_format,
 )  # fmt: skip
-
-
-class RefusedError(Exception):
-    """The function does what a functional graph cannot hold; the text says what."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +117,7 @@ def analyse(inputs: Inputs, outputs: Sequence[Any]) -> Analysis:
     """Find out what the function did.
 
     Raises:
-        RefusedError: it did what cannot be repeated after a call.
+        Refusal: it did what cannot be repeated after a call.
     """
     analysis = Analysis()
     analysis.updates = tuple(_updates(inputs, analysis))
@@ -138,16 +135,20 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
             continue
         _refuse_state_changes(primal, leaf)
         if was_storage_changed(tensor):
-            raise RefusedError(f"it gives {primal.name} other memory (set_, or a resize)")
+            raise Refusal("not-representable", f"it gives {primal.name} other memory (set_, or a resize)")
         writes, reshapes = was_data_mutated(tensor), was_metadata_mutated(tensor)
         if not writes and not reshapes:
             continue
         if any(bared is tensor for bared in inputs.bared):
-            raise RefusedError(f"it may change {primal.name} through .data, which no version counter shows")
+            raise Refusal(
+                "not-representable",
+                f"it may change {primal.name} through .data, which no version counter shows",
+            )
         unseen = tensor.grad_fn is inputs.histories[number] and was_mutated_unseen_by_autograd(tensor)
         if reshapes and (primal.wrapping.cls is not None or (primal.differentiable and not unseen)):
-            raise RefusedError(
-                f"it changes the shape of {primal.name}, which is differentiable or a subclass"
+            raise Refusal(
+                "not-representable",
+                f"it changes the shape of {primal.name}, which is differentiable or a subclass",
             )
         view = _view(analysis, tensor, primal.fake, True) if reshapes else None
         value = analysis.add(TracedValue(tensor, False, not unseen)) if writes else None
@@ -157,9 +158,9 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
 
 def _refuse_state_changes(primal: PrimalValue, leaf: torch.Tensor) -> None:
     if leaf.requires_grad != primal.differentiable and leaf.grad_fn is None:
-        raise RefusedError(f"it switches requires_grad of {primal.name}")
+        raise Refusal("not-representable", f"it switches requires_grad of {primal.name}")
     if leaf.is_leaf and leaf.grad is not None:
-        raise RefusedError(f"it runs a backward that accumulates into {primal.name}")
+        raise Refusal("not-representable", f"it runs a backward that accumulates into {primal.name}")
 
 
 def _view(
@@ -207,7 +208,10 @@ class _Outputs:
             return SizeOutput(tuple(_size(self.analysis, size) for size in output))
         if not isinstance(output, torch.Tensor):
             if not isinstance(output, CONSTANTS):
-                raise RefusedError(f"it returns a {type(output).__name__}, which may hold what was traced")
+                raise Refusal(
+                    "not-representable",
+                    f"it returns a {type(output).__name__}, which may hold what was traced",
+                )
             return ConstantOutput(output)
         if not is_traced(output):
             output = self.inputs.found(output)
@@ -244,7 +248,9 @@ class _Outputs:
         differentiable = output.requires_grad
         if output.dtype != base.dtype or wrapping_of(output) is not PLAIN:
             if not output._is_view():
-                raise RefusedError("an output shares memory with a tensor of another dtype or class")
+                raise Refusal(
+                    "not-representable", "an output shares memory with a tensor of another dtype or class"
+                )
             return _view(self.analysis, output, base, differentiable, output._view_func_unsafe)
         replay = output._view_func_unsafe if differentiable and _is_static_view(output, base) else None
         return _view(self.analysis, output, base, differentiable, replay)

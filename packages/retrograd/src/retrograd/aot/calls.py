@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from retrograd._torch import pytree
-from retrograd.aot.analyse import RefusedError
 from retrograd.aot.modules import ModuleState
+from retrograd.errors import Refusal
 from retrograd.graph.joint import PrimalKind
 
 __all__ = ["FlatCall"]
@@ -33,8 +33,8 @@ class FlatCall:
         """What `fn` returns.
 
         Raises:
-            RefusedError: `fn` changes the containers of its arguments.
-            StateReplacedError: the module replaces a parameter or buffer.
+            Refusal: `fn` changes the containers of its arguments.
+            Refusal: the module replaces a parameter or buffer.
         """
         count = len(self.state.tensors)
         given = list(leaves[count:])
@@ -43,7 +43,7 @@ class FlatCall:
             result = self.fn(*args, **kwargs)
         left = pytree.tree_leaves((args, kwargs))
         if len(left) != len(given) or any(a is not b for a, b in zip(left, given, strict=True)):
-            raise RefusedError("it changes a container that it was given")
+            raise Refusal("not-representable", "it changes a container that it was given")
         return result
 
     def names(self, leaves: Sequence[Any]) -> list[str]:

@@ -19,32 +19,18 @@ import torch
 from torch import fx
 
 from retrograd._torch import pytree
-from retrograd._torch.autograd_nodes import NodeCallError
-from retrograd._torch.graph_tracer import JointTracer, ReseededError, make_graph
-from retrograd._torch.interpret import NotRepresentableError
-from retrograd._torch.lifting import ChangeInTraceError, HookInTraceError
+from retrograd._torch.graph_tracer import JointTracer, make_graph
 from retrograd._torch.thread_modes import autocast_off
-from retrograd.aot.analyse import Analysis, RefusedError, analyse
+from retrograd.aot.analyse import Analysis, analyse
 from retrograd.aot.differentiate import Differentiated, differentiate
 from retrograd.aot.enter import EntryPlan, Inputs
 from retrograd.aot.joint import JointGraph
-from retrograd.aot.modules import StateReplacedError
 from retrograd.aot.tidy import tidy
-from retrograd.errors import CaptureError, Reason, RetrogradError
+from retrograd.errors import CaptureError, Reason, Refusal, RetrogradError
 from retrograd.graph.capture_state import CaptureState
 from retrograd.graph.joint import Cotangent, JointSignature, Junction, Output, Region
 
 __all__ = ["capture"]
-
-_REASONS = {
-    ChangeInTraceError: "tensor-changed",
-    HookInTraceError: "hook-in-trace",
-    ReseededError: "reseeded",
-    StateReplacedError: "state-replaced",
-    RefusedError: "not-representable",
-    NotRepresentableError: "not-representable",
-    NodeCallError: "node-refused",
-}
 
 
 def capture(state: CaptureState, *, single_region: bool = False, stepped: bool = False) -> JointGraph:
@@ -92,9 +78,10 @@ def _is_size(value: Any) -> bool:
 
 
 def _capture_error(state: CaptureState, error: Exception) -> CaptureError:
-    code = next((code for kind, code in _REASONS.items() if isinstance(error, kind)), "trace-failed")
-    text = str(error).strip().splitlines()
-    found = f"{type(error).__name__}: {text[0]}" if code == "trace-failed" and text else (text or [""])[0]
+    found = next(iter(str(error).strip().splitlines()), "")
+    code = error.code if isinstance(error, Refusal) else "trace-failed"
+    if code == "trace-failed":
+        found = f"{type(error).__name__}: {found}"
     return CaptureError(
         Reason(
             code,

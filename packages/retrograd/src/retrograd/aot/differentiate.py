@@ -19,10 +19,11 @@ from retrograd._torch.functional import plain, to_functional
 from retrograd._torch.graph_tracer import JointTracer
 from retrograd._torch.live_graph import graph_below
 from retrograd._torch.wrappers import Wrapping, built, parts_of, wrapping_of
-from retrograd.aot.analyse import Analysis, RefusedError, TracedValue
+from retrograd.aot.analyse import Analysis, TracedValue
 from retrograd.aot.enter import Inputs
 from retrograd.aot.structure import Structure, divide
 from retrograd.aot.walk import Walk
+from retrograd.errors import Refusal
 from retrograd.graph.joint import Destination, Gradient
 from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
 
@@ -102,8 +103,8 @@ def differentiate(
         stepped: let gradients of leaves become visible one by one.
 
     Raises:
-        RefusedError: the autograd graph ends in something that is no input.
-        NodeCallError: an autograd node gives what the engine would refuse.
+        Refusal: the autograd graph ends in something that is no input.
+        Refusal: an autograd node gives what the engine would refuse.
         Exception: whatever a node raises.
     """
     edges = {
@@ -112,7 +113,9 @@ def differentiate(
     if not edges:
         return Differentiated()
     if len(set(edges.values())) < len(edges):
-        raise RefusedError("two of its outputs have one and the same place in the autograd graph")
+        raise Refusal(
+            "not-representable", "two of its outputs have one and the same place in the autograd graph"
+        )
     graph = graph_below(edges.values())
     primals = _accumulated(graph, inputs)
     awaited = frozenset(primal for primal in primals.values() if stepped and inputs.primals[primal].is_leaf)
@@ -149,7 +152,7 @@ def _accumulated(graph: LiveGraph, inputs: Inputs) -> dict[int, int]:
     for index, node in enumerate(graph.nodes):
         if (leaf := leaf_of(node.handle)) is not None:
             if id(leaf) not in numbers:
-                raise RefusedError("it makes a leaf that requires grad and computes with it")
+                raise Refusal("not-representable", "it makes a leaf that requires grad and computes with it")
             found[index] = numbers[id(leaf)]
     return found
 

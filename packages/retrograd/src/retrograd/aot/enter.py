@@ -18,7 +18,8 @@ from retrograd._torch.functional import functional_mode, to_functional
 from retrograd._torch.graph_tracer import JointTracer
 from retrograd._torch.lifting import FreeTensors
 from retrograd._torch.wrappers import PLAIN, Wrapping, built, parts_of, wrapping_of
-from retrograd.aot.analyse import Analysis, RefusedError
+from retrograd.aot.analyse import Analysis
+from retrograd.errors import Refusal
 from retrograd.graph.capture_state import AliasGroup, CaptureState, Leaf
 from retrograd.graph.joint import InputRole, Primal, PrimalKind
 from retrograd.graph.joint_graph import PrimalValue
@@ -48,15 +49,16 @@ class EntryPlan:
         """The plan with a base for each group of which a member is changed.
 
         Raises:
-            RefusedError: there is no such base.
+            Refusal: there is no such base.
         """
         changed = {primal.leaf for primal in analysis.changed if primal.leaf is not None}
         based = set(self.based)
         for number, group in enumerate(state.aliases):
             if number not in based and changed & {member.leaf for member in group.members}:
                 if group.base is None:
-                    raise RefusedError(
-                        "it changes an input that shares memory with another one in a way unknown to autograd"
+                    raise Refusal(
+                        "not-representable",
+                        "it changes an input whose memory another one shares in a way unknown to autograd",
                     )
                 based.add(number)
         return EntryPlan(self.copies, frozenset(based))
@@ -100,7 +102,7 @@ class Inputs:
         with self.state.ambient.restored(), FreeTensors(self.found) as free, checkpoints_marked(self.tracer):
             result = self.state.call(self.entries[:count])
             if torch.is_grad_enabled() != self.state.ambient.grad:
-                raise RefusedError("it leaves grad mode switched")
+                raise Refusal("not-representable", "it leaves grad mode switched")
         self.bared = free.bared
         return result
 

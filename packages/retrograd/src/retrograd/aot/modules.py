@@ -20,17 +20,15 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from retrograd.aot.constants import PLAIN_VALUES
-from retrograd.errors import CaptureError, Reason
+from retrograd.errors import CaptureError, Reason, Refusal
 from retrograd.graph.joint import PrimalKind
 
-__all__ = ["ModuleState", "StateReplacedError"]
+__all__ = [
+    "ModuleState",
+]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
-
-
-class StateReplacedError(Exception):
-    """The function put another tensor in the place of a parameter or buffer; the text says which."""
 
 
 @dataclass
@@ -160,7 +158,7 @@ class ModuleState:
         """The modules with `tensors` in place of their own.
 
         Raises:
-            StateReplacedError: on leaving, if the function itself replaced one.
+            Refusal: on leaving, if the function itself replaced one.
         """
         before = self.current()
         try:
@@ -168,7 +166,7 @@ class ModuleState:
             yield
             for name, tensor, places in zip(self.names, tensors, self.places, strict=True):
                 if any(holder.get(key) is not tensor for holder, key in places):
-                    raise StateReplacedError(f"{name} is assigned anew by the module")
+                    raise Refusal("state-replaced", f"{name} is assigned anew by the module")
         finally:
             self._place(before)
 

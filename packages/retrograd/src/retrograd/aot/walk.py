@@ -47,7 +47,7 @@ class Walk:
             cotangents: by junction; None is undefined.
 
         Raises:
-            NodeCallError: a node gives what the engine would refuse.
+            Refusal: a node gives what the engine would refuse.
             Exception: whatever a node raises.
         """
         region = self.structure.regions[self.number]

@@ -24,12 +24,11 @@ from retrograd._torch.addresses import (
     whole_of,
 )
 from retrograd._torch.memory import copy_each
+from retrograd.errors import Refusal
 
-__all__ = ["Results", "UnusableError"]
-
-
-class UnusableError(RuntimeError):
-    """Results of a kind that is not handed out."""
+__all__ = [
+    "Results",
+]
 
 
 class _View(NamedTuple):
@@ -54,7 +53,7 @@ class Results:
         kept: places of results that stay where they are, unless they share memory with one that does not.
 
     Raises:
-        UnusableError: a result shows an input, or another result, as another dtype.
+        Refusal: a result shows an input, or another result, as another dtype.
     """
 
     def __init__(self, outputs: Sequence[Any], inputs: Sequence[Any], kept: Collection[int]) -> None:
@@ -123,7 +122,7 @@ class Results:
             if not isinstance(output, torch.Tensor):
                 continue
             if layout_of(output) is None:
-                raise UnusableError("a result is lazily conjugated or negated, sparse or batched")
+                raise Refusal("not-recordable", "a result is lazily conjugated or negated, sparse or batched")
             if seen.setdefault(id(output), place) != place:
                 self._same.append((place, seen[id(output)]))
             elif (same := objects.get(id(output))) is not None:
@@ -132,7 +131,7 @@ class Results:
                 made[-place - 1] = [place]
             elif (storage := storage_of(output)) in storages:
                 if (i := given.get((storage, output.dtype))) is None:
-                    raise UnusableError("a result shows an input as another dtype")
+                    raise Refusal("not-recordable", "a result shows an input as another dtype")
                 self._of_inputs.append(_view(place, i, output, inputs[i]))
             else:
                 made.setdefault(storage, []).append(place)
@@ -152,7 +151,7 @@ class Results:
             self._direct.append((first, number))
             return
         if len({tensor.dtype for tensor in members.values()}) > 1:
-            raise UnusableError("two results show the same memory as different dtypes")
+            raise Refusal("not-recordable", "two results show the same memory as different dtypes")
         whole = whole_of(list(members.values()))
         self._sources.append(whole)
         self._of_copies += [_view(place, number, tensor, whole) for place, tensor in members.items()]

@@ -11,11 +11,7 @@ from typing import Any
 
 from torch import fx
 
-__all__ = ["AotBackward", "AotCall", "BuiltGradient", "InlinedCall", "NotInlinedError", "Tangent"]
-
-
-class NotInlinedError(Exception):
-    """This compiled backward stays one call; the text says why."""
+__all__ = ["AotBackward", "AotCall", "BuiltGradient", "InlinedCall", "Tangent"]
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class BackwardRecorder:
         )
 
     def aot_backward(self, aot: AotBackward, call: AotCall) -> list[Value]:
-        """Lay the graph of a compiled function in. Raises `NotInlinedError` if it has to stay one call."""
+        """Lay the graph of a compiled function in. Raises `Refusal` if it has to stay one call."""
         gradients, inlined = self._compiled.lay_in(aot, call)
         self._execute()
         if inlined.leaves_a_part and not self._graph_is_kept:

@@ -16,7 +16,8 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.aot_functions import tensors_on_context
-from retrograd.graph.aot_backward import AotBackward, AotCall, InlinedCall, NotInlinedError
+from retrograd.errors import Refusal
+from retrograd.graph.aot_backward import AotBackward, AotCall, InlinedCall
 from retrograd.graph.backward_graph import SourceKind, call_of
 from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.live.call_graph import CallGraph, Value, is_from_hook
@@ -50,17 +51,17 @@ class CompiledFunctions:
             A gradient for each argument of the forward; in the `InlinedCall` steps speak of the node's edges.
 
         Raises:
-            NotInlinedError: it has to stay one call; nothing has changed then.
+            Refusal: it has to stay one call; nothing has changed then.
         """
         if call.zeros is None and any(map(_may_be_undefined, call.grads)):
-            raise NotInlinedError("a gradient may be undefined, and its sizes are not known")
+            raise Refusal("not-inlined", "a gradient may be undefined, and its sizes are not known")
         bare, late = self._without_tensor_hooks(call.grads)
         kept = self._tensors_on_context(call.context, aot.kept_on_context)
         objects = [self._calls.placeholder(SourceKind.HOOK, index) for index in call.objects]
         arriving = Arriving(bare, [*call.sizes, *call.saved, *kept, *objects], late, call.wanted, call.zeros)
         try:
             gradients, inlined = inline(self._numbered(aot), arriving, self._calls)
-        except NotInlinedError:
+        except Refusal:
             for node in kept:
                 self._calls.graph.erase_node(node)
             raise

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd.graph.aot_backward import AotBackward, BuiltGradient, InlinedCall, NotInlinedError
+from retrograd.errors import Refusal
+from retrograd.graph.aot_backward import AotBackward, BuiltGradient, InlinedCall
 from retrograd.graph.backward_graph import Call
 from retrograd.graph.hook_kind import CallKind
 from retrograd.live.call_graph import CallGraph
@@ -57,7 +58,7 @@ def inline(aot: AotBackward, arriving: Arriving, calls: CallGraph) -> tuple[list
         One gradient per argument of the forward; in the `InlinedCall` steps speak of these arguments.
 
     Raises:
-        NotInlinedError: the graph and what arrives do not fit together; nothing has been added then.
+        Refusal: the graph and what arrives do not fit together; nothing has been added then.
     """
     return _Inlining(aot, arriving, calls).run()
 
@@ -69,13 +70,15 @@ class _Inlining:
         first = len(arriving.placeholders)
         self._tangents = list(_groups(placeholders[first:], [tangent.leaves for tangent in aot.tangents]))
         if first + sum(map(len, self._tangents)) != len(placeholders):
-            raise NotInlinedError(f"its graph takes {len(placeholders)} values, {first} saved ones arrived")
+            raise Refusal(
+                "not-inlined", f"its graph takes {len(placeholders)} values, {first} saved ones arrived"
+            )
         self._env: dict[fx.Node, Value] = dict(zip(placeholders, arriving.placeholders, strict=False))
         undefined = [i for i, t in enumerate(aot.tangents) if arriving.grads[t.slot] is None]
         outputs = [_parts(g) for g, want in zip(aot.gradients, arriving.wanted, strict=True) if want]
         self._flow = TangentFlow(aot.graph, self._tangents, undefined, outputs)
         if self._flow.zeros and arriving.zeros is None:
-            raise NotInlinedError("an undefined gradient has to be zeros of a size that is not known")
+            raise Refusal("not-inlined", "an undefined gradient has to be zeros of a size that is not known")
         self._owner = {node: i for i, nodes in enumerate(self._tangents) for node in nodes}
         self._whole: dict[fx.Node, list[int]] = {}
         for number, total in enumerate(self._flow.totals):

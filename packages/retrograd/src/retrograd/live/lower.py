@@ -17,17 +17,17 @@ from torch import fx
 
 from retrograd._torch.boxed import copied
 from retrograd._torch.guards import InputGuard, changed_sizes
-from retrograd._torch.subclasses import SubclassBorder, SymbolicMetadataError, is_wrapper
+from retrograd._torch.subclasses import SubclassBorder, is_wrapper
 from retrograd._torch.thread_modes import (
     ThreadModes,
     compile_stance,
     why_interpreted_now,
     without_torch_functions,
 )
-from retrograd._torch.tracing import NotTraceableError, Traced, is_batched, trace
+from retrograd._torch.tracing import Traced, is_batched, trace
 from retrograd.backends.base import Boxed
 from retrograd.cudagraphs import graphed
-from retrograd.errors import LoweringError, Reason
+from retrograd.errors import LoweringError, Reason, Refusal
 from retrograd.events import counters, live_log
 from retrograd.live.background import Later, begin
 from retrograd.live.determinism import determinism_is_on, operations_may_warn
@@ -208,7 +208,7 @@ class BoxedRunner:
             return self._taken_over(args, modes) or self._lower(args)
         except LoweringError:
             raise
-        except NotTraceableError as error:
+        except Refusal as error:
             self._give_up(str(error), error)
             return None
         except Exception as error:
@@ -269,7 +269,9 @@ class BoxedRunner:
         decompositions = self._backend.decompositions()
         try:
             return trace(run, args, self._symbolic or None, decompositions)
-        except SymbolicMetadataError:
+        except Refusal as error:
+            if error.code != "symbolic-metadata":
+                raise
             return trace(run, args, None, decompositions)
 
     def _code(self, traced: Traced, args: Sequence[Any] | None) -> tuple[Boxed, Later | None]:
@@ -340,7 +342,7 @@ class BoxedRunner:
         reason = self._reason(f"segment {self._number} is interpreted: {text}", way_out)
         if self._config.strict:
             raise LoweringError(reason) from error
-        if error is not None and not isinstance(error, NotTraceableError):
+        if error is not None and not isinstance(error, Refusal):
             live_log.info("%s", reason, exc_info=error)
         self._interpret_because = self._shared.interpret_because = text
         self._tell("interpreted", "", text)

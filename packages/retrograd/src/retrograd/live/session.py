@@ -18,9 +18,9 @@ from retrograd._torch.obstacles import why_not_collectable
 from retrograd._torch.queries import answering
 from retrograd._torch.streams import in_order_with_streams
 from retrograd._torch.structured_trace import event
-from retrograd._torch.window import EngineBusyError, window
+from retrograd._torch.window import window
 from retrograd.config import Config
-from retrograd.errors import CaptureError, Reason
+from retrograd.errors import CaptureError, Reason, Refusal
 from retrograd.events import live_log
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.live.captured import CapturedBackward
@@ -174,7 +174,7 @@ def _reason_of(error: Exception) -> Reason:
     """Why a capture that raised is not used."""
     if isinstance(error, CaptureError):
         return error.reason
-    if isinstance(error, EngineBusyError):
+    if isinstance(error, Refusal):
         return _reason(error.code, str(error))
     return _reason("capture-failed", f"{type(error).__name__}: {error}")
 
