@@ -13,7 +13,8 @@ import torch
 import gradparity.corpus.scenarios as _scenarios  # noqa: F401 - importing the package registers its scenarios
 from gradparity.case import Case
 from gradparity.corpus.autograd_function_db import autograd_function_db
-from gradparity.corpus.base import Corpus, Program
+from gradparity.corpus.base import Addressed, Corpus, Program
+from gradparity.corpus.generated import GeneratedCorpus
 from gradparity.corpus.hop_db import hop_db
 from gradparity.corpus.models import ModelCorpus
 from gradparity.corpus.module_db import ModuleCorpus
@@ -33,10 +34,11 @@ NAMED: dict[str, Callable[[], Corpus]] = {
     "autograd_function_db": autograd_function_db,
     "hop_db": hop_db,
     "models": ModelCorpus,
+    "generated": GeneratedCorpus,
 }
 
-USUAL = [name for name in NAMED if ":" not in name]
-"""What runs when no corpus is named: everything in float32."""
+USUAL = [name for name in NAMED if ":" not in name and name != "generated"]
+"""What runs when no corpus is named: everything in float32 that somebody wrote."""
 
 
 @cache
@@ -49,8 +51,11 @@ def corpus(name: str) -> Corpus:
 
 def program(case: Case, device: torch.device) -> Program:
     """The program of this case."""
+    source = corpus(case.corpus)
+    if isinstance(source, Addressed):
+        return source.program(case, device)
     found = 0
-    for item in corpus(case.corpus).programs(case.name, device, case.seed):
+    for item in source.programs(case.name, device, case.seed):
         if item.case == case or (case.index is None and item.case.index is None):
             return item
         found += 1
