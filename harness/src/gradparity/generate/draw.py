@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from random import Random
 
 import torch
@@ -75,7 +75,10 @@ def why_rejected(script: Script, seed: int = 0) -> str | None:
 @contextmanager
 def _own_state() -> Iterator[None]:
     """Drawing leaves torch's random numbers alone, draws the same in every process, and says nothing."""
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # flex_attention compiles itself
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         yield

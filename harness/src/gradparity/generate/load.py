@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+import sys
 from collections import OrderedDict
+from types import ModuleType
 from typing import Any
 
 from gradparity.errors import CaseError
@@ -17,22 +19,25 @@ from gradparity.observe import Body
 from gradparity.probe import Probe
 
 KEEP = 32
-"""How many sources stay known by name."""
+"""How many modules stay known by name."""
 
-_KNOWN: OrderedDict[str, None] = OrderedDict()
+_KNOWN: OrderedDict[str, str] = OrderedDict()
 
 
 def namespace(source: str) -> dict[str, Any]:
     """Executes the text as a module and returns its names. Raises CaseError if it is no Python."""
-    name = f"<gradparity {hashlib.blake2b(source.encode(), digest_size=6).hexdigest()}>"
+    name = f"gradparity_program_{hashlib.blake2b(source.encode(), digest_size=6).hexdigest()}"
+    file = f"<{name}>"
     try:
-        code = compile(source, name, "exec")
+        code = compile(source, file, "exec")
     except SyntaxError as error:
         raise CaseError(f"the source is no Python: {error}") from error
-    _remember(name, source)
-    made: dict[str, Any] = {"__name__": "gradparity_program"}
-    exec(code, made)
-    return made
+    module = ModuleType(name)
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    sys.modules[name] = module  # Dynamo imports the module of every function that it inlines
+    _remember(name, file)
+    exec(code, vars(module))
+    return vars(module)
 
 
 def body_of(script: Script) -> Body:
@@ -48,9 +53,10 @@ def body_of(script: Script) -> Body:
     return body
 
 
-def _remember(name: str, source: str) -> None:
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    _KNOWN[name] = None
+def _remember(name: str, file: str) -> None:
+    _KNOWN[name] = file
     _KNOWN.move_to_end(name)
     while len(_KNOWN) > KEEP:
-        linecache.cache.pop(_KNOWN.popitem(last=False)[0], None)
+        old, gone = _KNOWN.popitem(last=False)
+        sys.modules.pop(old, None)
+        linecache.cache.pop(gone, None)

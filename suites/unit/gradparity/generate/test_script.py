@@ -1,6 +1,7 @@
 """Scripts: programs as data, with one source that is executed."""
 
 import linecache
+import sys
 
 import pytest
 import torch
@@ -87,6 +88,7 @@ def test_few_sources_stay_known_by_name() -> None:
     for number in range(KEEP + 9):
         namespace(f"number = {number}")
     assert sum(name.startswith("<gradparity") for name in linecache.cache) <= KEEP
+    assert sum(name.startswith("gradparity_program") for name in sys.modules) <= KEEP
 
 
 def test_an_intended_error_is_known_by_its_text() -> None:
