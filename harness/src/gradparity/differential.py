@@ -45,9 +45,9 @@ class Comparison:
     evidence: Evidence | None
 
 
-def compare(program: Program, subject: Subject, device: torch.device) -> Comparison:
+def compare(program: Program, subject: Subject, device: torch.device, confirm: bool = True) -> Comparison:
     """Runs and judges one case. Errors of the harness itself become a CRASH row with symptom
-    "broken-case".
+    "broken-case". `confirm`: whether eager runs again and again after a divergence in values.
     """
     case = program.case
     why = program.skip.get(subject.name)
@@ -55,12 +55,12 @@ def compare(program: Program, subject: Subject, device: torch.device) -> Compari
         row = row_of(case, subject.name, Verdict.UNSUPPORTED, "set-aside", why)
         return Comparison(replace(row, set_aside=True), None)
     try:
-        return _compare(program, subject, device)
+        return _compare(program, subject, device, confirm)
     except GradparityError as error:
         return Comparison(row_of(case, subject.name, Verdict.CRASH, "broken-case", str(error)), None)
 
 
-def _compare(program: Program, subject: Subject, device: torch.device) -> Comparison:
+def _compare(program: Program, subject: Subject, device: torch.device, confirm: bool) -> Comparison:
     case, dtype = program.case, torch.float32
     first = observe(case, program.body, EAGER, dtype, device)
     again = observe(case, program.body, EAGER, dtype, device)
@@ -79,7 +79,7 @@ def _compare(program: Program, subject: Subject, device: torch.device) -> Compar
     row = _row(program, subject, outcome, evidence)
     if row.verdict.is_divergence and subject.stock is not None:
         row = _attributed(program, subject.stock, evidence, row, device)
-    if row.stocks_own:
+    if row.stocks_own or not confirm:
         return Comparison(row, evidence)
     if row.verdict is Verdict.DIVERGE and row.symptom.removesuffix("-bits") in SYMPTOMS.values():
         until = time.monotonic() + CONFIRMATION_SECONDS

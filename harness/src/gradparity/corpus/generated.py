@@ -52,5 +52,6 @@ def generated(case: Case) -> Program:
 def scripted(case: Case, script: Script) -> Program:
     """A script as a program under this case's address."""
     tags = ("cold",) if script.cold else ()
-    doc = script.doc or f"drawn by the policy {script.policy}: {POLICIES[script.policy].doc}"
+    about = POLICIES[script.policy].doc if script.policy in POLICIES else "written by hand"
+    doc = script.doc or f"drawn by the policy {script.policy}: {about}"
     return Program(case, body_of(script), doc, tags, fp64=script.fp64)
