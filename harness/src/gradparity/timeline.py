@@ -58,7 +58,7 @@ def error_table(comparison: Comparison) -> Table | None:
             continue
         if pair.label in measured:
             _add(made, measured[pair.label])
-        else:
+        elif pair.role != "state" or _payload_differs(pair.eager, pair.subject, bitwise=True):
             _add_other(made, pair.label, pair.eager, pair.subject)
     return made
 
