@@ -35,5 +35,17 @@ class ExpectedFileError(GradparityError):
     """The file of expected divergences cannot be read or lacks a field."""
 
 
+class StoreError(GradparityError):
+    """A file of results that cannot be used: damaged, of another version, or none at all."""
+
+
+class StoreFullError(StoreError):
+    """Results cannot be written. What was found so far is still in memory."""
+
+
+class SettingsError(GradparityError):
+    """A setting in pyproject.toml, or an option, that has no meaning."""
+
+
 class CaseTimeout(BaseException):
     """Raised by the alarm inside a program that ran past its time limit."""

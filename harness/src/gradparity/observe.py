@@ -83,7 +83,7 @@ def observe(case: Case, body: Body, subject: Observed, dtype: torch.dtype, devic
 
 
 def random_state(device: torch.device) -> str:
-    """A fingerprint of torch's random number generators: the CPU's, and the GPU's where programs run there."""
+    """A fingerprint of torch's random number generators: the CPU's, and the GPU's for programs on one."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))

@@ -70,6 +70,7 @@ class Probe:
         self._leaves: dict[str, torch.Tensor] = {}
         self._watched: dict[str, tuple[torch.Tensor, int | None]] = {}
         self._generator: torch.Generator | None = None
+        self._on_leaf: list[Callable[[torch.Tensor], None]] = []
 
     def randn(self, *shape: int, requires_grad: bool = False) -> torch.Tensor:
         """Normal values of this shape: drawn in float32 on the CPU, then converted."""
@@ -95,7 +96,13 @@ class Probe:
         if name in self._leaves:
             raise CaseError(f"{self.case.address}: two leaves are called {name!r}")
         self._leaves[name] = tensor
+        for do in self._on_leaf:
+            do(tensor)
         return self.watch(name, tensor)
+
+    def each_leaf(self, do: Callable[[torch.Tensor], None]) -> None:
+        """Does something with every leaf that is registered from now on."""
+        self._on_leaf.append(do)
 
     def watch(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Registers a tensor that the program may change: its data, metadata and version counter are observed

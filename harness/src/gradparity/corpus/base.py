@@ -20,7 +20,8 @@ class Program:
     """A case with the function that runs it and what is known about it.
 
     `fp64`: whether a float64 reference run makes sense. `skip`: reasons, by subject name, to set the case
-    aside. `cold`: the subject must forget everything it compiled before.
+    aside. `twins`: other forms of the body that must show the same. `cold`: the subject must forget
+    everything it compiled before.
     """
 
     case: Case
@@ -30,6 +31,7 @@ class Program:
     issue: str | None = None
     fp64: bool = True
     skip: Mapping[str, str] = field(default_factory=dict)
+    twins: Mapping[str, Body] = field(default_factory=dict)
 
     @property
     def cold(self) -> bool:

@@ -1,9 +1,9 @@
 """Side effects: what the run left behind besides gradients and values.
 
-In: Evidence. Out: a Finding for the first of these that differs: the program's log, which tensors autograd knows
-to have changed (eager moved the version counter, the subject did not), the state of the random number
-generators. By how much a counter moved is only noted: a compiler may write once where eager writes twice, and
-it may count a write that eager does not, as batch norm's.
+In: Evidence. Out: a Finding for the first of these that differs: the program's log, which tensors autograd
+knows to have changed (eager moved the version counter, the subject did not), the state of the random number
+generators. By how much a counter moved is only noted: a compiler may write once where eager writes twice,
+and it may count a write that eager does not, as batch norm's.
 """
 
 from __future__ import annotations

@@ -18,14 +18,16 @@ T = TypeVar("T")
 class Subject:
     """Runs everything as eager does; the base of all others.
 
-    `bitwise`: promises gradients equal to eager's to the bit. `accountable`: its unexpected divergences fail
-    a run. `may_refuse`: an error that says "not supported" counts as UNSUPPORTED rather than DIVERGE.
-    `stock`: the subject with the same forward and torch's own backward, where that forward is not eager's.
+    `bitwise`: promises gradients equal to eager's to the bit. `accountable`: its unexpected divergences
+    fail a run. `may_refuse`: an error that says "not supported" counts as UNSUPPORTED rather than DIVERGE.
+    `own_random`: it draws other random numbers than eager. `stock`: the subject with the same forward and
+    torch's own backward, where that forward is not eager's.
     """
 
     bitwise: bool = False
     accountable: bool = False
     may_refuse: bool = False
+    own_random: bool = False
     stock: Subject | None = None
 
     def __init__(self, name: str) -> None:

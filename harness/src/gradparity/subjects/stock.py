@@ -21,17 +21,17 @@ class DynamoSubject(Subject):
 
     may_refuse = True
 
-    def __init__(self, name: str, backend: str) -> None:
+    def __init__(self, name: str, backend: str, own_random: bool = False) -> None:
         super().__init__(name)
-        self.backend = backend
+        self.backend, self.own_random = backend, own_random
         self._before = 0
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Eager's random numbers in compiled code too."""
+        """Eager's random numbers in compiled code too, unless it shall draw its own."""
         import torch._inductor.config as inductor_config
 
-        with inductor_config.patch(fallback_random=True):
+        with inductor_config.patch(fallback_random=not self.own_random):
             yield
 
     def wrap_hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
