@@ -21,7 +21,7 @@ from gradparity.executors.unit import Finished, Lost, Message, Result, Unit
 from gradparity.expected import Expected, Known, KnownFallback
 from gradparity.journal import Journal
 from gradparity.shard import Shard
-from gradparity.signature import signature
+from gradparity.signature import signature_of
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict
 from gradparity.work import Task, run_unit
@@ -237,4 +237,4 @@ def _lost(message: Lost) -> Row:
     verdict = Verdict.TIMEOUT if message.why == "timeout" else Verdict.CRASH
     symptom = message.why if message.label else f"{message.why}-outside-case"
     row = Row(label["case"], label["seed"], task.corpus, task.subject, verdict, symptom, message.detail)
-    return replace(row, signature=signature(row))
+    return replace(row, signature=signature_of(row).digest)

@@ -103,7 +103,7 @@ def _attributed(program: Program, stock: Subject, evidence: Evidence, row: Row, 
     own = not_stocks_own(evidence, outcome)
     if own is None:
         return replace(row, stocks_own=True)
-    return replace(row, verdict=own.verdict, symptom=own.symptom, reason=own.reason)
+    return replace(row, verdict=own.verdict, symptom=own.symptom, reason=own.reason, place=own.place)
 
 
 def _declared_nondeterministic(
@@ -142,6 +142,7 @@ def _row(program: Program, subject: Subject, outcome: Outcome, evidence: Evidenc
     return replace(
         bare,
         notes=outcome.notes + found.notes,
+        place=found.place,
         fell_back=any(FALLBACK.match(note) for note in outcome.notes),
         set_aside=found.verdict.is_set_aside,
         compiles=outcome.compiles,

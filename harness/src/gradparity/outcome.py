@@ -7,6 +7,7 @@ change. Tensors stay in the process that made them; only fingerprints and texts 
 from __future__ import annotations
 
 import hashlib
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,13 +100,16 @@ class HookEvent:
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception that escaped the program: its type's qualified name, all base types' names, and its
-    text.
+    """An exception that escaped the program: its type's qualified name, all base types' names, its text, and
+    what it comes from: the innermost function of a package that raised (`where`), and the first line of the
+    first exception in its chain of causes (`cause`).
     """
 
     type: str
     bases: tuple[str, ...]
     message: str
+    where: str = ""
+    cause: str = ""
 
     @classmethod
     def of(cls, error: BaseException) -> Raised:
@@ -113,7 +117,9 @@ class Raised:
         names = tuple(
             f"{t.__module__}.{t.__qualname__}".removeprefix("builtins.") for t in type(error).__mro__
         )
-        return cls(names[0], names, str(error))
+        first = _first_cause(error)
+        line = next((line.strip() for line in str(first).splitlines() if line.strip()), "")
+        return cls(names[0], names, str(error), _where(first), f"{type(first).__name__}: {line}")
 
 
 @dataclass(frozen=True)
@@ -204,6 +210,25 @@ def describe(payload: Payload) -> str:
     if isinstance(payload, tuple):
         return ", ".join(f"({describe(x)})" if isinstance(x, tuple) else describe(x) for x in payload)
     return repr(payload)
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """The exception at the end of the chain of explicit causes."""
+    seen = {id(error)}
+    while error.__cause__ is not None and id(error.__cause__) not in seen:
+        error = error.__cause__
+        seen.add(id(error))
+    return error
+
+
+def _where(error: BaseException) -> str:
+    """ "torch/_functorch/partitioners.py:cut", the innermost frame inside an installed package, or ""."""
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        head, site, path = frame.f_code.co_filename.replace("\\", "/").rpartition("/site-packages/")
+        if site and head:
+            found = f"{path}:{frame.f_code.co_name}"
+    return found
 
 
 def _numbers(record: TensorRecord) -> list[Any]:

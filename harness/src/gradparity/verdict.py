@@ -49,20 +49,21 @@ class Verdict(StrEnum):
 @dataclass(frozen=True)
 class Finding:
     """What one oracle found: the verdict it asks for, a symptom (a stable short word) and the reason in
-    words.
+    words. `place`: where it was seen, in words that another run of the same defect would repeat.
     """
 
     verdict: Verdict
     symptom: str
     reason: str
+    place: str = ""
 
 
 @dataclass(frozen=True)
 class Row:
     """One judged case under one subject. `stocks_own`: it diverges, but only where stock's compiled forward
     diverges without the subject too. `unlisted`: codes of fallbacks that the file of known ones lacks.
-    `stage` and `operator` are what an ablation names, `signature` what equal finds share, `exhibit` what a
-    report shows.
+    `place`: the finding's. `stage` and `operator` are what an ablation names, `signature` the digest that
+    equal finds share, `exhibit` what a report shows.
     """
 
     case: str
@@ -80,6 +81,7 @@ class Row:
     stocks_own: bool = False
     compiles: int = 0
     seconds: float = 0.0
+    place: str = ""
     stage: str = ""
     operator: str = ""
     signature: str = ""

@@ -27,7 +27,7 @@ from gradparity.differential import compare
 from gradparity.errors import CaseTimeout
 from gradparity.executors.unit import Emit, Unit
 from gradparity.exhibit import exhibit
-from gradparity.signature import signature
+from gradparity.signature import signature_of
 from gradparity.subjects.base import Subject
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict, row_of
@@ -101,7 +101,7 @@ def _row(program: Program, subject: Subject, task: Task, timeout: float) -> tupl
     except CaseTimeout:
         reason = f"longer than {timeout:g} s"
         row = row_of(program.case, subject.name, Verdict.TIMEOUT, "timeout", reason)
-        return replace(row, signature=signature(row)), False
+        return replace(row, signature=signature_of(row).digest), False
     try:
         with alarm(timeout):
             row = _looked_into(row, program, subject, task)
@@ -114,7 +114,7 @@ def judged(program: Program, subject: Subject, device: torch.device) -> Row:
     """The row with what a report shows of it."""
     comparison = compare(program, subject, device)
     row = replace(comparison.row, exhibit=exhibit(comparison))
-    return replace(row, signature=signature(row)) if row.is_find else row
+    return replace(row, signature=signature_of(row).digest) if row.is_find else row
 
 
 def _looked_into(row: Row, program: Program, subject: Subject, task: Task) -> Row:
@@ -134,8 +134,10 @@ def checked(
     for check in chosen(tuple(names)):
         found = check(program, subject, device)
         if found is not None:
-            row = replace(row, verdict=found.verdict, symptom=found.symptom, reason=found.reason)
-            return replace(row, signature=signature(row))
+            row = replace(
+                row, verdict=found.verdict, symptom=found.symptom, reason=found.reason, place=found.place
+            )
+            return replace(row, signature=signature_of(row).digest)
     return row
 
 
@@ -144,7 +146,7 @@ def with_ablation(row: Row, program: Program, device: torch.device) -> Row:
     found = ablate(program, row.subject, device)
     shown = {**row.exhibit, "ablation": found.to_json()}
     row = replace(row, stage=found.stage, operator=found.operator, exhibit=shown)
-    return replace(row, signature=signature(row))
+    return replace(row, signature=signature_of(row).digest)
 
 
 @contextmanager

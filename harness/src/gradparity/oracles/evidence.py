@@ -31,6 +31,12 @@ class Pair:
     eager: Payload
     subject: Payload
 
+    @property
+    def place(self) -> str:
+        """The label without what differs from program to program: names, digits and positions."""
+        kind = self.label.split()[2] if self.role == "event" else ""
+        return f"{self.role} {kind}".strip()
+
 
 @dataclass
 class Evidence:

@@ -31,6 +31,7 @@ class Judgement:
     symptom: str = ""
     reason: str = ""
     notes: tuple[str, ...] = ()
+    place: str = ""
 
 
 def judge(evidence: Evidence) -> Judgement:
@@ -42,4 +43,4 @@ def judge(evidence: Evidence) -> Judgement:
     if first.verdict is Verdict.UNSUPPORTED:
         rest = []
     also = tuple(f"also {item.symptom}: {item.reason}" for item in rest)
-    return Judgement(first.verdict, first.symptom, first.reason, also + tuple(evidence.notes))
+    return Judgement(first.verdict, first.symptom, first.reason, also + tuple(evidence.notes), first.place)

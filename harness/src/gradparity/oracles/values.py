@@ -73,7 +73,7 @@ def leaf_values(pair: Pair, evidence: Evidence) -> Finding | None:
     if records is None:
         if _plain_differ(pair.eager, pair.subject, evidence.bitwise):
             reason = f"{pair.label}: eager {pair.eager!r}, subject {pair.subject!r}"
-            return Finding(Verdict.DIVERGE, symptom, reason)
+            return Finding(Verdict.DIVERGE, symptom, reason, pair.place)
         return None
     if same_bits(*records):
         if evidence.bitwise and signed_zero(*records):
@@ -86,7 +86,7 @@ def leaf_values(pair: Pair, evidence: Evidence) -> Finding | None:
         symptom += "-bits"
     elif found.verdict is Verdict.REF_UNSTABLE:
         symptom = "ref-unstable"
-    return Finding(found.verdict, symptom, f"{pair.label}: {found.describe()}")
+    return Finding(found.verdict, symptom, f"{pair.label}: {found.describe()}", pair.place)
 
 
 def _measure(label: str, eager: TensorRecord, subject: TensorRecord, evidence: Evidence) -> LeafError:
