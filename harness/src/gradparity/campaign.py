@@ -136,8 +136,8 @@ def run(plan: Plan, known: Known | None, listener: Listener, journal: Journal | 
     made = executor(run_unit, plan.processes, plan.grace, plan.resources)
     try:
         _through(made, work, campaign, listener, journal)
-        if journal is not None and not campaign.interrupted:
-            journal.finish()
+        if journal is not None:
+            journal.flush() if campaign.interrupted else journal.finish()
     except StoreError as error:
         campaign.broken = str(error)
     if journal is not None:

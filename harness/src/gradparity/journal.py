@@ -59,6 +59,10 @@ class Journal:
         """Keeps that the run is complete."""
         self._store.finish(self.run.id)
 
+    def flush(self) -> None:
+        """Writes what waits."""
+        self._store.flush()
+
     @property
     def unwritten(self) -> list[Row]:
         """Rows that could not be written."""

@@ -177,6 +177,11 @@ class Probe:
         return tensor.to(wide) if wide is not None and self.is_reference else tensor
 
     @property
+    def seed(self) -> int:
+        """The case's seed, which decides all values."""
+        return self.case.seed
+
+    @property
     def is_reference(self) -> bool:
         """Whether this run is the float64 reference."""
         return self.dtype is torch.float64

@@ -45,13 +45,15 @@ class Store:
         self._connection = opened(path, create)
         self._waiting: list[tuple[str, str, int, str]] = []
         self._written = time.monotonic()
+        self._failed = False
 
     def __enter__(self) -> Store:
         return self
 
     def __exit__(self, *error: object) -> None:
         try:
-            self.flush()
+            if not self._failed:
+                self.flush()
         finally:
             self._connection.close()
 
@@ -147,4 +149,5 @@ class Store:
             with self._connection:
                 yield self._connection
         except sqlite3.Error as error:
+            self._failed = True
             raise failure(error, self.path) from error

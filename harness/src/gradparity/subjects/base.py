@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
+from gradparity.errors import ReproError
 from gradparity.outcome import Outcome
 
 T = TypeVar("T")
@@ -32,6 +33,15 @@ class Subject:
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+    @property
+    def script(self) -> str:
+        """How a user would call it, as Python text: any of the functions `by_subject(target)`,
+        `around_backward()` and `around_program()`. Raises ReproError if there is no such way.
+        """
+        raise ReproError(
+            f"subject {self.name} has no form in plain torch\n  try    define Subject.script for it"
+        )
 
     def compile(self, target: T) -> T:
         """Compiles a function or module, or returns it as it is."""
