@@ -74,6 +74,7 @@ def _compare(program: Program, subject: Subject, device: torch.device, confirm: 
         subject=outcome,
         bitwise=subject.bitwise,
         may_refuse=subject.may_refuse,
+        own_random=subject.own_random,
         reference=lambda: _reference(program, device),
     )
     row = _row(program, subject, outcome, evidence)

@@ -61,6 +61,26 @@ class GradRecord:
 
 
 @dataclass(frozen=True)
+class StateRecord:
+    """A tensor that the program may change, when the program ended: a leaf, a buffer, an input. `changes` is
+    by how much autograd's version counter rose; None where the tensor has no counter.
+    """
+
+    name: str
+    value: Payload
+    changes: int | None = None
+
+
+@dataclass(frozen=True)
+class Invariant:
+    """Something that must hold within one run, whatever the numbers are."""
+
+    name: str
+    holds: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True)
 class HookEvent:
     """One observed call: where (site), what kind of hook, and what it was given."""
 
@@ -113,12 +133,18 @@ class WarningRecord:
 @dataclass(frozen=True)
 class Outcome:
     """All that was observed of one run. `notes` hold what the subject says about itself (fallbacks, own
-    warnings).
+    warnings). `log` is what the program appended to `Probe.log`; `random` fingerprints the state of the
+    random number generators after the run, and `drew` says whether the run moved them.
     """
 
     grads: tuple[GradRecord, ...] = ()
     values: tuple[ValueRecord, ...] = ()
     events: tuple[HookEvent, ...] = ()
+    state: tuple[StateRecord, ...] = ()
+    log: tuple[Payload, ...] = ()
+    invariants: tuple[Invariant, ...] = ()
+    random: str = ""
+    drew: bool = False
     raised: Raised | None = None
     warnings: tuple[WarningRecord, ...] = ()
     notes: tuple[str, ...] = ()
@@ -187,12 +213,14 @@ def describe(payload: Payload) -> str:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """The exception at the end of the chain of explicit causes."""
+    """The exception at the end of the chain of causes; Dynamo keeps some of them in an attribute."""
     seen = {id(error)}
-    while error.__cause__ is not None and id(error.__cause__) not in seen:
-        error = error.__cause__
+    while True:
+        cause = error.__cause__ or getattr(error, "inner_exception", None)
+        if not isinstance(cause, BaseException) or id(cause) in seen:
+            return error
+        error = cause
         seen.add(id(error))
-    return error
 
 
 def _where(error: BaseException) -> str:

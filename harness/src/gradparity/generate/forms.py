@@ -1,6 +1,6 @@
 """Forms of a program: what is compiled and how the run goes.
 
-In: a draft. Out: a Script, not yet run as a whole. The training forms, of several steps, are in `steps`.
+In: a draft. Out: a Script, not yet run as a whole. Training in several steps is in `steps`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from gradparity.generate.kinds import python_state
 from gradparity.generate.kinds.modules import ModuleClass
 from gradparity.generate.script import Script, Step
 from gradparity.generate.statements import grow
+from gradparity.generate.steps.training import training
 
 
 def function(draft: Draft) -> Script:
@@ -98,14 +99,11 @@ def _finished(draft: Draft, found: Outputs, definition: str, target: str) -> Scr
     if draft.with_grad and not roots:
         raise Rejected("nothing requires grad")
     call = f"{found.target} = f({', '.join(draft.params)})"
-    forward = [*[f"f = p.compile({target})"], *_calls(draft, call), *observed(draft, found)]
+    forward = [*[f"f = p.compile({target})"], *_calls(draft, call), *observed(found)]
     later = [*hooks(draft, found.tensors), *between(draft, found.tensors)] if roots else []
     backward = losses(draft, roots)
     names = [name for name in python_state.OBJECTS if name in draft.params]
     last = [line for name in names for line in python_state.observed(name)]
-    last += [f'p.value("{name}", {name})' for name in draft.params if name.startswith("s")]
-    if any(kind in ("random",) for kind in draft.policy.kinds):
-        last.append('p.value("next number", torch.rand(1))')
     steps = (
         Step(title="inputs", lines=tuple(draft.inputs)),
         Step(title="forward", lines=tuple(forward)),
@@ -127,4 +125,4 @@ def _calls(draft: Draft, call: str) -> list[str]:
     return [call] * draft.chance.between(*draft.policy.calls)
 
 
-FORMS: dict[str, Callable[[Draft], Script]] = {"function": function, "module": module}
+FORMS: dict[str, Callable[[Draft], Script]] = {"function": function, "module": module, "training": training}

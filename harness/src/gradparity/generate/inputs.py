@@ -41,7 +41,7 @@ def add_input(draft: Draft, sizes: Shape, kind: str = "float", grad: bool | None
     name = draft.name("x")
     made = _numbers(draft, sizes, kind)
     if not grad:
-        draft.put(f"{name} = {made}")
+        draft.put(f'{name} = p.watch("{name}", {made})')
         draft.add_param(name)
         return name
     draft.put(f'{name} = p.leaf("{name}", {made}.requires_grad_())')
@@ -49,7 +49,7 @@ def add_input(draft: Draft, sizes: Shape, kind: str = "float", grad: bool | None
         draft.add_param(name)
         return name
     inner = draft.name("h")
-    draft.put(f"{inner} = {name} * {chance.pick(('1', '0.5', '2'))}")
+    draft.put(f'{inner} = p.watch("{inner}", {name} * {chance.pick(("1", "0.5", "2"))})')
     draft.add_param(inner)
     return inner
 

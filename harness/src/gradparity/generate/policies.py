@@ -169,6 +169,30 @@ _ALL = (
         losses={"double": 5, "twice": 2, "two_backwards": 3, "grad": 1},
         dtypes={"float32": 1},
     ),
+    # from here on: several steps, with a change between two of them
+    *(
+        Policy(f"steps_{name}", f"several steps of training; between two of them, {doc}", {}, form="training", areas=areas)
+        for name, doc, areas in (
+            ("hooks", "hooks come and go", {"hooks": 1}),
+            ("requires_grad", "parameters are frozen", {"requires_grad": 1}),
+            ("parameters", "parameters are replaced, tied, swapped", {"parameters": 1}),
+            ("grads", "`.grad` is preset", {"grads": 1}),
+            ("modes", "modes change", {"modes": 1}),
+            ("inputs", "shapes and layouts change", {"inputs": 1}),
+            ("state", "numbers, buffers and attributes change", {"state": 1}),
+            ("optimizer", "the optimizer changes", {"optimizer": 1}),
+            ("threads", "a thread trains beside it", {"threads": 1}),
+            ("errors", "something raises, and training goes on", {"errors": 1}),
+            (
+                "mixed",
+                "anything changes",
+                {
+                    "hooks": 3, "requires_grad": 1, "parameters": 2, "grads": 2, "modes": 1, "inputs": 2, "state": 2,
+                    "optimizer": 1, "threads": 0.5, "errors": 1,
+                },
+            ),
+        )
+    ),
     # from here on: what makes optimisations fire
     Policy(
         "fusion",

@@ -50,7 +50,8 @@ class Policy:
     of inputs that share memory with another. `changed`: share of inputs that may be changed in place.
     `without_grad`: share of programs in which nothing requires grad. `hooks`: how many, on average.
     `between`: share of programs that change something between forward and backward. `calls`: how often the
-    function is called. `form`: of the program, by the names in `forms.py`.
+    function is called. `areas`: of changes between two steps, by the names in `steps/changes.py`. `form`: of
+    the program, by the names in `forms.py`.
     """
 
     name: str
@@ -72,4 +73,5 @@ class Policy:
     hooks: float = 0.3
     between: float = 0.03
     calls: tuple[int, int] = (1, 1)
+    areas: Mapping[str, float] = field(default_factory=dict)
     form: str = "function"

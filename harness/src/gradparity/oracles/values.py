@@ -16,7 +16,7 @@ from gradparity.oracles.tolerances import UNSTABLE, Tolerance, tolerance
 from gradparity.outcome import Payload, TensorRecord
 from gradparity.verdict import Finding, Verdict
 
-SYMPTOMS = {"grad": "grad-values", "value": "values", "event": "hook-payload"}
+SYMPTOMS = {"grad": "grad-values", "value": "values", "state": "state-values", "event": "hook-payload"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class LeafError:
 
 def values(evidence: Evidence) -> Finding | None:
     """Compares the data of every leaf whose metadata agrees."""
+    if evidence.other_numbers:
+        return None
     unstable: Finding | None = None
     for pair in evidence.pairs:
         found = leaf_values(pair, evidence)
@@ -54,10 +56,14 @@ def values(evidence: Evidence) -> Finding | None:
 
 
 def errors(evidence: Evidence) -> Iterator[LeafError]:
-    """The error of every pair of comparable tensors, for the table that `gradparity show` prints."""
+    """The error of every pair of comparable tensors, for the table that `gradparity show` prints; of watched
+    tensors only those that differ.
+    """
     for pair in evidence.pairs:
         records = _records(pair)
-        if records is not None and pair.role != "event":
+        if records is None or pair.role == "event":
+            continue
+        if pair.role != "state" or not same_bits(*records):
             yield _measure(pair.label, *records, evidence)
 
 

@@ -25,6 +25,17 @@ def operands(script: Script) -> Iterator[Cut]:
                 yield partial(parsed.edited, partial(_replace, number, place))
 
 
+def plain_operators(script: Script) -> Iterator[Cut]:
+    """Each call as a product of one of its parts: an operator that does not matter becomes one that is known
+    not to.
+    """
+    parsed = Parsed.of(script)
+    for number, node in enumerate(nodes(parsed.trees)):
+        if isinstance(node, ast.Call) and not _is_recording(node):
+            for place in range(len(_parts(node))):
+                yield partial(parsed.edited, partial(_multiply, number, place))
+
+
 def arguments(script: Script) -> Iterator[Cut]:
     """Each call without one of its keywords or its last argument; each tuple and list without one item."""
     parsed = Parsed.of(script)
@@ -95,11 +106,26 @@ def _is_module(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("torch", "F", "p", "ctx", "math", "gc", "threading")
 
 
+def _is_recording(node: ast.Call) -> bool:
+    base: ast.expr = node.func
+    while isinstance(base, ast.Attribute):
+        base = base.value
+    return isinstance(base, ast.Name) and base.id in ("p", "ctx", "f", "super")
+
+
 def _replace(number: int, place: int, trees: Trees) -> None:
     old = list(nodes(trees))[number]
     assert isinstance(old, ast.expr)
-    new = _parts(old)[place]
+    _swap(old, _parts(old)[place], trees)
 
+
+def _multiply(number: int, place: int, trees: Trees) -> None:
+    old = list(nodes(trees))[number]
+    assert isinstance(old, ast.expr)
+    _swap(old, ast.BinOp(_parts(old)[place], ast.Mult(), ast.Constant(2)), trees)
+
+
+def _swap(old: ast.expr, new: ast.expr, trees: Trees) -> None:
     class Swap(ast.NodeTransformer):
         def visit(self, node: ast.AST) -> ast.AST:
             return new if node is old else self.generic_visit(node)

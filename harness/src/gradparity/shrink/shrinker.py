@@ -26,6 +26,7 @@ PASSES: tuple[Pass, ...] = (
     statements.unwrapped,
     statements.definitions,
     expressions.operands,
+    expressions.plain_operators,
     statements.aliases,
     expressions.arguments,
     expressions.sizes,

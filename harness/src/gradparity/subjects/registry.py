@@ -68,6 +68,8 @@ NAMED: dict[str, Callable[[str], Subject]] = {
 
 FORMS = {
     "compile:<backend>": "torch.compile with any registered backend",
+    "compile:<backend>+random": "the same, drawing random numbers of its own",
+    "stock-ca:<backend>": "eager forward, stock compiled autograd with any registered backend",
     "planted:<fault>": f"eager with a planted fault, to test the tester: {', '.join(FAULTS)}",
     "import:<module>:<class>": "a Subject of your own",
 }
@@ -82,6 +84,8 @@ def resolve(name: str) -> Subject:
     form, _, rest = name.partition(":")
     if form == "compile":
         return _compile(name, rest)
+    if form == "stock-ca":
+        return StockCompiledAutograd(name, _registered(rest))
     if form == "planted" and rest in FAULTS:
         return planted(name, rest)
     if form == "import":
@@ -98,12 +102,20 @@ def _halves(name: str) -> tuple[str, str]:
 def _compile(name: str, backend: str) -> Subject:
     if backend == "retrograd":
         return RetrogradCompile(name)
+    plain, _, flag = backend.partition("+")
+    if flag == "random":
+        return StockCompile(name, _registered(plain), own_random=True)
+    return StockCompile(name, _registered(backend))
+
+
+def _registered(backend: str) -> str:
+    """The name of a backend that Dynamo knows."""
     import torch._dynamo
 
     known: list[str] = torch._dynamo.list_backends(exclude_tags=None)
     if backend not in known:
         raise UnknownNameError("torch.compile backend", backend, known)
-    return StockCompile(name, backend)
+    return backend
 
 
 def _imported(name: str, path: str) -> Subject:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gradparity.generate.draft import Draft, Rejected, Scope, is_float
+from gradparity.generate.draft import Rejected, Scope, is_float
 from gradparity.generate.inputs import aliases_of
 
 
@@ -79,11 +79,6 @@ def _chosen(scope: Scope) -> list[str]:
     return first
 
 
-def observed(draft: Draft, found: Outputs) -> list[str]:
-    """Lines that show the outputs, and what became of the inputs that are no leaves."""
-    lines = [f'p.value("{each.name}", {each.name})' for each in found.tensors]
-    for name in draft.params:
-        value = draft.env[name]
-        if isinstance(value, torch.Tensor) and not (value.is_leaf and value.requires_grad):
-            lines.append(f'p.value("{name}", {name})')
-    return lines
+def observed(found: Outputs) -> list[str]:
+    """Lines that show the outputs. What becomes of the inputs is watched anyway."""
+    return [f'p.value("{each.name}", {each.name})' for each in found.tensors]

@@ -179,13 +179,13 @@ def _surroundings(scope: Scope, design: Design, shape: tuple[int, ...]) -> list[
     made = []
     if "state" in text:
         name = scope.draft.name("s")
-        scope.draft.put(f"{name} = torch.zeros({shape}, device=p.device)")
+        scope.draft.put(f'{name} = p.watch("{name}", torch.zeros({shape}, device=p.device))')
         scope.draft.add_param(name)
         made.append(name)
     if "log" in text:
         name = "log0"
         if name not in scope.draft.env:
-            scope.draft.put(f"{name} = []")
+            scope.draft.put(f"{name} = p.log")
             scope.draft.add_param(name)
         made.append(name)
     if any(each not in scope.env for each in made):
