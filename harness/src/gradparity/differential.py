@@ -45,9 +45,16 @@ class Comparison:
     evidence: Evidence | None
 
 
-def compare(program: Program, subject: Subject, device: torch.device, confirm: bool = True) -> Comparison:
+def compare(
+    program: Program,
+    subject: Subject,
+    device: torch.device,
+    confirm: bool = True,
+    first: Outcome | None = None,
+) -> Comparison:
     """Runs and judges one case. Errors of the harness itself become a CRASH row with symptom
-    "broken-case". `confirm`: whether eager runs again and again after a divergence in values.
+    "broken-case". `confirm`: whether eager runs again and again after a divergence in values; `first`: what
+    eager's first run showed, if it ran already.
     """
     case = program.case
     why = program.skip.get(subject.name)
@@ -55,14 +62,16 @@ def compare(program: Program, subject: Subject, device: torch.device, confirm: b
         row = row_of(case, subject.name, Verdict.UNSUPPORTED, "set-aside", why)
         return Comparison(replace(row, set_aside=True), None)
     try:
-        return _compare(program, subject, device, confirm)
+        return _compare(program, subject, device, confirm, first)
     except GradparityError as error:
         return Comparison(row_of(case, subject.name, Verdict.CRASH, "broken-case", str(error)), None)
 
 
-def _compare(program: Program, subject: Subject, device: torch.device, confirm: bool) -> Comparison:
+def _compare(
+    program: Program, subject: Subject, device: torch.device, confirm: bool, known: Outcome | None
+) -> Comparison:
     case, dtype = program.case, torch.float32
-    first = observe(case, program.body, EAGER, dtype, device)
+    first = known or observe(case, program.body, EAGER, dtype, device)
     again = observe(case, program.body, EAGER, dtype, device)
     repeat = judge(Evidence(first, again, bitwise=True))
     if repeat.verdict is not Verdict.AGREE:

@@ -26,6 +26,7 @@ from gradparity.corpus.models import ModelCorpus
 from gradparity.corpus.module_db import ModuleCorpus
 from gradparity.corpus.op_db import op_db
 from gradparity.corpus.scenario import ScenarioCorpus
+from gradparity.corpus.threads import ThreadCorpus
 from gradparity.errors import CorpusError, UnknownNameError
 
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16, "complex64": torch.complex64}
@@ -40,6 +41,7 @@ NAMED: dict[str, Callable[[], Corpus]] = {
     "autograd_function_db": autograd_function_db,
     "hop_db": hop_db,
     "models": ModelCorpus,
+    "threads": ThreadCorpus,
     "demo": DemoCorpus,
     "generated": GeneratedCorpus,
 }

@@ -25,6 +25,7 @@ from gradparity.generate.policies import POLICIES
 from gradparity.generate.policy import Policy
 from gradparity.generate.script import Script
 from gradparity.observe import observe
+from gradparity.outcome import Outcome
 
 ATTEMPTS = 25
 
@@ -38,34 +39,44 @@ def policy(name: str) -> Policy:
 
 def drawn(name: str, seed: int) -> Script:
     """The script of this policy and seed. Raises CaseError if no attempt leads to one."""
+    return drawn_and_run(name, seed)[0]
+
+
+def drawn_and_run(name: str, seed: int) -> tuple[Script, Outcome]:
+    """The script, and what eager showed when the drawing ended with a run of it, on the CPU with seed 0."""
     why = ""
     for attempt in range(ATTEMPTS):
         try:
-            script = draw(Chance(Random(f"{name}:{seed}:{attempt}")), policy(name))
+            script, outcome = draw(Chance(Random(f"{name}:{seed}:{attempt}")), policy(name))
         except Rejected as error:
             why = str(error)
             continue
-        return script.model_copy(update={"seed": seed, "attempt": attempt})
+        return script.model_copy(update={"seed": seed, "attempt": attempt}), outcome
     raise CaseError(f"{name}:{seed}: {ATTEMPTS} drawings were rejected, the last because: {why}")
 
 
-def draw(chance: Chance, chosen: Policy) -> Script:
-    """One drawing. Raises Rejected if eager cannot run it."""
+def draw(chance: Chance, chosen: Policy) -> tuple[Script, Outcome]:
+    """One drawing, and eager's run of it. Raises Rejected if eager cannot run it."""
     with _own_state():
         script = FORMS[chosen.form](Draft(chance, chosen))
-        why = why_rejected(script)
+        outcome = run_in_eager(script)
+    why = why_rejected(script, outcome)
     if why is not None:
         raise Rejected(why)
-    return script
+    return script, outcome
 
 
-def why_rejected(script: Script, seed: int = 0) -> str | None:
-    """Why eager cannot run this script; None if it can, or raises what is intended."""
-    case = Case("generated", script.policy, script.seed, seed)
+def run_in_eager(script: Script) -> Outcome:
+    """What eager shows, on the CPU with seed 0. Raises Rejected if the script misuses the probe."""
+    case = Case("generated", script.policy, script.seed)
     try:
-        outcome = observe(case, body_of(script), PLAIN, torch.float32, torch.device("cpu"))
+        return observe(case, body_of(script), PLAIN, torch.float32, torch.device("cpu"))
     except CaseError as error:
-        return str(error)
+        raise Rejected(str(error)) from error
+
+
+def why_rejected(script: Script, outcome: Outcome) -> str | None:
+    """Why eager cannot run this script; None if it can, or raises what is intended."""
     raised = outcome.raised
     if raised is None or is_intended(raised, script.intends):
         return None

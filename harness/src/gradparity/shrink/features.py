@@ -11,9 +11,30 @@ from gradparity.generate.script import Script
 from gradparity.shrink.parsed import Parsed, nodes
 
 RECORDING = frozenset(
-    ("randn", "rand", "randint", "tensor", "leaf", "watch", "value", "compile", "backward", "module")
+    ["randn", "rand", "randint", "tensor", "leaf", "watch", "value", "compile", "backward", "module"]
 )
 """Methods of the probe that every script may call."""
+NEUTRAL = frozenset(
+    [
+        ".requires_grad_",
+        ".backward",
+        "torch.autograd.backward",
+        ".sum",
+        ".mean",
+        "Mult",
+        "Add",
+        "Sub",
+        "super",
+        ".__init__",
+        ".parameters",
+        ".named_parameters",
+        "tuple",
+        "torch.nn.Linear",
+        ".to",
+    ]
+    + ["class torch.nn.Module"]
+)
+"""What every program has in one spelling or another, and what stands for operators that do not matter."""
 MODULES = frozenset(("torch", "F", "p", "ctx", "math"))
 
 
@@ -24,7 +45,7 @@ def features(script: Script) -> tuple[str, ...]:
     defined = {node.name for node in nodes(parsed.trees) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     for node in nodes(parsed.trees):
         found.update(_of(node, defined))
-    return tuple(sorted(found))
+    return tuple(sorted(found - NEUTRAL))
 
 
 def _of(node: ast.AST, defined: set[str]) -> list[str]:

@@ -17,7 +17,7 @@ from gradparity.errors import CaseError, UnknownNameError
 from gradparity.generate import draw as drawing
 from gradparity.generate.chance import Chance
 from gradparity.generate.draft import Draft, Rejected
-from gradparity.generate.draw import draw, drawn, why_rejected
+from gradparity.generate.draw import draw, drawn, run_in_eager, why_rejected
 from gradparity.generate.policies import POLICIES
 from gradparity.generate.rows import TABLES, add_row
 from gradparity.generate.script import Script, Step
@@ -97,11 +97,13 @@ def test_policies_weigh_kinds_that_exist() -> None:
 
 
 def test_what_eager_cannot_run_is_rejected_and_what_it_refuses_on_purpose_is_not() -> None:
-    line = ("x = torch.ones(2, requires_grad=True)", "y = x.sum()", "y.backward()", "y.backward()")
-    script = Script(steps=(Step(title="", lines=("x = torch.ones(2, requires_grad=True).exp()", *line[1:])),))
-    assert "second time" in why_rejected(script)
-    assert why_rejected(script.model_copy(update={"intends": ("freed",)})) is None
-    assert why_rejected(Script(steps=(Step(title="", lines=line[:1]),))) is None
+    twice = ("x = torch.ones(2, requires_grad=True).exp()", "y = x.sum()", "y.backward()", "y.backward()")
+    script = Script(steps=(Step(title="", lines=twice),))
+    outcome = run_in_eager(script)
+    assert "second time" in why_rejected(script, outcome)
+    assert why_rejected(script.model_copy(update={"intends": ("freed",)}), outcome) is None
+    fine = Script(steps=(Step(title="", lines=twice[:3]),))
+    assert why_rejected(fine, run_in_eager(fine)) is None
 
 
 def test_a_policy_that_nobody_knows() -> None:
@@ -112,7 +114,7 @@ def test_a_policy_that_nobody_knows() -> None:
 
 
 def test_drawings_that_are_all_rejected_are_an_error(monkeypatch) -> None:
-    monkeypatch.setattr(drawing, "why_rejected", lambda script: "never")
+    monkeypatch.setattr(drawing, "why_rejected", lambda script, outcome: "never")
     with pytest.raises(CaseError, match="never"):
         drawn("elementwise", 0)
 

@@ -25,7 +25,7 @@ def between(draft: Draft, found: tuple[Output, ...]) -> list[str]:
     """Changes in the share of programs that the policy says."""
     if not draft.chance.flip(draft.policy.between):
         return []
-    forms = _of_inputs(draft) + _of_outputs(found) + ["torch.rand(3)", "gc.collect()"]
+    forms = _of_inputs(draft) + _of_outputs(found) + ["torch.rand(3)"]
     return draft.chance.some(draft.chance.shuffled(forms)[:2])
 
 

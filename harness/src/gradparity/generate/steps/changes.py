@@ -213,7 +213,6 @@ STATE: Rows = (
         'p.value("twin", tuple(each.grad for each in twin.parameters()))',
     ),
     ("what was compiled is compiled again", "f = p.compile(m)"),
-    ("the cycle collector", "gc.collect()"),
 )
 
 OPTIMIZER: Rows = (
