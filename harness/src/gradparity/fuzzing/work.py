@@ -31,7 +31,7 @@ from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict, row_of
 from gradparity.work import alarm, quiet
 
-ENOUGH, ONE_IN = 12, 4
+ENOUGH, ONE_IN = 5, 6
 """After so many finds that look alike, one in so many of the others is shrunk."""
 STRIDE = 1_000_000
 """Seeds of programs begin at the campaign's seed times this."""
