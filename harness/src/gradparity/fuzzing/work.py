@@ -116,7 +116,8 @@ def _news(
     """
     signature = signature_of(found.row, features(script))
     alike = sum(item.coarse == signature.coarse for item in known)
-    if _is_covered(signature, known) or (alike >= ENOUGH and (case.index or 0) % ONE_IN):
+    tiring = task.shrink_seconds > 0 and alike >= ENOUGH and (case.index or 0) % ONE_IN
+    if _is_covered(signature, known) or tiring:
         return None
     shrunk, tried = script, 0
     device = torch.device(task.device)
