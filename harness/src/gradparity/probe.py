@@ -100,6 +100,10 @@ class Probe:
             do(tensor)
         return self.watch(name, tensor)
 
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """The leaves that are registered so far, by name."""
+        return dict(self._leaves)
+
     def each_leaf(self, do: Callable[[torch.Tensor], None]) -> None:
         """Does something with every leaf that is registered from now on."""
         self._on_leaf.append(do)

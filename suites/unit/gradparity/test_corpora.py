@@ -31,6 +31,7 @@ def test_names() -> None:
         "op_db:bfloat16",
         "op_db:complex64",
         "module_db:float64",
+        "demo",
     ]
     assert all(corpus(name).name == name for name in NAMED)
     with pytest.raises(UnknownNameError, match=r"(?s)unknown corpus 'x'.*op_db"):
