@@ -213,12 +213,14 @@ def describe(payload: Payload) -> str:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """The exception at the end of the chain of explicit causes."""
+    """The exception at the end of the chain of causes; Dynamo keeps some of them in an attribute."""
     seen = {id(error)}
-    while error.__cause__ is not None and id(error.__cause__) not in seen:
-        error = error.__cause__
+    while True:
+        cause = error.__cause__ or getattr(error, "inner_exception", None)
+        if not isinstance(cause, BaseException) or id(cause) in seen:
+            return error
+        error = cause
         seen.add(id(error))
-    return error
 
 
 def _where(error: BaseException) -> str:

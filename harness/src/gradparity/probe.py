@@ -72,13 +72,15 @@ class Probe:
         self._generator: torch.Generator | None = None
         self._on_leaf: list[Callable[[torch.Tensor], None]] = []
 
-    def randn(self, *shape: int, requires_grad: bool = False) -> torch.Tensor:
-        """Normal values of this shape: drawn in float32 on the CPU, then converted."""
-        return self._made(torch.randn(shape, generator=self._numbers()), requires_grad)
+    def randn(self, *shape: int, requires_grad: bool = False, dtype: str = "float32") -> torch.Tensor:
+        """Normal values of this shape: drawn in float32 on the CPU, rounded to the dtype, then converted to
+        the run's.
+        """
+        return self._made(torch.randn(shape, generator=self._numbers()), requires_grad, dtype)
 
-    def rand(self, *shape: int, requires_grad: bool = False) -> torch.Tensor:
-        """Uniform values in [0, 1) of this shape."""
-        return self._made(torch.rand(shape, generator=self._numbers()), requires_grad)
+    def rand(self, *shape: int, requires_grad: bool = False, dtype: str = "float32") -> torch.Tensor:
+        """Uniform values in [0, 1) of this shape, made likewise."""
+        return self._made(torch.rand(shape, generator=self._numbers()), requires_grad, dtype)
 
     def randint(self, high: int, *shape: int) -> torch.Tensor:
         """Integers (int64) in [0, high)."""
@@ -210,8 +212,12 @@ class Probe:
             self._generator = torch.Generator().manual_seed(self.case.seed + 1)
         return self._generator
 
-    def _made(self, made: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-        return made.to(device=self.device, dtype=self.dtype).requires_grad_(requires_grad)
+    def _made(self, made: torch.Tensor, requires_grad: bool, dtype: str = "float32") -> torch.Tensor:
+        if dtype == "float32":
+            return made.to(device=self.device, dtype=self.dtype).requires_grad_(requires_grad)
+        return self.cast(made.to(device=self.device, dtype=getattr(torch, dtype))).requires_grad_(
+            requires_grad
+        )
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

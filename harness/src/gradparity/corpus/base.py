@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -53,3 +53,11 @@ class Corpus(Protocol):
 
     def programs(self, chunk: str, device: torch.device, seed: int) -> Iterable[Program]:
         """The chunk's programs, in a fixed order."""
+
+
+@runtime_checkable
+class Addressed(Protocol):
+    """A corpus that makes a program from its address, without going through all before it."""
+
+    def program(self, case: Case, device: torch.device) -> Program:
+        """The program of this case."""

@@ -16,15 +16,17 @@ import torch
 import gradparity.corpus.scenarios as _scenarios  # noqa: F401 - importing the package registers its scenarios
 from gradparity.case import Case
 from gradparity.corpus.autograd_function_db import autograd_function_db
-from gradparity.corpus.base import Corpus, Program
+from gradparity.corpus.base import Addressed, Corpus, Program
 from gradparity.corpus.demo import DemoCorpus
 from gradparity.corpus.finds import FindsCorpus
 from gradparity.corpus.folder import FolderCorpus
+from gradparity.corpus.generated import GeneratedCorpus
 from gradparity.corpus.hop_db import hop_db
 from gradparity.corpus.models import ModelCorpus
 from gradparity.corpus.module_db import ModuleCorpus
 from gradparity.corpus.op_db import op_db
 from gradparity.corpus.scenario import ScenarioCorpus
+from gradparity.corpus.threads import ThreadCorpus
 from gradparity.errors import CorpusError, UnknownNameError
 
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16, "complex64": torch.complex64}
@@ -39,11 +41,13 @@ NAMED: dict[str, Callable[[], Corpus]] = {
     "autograd_function_db": autograd_function_db,
     "hop_db": hop_db,
     "models": ModelCorpus,
+    "threads": ThreadCorpus,
     "demo": DemoCorpus,
+    "generated": GeneratedCorpus,
 }
 
-USUAL = [name for name in NAMED if ":" not in name and name != "demo"]
-"""What runs when no corpus is named: everything in float32."""
+USUAL = [name for name in NAMED if ":" not in name and name not in ("demo", "generated")]
+"""What runs when no corpus is named: everything in float32 that somebody wrote for the purpose."""
 
 
 FORMS = {
@@ -85,8 +89,11 @@ def _load(name: str) -> Corpus:
 
 def program(case: Case, device: torch.device) -> Program:
     """The program of this case."""
+    source = corpus(case.corpus)
+    if isinstance(source, Addressed):
+        return source.program(case, device)
     found = 0
-    for item in corpus(case.corpus).programs(case.name, device, case.seed):
+    for item in source.programs(case.name, device, case.seed):
         if item.case == case or (case.index is None and item.case.index is None):
             return item
         found += 1

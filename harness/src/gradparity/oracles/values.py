@@ -73,7 +73,7 @@ def leaf_values(pair: Pair, evidence: Evidence) -> Finding | None:
     if records is None:
         if _plain_differ(pair.eager, pair.subject, evidence.bitwise):
             reason = f"{pair.label}: eager {pair.eager!r}, subject {pair.subject!r}"
-            return Finding(Verdict.DIVERGE, symptom, reason, pair.place)
+            return Finding(Verdict.DIVERGE, symptom, reason, f"{pair.place} {type(pair.eager).__name__}")
         return None
     if same_bits(*records):
         if evidence.bitwise and signed_zero(*records):

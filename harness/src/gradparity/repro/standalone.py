@@ -71,14 +71,20 @@ class Recorder:
         self.leaves: dict[str, torch.Tensor] = {}
         self.numbers = torch.Generator().manual_seed(SEED + 1)
 
-    def made(self, tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-        return tensor.to(device=self.device, dtype=self.dtype).requires_grad_(requires_grad)
+    def made(self, tensor: torch.Tensor, requires_grad: bool, dtype: str = "float32") -> torch.Tensor:
+        wanted = getattr(torch, dtype) if dtype != "float32" and not self.is_reference else self.dtype
+        return tensor.to(device=self.device, dtype=wanted).requires_grad_(requires_grad)
 
-    def randn(self, *shape: int, requires_grad: bool = False) -> torch.Tensor:
-        return self.made(torch.randn(shape, generator=self.numbers), requires_grad)
+    def randn(self, *shape: int, requires_grad: bool = False, dtype: str = "float32") -> torch.Tensor:
+        return self.made(
+            self.rounded(torch.randn(shape, generator=self.numbers), dtype), requires_grad, dtype
+        )
 
-    def rand(self, *shape: int, requires_grad: bool = False) -> torch.Tensor:
-        return self.made(torch.rand(shape, generator=self.numbers), requires_grad)
+    def rand(self, *shape: int, requires_grad: bool = False, dtype: str = "float32") -> torch.Tensor:
+        return self.made(self.rounded(torch.rand(shape, generator=self.numbers), dtype), requires_grad, dtype)
+
+    def rounded(self, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+        return tensor.to(getattr(torch, dtype))
 
     def randint(self, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(high, shape, generator=self.numbers).to(self.device)
