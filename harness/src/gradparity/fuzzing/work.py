@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from gradparity.corpus.generated import NAME, scripted
 from gradparity.differential import Comparison, compare
 from gradparity.errors import CaseTimeout, GradparityError
 from gradparity.executors.unit import Emit, Unit
+from gradparity.exhibit import exhibit
 from gradparity.fired import counting
 from gradparity.fuzzing.find import Find
 from gradparity.generate.draw import drawn_and_run
@@ -29,7 +30,7 @@ from gradparity.signature import Signature, signature_of
 from gradparity.subjects.base import Subject
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict, row_of
-from gradparity.work import alarm, quiet
+from gradparity.work import alarm, judged, quiet
 
 STRIDE = 1_000_000
 """Seeds of programs begin at the campaign's seed times this."""
@@ -88,7 +89,7 @@ def _case(
             script, shown = drawn_and_run(case.name, case.index or 0)
             first = shown if device.type == "cpu" and case.seed == 0 else None
             found = compare(scripted(case, script), subject, device, first=first)
-            row = found.row
+            row = replace(found.row, exhibit=exhibit(found))
     except CaseTimeout:
         pass
     except GradparityError as error:
@@ -130,7 +131,7 @@ def _news(
 
 def _confirmed(case: Case, shrunk: Script, found: Comparison, subject: Subject, device: torch.device) -> Row:
     """The row of the shrunk script; that of the one as drawn, if the shrunk one does not repeat it."""
-    row = compare(scripted(case, shrunk), subject, device).row
+    row = judged(scripted(case, shrunk), subject, device)
     return row if signature_of(row) == signature_of(found.row) else found.row
 
 

@@ -7,6 +7,7 @@ wrong, the program, how the subject is called, the recorder of `standalone.py`.
 from __future__ import annotations
 
 import inspect
+import re
 from functools import partial
 from textwrap import fill
 
@@ -68,6 +69,15 @@ def called(subject: Subject) -> str:
 def _new(source: Source, imports: str) -> list[str]:
     """The program's import lines that the recorder does not have."""
     return sorted(set(source.imports.values()) - set(imports.splitlines()))
+
+
+def runnable(program: Program) -> str:
+    """The program as Python text with a function `run(p)`. Raises ReproError if it has no such form."""
+    source, entry = _program(program)
+    text = source.text()
+    if entry != "run":
+        text = re.sub(rf"\bdef {entry}\b", "def run", text)
+    return "\n".join(sorted(set(source.imports.values()))) + "\n\n\n" + text
 
 
 def _program(program: Program) -> tuple[Source, str]:
