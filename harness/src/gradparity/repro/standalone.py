@@ -194,10 +194,12 @@ def differences() -> list[str]:
     one, two = eager.shown.get("raises"), subject.shown.get("raises")
     if one is not None or two is not None:
         same = one is not None and two is not None and one.split(":")[0] == two.split(":")[0]
-        return [] if same else [f"eager raises {one}, {SUBJECT} raises {two}"]
+        if not same:
+            return [f"eager raises {one}, {SUBJECT} raises {two}"]
     if eager.order != subject.order:
         return [f"order of hooks: eager {eager.order}, {SUBJECT} {subject.order}"]
     names = [name for name in eager.shown if name in subject.shown or not name.startswith("state")]
+    names = [name for name in names if name != "raises"]
     found = [unlike(eager.shown[n], subject.shown.get(n), reference.get(n)) for n in names]
     return [f"{name}: {why}" for name, why in zip(names, found, strict=True) if why]
 
