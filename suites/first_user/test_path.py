@@ -1,4 +1,4 @@
-"""What a first-time user does, as harness/README.md tells it, in an environment that holds the wheel and nothing of ours.
+"""What a first-time user does, as harness/README.md tells it, in an environment with the wheel only.
 
 `nox -s first_user` makes that environment and says where it is.
 """
