@@ -21,8 +21,10 @@ from gradparity.executors.registry import Resources, executor
 from gradparity.executors.unit import Lost, Result, Unit
 from gradparity.fuzzing.find import Find
 from gradparity.fuzzing.work import FuzzTask, fuzz_unit
+from gradparity.generate.draw import policy
 from gradparity.generate.policies import POLICIES
 from gradparity.signature import Signature
+from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row
 
 ROUND_SECONDS = 150.0
@@ -89,14 +91,18 @@ def fuzz(options: FuzzOptions, on_find: OnFind, on_progress: OnProgress) -> Fuzz
     """
     if options.minutes is None and options.cases is None:
         raise CaseError("a campaign needs an end\n  try    minutes or cases")
+    resolve(options.subject)
+    for name in options.policies:
+        policy(name)
     summary = FuzzSummary(known=list(options.known))
     started = time.monotonic()
     try:
         for unit in _rounds(options, summary, started):
             for message in _messages(options, unit):
                 summary.seconds = time.monotonic() - started
-                on_progress(summary, _take(message, summary, on_find))
-                if _is_over(options, summary):
+                row = _take(message, summary, on_find)
+                on_progress(summary, row)
+                if row is not None and _is_over(options, summary):
                     break
     except KeyboardInterrupt:
         summary.interrupted = True
@@ -106,7 +112,7 @@ def fuzz(options: FuzzOptions, on_find: OnFind, on_progress: OnProgress) -> Fuzz
 
 def _rounds(options: FuzzOptions, summary: FuzzSummary, started: float) -> Iterator[list[Unit]]:
     """The units of one round after the other: as many cases as fit into a round's time."""
-    done, count = 0, FIRST_ROUND
+    done, count = 0, FIRST_ROUND if options.processes else 5
     while not _is_over(options, summary):
         if options.cases is not None:
             count = min(count, options.cases - done)
@@ -116,7 +122,8 @@ def _rounds(options: FuzzOptions, summary: FuzzSummary, started: float) -> Itera
         yield [_unit(options, summary, start, share) for start, share in zip(starts, shares, strict=True)]
         done += count
         rate = (summary.cases - before) / max(time.monotonic() - begun, 1e-3)
-        count = int(min(max(rate * ROUND_SECONDS, FIRST_ROUND), 4 * max(count, FIRST_ROUND)))
+        if options.processes:
+            count = int(min(max(rate * ROUND_SECONDS, FIRST_ROUND), 4 * max(count, FIRST_ROUND)))
 
 
 def _shares(count: int, processes: int) -> list[int]:

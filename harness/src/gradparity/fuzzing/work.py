@@ -32,6 +32,8 @@ from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict, row_of
 from gradparity.work import alarm, judged, quiet
 
+ENOUGH, ONE_IN = 5, 6
+"""After so many finds that look alike, one in so many of the others is shrunk."""
 STRIDE = 1_000_000
 """Seeds of programs begin at the campaign's seed times this."""
 
@@ -110,8 +112,12 @@ def _case(
 def _news(
     case: Case, script: Script, found: Comparison, subject: Subject, task: FuzzTask, known: list[Signature]
 ) -> Find | None:
-    """The find, shrunk and confirmed; None if something known covers it, before or after."""
-    if _is_covered(signature_of(found.row, features(script)), known):
+    """The find, shrunk and confirmed; None if something known covers it, before or after, or if so many are
+    known that look like it that only some of them are looked into.
+    """
+    signature = signature_of(found.row, features(script))
+    alike = sum(item.coarse == signature.coarse for item in known)
+    if _is_covered(signature, known) or (alike >= ENOUGH and (case.index or 0) % ONE_IN):
         return None
     shrunk, tried = script, 0
     device = torch.device(task.device)

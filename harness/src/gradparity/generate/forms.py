@@ -104,6 +104,8 @@ def _finished(draft: Draft, found: Outputs, definition: str, target: str) -> Scr
     backward = losses(draft, roots)
     names = [name for name in python_state.OBJECTS if name in draft.params]
     last = [line for name in names for line in python_state.observed(name)]
+    if backward and draft.chance.flip(0.3):
+        last += [f'p.value("{each.name} after", {each.name})' for each in found.tensors]
     steps = (
         Step(title="inputs", lines=tuple(draft.inputs)),
         Step(title="forward", lines=tuple(forward)),

@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from gradparity.oracles.distance import distance, magnitude, same_bits, signed_zero
 from gradparity.oracles.evidence import Evidence, Pair
 from gradparity.oracles.tolerances import UNSTABLE, Tolerance, tolerance
@@ -99,7 +101,7 @@ def _measure(label: str, eager: TensorRecord, subject: TensorRecord, evidence: E
         return replace(found, way="must be equal")
     if found.difference == math.inf:
         return replace(found, way="inf or NaN in other places")
-    speck = row.speck * min(1.0, _largest_grad(evidence))
+    speck = row.speck * min(1.0, _scale(evidence, eager.dtype))
     plain = row.plain * size + speck
     reference = evidence.reference_leaves.get(label)
     if not isinstance(reference, TensorRecord) or reference.shape != eager.shape:
@@ -139,6 +141,10 @@ def _plain_differ(eager: Payload, subject: Payload, bitwise: bool) -> bool:
     return eager != subject
 
 
-def _largest_grad(evidence: Evidence) -> float:
-    records = [pair.eager for pair in evidence.pairs if pair.role == "grad"]
+def _scale(evidence: Evidence, dtype: torch.dtype) -> float:
+    """The largest magnitude among the gradients; of double precision also among the values, because there the
+    float64 run is no better than eager's, and all gradients of a case may cancel to nothing.
+    """
+    roles = ("grad", "value") if dtype in (torch.float64, torch.complex128) else ("grad",)
+    records = [pair.eager for pair in evidence.pairs if pair.role in roles]
     return max((magnitude(item) for item in records if isinstance(item, TensorRecord)), default=0.0)

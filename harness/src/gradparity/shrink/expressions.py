@@ -26,14 +26,17 @@ def operands(script: Script) -> Iterator[Cut]:
 
 
 def plain_operators(script: Script) -> Iterator[Cut]:
-    """Each call as a product of one of its parts: an operator that does not matter becomes one that is known
-    not to.
+    """Each call as a product of one of its parts, or the sum of two: an operator that does not matter becomes
+    one that is known not to.
     """
     parsed = Parsed.of(script)
     for number, node in enumerate(nodes(parsed.trees)):
         if isinstance(node, ast.Call) and not _is_recording(node):
-            for place in range(len(_parts(node))):
+            count = len(_parts(node))
+            for place in range(count):
                 yield partial(parsed.edited, partial(_multiply, number, place))
+            if count > 1:
+                yield partial(parsed.edited, partial(_add, number))
 
 
 def arguments(script: Script) -> Iterator[Cut]:
@@ -123,6 +126,13 @@ def _multiply(number: int, place: int, trees: Trees) -> None:
     old = list(nodes(trees))[number]
     assert isinstance(old, ast.expr)
     _swap(old, ast.BinOp(_parts(old)[place], ast.Mult(), ast.Constant(2)), trees)
+
+
+def _add(number: int, trees: Trees) -> None:
+    old = list(nodes(trees))[number]
+    assert isinstance(old, ast.expr)
+    one, two, *_ = _parts(old)
+    _swap(old, ast.BinOp(one, ast.Add(), two), trees)
 
 
 def _swap(old: ast.expr, new: ast.expr, trees: Trees) -> None:

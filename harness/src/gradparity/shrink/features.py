@@ -6,6 +6,7 @@ In: a script. Out: the names of what it calls and does, without variables and nu
 from __future__ import annotations
 
 import ast
+import re
 
 from gradparity.generate.script import Script
 from gradparity.shrink.parsed import Parsed, nodes
@@ -35,6 +36,8 @@ NEUTRAL = frozenset(
     + ["class torch.nn.Module"]
 )
 """What every program has in one spelling or another, and what stands for operators that do not matter."""
+NUMBERED = re.compile(r"\.?[a-z]\d*")
+"""Names of layers and of functions that the program defines."""
 MODULES = frozenset(("torch", "F", "p", "ctx", "math"))
 
 
@@ -45,7 +48,7 @@ def features(script: Script) -> tuple[str, ...]:
     defined = {node.name for node in nodes(parsed.trees) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     for node in nodes(parsed.trees):
         found.update(_of(node, defined))
-    return tuple(sorted(found - NEUTRAL))
+    return tuple(sorted(name for name in found - NEUTRAL if not NUMBERED.fullmatch(name)))
 
 
 def _of(node: ast.AST, defined: set[str]) -> list[str]:
