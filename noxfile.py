@@ -192,7 +192,14 @@ def first_user(session: nox.Session) -> None:
     variables = {**settings(session), "GRADPARITY_USER_BIN": programs}
     limit = ("--timeout", "900")
     session.run(
-        "pytest", "-p", "no:cacheprovider", *limit, "suites/first_user", *session.posargs, env=variables
+        "pytest",
+        "--noconftest",
+        "-p",
+        "no:cacheprovider",
+        *limit,
+        "suites/first_user",
+        *session.posargs,
+        env=variables,
     )
 
 

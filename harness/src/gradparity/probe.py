@@ -95,6 +95,8 @@ class Probe:
 
     def leaf(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Registers a tensor whose `.grad` is observed at the end. Raises CaseError if the name is taken."""
+        if not isinstance(tensor, torch.Tensor):
+            raise CaseError(f"{self.case.address}: the leaf {name!r} is a {type(tensor).__name__}, no tensor")
         if name in self._leaves:
             raise CaseError(f"{self.case.address}: two leaves are called {name!r}")
         self._leaves[name] = tensor

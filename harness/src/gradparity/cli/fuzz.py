@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -30,6 +30,7 @@ from gradparity.executors.registry import Resources
 from gradparity.finds import Judged
 from gradparity.fuzz import FuzzOptions, FuzzSummary
 from gradparity.fuzz import fuzz as fuzzed
+from gradparity.fuzzing.diary import Diary
 from gradparity.fuzzing.find import Find, Folder
 from gradparity.generate.policies import POLICIES
 from gradparity.handover import write_script
@@ -70,8 +71,8 @@ def fuzz(  # noqa: PLR0913 - a command has as many parameters as options
 ) -> None:
     """Draws programs at random and compares the subject with eager; shrinks and keeps what is new.
 
-    Ctrl-C ends it with what there is. Run again with another --seed, it goes on: what stands in the folder of
-    finds is counted, and not reported again.
+    Ctrl-C ends it with what there is; the same command goes on where it was interrupted or killed. What
+    stands in the folder of finds is counted, and not reported again.
 
     \b
     Examples:
@@ -94,17 +95,37 @@ def fuzz(  # noqa: PLR0913 - a command has as many parameters as options
             known=tuple(find.signature for find in Folder(finds).finds() if find.subject == subject),
             resources=Resources(executor, address, gpus_per_worker, memory),
         )
-        kept = Kept(Folder(finds), console)
+        diary = Diary(finds, campaign(wanted))
+        wanted = continued(wanted, diary, console)
+        kept = Kept(Folder(finds), console, diary)
         with watching(console, wanted) as view:
             summary = fuzzed(wanted, kept.take, partial(_heard, kept, view))
+        if not summary.interrupted:
+            diary.end()
         tell(console, summary)
         Files(json_file, report_file).write(kept.rows)
     answers = resolve(subject).accountable and bool(summary.finds)
     raise typer.Exit(2 if summary.interrupted else (int(answers) if summary.cases else 5))
 
 
+def campaign(wanted: FuzzOptions) -> dict[str, Any]:
+    """What decides a campaign, in plain data."""
+    names = ("subject", "seed", "minutes", "cases", "policies", "device", "timeout", "shrink_seconds")
+    return {name: getattr(wanted, name) for name in names} | {"torch": torch.__version__}
+
+
+def continued(wanted: FuzzOptions, diary: Diary, console: Console) -> FuzzOptions:
+    """The rest of a campaign that was interrupted or killed."""
+    done = diary.done
+    if not done.numbers:
+        return wanted
+    console.print(f"goes on: {len(done.numbers)} cases are judged, {done.seconds:.0f} s used", markup=False)
+    left = None if wanted.minutes is None else max(wanted.minutes - done.seconds / 60, 0.01)
+    return replace(wanted, minutes=left, done=frozenset(done.numbers))
+
+
 def _heard(kept: Kept, view: View, summary: FuzzSummary, row: Row | None) -> None:
-    kept.note(row)
+    kept.note(summary, row)
     view(summary)
 
 
@@ -114,12 +135,18 @@ class Kept:
 
     folder: Folder
     console: Console
+    diary: Diary
     rows: list[Row] = field(default_factory=list)
+    rejected: int = 0
 
-    def note(self, row: Row | None) -> None:
+    def note(self, summary: FuzzSummary, row: Row | None) -> None:
         """Keeps a row; of a divergence only what a find says, so that the report shows the shrunk one."""
         if row is not None and not row.is_find:
             self.rows.append(row)
+        if summary.number >= 0 and summary.number not in self.diary.done.numbers:
+            verdict = "lost" if row is None else row.verdict.value
+            rejected, self.rejected = summary.rejected - self.rejected, summary.rejected
+            self.diary.note(summary.number, verdict, rejected, summary.seconds + self.diary.done.seconds)
 
     def take(self, find: Find) -> None:
         """Writes the find and its script, and tells."""

@@ -40,7 +40,9 @@ STRIDE = 1_000_000
 
 @dataclass(frozen=True)
 class FuzzTask:
-    """Cases `start` to `start + count` of a campaign. `known` are signatures in plain data."""
+    """Cases `start` to `start + count` of a campaign, without those to `skip`. `known` are signatures in
+    plain data.
+    """
 
     subject: str
     device: str
@@ -51,6 +53,7 @@ class FuzzTask:
     timeout: float
     shrink_seconds: float
     known: list[dict[str, Any]] = field(default_factory=list)
+    skip: list[int] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a Unit's payload."""
@@ -69,6 +72,8 @@ def fuzz_unit(unit: Unit, emit: Emit) -> bool:
     known = [Signature.from_json(item) for item in task.known]
     quiet()
     for step in range(unit.start, task.count):
+        if task.start + step in task.skip:
+            continue
         case = task.case(task.start + step)
         emit("start", step, {"case": case.address, "seed": case.seed})
         result, fit = _case(case, subject, task, known)
