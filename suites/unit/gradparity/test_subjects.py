@@ -9,7 +9,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from gradparity.errors import UnavailableError, UnknownNameError
+from gradparity.errors import ReproError, UnavailableError, UnknownNameError
+from gradparity.fired import counting
 from gradparity.subjects.base import Subject
 from gradparity.subjects.registry import NAMED, resolve
 
@@ -181,6 +182,19 @@ def test_stock_compile_compiles_the_forward() -> None:
         subject.compile(lambda t: t.sin() * 2)(x).sum().backward()
     assert subject.compiles() > 0
     assert torch.allclose(x.grad, 2 * x.detach().cos())
+
+
+def test_stock_passes_stop_before_code_and_show_what_the_passes_do() -> None:
+    subject = resolve("stock-passes:inductor")
+    subject.reset(cold=False)
+    x, w = torch.ones(4, 4), torch.ones(4, 4, requires_grad=True)
+    with subject.around(), counting() as fired:
+        y = subject.compile(lambda x, w: torch.relu(x @ w).t().t())(x, w)
+        y.sum().backward()
+    assert torch.equal(w.grad, torch.full((4, 4), 4.0))
+    assert fired
+    with pytest.raises(ReproError, match="compile:inductor"):
+        _ = subject.script
 
 
 def test_behind_a_stock_forward_both_halves_are_compiled(fake) -> None:

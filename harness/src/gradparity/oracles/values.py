@@ -10,14 +10,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
-
 from gradparity.oracles.distance import distance, magnitude, same_bits, signed_zero
 from gradparity.oracles.evidence import Evidence, Pair
 from gradparity.oracles.tolerances import UNSTABLE, Tolerance, tolerance
 from gradparity.outcome import Payload, TensorRecord
 from gradparity.verdict import Finding, Verdict
 
+CANCELLED = 1e-6
+"""Gradients smaller than this share of the values are what rounding leaves of nothing."""
 SYMPTOMS = {"grad": "grad-values", "value": "values", "state": "state-values", "event": "hook-payload"}
 
 
@@ -101,7 +101,7 @@ def _measure(label: str, eager: TensorRecord, subject: TensorRecord, evidence: E
         return replace(found, way="must be equal")
     if found.difference == math.inf:
         return replace(found, way="inf or NaN in other places")
-    speck = row.speck * min(1.0, _scale(evidence, eager.dtype))
+    speck = row.speck * min(1.0, _scale(evidence))
     plain = row.plain * size + speck
     reference = evidence.reference_leaves.get(label)
     if not isinstance(reference, TensorRecord) or reference.shape != eager.shape:
@@ -141,10 +141,14 @@ def _plain_differ(eager: Payload, subject: Payload, bitwise: bool) -> bool:
     return eager != subject
 
 
-def _scale(evidence: Evidence, dtype: torch.dtype) -> float:
-    """The largest magnitude among the gradients; of double precision also among the values, because there the
-    float64 run is no better than eager's, and all gradients of a case may cancel to nothing.
+def _scale(evidence: Evidence) -> float:
+    """The largest magnitude among the gradients; that of the values, where all gradients cancel to nothing
+    beside them and so give no scale.
     """
-    roles = ("grad", "value") if dtype in (torch.float64, torch.complex128) else ("grad",)
-    records = [pair.eager for pair in evidence.pairs if pair.role in roles]
+    grads, shown = (_largest(evidence, role) for role in ("grad", "value"))
+    return shown if grads < CANCELLED * shown else grads
+
+
+def _largest(evidence: Evidence, role: str) -> float:
+    records = [pair.eager for pair in evidence.pairs if pair.role == role]
     return max((magnitude(item) for item in records if isinstance(item, TensorRecord)), default=0.0)

@@ -27,6 +27,7 @@ from gradparity.subjects.retrograd_aot import (
 from gradparity.subjects.retrograd_behind_stock import FORWARDS, RetrogradBehindStock
 from gradparity.subjects.retrograd_live import BACKENDS, RetrogradLive
 from gradparity.subjects.stock import StockCompile, StockCompiledAutograd
+from gradparity.subjects.stock_passes import StockPasses
 
 
 def _live(name: str) -> Subject:
@@ -43,6 +44,7 @@ NAMED: dict[str, Callable[[str], Subject]] = {
     "eager": Eager,
     "stock-compile:aot_eager": lambda name: StockCompile(name, "aot_eager"),
     "stock-compile:inductor": lambda name: StockCompile(name, "inductor"),
+    "stock-passes:inductor": StockPasses,
     "stock-ca:eager": lambda name: StockCompiledAutograd(name, "eager"),
     "stock-ca:inductor": lambda name: StockCompiledAutograd(name, "inductor"),
     **{f"retrograd-live:{backend}": _live for backend in BACKENDS},
