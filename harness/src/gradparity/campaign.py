@@ -53,7 +53,8 @@ class Plan:
         data = asdict(self)
         for name in ("processes", "grace", "resources"):
             del data[name]
-        return data | {"shard": str(self.shard) if self.shard else None}
+        plain: dict[str, Any] = json.loads(json.dumps(data | {"shard": None}))  # as a store gives it back
+        return plain | {"shard": str(self.shard) if self.shard else None}
 
     @property
     def campaign(self) -> str:

@@ -5,7 +5,7 @@ In: a case address or a signature, a subject, a store. Out: the program, the sub
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +13,9 @@ import torch
 from gradparity.case import SEPARATOR, Case
 from gradparity.corpus import registry as corpora
 from gradparity.corpus.base import Program
+from gradparity.corpus.folder import PREFIX
 from gradparity.errors import UnknownNameError
+from gradparity.fuzzing.find import Folder
 from gradparity.store.lines import read_lines
 from gradparity.store.merge import is_store
 from gradparity.store.store import Store
@@ -57,7 +59,12 @@ def named(text: str, subject: str | None, path: Path | None, seed: int) -> Named
 
 
 def recorded(path: Path) -> list[Row]:
-    """The rows of a store or of a file of lines."""
+    """The rows of a store, of a file of lines, or of a folder of finds that `fuzz` wrote."""
+    if path.is_dir():
+        return [
+            replace(find.row, case=f"{PREFIX}{path}{SEPARATOR}{find.name}", signature=find.signature.digest)
+            for find in Folder(path).finds()
+        ]
     if path.is_file() and not is_store(path):
         return read_lines(path)
     with Store(path, create=False) as store:

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count as count_from
 from typing import Any
 
 from gradparity.errors import CaseError
@@ -36,7 +37,7 @@ FIRST_ROUND = 40
 class FuzzOptions:
     """What to run. `minutes` or `cases` says when it ends, whichever comes first. `policies`: names of
     policies (none: all in turn). `known`: divergences that are no news. `shrink_seconds`: the most that goes
-    into making one program smaller; 0 leaves them as they are.
+    into making one program smaller; 0 leaves them as they are. `done`: numbers of cases that are judged.
     """
 
     subject: str
@@ -49,13 +50,15 @@ class FuzzOptions:
     timeout: float = 60.0
     shrink_seconds: float = 60.0
     known: tuple[Signature, ...] = ()
+    done: frozenset[int] = frozenset()
     resources: Resources = field(default_factory=Resources)
 
 
 @dataclass
 class FuzzSummary:
     """Where a campaign stands. `rejected`: drawings that eager could not run; `repeated`: divergences that
-    something known covers; `lost`: cases that cost a worker; `fired`: how many programs made each pass fire.
+    something known covers; `number`: the last case's; `lost`: cases that cost a worker; `fired`: how many
+    programs made each pass fire.
     """
 
     cases: int = 0
@@ -69,6 +72,7 @@ class FuzzSummary:
     lost: list[str] = field(default_factory=list)
     known: list[Signature] = field(default_factory=list)
     interrupted: bool = False
+    number: int = -1
 
     @property
     def rejected_share(self) -> float:
@@ -94,7 +98,7 @@ def fuzz(options: FuzzOptions, on_find: OnFind, on_progress: OnProgress) -> Fuzz
     resolve(options.subject)
     for name in options.policies:
         policy(name)
-    summary = FuzzSummary(known=list(options.known))
+    summary = FuzzSummary(cases=len(options.done), known=list(options.known))
     started = time.monotonic()
     try:
         for unit in _rounds(options, summary, started):
@@ -112,7 +116,8 @@ def fuzz(options: FuzzOptions, on_find: OnFind, on_progress: OnProgress) -> Fuzz
 
 def _rounds(options: FuzzOptions, summary: FuzzSummary, started: float) -> Iterator[list[Unit]]:
     """The units of one round after the other: as many cases as fit into a round's time."""
-    done, count = 0, FIRST_ROUND if options.processes else 5
+    done = next(number for number in count_from(0) if number not in options.done)
+    count = FIRST_ROUND if options.processes else 5
     while not _is_over(options, summary):
         if options.cases is not None:
             count = min(count, options.cases - done)
@@ -142,6 +147,7 @@ def _unit(options: FuzzOptions, summary: FuzzSummary, start: int, count: int) ->
         timeout=options.timeout,
         shrink_seconds=options.shrink_seconds,
         known=[item.to_json() for item in summary.known],
+        skip=sorted(number for number in options.done if start <= number < start + count),
     )
     return Unit(task.to_json(), options.timeout + options.shrink_seconds)
 
@@ -156,6 +162,8 @@ def _messages(options: FuzzOptions, units: list[Unit]) -> Iterator[Any]:
 
 
 def _take(message: Any, summary: FuzzSummary, on_find: OnFind) -> Row | None:
+    if isinstance(message, (Lost, Result)) and message.step is not None:
+        summary.number = message.unit.payload["start"] + message.step
     if isinstance(message, Lost) and message.label is not None:
         summary.lost.append(f"{message.label['case']}: {message.detail}")
         summary.cases += 1

@@ -95,12 +95,18 @@ class Probe:
 
     def leaf(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Registers a tensor whose `.grad` is observed at the end. Raises CaseError if the name is taken."""
+        if not isinstance(tensor, torch.Tensor):
+            raise CaseError(f"{self.case.address}: the leaf {name!r} is a {type(tensor).__name__}, no tensor")
         if name in self._leaves:
             raise CaseError(f"{self.case.address}: two leaves are called {name!r}")
         self._leaves[name] = tensor
         for do in self._on_leaf:
             do(tensor)
         return self.watch(name, tensor)
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """The leaves that are registered so far, by name."""
+        return dict(self._leaves)
 
     def each_leaf(self, do: Callable[[torch.Tensor], None]) -> None:
         """Does something with every leaf that is registered from now on."""

@@ -66,7 +66,7 @@ def _up_to(rungs: tuple[Rung, ...], backend: str, subject: str) -> tuple[Rung, .
     """The rungs up to this backend; all but the last before a backend that is not among them."""
     backends = [rung.subject.partition(":")[2] for rung in rungs]
     if backend in backends:
-        below = rungs[: backends.index(backend)]
+        below = rungs[: len(backends) - 1 - backends[::-1].index(backend)]
         return (*below, Rung(rungs[len(below)].stage, subject))
     return (*rungs[:-1], Rung(backend, subject))
 

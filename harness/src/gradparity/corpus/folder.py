@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -17,8 +18,10 @@ import torch
 
 from gradparity.case import Case
 from gradparity.corpus.base import Program
+from gradparity.corpus.generated import scripted
 from gradparity.corpus.scenario import Scenario, collecting, program_of
 from gradparity.errors import CaseError, CorpusError, UnknownNameError
+from gradparity.generate.script import Script
 
 PREFIX = "folder:"
 
@@ -31,13 +34,15 @@ class FolderCorpus:
         self._path = Path(path)
 
     @cached_property
-    def _scenarios(self) -> dict[str, Scenario]:
+    def _scenarios(self) -> dict[str, Scenario | Script]:
         if not self._path.exists():
             raise CorpusError(
                 f"no folder of programs at {self._path}\n  try    folder:PATH with Python files in it"
             )
-        files = sorted(self._path.glob("*.py")) if self._path.is_dir() else [self._path]
-        found: dict[str, Scenario] = {}
+        files = [self._path]
+        if self._path.is_dir():
+            files = sorted(file for file in self._path.iterdir() if _is_program(file))
+        found: dict[str, Scenario | Script] = {}
         for file in files:
             for name, item in _loaded(file).items():
                 if name in found:
@@ -55,11 +60,30 @@ class FolderCorpus:
         """The one program of this name."""
         if chunk not in self._scenarios:
             raise UnknownNameError("program", chunk, sorted(self._scenarios))
-        yield program_of(self._scenarios[chunk], Case(self.name, chunk, None, seed))
+        item, case = self._scenarios[chunk], Case(self.name, chunk, None, seed)
+        yield scripted(case, item) if isinstance(item, Script) else program_of(item, case)
 
 
-def _loaded(file: Path) -> dict[str, Scenario]:
-    """The scenarios that a file registers."""
+def _is_program(file: Path) -> bool:
+    """Scripts that `fuzz` wrote beside its finds are no programs of their own."""
+    return file.suffix in (".py", ".json") and not file.name.startswith("repro_")
+
+
+def _script(file: Path) -> Script:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        text = json.dumps(data.get("shrunk", data))
+        return Script.from_text(text)
+    except (OSError, ValueError, AttributeError, CaseError) as error:
+        raise CorpusError(
+            f"{file} is no script: {error}\n  try    the JSON form of a generated program"
+        ) from error
+
+
+def _loaded(file: Path) -> Mapping[str, Scenario | Script]:
+    """The scenarios that a Python file registers, or the script of a JSON file; of a find, the shrunk one."""
+    if file.suffix == ".json":
+        return {file.stem: _script(file)}
     digest = hashlib.blake2b(str(file.resolve()).encode(), digest_size=4).hexdigest()
     name = f"gradparity_folder_{file.stem}_{digest}"
     spec = importlib.util.spec_from_file_location(name, file)

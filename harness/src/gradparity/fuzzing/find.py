@@ -33,6 +33,12 @@ class Find:
     tried: int = 0
     torch: str = ""
 
+    @property
+    def name(self) -> str:
+        """What its file is called, without ".json"."""
+        subject = self.subject.replace(":", "_").replace("+", "_")
+        return f"{subject}_{self.signature.digest}"
+
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` is the inverse."""
         return asdict(self) | {
@@ -68,8 +74,7 @@ class Folder:
     def save(self, find: Find) -> Path:
         """Writes the find, in the place of one with the same subject and signature. Raises OSError."""
         self.path.mkdir(parents=True, exist_ok=True)
-        subject = find.subject.replace(":", "_").replace("+", "_")
-        file = self.path / f"{subject}_{find.signature.digest}.json"
+        file = self.path / f"{find.name}.json"
         part = file.with_suffix(".part")
         part.write_text(json.dumps(find.to_json(), indent=1) + "\n", encoding="utf-8")
         part.replace(file)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from gradparity.corpus.generated import NAME, scripted
 from gradparity.differential import Comparison, compare
 from gradparity.errors import CaseTimeout, GradparityError
 from gradparity.executors.unit import Emit, Unit
+from gradparity.exhibit import exhibit
 from gradparity.fired import counting
 from gradparity.fuzzing.find import Find
 from gradparity.generate.draw import drawn_and_run
@@ -29,7 +30,7 @@ from gradparity.signature import Signature, signature_of
 from gradparity.subjects.base import Subject
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict, row_of
-from gradparity.work import alarm, quiet
+from gradparity.work import alarm, judged, quiet
 
 ENOUGH, ONE_IN = 5, 6
 """After so many finds that look alike, one in so many of the others is shrunk."""
@@ -39,7 +40,9 @@ STRIDE = 1_000_000
 
 @dataclass(frozen=True)
 class FuzzTask:
-    """Cases `start` to `start + count` of a campaign. `known` are signatures in plain data."""
+    """Cases `start` to `start + count` of a campaign, without those to `skip`. `known` are signatures in
+    plain data.
+    """
 
     subject: str
     device: str
@@ -50,6 +53,7 @@ class FuzzTask:
     timeout: float
     shrink_seconds: float
     known: list[dict[str, Any]] = field(default_factory=list)
+    skip: list[int] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a Unit's payload."""
@@ -68,6 +72,8 @@ def fuzz_unit(unit: Unit, emit: Emit) -> bool:
     known = [Signature.from_json(item) for item in task.known]
     quiet()
     for step in range(unit.start, task.count):
+        if task.start + step in task.skip:
+            continue
         case = task.case(task.start + step)
         emit("start", step, {"case": case.address, "seed": case.seed})
         result, fit = _case(case, subject, task, known)
@@ -90,7 +96,7 @@ def _case(
             script, shown = drawn_and_run(case.name, case.index or 0)
             first = shown if device.type == "cpu" and case.seed == 0 else None
             found = compare(scripted(case, script), subject, device, first=first)
-            row = found.row
+            row = replace(found.row, exhibit=exhibit(found))
     except CaseTimeout:
         pass
     except GradparityError as error:
@@ -137,7 +143,7 @@ def _news(
 
 def _confirmed(case: Case, shrunk: Script, found: Comparison, subject: Subject, device: torch.device) -> Row:
     """The row of the shrunk script; that of the one as drawn, if the shrunk one does not repeat it."""
-    row = compare(scripted(case, shrunk), subject, device).row
+    row = judged(scripted(case, shrunk), subject, device)
     return row if signature_of(row) == signature_of(found.row) else found.row
 
 

@@ -42,12 +42,17 @@ def namespace(source: str) -> dict[str, Any]:
 
 def body_of(script: Script) -> Body:
     """The function that runs a script; in the float64 reference run the dtypes that it names are widened."""
+    return body_of_sources(script.source, script.wide_source)
+
+
+def body_of_sources(source: str, wide_source: str) -> Body:
+    """The function that runs one text, and in the float64 reference run the other; loaded when first run."""
     made: dict[bool, Body] = {}
 
     def body(p: Probe) -> None:
         wide = p.is_reference
         if wide not in made:
-            made[wide] = namespace(script.wide_source if wide else script.source)["run"]
+            made[wide] = namespace(wide_source if wide else source)["run"]
         made[wide](p)
 
     return body

@@ -88,7 +88,7 @@ class Script(Frozen):
     @property
     def wide_source(self) -> str:
         """The source of the float64 reference run: every narrower dtype that it names is widened."""
-        return NARROW_NAME.sub(lambda match: WIDER[match[0]], self.source)
+        return widened(self.source)
 
     def to_text(self) -> str:
         """The JSON text; `from_text` is the inverse."""
@@ -101,6 +101,11 @@ class Script(Frozen):
             return cls.model_validate_json(text)
         except ValidationError as error:
             raise CaseError(f"not a script: {error.errors()[0]['msg']}") from error
+
+
+def widened(source: str) -> str:
+    """A text with every narrower dtype that it names widened."""
+    return NARROW_NAME.sub(lambda match: WIDER[match[0]], source)
 
 
 def _titled(step: Step) -> str:

@@ -7,6 +7,7 @@ wrong, the program, how the subject is called, the recorder of `standalone.py`.
 from __future__ import annotations
 
 import inspect
+import re
 from functools import partial
 from textwrap import fill
 
@@ -43,12 +44,12 @@ def script(program: Program, subject: Subject, row: Row, device: torch.device, n
         raise ReproError(f"{program.case.address} defines {sorted(taken)}, names of the recorder")
     text = inspect.getsource(standalone)
     imports = "from __future__" + text.partition("from __future__")[2].partition(SETTINGS)[0]
+    imports = "\n".join([imports.strip(), *_new(source, imports)])
     settings = "\n".join(f"{key} = {value}" for key, value in _settings(program, subject, device).items())
     parts = [
-        f'"""{_heading(program, subject, row, name)}\n"""',
-        imports.strip(),
-        settings + "\n\n\n" + called(subject),
-        f"{MARK}\n{source.text()}\n\n\nPROGRAM = {entry}",
+        f'"""{_heading(program, subject, row, name)}\n"""\n\n{imports}\n\n{settings}',
+        called(subject),
+        f"{MARK}\n\n{source.text()}\n\n\nPROGRAM = {entry}",
         END + text.partition(END)[2],
     ]
     return "\n\n\n".join(parts)
@@ -63,6 +64,20 @@ def called(subject: Subject) -> str:
         if f"def {name}(" not in subject.script:
             texts.append(f"def {name}({parameters}):\n    return {result}")
     return "\n\n\n".join(text for text in texts if text)
+
+
+def _new(source: Source, imports: str) -> list[str]:
+    """The program's import lines that the recorder does not have."""
+    return sorted(set(source.imports.values()) - set(imports.splitlines()))
+
+
+def runnable(program: Program) -> str:
+    """The program as Python text with a function `run(p)`. Raises ReproError if it has no such form."""
+    source, entry = _program(program)
+    text = source.text()
+    if entry != "run":
+        text = re.sub(rf"\bdef {entry}\b", "def run", text)
+    return "\n".join(sorted(set(source.imports.values()))) + "\n\n\n" + text
 
 
 def _program(program: Program) -> tuple[Source, str]:

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from textwrap import dedent
 from types import ModuleType
 from typing import Any
 
@@ -30,12 +31,8 @@ class Source:
     definitions: dict[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
-        """Imports, then definitions."""
-        return (
-            "\n".join(sorted(set(self.imports.values())))
-            + "\n\n\n"
-            + "\n\n\n".join(self.definitions.values())
-        )
+        """The definitions; import lines go to the top of a script."""
+        return "\n\n\n".join(self.definitions.values())
 
 
 def source_of(function: Callable[..., Any]) -> Source:
@@ -68,7 +65,7 @@ def _collect(module: ModuleType, name: str, found: Source) -> None:
     found.definitions[name] = ""  # so that recursion ends
     for used in _names(node):
         _follow(module, used, found)
-    text = ast.unparse(node)
+    text = _text(module, node)
     del found.definitions[name]
     found.definitions[name] = text
 
@@ -86,6 +83,14 @@ def _follow(module: ModuleType, name: str, found: Source) -> None:
             raise ReproError(f"{module.__name__} uses {name} as a module of the harness")
         else:
             _collect(importlib.import_module(source), name, found)
+
+
+def _text(module: ModuleType, node: ast.stmt) -> str:
+    """The definition as it was written, without our decorators."""
+    lines = inspect.getsource(module).splitlines()
+    decorators = getattr(node, "decorator_list", [])
+    first = min([node.lineno, *(item.lineno for item in decorators)])
+    return dedent("\n".join(lines[first - 1 : node.end_lineno]))
 
 
 @cache

@@ -53,6 +53,7 @@ PROGRAM: Callable[[Any], None] = program
 
 # --- recorder ---
 
+MARKS = ("\n# --- " + "program ---\n", "\n# --- " + "recorder ---\n")
 FLOORS = {torch.float64: 2e-14, torch.complex128: 2e-14, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -177,7 +178,7 @@ def observed(compiled: bool, dtype: torch.dtype = torch.float32) -> Recorder:
 
 def widened(program: Callable[[Any], None]) -> Callable[[Any], None]:
     """The program with every narrower dtype that it names widened."""
-    text = Path(__file__).read_text().split("# --- program ---")[-1].split("# --- recorder ---")[0]
+    _, text, _ = in_three()
     for narrow, wide in (("float16", "float64"), ("float32", "float64"), ("complex64", "complex128")):
         text = re.sub(rf"torch\.b?{narrow}\b", f"torch.{wide}", text)
     names: dict[str, Any] = dict(globals())
@@ -193,10 +194,12 @@ def differences() -> list[str]:
     one, two = eager.shown.get("raises"), subject.shown.get("raises")
     if one is not None or two is not None:
         same = one is not None and two is not None and one.split(":")[0] == two.split(":")[0]
-        return [] if same else [f"eager raises {one}, {SUBJECT} raises {two}"]
+        if not same:
+            return [f"eager raises {one}, {SUBJECT} raises {two}"]
     if eager.order != subject.order:
         return [f"order of hooks: eager {eager.order}, {SUBJECT} {subject.order}"]
     names = [name for name in eager.shown if name in subject.shown or not name.startswith("state")]
+    names = [name for name in names if name != "raises"]
     found = [unlike(eager.shown[n], subject.shown.get(n), reference.get(n)) for n in names]
     return [f"{name}: {why}" for name, why in zip(names, found, strict=True) if why]
 
@@ -258,9 +261,7 @@ def unlike_values(eager: torch.Tensor, subject: torch.Tensor, reference: Any) ->
 
 def minified() -> str:
     """The program's function with every statement left out that the differences do not need."""
-    source = Path(__file__).read_text()
-    before, _, rest = source.partition("# --- program ---")
-    text, _, after = rest.partition("# --- recorder ---")
+    before, text, after = in_three()
     tree, wanted = ast.parse(text), kinds_of(differences())
     for block in [node.body for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.With))]:
         for statement in list(reversed(block)):
@@ -268,7 +269,14 @@ def minified() -> str:
             block[place : place + 1] = [] if len(block) > 1 else [ast.Pass()]
             if kinds_of(tried(ast.unparse(tree))) != wanted:
                 block[place : place + (len(block) == 1 and isinstance(block[0], ast.Pass))] = [statement]
-    return f"{before}# --- program ---\n{ast.unparse(tree)}\n\n\n# --- recorder ---{after}"
+    return f"{before}{MARKS[0]}{ast.unparse(tree)}\n\n{MARKS[1]}{after}"
+
+
+def in_three() -> tuple[str, str, str]:
+    """This file: what stands before the program, the program, what stands behind it."""
+    before, _, rest = Path(__file__).read_text().partition(MARKS[0])
+    text, _, after = rest.partition(MARKS[1])
+    return before, text, after
 
 
 def tried(text: str) -> list[str]:
@@ -294,7 +302,8 @@ class Test(unittest.TestCase):
     """Fails as long as the two differ."""
 
     def test_as_in_eager(self) -> None:
-        assert differences() == []
+        found = differences()
+        assert not found, "\n".join(found)
 
 
 def main(words: list[str]) -> int:

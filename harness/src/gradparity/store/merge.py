@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gradparity.store.lines import read_lines
 from gradparity.store.store import Run, Store
@@ -41,7 +42,8 @@ def _add_store(source: Store, store: Store) -> None:
     for run in source.runs():
         target = _target(run, store)
         _copy(source, run.id, store, target.id)
-        if target.finished is None and _is_complete(target, run):
+        ended, joined = target.plan.get("ended", []), target.plan.get("joined", {})
+        if target.finished is None and joined and len(ended) == _total(run):
             store.finish(target.id)
 
 
@@ -72,19 +74,24 @@ def _target(run: Run, store: Store) -> Run:
     if not shard:
         store.add_run(run)
         return run
-    joined = [item for item in store.runs() if item.campaign == run.campaign and item.plan.get("joined")]
-    same = [item for item in joined if item.versions == run.versions]
-    for item in same:
-        if item.plan["joined"].get(shard, run.id) == run.id:
-            return store.replan(item, {**item.plan, "joined": {**item.plan["joined"], shard: run.id}})
-    plan = {**run.plan, "shard": None, "joined": {shard: run.id}}
+    for item in store.runs():
+        joined = item.plan.get("joined", {})
+        same = (item.campaign, item.versions) == (run.campaign, run.versions)
+        if joined and same and joined.get(shard, run.id) == run.id:
+            return store.replan(item, _with_shard(item.plan, shard, run))
+    plan = _with_shard({**run.plan, "shard": None, "joined": {}, "ended": []}, shard, run)
     made = replace(run, id=f"{run.campaign[:8]}{run.id[:4]}", plan=plan, finished=None)
     store.add_run(made)
     return made
 
 
-def _is_complete(joined: Run, run: Run) -> bool:
-    """Whether all shards are there, and the one that came last is finished."""
-    shard = run.plan.get("shard")
-    total = int(str(shard).partition("/")[2]) if shard else 0
-    return bool(total) and run.finished is not None and len(joined.plan["joined"]) == total
+def _with_shard(plan: dict[str, Any], shard: str, run: Run) -> dict[str, Any]:
+    """The plan of a joined run that also has this shard. `joined`: the run of each shard; `ended`: those
+    that are complete.
+    """
+    ended = {*plan["ended"], shard} if run.finished is not None else {*plan["ended"]}
+    return {**plan, "joined": {**plan["joined"], shard: run.id}, "ended": sorted(ended)}
+
+
+def _total(run: Run) -> int:
+    return int(str(run.plan["shard"]).partition("/")[2])

@@ -13,6 +13,8 @@ from gradparity.errors import StoreError, StoreFullError
 
 FORMAT = "gradparity store"
 VERSION = 1
+BUSY = 5.0
+"""Seconds to wait for another process that writes."""
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -37,7 +39,7 @@ def opened(path: Path, create: bool = True) -> sqlite3.Connection:
         raise StoreError(f"no store at {path}\n  try    gradparity run … --store {path}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(path, timeout=5.0)
+        connection = sqlite3.connect(path, timeout=BUSY)
     except (OSError, sqlite3.Error) as error:
         raise StoreError(f"cannot open the store {path}: {error}\n  try    another --store") from error
     try:

@@ -58,9 +58,11 @@ class Store:
             self._connection.close()
 
     def begin(self, campaign: str, plan: dict[str, Any], versions: dict[str, str]) -> tuple[Run, bool]:
-        """The unfinished run of this very plan, and True; else a new one, and False."""
+        """The unfinished run of this very plan under the same versions, and True; else a new one, and
+        False.
+        """
         for run in reversed(self.runs()):
-            if run.campaign == campaign and run.finished is None and run.plan == plan:
+            if run.finished is None and (run.campaign, run.plan, run.versions) == (campaign, plan, versions):
                 return run, True
         run = Run(uuid.uuid4().hex[:12], campaign, plan, versions, time.time())
         self.add_run(run)

@@ -84,7 +84,7 @@ class StockCompile(DynamoSubject):
     def script(self) -> str:
         """As a user calls torch.compile."""
         random = "" if self.own_random else FALLBACK_RANDOM
-        return BY_COMPILE.format(backend=self.backend) + random
+        return BY_COMPILE.format(backend=self.backend) + "\n" + random
 
     def compile(self, target: T) -> T:
         """The function or module under torch.compile."""
@@ -99,7 +99,7 @@ class StockCompiledAutograd(DynamoSubject):
     @property
     def script(self) -> str:
         """As torch's own tests switch compiled autograd on."""
-        return BY_COMPILED_AUTOGRAD.format(backend=self.backend) + FALLBACK_RANDOM
+        return BY_COMPILED_AUTOGRAD.format(backend=self.backend) + "\n" + FALLBACK_RANDOM
 
     def backward(self) -> AbstractContextManager[Any]:
         """Compiled autograd with torch.compile as its compiler."""
