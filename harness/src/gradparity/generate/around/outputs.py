@@ -6,6 +6,7 @@ what it gives.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +63,8 @@ def _chosen(scope: Scope) -> list[str]:
     first = roots[-1:] or [scope.choose(is_float) or scope.choose() or ""]
     if not first[0]:
         return []
+    if chance.flip(0.5):
+        first += [name for name in reversed(roots) if name not in first and _is_unread(scope, name)][:2]
     how = chance.weighted(draft.policy.outputs)
     if how == "some" and made:
         return list(dict.fromkeys([*first, *chance.some(made)]))[:4]
@@ -77,6 +80,11 @@ def _chosen(scope: Scope) -> list[str]:
     if how == "nested" and made:
         return [*first, *chance.some(made)][:3]
     return first
+
+
+def _is_unread(scope: Scope, name: str) -> bool:
+    """Whether no later statement reads this value, so that it would be lost."""
+    return sum(len(re.findall(rf"\b{name}\b", line)) for line in scope.lines) == 1
 
 
 def observed(found: Outputs) -> list[str]:

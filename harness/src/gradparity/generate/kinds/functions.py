@@ -123,10 +123,10 @@ class Design:
         return ("x", "y") if self.forward.two else ("x",)
 
 
-def apply_function(scope: Scope, setup: bool | None = None) -> bool:
-    """A Function and its application. `setup`: with setup_context (None: as it falls)."""
+def apply_function(scope: Scope, setup: bool | None = None, on: str | None = None) -> bool:
+    """A Function and its application. `setup`: with setup_context (None: any); `on`: to this tensor."""
     design = _design(scope, setup)
-    name = scope.choose(
+    name = on or scope.choose(
         lambda t: is_float(t) and not (design.forward.fresh and t.is_leaf and t.requires_grad)
     )
     if name is None:

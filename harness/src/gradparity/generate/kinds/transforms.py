@@ -74,7 +74,7 @@ def _nested(scope: Scope, value: object, scalar: bool, functions: bool = True) -
     """Defines a nested function of one tensor and gives its name."""
     function, param = scope.draft.name("f"), scope.draft.name("t")
     inner = scope.nested({param: value})
-    if not functions or scope.chance.flip(0.6) or not apply_function(inner, setup=True):
+    if not functions or scope.chance.flip(0.45) or not apply_function(inner, setup=True, on=param):
         add_some(inner, scope.chance.between(1, 2), PLAIN)
     made = [each for each in inner.tensors(is_float) if each not in scope.env] or [param]
     result = f"{made[-1]}.sum()" if scalar else made[-1]
