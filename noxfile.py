@@ -165,6 +165,45 @@ def tests_torch(session: nox.Session, torch: str) -> None:
 
 
 @nox.session(reuse_venv=True)
+def ray(session: nox.Session) -> None:
+    """Campaigns on a Ray cluster of two nodes, one of which is killed; Ray is too large for everybody."""
+    install(session, "-r", "requirements/torch.txt")
+    session.install(*PINS, "ray")
+    session.run("pytest", "suites/cluster", *session.posargs, env=settings(session))
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def browser(session: nox.Session) -> None:
+    """gradparity's HTML report in a headless browser; skipped, with the reason, where there is none."""
+    run(session, "python", "-m", "pytest", "suites/browser", *session.posargs)
+
+
+@nox.session
+def first_user(session: nox.Session) -> None:
+    """gradparity's README, step by step: the wheel in an empty environment, demo, a test, fuzz (5 min)."""
+    folder = session.create_tmp()
+    session.install(*PINS, "-r", "requirements/build.txt", "pytest", "pytest-timeout")
+    build = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, "./harness")
+    session.run("python", "-m", "pip", *build)
+    session.run("python", "-m", "venv", "--clear", f"{folder}/user")
+    programs = os.path.abspath(f"{folder}/user/bin")
+    pip = (f"{programs}/python", "-m", "pip", "install", "--quiet", *PINS, "-r", "requirements/torch.txt")
+    session.run(*pip, "--find-links", folder, "gradparity", "pytest", external=True)
+    variables = {**settings(session), "GRADPARITY_USER_BIN": programs}
+    limit = ("--timeout", "900")
+    session.run(
+        "pytest",
+        "--noconftest",
+        "-p",
+        "no:cacheprovider",
+        *limit,
+        "suites/first_user",
+        *session.posargs,
+        env=variables,
+    )
+
+
+@nox.session(reuse_venv=True)
 def env(session: nox.Session) -> None:
     """Only build or refresh the environment that the sessions with torch share."""
     install(session, "-r", "requirements/torch.txt")

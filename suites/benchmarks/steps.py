@@ -123,12 +123,12 @@ def compiled_otherwise(asked: str = "") -> list[str]:
         return []
     import retrograd.events
 
-    live, ahead = retrograd.explain(), retrograd.aot.explain()
-    reasons: list[Any] = [*live.fallbacks, *ahead.fallbacks, *ahead.notes]
+    report = retrograd.explain()
+    reasons: list[Any] = [*report.fallbacks, *report.notes]
     if (
         "retrograd" in asked
         and "-cudagraphs" in asked
         and not retrograd.events.counters["cuda_graph_replays"]
     ):
-        reasons.append(f"{live}\n{ahead}\nno CUDA graph was replayed")
+        reasons.append(f"{report}\nno CUDA graph was replayed")
     return [str(reason) for reason in reasons]

@@ -18,11 +18,25 @@ _WHERE = {
     "Row": "gradparity.verdict",
     "Subject": "gradparity.subjects.base",
     "Verdict": "gradparity.verdict",
+    "assert_parity": "gradparity.parity",
+    "check": "gradparity.parity",
     "compare": "gradparity.differential",
     "scenario": "gradparity.corpus.scenario",
 }
 
-__all__ = ["Case", "Outcome", "Probe", "Row", "Subject", "Verdict", "__version__", "compare", "scenario"]
+__all__ = [
+    "Case",
+    "Outcome",
+    "Probe",
+    "Row",
+    "Subject",
+    "Verdict",
+    "__version__",
+    "assert_parity",
+    "check",
+    "compare",
+    "scenario",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,16 +6,22 @@ rows.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
 
 from gradparity.case import Match
+from gradparity.checks.registry import chosen
 from gradparity.corpus.registry import corpus
-from gradparity.executors.inprocess import InProcess
-from gradparity.executors.local import Local
+from gradparity.errors import StoreError
+from gradparity.executors.registry import Executor, Resources, executor
 from gradparity.executors.unit import Finished, Lost, Message, Result, Unit
 from gradparity.expected import Expected, Known, KnownFallback
+from gradparity.journal import Journal
+from gradparity.shard import Shard
+from gradparity.signature import signature_of
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict
 from gradparity.work import Task, run_unit
@@ -24,7 +30,7 @@ from gradparity.work import Task, run_unit
 @dataclass(frozen=True)
 class Plan:
     """What to run. `limit_per_corpus` spreads the cases evenly over a corpus's chunks; `processes` 0 means
-    in this one.
+    in this one; `fresh`, `checks` and `ablate` are as in `Task`; `resources` say where units run.
     """
 
     subjects: tuple[str, ...]
@@ -36,6 +42,25 @@ class Plan:
     limit_per_corpus: int | None = None
     seed: int = 0
     grace: float = 10.0
+    shard: Shard | None = None
+    fresh: bool = False
+    checks: tuple[str, ...] = ()
+    ablate: bool = False
+    resources: Resources = field(default_factory=Resources)
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the results, in plain data: not where and by how many processes it is done."""
+        data = asdict(self)
+        for name in ("processes", "grace", "resources"):
+            del data[name]
+        plain: dict[str, Any] = json.loads(json.dumps(data | {"shard": None}))  # as a store gives it back
+        return plain | {"shard": str(self.shard) if self.shard else None}
+
+    @property
+    def campaign(self) -> str:
+        """A digest of the plan, the same for all of its shards."""
+        data = json.dumps(self.identity() | {"shard": None}, sort_keys=True)
+        return hashlib.blake2b(data.encode(), digest_size=8).hexdigest()
 
 
 @dataclass
@@ -47,6 +72,8 @@ class Campaign:
     errors: list[str] = field(default_factory=list)
     stale: list[Expected | KnownFallback] = field(default_factory=list)
     interrupted: bool = False
+    broken: str = ""
+    unwritten: list[Row] = field(default_factory=list)
 
     @property
     def unexpected(self) -> list[Row]:
@@ -66,7 +93,9 @@ class Campaign:
 
     @property
     def exit_code(self) -> int:
-        """As pytest's: 2 interrupted, 1 failed, 5 nothing ran, 0 fine."""
+        """As pytest's: 3 results could not be written, 2 interrupted, 1 failed, 5 nothing ran, 0 fine."""
+        if self.broken:
+            return 3
         if self.interrupted:
             return 2
         if self.unexpected or self.unlisted or self.stale or self.errors:
@@ -89,6 +118,7 @@ class Listener(Protocol):
 
 def units(plan: Plan) -> list[Unit]:
     """The plan as units of work, one per subject and chunk. Raises UnknownNameError or UnavailableError."""
+    chosen(plan.checks)
     return [
         Unit(task.to_json(), plan.timeout)
         for name in plan.corpora
@@ -97,37 +127,68 @@ def units(plan: Plan) -> list[Unit]:
     ]
 
 
-def run(plan: Plan, known: Known | None, listener: Listener) -> Campaign:
+def run(plan: Plan, known: Known | None, listener: Listener, journal: Journal | None = None) -> Campaign:
     """Runs the plan. Without a file of what is known, fallbacks are held against nobody. An interrupt
-    (Ctrl-C) ends it early with the rows so far.
+    (Ctrl-C) ends it early with the rows so far; with a journal, the next run goes on there.
     """
     accountable = frozenset(name for name in plan.subjects if resolve(name).accountable)
     campaign = Campaign(accountable=accountable)
-    work = units(plan)
-    listener.units(len(work))
-    messages = _executor(plan).run(work)
+    work = _left(units(plan), campaign, listener, journal)
+    made = executor(run_unit, plan.processes, plan.grace, plan.resources)
     try:
-        for message in messages:
-            _take(message, campaign, listener)
-    except KeyboardInterrupt:
-        campaign.interrupted = True
-    finally:
-        messages.close()  # type: ignore[attr-defined]
+        _through(made, work, campaign, listener, journal)
+        if journal is not None:
+            journal.flush() if campaign.interrupted else journal.finish()
+    except StoreError as error:
+        campaign.broken = str(error)
+    if journal is not None:
+        campaign.unwritten = journal.unwritten
     if known is not None:
         campaign.rows = known.mark(campaign.rows, accountable)
         campaign.stale = [] if campaign.interrupted else known.stale(campaign.rows)
     return campaign
 
 
-def _executor(plan: Plan) -> InProcess | Local:
-    return Local(run_unit, plan.processes, plan.grace) if plan.processes else InProcess(run_unit)
+def _left(work: list[Unit], campaign: Campaign, listener: Listener, journal: Journal | None) -> list[Unit]:
+    """The units that are still to be done; what is there already is told to the listener."""
+    listener.units(len(work))
+    if journal is None:
+        return work
+    for row in journal.rows():
+        campaign.rows.append(row)
+        listener.row(row)
+    campaign.errors.extend(journal.errors())
+    left = [rest for rest in map(journal.rest, work) if rest is not None]
+    for _ in range(len(work) - len(left)):
+        listener.unit_done()
+    return left
+
+
+def _through(
+    made: Executor, work: list[Unit], campaign: Campaign, listener: Listener, journal: Journal | None
+) -> None:
+    messages = made.run(work)
+    try:
+        for message in messages:
+            _take(message, campaign, listener, journal)
+    except KeyboardInterrupt:
+        campaign.interrupted = True
+    finally:
+        messages.close()  # type: ignore[attr-defined]
 
 
 def _task(plan: Plan, subject: str, name: str, chunk: str, limit: int | None) -> Task:
-    return Task(subject, name, chunk, plan.device, plan.seed, plan.match, limit)
+    task = Task(subject, name, chunk, plan.device, plan.seed, plan.match, limit)
+    return replace(task, fresh=plan.fresh, checks=plan.checks, ablate=plan.ablate)
 
 
 def _chunks(plan: Plan, name: str) -> Iterator[tuple[str, int | None]]:
+    """The chunks of a corpus that fall into the plan's shard, each with the most cases to take of it."""
+    shard = plan.shard or Shard()
+    return ((chunk, most) for chunk, most in _all_chunks(plan, name) if shard.takes(f"{name}::{chunk}"))
+
+
+def _all_chunks(plan: Plan, name: str) -> Iterator[tuple[str, int | None]]:
     match = Match(plan.match)
     names = [chunk for chunk in corpus(name).chunks() if match.takes_chunk(name, chunk)]
     most = plan.limit_per_corpus
@@ -141,22 +202,34 @@ def _chunks(plan: Plan, name: str) -> Iterator[tuple[str, int | None]]:
         yield chunk, most // len(names) + (place < most % len(names))
 
 
-def _take(message: Message, campaign: Campaign, listener: Listener) -> None:
-    row: Row | None = None
+def _take(message: Message, campaign: Campaign, listener: Listener, journal: Journal | None = None) -> None:
     if isinstance(message, Result):
-        row = Row.from_json(message.data)
+        _keep(Row.from_json(message.data), message.unit, message.step, campaign, listener, journal)
     elif isinstance(message, Lost):
-        row = _lost(message)
+        step = -1 if message.step is None else message.step
+        _keep(_lost(message), message.unit, step, campaign, listener, journal)
         if message.step is None:
-            listener.unit_done()
+            _finish(message.unit, "", listener, journal)
     elif isinstance(message, Finished):
         if message.error:
             task = Task(**message.unit.payload)
             campaign.errors.append(f"{task.subject} {task.corpus}::{task.chunk}: {message.error}")
-        listener.unit_done()
-    if row is not None:
-        campaign.rows.append(row)
-        listener.row(row)
+        _finish(message.unit, message.error, listener, journal)
+
+
+def _keep(
+    row: Row, unit: Unit, step: int, campaign: Campaign, listener: Listener, journal: Journal | None
+) -> None:
+    campaign.rows.append(row)
+    listener.row(row)
+    if journal is not None:
+        journal.write(unit, step, row)
+
+
+def _finish(unit: Unit, error: str, listener: Listener, journal: Journal | None) -> None:
+    if journal is not None:
+        journal.finish_unit(unit, error)
+    listener.unit_done()
 
 
 def _lost(message: Lost) -> Row:
@@ -164,4 +237,5 @@ def _lost(message: Lost) -> Row:
     label = message.label or {"case": f"{task.corpus}::{task.chunk}", "seed": task.seed}
     verdict = Verdict.TIMEOUT if message.why == "timeout" else Verdict.CRASH
     symptom = message.why if message.label else f"{message.why}-outside-case"
-    return Row(label["case"], label["seed"], task.corpus, task.subject, verdict, symptom, message.detail)
+    row = Row(label["case"], label["seed"], task.corpus, task.subject, verdict, symptom, message.detail)
+    return replace(row, signature=signature_of(row).digest)

@@ -45,9 +45,16 @@ class Comparison:
     evidence: Evidence | None
 
 
-def compare(program: Program, subject: Subject, device: torch.device) -> Comparison:
+def compare(
+    program: Program,
+    subject: Subject,
+    device: torch.device,
+    confirm: bool = True,
+    first: Outcome | None = None,
+) -> Comparison:
     """Runs and judges one case. Errors of the harness itself become a CRASH row with symptom
-    "broken-case".
+    "broken-case". `confirm`: whether eager runs again and again after a divergence in values; `first`: what
+    eager's first run showed, if it ran already.
     """
     case = program.case
     why = program.skip.get(subject.name)
@@ -55,14 +62,16 @@ def compare(program: Program, subject: Subject, device: torch.device) -> Compari
         row = row_of(case, subject.name, Verdict.UNSUPPORTED, "set-aside", why)
         return Comparison(replace(row, set_aside=True), None)
     try:
-        return _compare(program, subject, device)
+        return _compare(program, subject, device, confirm, first)
     except GradparityError as error:
         return Comparison(row_of(case, subject.name, Verdict.CRASH, "broken-case", str(error)), None)
 
 
-def _compare(program: Program, subject: Subject, device: torch.device) -> Comparison:
+def _compare(
+    program: Program, subject: Subject, device: torch.device, confirm: bool, known: Outcome | None
+) -> Comparison:
     case, dtype = program.case, torch.float32
-    first = observe(case, program.body, EAGER, dtype, device)
+    first = known or observe(case, program.body, EAGER, dtype, device)
     again = observe(case, program.body, EAGER, dtype, device)
     repeat = judge(Evidence(first, again, bitwise=True))
     if repeat.verdict is not Verdict.AGREE:
@@ -74,12 +83,13 @@ def _compare(program: Program, subject: Subject, device: torch.device) -> Compar
         subject=outcome,
         bitwise=subject.bitwise,
         may_refuse=subject.may_refuse,
+        own_random=subject.own_random,
         reference=lambda: _reference(program, device),
     )
     row = _row(program, subject, outcome, evidence)
     if row.verdict.is_divergence and subject.stock is not None:
         row = _attributed(program, subject.stock, evidence, row, device)
-    if row.stocks_own:
+    if row.stocks_own or not confirm:
         return Comparison(row, evidence)
     if row.verdict is Verdict.DIVERGE and row.symptom.removesuffix("-bits") in SYMPTOMS.values():
         until = time.monotonic() + CONFIRMATION_SECONDS
@@ -102,7 +112,7 @@ def _attributed(program: Program, stock: Subject, evidence: Evidence, row: Row, 
     own = not_stocks_own(evidence, outcome)
     if own is None:
         return replace(row, stocks_own=True)
-    return replace(row, verdict=own.verdict, symptom=own.symptom, reason=own.reason)
+    return replace(row, verdict=own.verdict, symptom=own.symptom, reason=own.reason, place=own.place)
 
 
 def _declared_nondeterministic(
@@ -141,6 +151,7 @@ def _row(program: Program, subject: Subject, outcome: Outcome, evidence: Evidenc
     return replace(
         bare,
         notes=outcome.notes + found.notes,
+        place=found.place,
         fell_back=any(FALLBACK.match(note) for note in outcome.notes),
         set_aside=found.verdict.is_set_aside,
         compiles=outcome.compiles,

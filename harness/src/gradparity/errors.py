@@ -35,5 +35,29 @@ class ExpectedFileError(GradparityError):
     """The file of expected divergences cannot be read or lacks a field."""
 
 
+class CorpusError(GradparityError):
+    """A corpus of the user's own that cannot be read."""
+
+
+class StoreError(GradparityError):
+    """A file of results that cannot be used: damaged, of another version, or none at all."""
+
+
+class StoreFullError(StoreError):
+    """Results cannot be written. What was found so far is still in memory."""
+
+
+class SweepError(GradparityError):
+    """An environment with another torch that cannot be made."""
+
+
+class ReproError(GradparityError):
+    """A program or a subject that cannot be written as a script in plain torch."""
+
+
+class SettingsError(GradparityError):
+    """A setting in pyproject.toml, or an option, that has no meaning."""
+
+
 class CaseTimeout(BaseException):
     """Raised by the alarm inside a program that ran past its time limit."""

@@ -6,6 +6,7 @@ errors of the harness itself (GradparityError) are not and pass through.
 
 from __future__ import annotations
 
+import hashlib
 import time
 import warnings
 from collections.abc import Callable
@@ -47,6 +48,7 @@ def observe(case: Case, body: Body, subject: Observed, dtype: torch.dtype, devic
     raised: Raised | None = None
     subject.begin()
     torch.manual_seed(case.seed)
+    random_before = random_state(device)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         started = time.perf_counter()
@@ -59,12 +61,18 @@ def observe(case: Case, body: Body, subject: Observed, dtype: torch.dtype, devic
             raised = Raised.of(error)
             error.__traceback__ = None
         seconds = time.perf_counter() - started
-        grads = probe.grads()
+        grads, state = probe.grads(), probe.state()
+    random_after = random_state(device)
     theirs, ours = _split(caught)
     outcome = Outcome(
         grads=grads,
         values=tuple(probe.values),
         events=tuple(probe.events),
+        state=state,
+        log=probe.logged(),
+        invariants=tuple(probe.invariants),
+        random=random_after,
+        drew=random_after != random_before,
         raised=raised,
         warnings=theirs,
         notes=subject.notes() + ours,
@@ -72,6 +80,14 @@ def observe(case: Case, body: Body, subject: Observed, dtype: torch.dtype, devic
         seconds=seconds,
     )
     return subject.observed(outcome)
+
+
+def random_state(device: torch.device) -> str:
+    """A fingerprint of torch's random number generators: the CPU's, and the GPU's for programs on one."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return hashlib.blake2b(b"".join(s.numpy().tobytes() for s in states), digest_size=6).hexdigest()
 
 
 def _split(caught: list[warnings.WarningMessage]) -> tuple[tuple[WarningRecord, ...], tuple[str, ...]]:

@@ -7,6 +7,7 @@ change. Tensors stay in the process that made them; only fingerprints and texts 
 from __future__ import annotations
 
 import hashlib
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +61,26 @@ class GradRecord:
 
 
 @dataclass(frozen=True)
+class StateRecord:
+    """A tensor that the program may change, when the program ended: a leaf, a buffer, an input. `changes` is
+    by how much autograd's version counter rose; None where the tensor has no counter.
+    """
+
+    name: str
+    value: Payload
+    changes: int | None = None
+
+
+@dataclass(frozen=True)
+class Invariant:
+    """Something that must hold within one run, whatever the numbers are."""
+
+    name: str
+    holds: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True)
 class HookEvent:
     """One observed call: where (site), what kind of hook, and what it was given."""
 
@@ -79,13 +100,16 @@ class HookEvent:
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception that escaped the program: its type's qualified name, all base types' names, and its
-    text.
+    """An exception that escaped the program: its type's qualified name, all base types' names, its text, and
+    what it comes from: the innermost function of a package that raised (`where`), and the first line of the
+    first exception in its chain of causes (`cause`).
     """
 
     type: str
     bases: tuple[str, ...]
     message: str
+    where: str = ""
+    cause: str = ""
 
     @classmethod
     def of(cls, error: BaseException) -> Raised:
@@ -93,7 +117,9 @@ class Raised:
         names = tuple(
             f"{t.__module__}.{t.__qualname__}".removeprefix("builtins.") for t in type(error).__mro__
         )
-        return cls(names[0], names, str(error))
+        first = _first_cause(error)
+        line = next((line.strip() for line in str(first).splitlines() if line.strip()), "")
+        return cls(names[0], names, str(error), _where(first), f"{type(first).__name__}: {line}")
 
 
 @dataclass(frozen=True)
@@ -107,12 +133,18 @@ class WarningRecord:
 @dataclass(frozen=True)
 class Outcome:
     """All that was observed of one run. `notes` hold what the subject says about itself (fallbacks, own
-    warnings).
+    warnings). `log` is what the program appended to `Probe.log`; `random` fingerprints the state of the
+    random number generators after the run, and `drew` says whether the run moved them.
     """
 
     grads: tuple[GradRecord, ...] = ()
     values: tuple[ValueRecord, ...] = ()
     events: tuple[HookEvent, ...] = ()
+    state: tuple[StateRecord, ...] = ()
+    log: tuple[Payload, ...] = ()
+    invariants: tuple[Invariant, ...] = ()
+    random: str = ""
+    drew: bool = False
     raised: Raised | None = None
     warnings: tuple[WarningRecord, ...] = ()
     notes: tuple[str, ...] = ()
@@ -178,6 +210,27 @@ def describe(payload: Payload) -> str:
     if isinstance(payload, tuple):
         return ", ".join(f"({describe(x)})" if isinstance(x, tuple) else describe(x) for x in payload)
     return repr(payload)
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """The exception at the end of the chain of causes; Dynamo keeps some of them in an attribute."""
+    seen = {id(error)}
+    while True:
+        cause = error.__cause__ or getattr(error, "inner_exception", None)
+        if not isinstance(cause, BaseException) or id(cause) in seen:
+            return error
+        error = cause
+        seen.add(id(error))
+
+
+def _where(error: BaseException) -> str:
+    """ "torch/_functorch/partitioners.py:cut", the innermost frame inside an installed package, or ""."""
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        head, site, path = frame.f_code.co_filename.replace("\\", "/").rpartition("/site-packages/")
+        if site and head:
+            found = f"{path}:{frame.f_code.co_name}"
+    return found
 
 
 def _numbers(record: TensorRecord) -> list[Any]:

@@ -14,7 +14,16 @@ import torch
 
 from gradparity.case import Case
 from gradparity.errors import CaseError
-from gradparity.outcome import KEEP_ELEMENTS, GradRecord, HookEvent, ValueRecord, freeze
+from gradparity.outcome import (
+    KEEP_ELEMENTS,
+    GradRecord,
+    HookEvent,
+    Invariant,
+    Payload,
+    StateRecord,
+    ValueRecord,
+    freeze,
+)
 
 T = TypeVar("T")
 M = TypeVar("M", bound=torch.nn.Module)
@@ -46,6 +55,7 @@ class Probe:
     """Makes inputs, wraps what the subject compiles, and records what the program shows.
 
     Arguments: the case (its seed decides all values), the instrument, the dtype of this run and the device.
+    `log` is a plain list: what a program appends to it, also inside a compiled function, is observed.
     """
 
     def __init__(self, case: Case, instrument: Instrument, dtype: torch.dtype, device: torch.device) -> None:
@@ -54,17 +64,23 @@ class Probe:
         self.device = device
         self.events: list[HookEvent] = []
         self.values: list[ValueRecord] = []
+        self.log: list[Any] = []
+        self.invariants: list[Invariant] = []
         self._instrument = instrument
         self._leaves: dict[str, torch.Tensor] = {}
+        self._watched: dict[str, tuple[torch.Tensor, int | None]] = {}
         self._generator: torch.Generator | None = None
+        self._on_leaf: list[Callable[[torch.Tensor], None]] = []
 
-    def randn(self, *shape: int, requires_grad: bool = False) -> torch.Tensor:
-        """Normal values of this shape: drawn in float32 on the CPU, then converted."""
-        return self._made(torch.randn(shape, generator=self._numbers()), requires_grad)
+    def randn(self, *shape: int, requires_grad: bool = False, dtype: str = "float32") -> torch.Tensor:
+        """Normal values of this shape: drawn in float32 on the CPU, rounded to the dtype, then converted to
+        the run's.
+        """
+        return self._made(torch.randn(shape, generator=self._numbers()), requires_grad, dtype)
 
-    def rand(self, *shape: int, requires_grad: bool = False) -> torch.Tensor:
-        """Uniform values in [0, 1) of this shape."""
-        return self._made(torch.rand(shape, generator=self._numbers()), requires_grad)
+    def rand(self, *shape: int, requires_grad: bool = False, dtype: str = "float32") -> torch.Tensor:
+        """Uniform values in [0, 1) of this shape, made likewise."""
+        return self._made(torch.rand(shape, generator=self._numbers()), requires_grad, dtype)
 
     def randint(self, high: int, *shape: int) -> torch.Tensor:
         """Integers (int64) in [0, high)."""
@@ -79,18 +95,41 @@ class Probe:
 
     def leaf(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Registers a tensor whose `.grad` is observed at the end. Raises CaseError if the name is taken."""
+        if not isinstance(tensor, torch.Tensor):
+            raise CaseError(f"{self.case.address}: the leaf {name!r} is a {type(tensor).__name__}, no tensor")
         if name in self._leaves:
             raise CaseError(f"{self.case.address}: two leaves are called {name!r}")
         self._leaves[name] = tensor
+        for do in self._on_leaf:
+            do(tensor)
+        return self.watch(name, tensor)
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """The leaves that are registered so far, by name."""
+        return dict(self._leaves)
+
+    def each_leaf(self, do: Callable[[torch.Tensor], None]) -> None:
+        """Does something with every leaf that is registered from now on."""
+        self._on_leaf.append(do)
+
+    def watch(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Registers a tensor that the program may change: its data, metadata and version counter are observed
+        at the end. Leaves and buffers of modules are watched anyway. Raises CaseError if the name is taken.
+        """
+        if name in self._watched:
+            raise CaseError(f"{self.case.address}: two watched tensors are called {name!r}")
+        self._watched[name] = (tensor, version_of(tensor))
         return tensor
 
     def module(self, module: M, name: str = "m") -> M:
-        """Converts a module to the run's dtype and device and registers its parameters as leaves
-        "name.weight", …
+        """Converts a module to the run's dtype and device, registers its parameters as leaves "name.weight",
+        …, and watches its buffers.
         """
         module.to(device=self.device, dtype=self.dtype)
         for key, parameter in module.named_parameters():
             self.leaf(f"{name}.{key}", parameter)
+        for key, buffer in module.named_buffers():
+            self.watch(f"{name}.{key}", buffer)
         return module
 
     def compile(self, target: T) -> T:
@@ -128,10 +167,27 @@ class Probe:
         """Observes an extra value: a tensor, None, a number, or a tuple of these."""
         self.values.append(ValueRecord(name, freeze(value)))
 
+    def invariant(self, name: str, holds: bool, detail: str = "") -> None:
+        """Observes whether something holds that must hold in every run, whatever the numbers are."""
+        self.invariants.append(Invariant(name, bool(holds), detail))
+
+    def same_mask(self, name: str, output: torch.Tensor, grad: torch.Tensor) -> None:
+        """Observes whether an output and a gradient of the same shape are zero in the same places: dropout
+        drew its mask once, not again in the backward.
+        """
+        other = int(((output == 0) != (grad == 0)).sum())
+        detail = f"{other} of {output.numel()} elements are zero in only one of output and gradient"
+        self.invariant(name, other == 0, detail if other else "")
+
     def cast(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor made outside in float32, widened when this is the float64 reference run."""
         wide = WIDER.get(tensor.dtype)
         return tensor.to(wide) if wide is not None and self.is_reference else tensor
+
+    @property
+    def seed(self) -> int:
+        """The case's seed, which decides all values."""
+        return self.case.seed
 
     @property
     def is_reference(self) -> bool:
@@ -142,13 +198,40 @@ class Probe:
         """The `.grad` of all leaves, as they are now."""
         return tuple(GradRecord(name, freeze(leaf.grad)) for name, leaf in self._leaves.items())
 
+    def state(self) -> tuple[StateRecord, ...]:
+        """All watched tensors, as they are now."""
+        return tuple(
+            StateRecord(name, freeze(tensor), _rise(before, version_of(tensor)))
+            for name, (tensor, before) in self._watched.items()
+        )
+
+    def logged(self) -> tuple[Payload, ...]:
+        """What the program appended to `log`."""
+        return tuple(freeze(item, KEEP_ELEMENTS) for item in self.log)
+
     def _numbers(self) -> torch.Generator:
         if self._generator is None:
             self._generator = torch.Generator().manual_seed(self.case.seed + 1)
         return self._generator
 
-    def _made(self, made: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-        return made.to(device=self.device, dtype=self.dtype).requires_grad_(requires_grad)
+    def _made(self, made: torch.Tensor, requires_grad: bool, dtype: str = "float32") -> torch.Tensor:
+        if dtype == "float32":
+            return made.to(device=self.device, dtype=self.dtype).requires_grad_(requires_grad)
+        return self.cast(made.to(device=self.device, dtype=getattr(torch, dtype))).requires_grad_(
+            requires_grad
+        )
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """The version counter; None where a tensor has none, as inference tensors."""
+    try:
+        return int(tensor._version)
+    except RuntimeError:
+        return None
+
+
+def _rise(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before
 
 
 def _payload(kind: str, args: tuple[Any, ...]) -> tuple[Any, ...]:

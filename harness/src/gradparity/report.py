@@ -5,10 +5,8 @@ In: a list of rows. Out: rich renderables and text.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
@@ -97,11 +95,3 @@ def unlisted_lines(rows: Iterable[Row]) -> list[str]:
         for note in row.notes
         if (match := FALLBACK.match(note)) and (match["code"] or "") in row.unlisted
     ]
-
-
-def write_jsonl(rows: Iterable[Row], path: Path) -> None:
-    """One JSON object per row."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as out:
-        for row in rows:
-            out.write(json.dumps(row.to_json(), sort_keys=True) + "\n")

@@ -11,8 +11,7 @@ from itertools import zip_longest
 from rich.table import Table
 
 from gradparity.differential import Comparison
-from gradparity.oracles.distance import same_bits
-from gradparity.oracles.evidence import Evidence
+from gradparity.oracles.differences import differs, first_differing_call, payload_differs
 from gradparity.oracles.values import LeafError, errors
 from gradparity.outcome import HookEvent, Payload, TensorRecord
 from gradparity.verdict import Verdict
@@ -58,38 +57,9 @@ def error_table(comparison: Comparison) -> Table | None:
             continue
         if pair.label in measured:
             _add(made, measured[pair.label])
-        else:
+        elif pair.role != "state" or payload_differs(pair.eager, pair.subject, bitwise=True):
             _add_other(made, pair.label, pair.eager, pair.subject)
     return made
-
-
-def first_differing_call(evidence: Evidence) -> int | None:
-    """The index of the first call that differs in site, kind or payload; None if none does."""
-    for place, (eager, subject) in enumerate(zip_longest(evidence.eager.events, evidence.subject.events)):
-        if differs(eager, subject, evidence):
-            return place
-    return None
-
-
-def differs(eager: HookEvent | None, subject: HookEvent | None, evidence: Evidence) -> bool:
-    """Whether two calls differ; payload bits count only for subjects that promise them."""
-    if eager is None or subject is None:
-        return True
-    if (eager.site, eager.kind) != (subject.site, subject.kind):
-        return True
-    return _payload_differs(eager.payload, subject.payload, evidence.bitwise)
-
-
-def _payload_differs(eager: Payload, subject: Payload, bitwise: bool) -> bool:
-    if isinstance(eager, TensorRecord) and isinstance(subject, TensorRecord):
-        if (eager.dtype, eager.shape) != (subject.dtype, subject.shape):
-            return True
-        return bitwise and not same_bits(eager, subject)
-    if isinstance(eager, tuple) and isinstance(subject, tuple) and len(eager) == len(subject):
-        return any(_payload_differs(one, two, bitwise) for one, two in zip(eager, subject, strict=True))
-    if isinstance(eager, float) and isinstance(subject, float):
-        return bitwise and eager != subject and not (eager != eager and subject != subject)
-    return eager is not subject and (isinstance(eager, TensorRecord) or eager != subject)
 
 
 def _said(event: HookEvent | None) -> str:
@@ -116,7 +86,7 @@ def _add(made: Table, item: LeafError) -> None:
 
 
 def _add_other(made: Table, label: str, eager: Payload, subject: Payload) -> None:
-    same = not _payload_differs(eager, subject, bitwise=True)
+    same = not payload_differs(eager, subject, bitwise=True)
     said = ["" if same else MARK, label.replace("[", "\\["), "", "", "", "", ""]
     verdict = "equal" if same else "different"
     text = f"{verdict}: eager {_brief(eager)}, subject {_brief(subject)}".replace("[", "\\[")

@@ -7,7 +7,7 @@ In: findings. Out: `Row`, a frozen value of plain data that can be written as JS
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -49,18 +49,21 @@ class Verdict(StrEnum):
 @dataclass(frozen=True)
 class Finding:
     """What one oracle found: the verdict it asks for, a symptom (a stable short word) and the reason in
-    words.
+    words. `place`: where it was seen, in words that another run of the same defect would repeat.
     """
 
     verdict: Verdict
     symptom: str
     reason: str
+    place: str = ""
 
 
 @dataclass(frozen=True)
 class Row:
     """One judged case under one subject. `stocks_own`: it diverges, but only where stock's compiled forward
     diverges without the subject too. `unlisted`: codes of fallbacks that the file of known ones lacks.
+    `place`: the finding's. `stage` and `operator` are what an ablation names, `signature` the digest that
+    equal finds share, `exhibit` what a report shows.
     """
 
     case: str
@@ -78,6 +81,11 @@ class Row:
     stocks_own: bool = False
     compiles: int = 0
     seconds: float = 0.0
+    place: str = ""
+    stage: str = ""
+    operator: str = ""
+    signature: str = ""
+    exhibit: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` is the inverse."""
@@ -91,6 +99,11 @@ class Row:
         known = {key: value for key, value in data.items() if key in names}
         texts = {key: tuple(data.get(key, ())) for key in ("notes", "unlisted")}
         return cls(**known | texts | {"verdict": Verdict(data["verdict"])})
+
+    @property
+    def is_find(self) -> bool:
+        """Whether the subject diverges here, and answers for it."""
+        return self.verdict.is_divergence and not (self.set_aside or self.stocks_own)
 
     @property
     def fallbacks(self) -> tuple[str, ...]:

@@ -12,18 +12,22 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 
+from gradparity.ablation.ablate import ablate
 from gradparity.case import Match
+from gradparity.checks.registry import chosen
 from gradparity.corpus.base import Program
 from gradparity.corpus.registry import corpus
 from gradparity.differential import compare
 from gradparity.errors import CaseTimeout
 from gradparity.executors.unit import Emit, Unit
+from gradparity.exhibit import exhibit
+from gradparity.signature import signature_of
 from gradparity.subjects.base import Subject
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict, row_of
@@ -40,7 +44,10 @@ NOISY = (
 
 @dataclass(frozen=True)
 class Task:
-    """One subject over one chunk: at most `limit` cases (None: all) of those that `match` takes."""
+    """One subject over one chunk: at most `limit` cases (None: all) of those that `match` takes. `fresh`: a
+    process for each case. `checks`: what else to check of a case that agrees. `ablate`: say which stage
+    breaks a case that diverges.
+    """
 
     subject: str
     corpus: str
@@ -49,6 +56,9 @@ class Task:
     seed: int
     match: str = "*"
     limit: int | None = None
+    fresh: bool = False
+    checks: tuple[str, ...] = ()
+    ablate: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a Unit's payload."""
@@ -60,14 +70,13 @@ def run_unit(unit: Unit, emit: Emit) -> bool:
     task = Task(**unit.payload)
     subject = _subject(task.subject)
     quiet()
-    for step, program in enumerate(_programs(task)):
-        if step < unit.start:
-            continue
+    programs = list(_programs(task))
+    for step, program in list(enumerate(programs))[unit.start :]:
         case = program.case
         emit("start", step, {"case": case.address, "seed": case.seed})
-        row, fit = _row(program, subject, torch.device(task.device), unit.timeout)
+        row, fit = _row(program, subject, task, unit.timeout)
         emit("result", step, row.to_json())
-        if not fit:
+        if not fit or (task.fresh and step + 1 < len(programs)):
             return False
     return True
 
@@ -83,13 +92,61 @@ def _programs(task: Task) -> Iterator[Program]:
             yield program
 
 
-def _row(program: Program, subject: Subject, device: torch.device, timeout: float) -> tuple[Row, bool]:
+def _row(program: Program, subject: Subject, task: Task, timeout: float) -> tuple[Row, bool]:
+    """The row, and whether the process is fit for more. Checks and the ablation have the same time again."""
+    device = torch.device(task.device)
     try:
         with alarm(timeout):
-            return compare(program, subject, device).row, True
+            row = judged(program, subject, device)
     except CaseTimeout:
         reason = f"longer than {timeout:g} s"
-        return row_of(program.case, subject.name, Verdict.TIMEOUT, "timeout", reason), False
+        row = row_of(program.case, subject.name, Verdict.TIMEOUT, "timeout", reason)
+        return replace(row, signature=signature_of(row).digest), False
+    try:
+        with alarm(timeout):
+            row = _looked_into(row, program, subject, task)
+    except CaseTimeout:
+        return replace(row, notes=(*row.notes, "checks or ablation: no time left")), False
+    return row, True
+
+
+def judged(program: Program, subject: Subject, device: torch.device) -> Row:
+    """The row with what a report shows of it."""
+    comparison = compare(program, subject, device)
+    row = replace(comparison.row, exhibit=exhibit(comparison))
+    return replace(row, signature=signature_of(row).digest) if row.is_find else row
+
+
+def _looked_into(row: Row, program: Program, subject: Subject, task: Task) -> Row:
+    """The row after the checks that were asked for, or after the ablation."""
+    device = torch.device(task.device)
+    if row.verdict is Verdict.AGREE and task.checks:
+        row = checked(row, program, subject, device, task.checks)
+    if row.is_find and task.ablate:
+        row = with_ablation(row, program, device)
+    return row
+
+
+def checked(
+    row: Row, program: Program, subject: Subject, device: torch.device, names: tuple[str, ...]
+) -> Row:
+    """The row with the first finding of these checks, if there is one."""
+    for check in chosen(tuple(names)):
+        found = check(program, subject, device)
+        if found is not None:
+            row = replace(
+                row, verdict=found.verdict, symptom=found.symptom, reason=found.reason, place=found.place
+            )
+            return replace(row, signature=signature_of(row).digest)
+    return row
+
+
+def with_ablation(row: Row, program: Program, device: torch.device) -> Row:
+    """The row with the stage and the operator that break the case."""
+    found = ablate(program, row.subject, device)
+    shown = {**row.exhibit, "ablation": found.to_json()}
+    row = replace(row, stage=found.stage, operator=found.operator, exhibit=shown)
+    return replace(row, signature=signature_of(row).digest)
 
 
 @contextmanager

@@ -25,12 +25,15 @@ def probe(dtype: torch.dtype = torch.float32) -> Probe:
 
 
 def test_names() -> None:
-    assert USUAL == ["scenarios", "op_db", "module_db", "autograd_function_db", "hop_db", "models"]
+    usual = ["scenarios", "op_db", "module_db", "autograd_function_db", "hop_db", "models", "threads"]
+    assert usual == USUAL
     assert [name for name in NAMED if name not in USUAL] == [
         "op_db:float64",
         "op_db:bfloat16",
         "op_db:complex64",
         "module_db:float64",
+        "demo",
+        "generated",
     ]
     assert all(corpus(name).name == name for name in NAMED)
     with pytest.raises(UnknownNameError, match=r"(?s)unknown corpus 'x'.*op_db"):

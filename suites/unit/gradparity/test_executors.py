@@ -1,6 +1,8 @@
 """Executors: a hang or a crash of one case costs that case only."""
 
 import multiprocessing
+import os
+import time
 
 import pytest
 
@@ -125,3 +127,47 @@ def test_the_limit_spreads_over_the_corpus() -> None:
     chunks = corpus(NAME).chunks()
     expected = [chunks[0], chunks[len(chunks) // 3], chunks[2 * len(chunks) // 3]]
     assert [row.case.split("::")[1] for row in result.rows] == expected
+
+
+def processes(unit: Unit, emit) -> bool:
+    """Two steps, each of which tells its process."""
+    for step in range(unit.start, 2):
+        emit("start", step, {})
+        emit("result", step, {"pid": os.getpid()})
+        if unit.payload["fresh"] and step < 1:
+            return False
+    return True
+
+
+@pytest.mark.parametrize(("fresh", "count"), [(False, 1), (True, 2)])
+def test_a_worker_is_used_again_unless_each_step_wants_a_fresh_one(fresh: bool, count: int) -> None:
+    messages = list(Local(processes, 1).run([Unit({"fresh": fresh}, 30.0)]))
+    results = [message for message in messages if isinstance(message, Result)]
+    assert [message.step for message in results] == [0, 1]
+    assert len({message.data["pid"] for message in results}) == count
+    assert isinstance(messages[-1], Finished)
+
+
+def greedy(unit: Unit, emit) -> bool:
+    """The first step takes ever more memory; the second is modest."""
+    for step in range(unit.start, 2):
+        emit("start", step, {"case": f"c::{step}"})
+        held = []
+        while step == 0:
+            held.append(bytearray(os.urandom(1 << 24)))
+            time.sleep(0.01)
+        emit("result", step, {})
+    return True
+
+
+def test_a_step_that_takes_too_much_memory_costs_that_step_only() -> None:
+    messages = list(Local(greedy, 1, memory=1 << 30).run([Unit({}, 60.0)]))
+    (lost,) = [message for message in messages if isinstance(message, Lost)]
+    assert (lost.step, lost.label, lost.why) == (0, {"case": "c::0"}, "out-of-memory")
+    assert "allowed 1024 MiB" in lost.detail
+    assert [message.step for message in messages if isinstance(message, Result)] == [1]
+
+
+def test_a_plan_for_fresh_processes_gives_the_same() -> None:
+    result, _ = campaign("eager", processes=1, timeout=30.0, limit_per_corpus=2, fresh=True)
+    assert [row.verdict for row in result.rows] == [Verdict.AGREE] * 2

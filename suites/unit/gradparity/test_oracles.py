@@ -30,7 +30,7 @@ def raising(error: BaseException) -> Outcome:
 
 def test_all_oracles_are_silent_on_equal_outcomes(bench, hooked_body) -> None:
     evidence = bench.evidence(bench.outcome(hooked_body), bench.outcome(hooked_body))
-    assert [oracle(evidence) for oracle in ORACLES] == [None] * 4
+    assert [oracle(evidence) for oracle in ORACLES] == [None] * len(ORACLES)
     assert judge(evidence).verdict is Verdict.AGREE
 
 
@@ -179,3 +179,24 @@ def test_the_table_of_tolerances_orders_dtypes_by_precision() -> None:
     assert floors == sorted(floors)
     assert tolerance(torch.int64) is None
     assert tolerance(torch.float8_e4m3fn) == TABLE[torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("eager", "subject", "shown", "verdict"),
+    [
+        (0.0, 4e-7, 1.0, Verdict.AGREE),  # what rounding leaves of nothing
+        (0.0, 1e-4, 1.0, Verdict.DIVERGE),
+        (0.0, 4e-7, 0.01, Verdict.DIVERGE),  # large beside what the program shows
+        (1e-3, 1e-3 + 4e-7, 1.0, Verdict.DIVERGE),  # a gradient that is there is its own scale
+    ],
+)
+def test_gradients_that_cancel_are_judged_by_the_scale_of_the_values(
+    bench, eager: float, subject: float, shown: float, verdict: Verdict
+) -> None:
+    def outcome(grad: float) -> Outcome:
+        value = ValueRecord("y", freeze(torch.tensor([shown])))
+        return replace(grads(x=torch.tensor([grad])), values=(value,))
+
+    evidence = bench.evidence(outcome(eager), outcome(subject), bitwise=False)
+    evidence.reference = lambda: Reference(outcome(eager))
+    assert judge(evidence).verdict is verdict

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gradparity.report import fallback_lines, lines, table, unlisted_lines, write_jsonl
+from gradparity.report import fallback_lines, lines, table, unlisted_lines
+from gradparity.store.lines import write_lines
 from gradparity.verdict import Row, Verdict
 
 ROWS = [
@@ -51,5 +52,5 @@ def test_one_line_per_unlisted_fallback() -> None:
 
 def test_jsonl_leads_back_to_the_rows(tmp_path: Path) -> None:
     path = tmp_path / "new" / "out.jsonl"
-    write_jsonl(ROWS, path)
+    write_lines(ROWS, path)
     assert [Row.from_json(json.loads(line)) for line in path.read_text().splitlines()] == ROWS

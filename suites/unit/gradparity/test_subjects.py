@@ -9,7 +9,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from gradparity.errors import UnavailableError, UnknownNameError
+from gradparity.errors import ReproError, UnavailableError, UnknownNameError
+from gradparity.fired import counting
 from gradparity.subjects.base import Subject
 from gradparity.subjects.registry import NAMED, resolve
 
@@ -19,6 +20,7 @@ class Reason(NamedTuple):
 
     code: str
     text: str
+    stage: str = "live.capture"
 
     def __str__(self) -> str:
         return self.text
@@ -39,7 +41,7 @@ class Fake(ModuleType):
         return nullcontext()
 
     def explain(self) -> SimpleNamespace:
-        return SimpleNamespace(fallbacks=self.reasons)
+        return SimpleNamespace(fallbacks=Counter(self.reasons))
 
     def reset(self) -> None:
         self.was_reset += 1
@@ -50,11 +52,7 @@ class FakeAot(ModuleType):
 
     def __init__(self) -> None:
         super().__init__("retrograd.aot")
-        self.reasons: list[Reason] = []
         self.made: list[tuple[str, object, dict[str, object]]] = []
-
-    def explain(self) -> SimpleNamespace:
-        return SimpleNamespace(fallbacks=Counter(self.reasons))
 
     def function(self, target: object, **options: object) -> object:
         self.made.append(("function", target, options))
@@ -183,6 +181,19 @@ def test_stock_compile_compiles_the_forward() -> None:
     assert torch.allclose(x.grad, 2 * x.detach().cos())
 
 
+def test_stock_passes_stop_before_code_and_show_what_the_passes_do() -> None:
+    subject = resolve("stock-passes:inductor")
+    subject.reset(cold=False)
+    x, w = torch.ones(4, 4), torch.ones(4, 4, requires_grad=True)
+    with subject.around(), counting() as fired:
+        y = subject.compile(lambda x, w: torch.relu(x @ w).t().t())(x, w)
+        y.sum().backward()
+    assert torch.equal(w.grad, torch.full((4, 4), 4.0))
+    assert fired
+    with pytest.raises(ReproError, match="compile:inductor"):
+        _ = subject.script
+
+
 def test_behind_a_stock_forward_both_halves_are_compiled(fake) -> None:
     subject = resolve("retrograd-live+aot_eager:inductor")
     subject.reset(cold=True)
@@ -214,14 +225,14 @@ def test_modules_and_functions_go_their_own_ways_through_the_aot_path(fake, name
 
 @pytest.mark.parametrize("name", ["retrograd-aot:eager", "retrograd-compile:eager", "compile:retrograd"])
 def test_the_aot_adapters_report_new_fallbacks_only(fake, name) -> None:
-    fake.aot.reasons = [Reason("old", "old reason")]
+    fake.reasons = [Reason("old", "old reason", "aot.capture")]
     fake.counters.update(aot_fallbacks=1, aot_captures=1)
     subject = resolve(name)
     subject.begin()
     assert subject.notes() == ("no function of this case was captured",)
     fake.counters.update(aot_captures=1, aot_compiles=2)
     assert subject.notes() == ()
-    fake.aot.reasons += [Reason("new-one", "new reason\nin detail")]
+    fake.reasons += [Reason("new-one", "new reason\nin detail", "aot.capture")]
     fake.counters.update(aot_fallbacks=1)
     assert subject.notes() == ("fallback: [new-one] new reason",)
 
@@ -238,7 +249,7 @@ def test_compiled_graphs_of_the_aot_path_are_counted(fake) -> None:
 def test_the_live_path_over_the_aot_path_reports_both(fake) -> None:
     subject = resolve("retrograd-live+retrograd-aot:eager")
     subject.begin()
-    fake.reasons, fake.aot.reasons = [Reason("live", "of one")], [Reason("ahead", "of the other")]
+    fake.reasons = [Reason("live", "of one"), Reason("ahead", "of the other", "aot.capture")]
     fake.counters.update(fallbacks=1, aot_fallbacks=1, runs=1, aot_captures=1)
     assert subject.notes() == ("fallback: [live] of one", "fallback: [ahead] of the other")
     with subject.backward():

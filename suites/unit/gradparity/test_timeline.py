@@ -4,8 +4,9 @@ import torch
 from rich.console import Console
 
 from gradparity.differential import compare
+from gradparity.oracles.differences import first_differing_call
 from gradparity.subjects.registry import resolve
-from gradparity.timeline import error_table, first_differing_call, timelines
+from gradparity.timeline import error_table, timelines
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -20,7 +20,10 @@ class Program:
     """A case with the function that runs it and what is known about it.
 
     `fp64`: whether a float64 reference run makes sense. `skip`: reasons, by subject name, to set the case
-    aside. `cold`: the subject must forget everything it compiled before.
+    aside. `twins`: other forms of the body that must show the same. `source`: the program as Python text
+    with a function `run(p)`; `plain`: the body as a module-level function, or a partial of one with plain
+    arguments: either is what a script needs if the body was made inside a function. `cold`: the subject
+    must forget everything it compiled before.
     """
 
     case: Case
@@ -30,6 +33,9 @@ class Program:
     issue: str | None = None
     fp64: bool = True
     skip: Mapping[str, str] = field(default_factory=dict)
+    twins: Mapping[str, Body] = field(default_factory=dict)
+    source: str | None = None
+    plain: Body | None = None
 
     @property
     def cold(self) -> bool:
@@ -47,3 +53,11 @@ class Corpus(Protocol):
 
     def programs(self, chunk: str, device: torch.device, seed: int) -> Iterable[Program]:
         """The chunk's programs, in a fixed order."""
+
+
+@runtime_checkable
+class Addressed(Protocol):
+    """A corpus that makes a program from its address, without going through all before it."""
+
+    def program(self, case: Case, device: torch.device) -> Program:
+        """The program of this case."""

@@ -6,9 +6,10 @@ each sample.
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -34,12 +35,12 @@ class OpInfoCorpus:
         self, database: str, load: Callable[[], Iterable[Any]], dtype: torch.dtype = torch.float32
     ) -> None:
         self.name = corpus_name(database, dtype)
-        self._load = load
+        self._database, self._load = database, load
         self._dtype = dtype
 
     @cached_property
     def _ops(self) -> dict[str, Any]:
-        return {_op_name(op): op for op in self._load() if _is_differentiable(op, self._dtype)}
+        return {op_name(op): op for op in self._load() if _is_differentiable(op, self._dtype)}
 
     def chunks(self) -> list[str]:
         """One chunk per differentiable operator and variant."""
@@ -55,7 +56,28 @@ class OpInfoCorpus:
         seed_everything(seed)
         for index, sample in enumerate(op.sample_inputs(str(device), self._dtype, requires_grad=True)):
             case, doc = Case(self.name, chunk, index, seed), f"{chunk}: sample {index}"
-            yield Program(case, _body(op, sample), doc, fp64=self._dtype in WIDER)
+            dtype = str(self._dtype).removeprefix("torch.")
+            plain = partial(sample_program, database=self._database, operator=chunk, dtype=dtype, index=index)
+            yield Program(case, _body(op, sample), doc, fp64=self._dtype in WIDER, plain=plain)
+
+
+DATABASES = {
+    "op_db": "torch.testing._internal.common_methods_invocations",
+    "autograd_function_db": "torch.testing._internal.autograd_function_db",
+    "hop_db": "torch.testing._internal.hop_db",
+}
+"""Where torch keeps each database."""
+
+
+def sample_program(p: Probe, database: str, operator: str, dtype: str, index: int) -> None:
+    """One sample of one operator of a database: the operator, then its backward."""
+    ops = getattr(importlib.import_module(DATABASES[database]), database)
+    op = next(item for item in ops if op_name(item) == operator)
+    seed_everything(p.seed)
+    samples = op.sample_inputs(str(p.device), getattr(torch, dtype), requires_grad=True)
+    sample = list(samples)[index]
+    torch.manual_seed(p.seed)
+    run_sample(p, op, sample)
 
 
 def corpus_name(database: str, dtype: torch.dtype) -> str:
@@ -82,7 +104,8 @@ def backward_from(outputs: Any, p: Probe) -> None:
             torch.autograd.backward(roots, cotangents)
 
 
-def _op_name(op: Any) -> str:
+def op_name(op: Any) -> str:
+    """An operator and its variant."""
     return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
 
 
@@ -92,15 +115,17 @@ def _is_differentiable(op: Any, dtype: torch.dtype) -> bool:
 
 
 def _body(op: Any, sample: Any) -> Body:
-    def run(p: Probe) -> None:
-        inputs, args, kwargs = fresh((sample.input, sample.args, dict(sample.kwargs)), p)
-        for place, leaf in enumerate(differentiable((inputs, args, kwargs))):
-            p.leaf(f"input {place}", leaf)
+    return partial(run_sample, op=op, sample=sample)
 
-        def forward(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            return op(inputs, *args, **kwargs)
 
-        outputs = p.compile(forward)(inputs, *args, **kwargs)
-        backward_from(sample.output_process_fn_grad(outputs), p)
+def run_sample(p: Probe, op: Any, sample: Any) -> None:
+    """Runs an operator on copies of a sample, and its backward."""
+    inputs, args, kwargs = fresh((sample.input, sample.args, dict(sample.kwargs)), p)
+    for place, leaf in enumerate(differentiable((inputs, args, kwargs))):
+        p.leaf(f"input {place}", leaf)
 
-    return run
+    def forward(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return op(inputs, *args, **kwargs)
+
+    outputs = p.compile(forward)(inputs, *args, **kwargs)
+    backward_from(sample.output_process_fn_grad(outputs), p)

@@ -1,25 +1,33 @@
 """Names of corpora, and how a case's program is found again.
 
-In: a corpus name or a case address. Out: a Corpus or a Program. Raises UnknownNameError.
+In: a corpus name or a case address. Out: a Corpus or a Program. Raises UnknownNameError. Besides the corpora
+below there are those that other packages provide by the entry-point group "gradparity.corpora" (a callable
+without arguments that returns a Corpus), folders, and the finds of a store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from importlib.metadata import entry_points
 
 import torch
 
 import gradparity.corpus.scenarios as _scenarios  # noqa: F401 - importing the package registers its scenarios
 from gradparity.case import Case
 from gradparity.corpus.autograd_function_db import autograd_function_db
-from gradparity.corpus.base import Corpus, Program
+from gradparity.corpus.base import Addressed, Corpus, Program
+from gradparity.corpus.demo import DemoCorpus
+from gradparity.corpus.finds import FindsCorpus
+from gradparity.corpus.folder import FolderCorpus
+from gradparity.corpus.generated import GeneratedCorpus
 from gradparity.corpus.hop_db import hop_db
 from gradparity.corpus.models import ModelCorpus
 from gradparity.corpus.module_db import ModuleCorpus
 from gradparity.corpus.op_db import op_db
 from gradparity.corpus.scenario import ScenarioCorpus
-from gradparity.errors import UnknownNameError
+from gradparity.corpus.threads import ThreadCorpus
+from gradparity.errors import CorpusError, UnknownNameError
 
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16, "complex64": torch.complex64}
 """The dtypes besides float32 of which operators have a corpus."""
@@ -33,24 +41,59 @@ NAMED: dict[str, Callable[[], Corpus]] = {
     "autograd_function_db": autograd_function_db,
     "hop_db": hop_db,
     "models": ModelCorpus,
+    "threads": ThreadCorpus,
+    "demo": DemoCorpus,
+    "generated": GeneratedCorpus,
 }
 
-USUAL = [name for name in NAMED if ":" not in name]
-"""What runs when no corpus is named: everything in float32."""
+USUAL = [name for name in NAMED if ":" not in name and name not in ("demo", "generated")]
+"""What runs when no corpus is named: everything in float32 that somebody wrote for the purpose."""
+
+
+FORMS = {
+    "folder:<path>": "programs of your own: Python files with scenarios",
+    "finds:<store>": "the distinct divergences that a store holds",
+}
+GROUP = "gradparity.corpora"
 
 
 @cache
 def corpus(name: str) -> Corpus:
     """The corpus of this name; one object per process, because loading a database takes seconds."""
-    if name not in NAMED:
-        raise UnknownNameError("corpus", name, list(NAMED))
-    return NAMED[name]()
+    if name in NAMED:
+        return NAMED[name]()
+    form, _, rest = name.partition(":")
+    if form == "folder" and rest:
+        return FolderCorpus(rest)
+    if form == "finds" and rest:
+        return FindsCorpus(rest, program)
+    if name in (others := provided()):
+        return others[name]()
+    raise UnknownNameError("corpus", name, [*NAMED, *FORMS, *others])
+
+
+@cache
+def provided() -> dict[str, Callable[[], Corpus]]:
+    """The corpora of other packages, by name; loaded when they are asked for."""
+    return {point.name: partial(_load, point.name) for point in entry_points(group=GROUP)}
+
+
+def _load(name: str) -> Corpus:
+    (point, *_) = entry_points(group=GROUP, name=name)
+    try:
+        made: Corpus = point.load()()
+    except Exception as error:
+        raise CorpusError(f"the corpus {name} of {point.value} cannot be loaded: {error}") from error
+    return made
 
 
 def program(case: Case, device: torch.device) -> Program:
     """The program of this case."""
+    source = corpus(case.corpus)
+    if isinstance(source, Addressed):
+        return source.program(case, device)
     found = 0
-    for item in corpus(case.corpus).programs(case.name, device, case.seed):
+    for item in source.programs(case.name, device, case.seed):
         if item.case == case or (case.index is None and item.case.index is None):
             return item
         found += 1

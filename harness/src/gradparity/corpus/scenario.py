@@ -5,7 +5,8 @@ In: plain functions `def name(p: Probe) -> None` with a one-sentence docstring. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +31,8 @@ class Scenario:
 
 
 _REGISTERED: dict[str, Scenario] = {}
+_TARGETS: list[dict[str, Scenario]] = [_REGISTERED]
+"""Where the decorator registers: the last of them."""
 
 
 def scenario(
@@ -53,14 +56,30 @@ def scenario(
             raise CaseError(
                 f"scenario {name} has no docstring\n  try    one sentence: what eager does that is at stake"
             )
-        if name in _REGISTERED:
+        target = _TARGETS[-1]
+        if name in target:
             raise CaseError(
-                f"two scenarios are called {name!r}: {_REGISTERED[name].body.__module__}, {body.__module__}"
+                f"two scenarios are called {name!r}: {target[name].body.__module__}, {body.__module__}"
             )
-        _REGISTERED[name] = Scenario(name, body, doc, tuple(tags), issue, dict(subjects_skip or {}), fp64)
+        target[name] = Scenario(name, body, doc, tuple(tags), issue, dict(subjects_skip or {}), fp64)
         return body
 
     return register
+
+
+@contextmanager
+def collecting() -> Iterator[dict[str, Scenario]]:
+    """Inside, the decorator registers into the given dictionary, not into the corpus "scenarios"."""
+    _TARGETS.append({})
+    try:
+        yield _TARGETS[-1]
+    finally:
+        _TARGETS.pop()
+
+
+def program_of(item: Scenario, case: Case) -> Program:
+    """The scenario as a program."""
+    return Program(case, item.body, item.doc, item.tags, item.issue, item.fp64, item.subjects_skip)
 
 
 def registered() -> dict[str, Scenario]:
@@ -81,6 +100,4 @@ class ScenarioCorpus:
         """The one program of this scenario."""
         if chunk not in _REGISTERED:
             raise UnknownNameError("scenario", chunk, sorted(_REGISTERED))
-        item = _REGISTERED[chunk]
-        case = Case(self.name, item.name, None, seed)
-        yield Program(case, item.body, item.doc, item.tags, item.issue, item.fp64, item.subjects_skip)
+        yield program_of(_REGISTERED[chunk], Case(self.name, chunk, None, seed))

@@ -63,12 +63,15 @@ class _Worker:
 class Local:
     """A pool of spawned processes.
 
-    Arguments: the function that runs a unit (importable by name), the number of processes, and the grace
-    period.
+    Arguments: the function that runs a unit (importable by name), the number of processes, the grace period,
+    and the most bytes that a worker may hold (None: whatever the system lets it).
     """
 
-    def __init__(self, run_unit: RunUnit, processes: int, grace: float = GRACE) -> None:
+    def __init__(
+        self, run_unit: RunUnit, processes: int, grace: float = GRACE, memory: int | None = None
+    ) -> None:
         self._run_unit = run_unit
+        self._memory = memory
         self._wanted = max(1, processes)
         self._grace = grace
         self._context = multiprocessing.get_context("spawn")
@@ -116,7 +119,8 @@ class Local:
         busy = {worker.pipe: worker for worker in self._workers if worker.unit is not None}
         now = time.monotonic()
         next_limit = min((worker.deadline + self._grace for worker in busy.values()), default=now)
-        ready = wait(list(busy), timeout=max(0.0, min(1.0, next_limit - now)))
+        patience = 1.0 if self._memory is None else 0.1
+        ready = wait(list(busy), timeout=max(0.0, min(patience, next_limit - now)))
         for pipe in ready:
             worker = busy[pipe]  # type: ignore[index]
             yield from self._receive(worker, waiting)
@@ -129,6 +133,11 @@ class Local:
                 yield self._lose(
                     worker, "timeout", f"no answer within {worker.unit.timeout:g} s; killed", waiting
                 )
+            elif worker.unit is not None and self._memory is not None:
+                held = resident_bytes(worker.process.pid)
+                if held > self._memory:
+                    detail = f"the worker held {held >> 20} MiB, allowed {self._memory >> 20} MiB; killed"
+                    yield self._lose(worker, "out-of-memory", detail, waiting)
 
     def _receive(self, worker: _Worker, waiting: deque[Unit]) -> Iterator[Message]:
         unit = worker.unit
@@ -185,4 +194,15 @@ class Local:
             lines = [line for line in worker.log.read_text(errors="replace").splitlines() if line.strip()]
         except OSError:
             lines = []
+        if code == -signal.SIGKILL:
+            how += " (not by us: so the system ends what takes its last memory)"
         return f"the worker ended with {how}" + (f"; it last wrote: {lines[-1][:200]}" if lines else "")
+
+
+def resident_bytes(pid: int | None) -> int:
+    """The memory that a process holds; 0 where the system does not tell."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -56,7 +56,9 @@ class Finished:
 
 @dataclass(frozen=True)
 class Lost:
-    """A worker died or was killed during a step (None: before the first). `why` is "crash" or "timeout"."""
+    """A worker died or was killed during a step (None: before the first). `why` is "crash",
+    "timeout" or "out-of-memory".
+    """
 
     unit: Unit
     step: int | None

@@ -23,7 +23,7 @@ class Reference:
 @dataclass(frozen=True)
 class Pair:
     """Two corresponding leaves of observations (no tuples unless their lengths differ). `role`: grad,
-    value or event.
+    value, state or event.
     """
 
     label: str
@@ -31,21 +31,34 @@ class Pair:
     eager: Payload
     subject: Payload
 
+    @property
+    def place(self) -> str:
+        """The label without what differs from program to program: names, digits and positions."""
+        kind = self.label.split()[2] if self.role == "event" else ""
+        return f"{self.role} {kind}".strip()
+
 
 @dataclass
 class Evidence:
     """One case under one subject.
 
-    `reference` is called at most once, and only when bits differ. `notes` collects remarks that are no
-    findings.
+    `reference` is called at most once, and only when bits differ. `own_random`: the subject draws random
+    numbers of its own, so that only what holds for any numbers is compared. `notes` collects remarks that are
+    no findings.
     """
 
     eager: Outcome
     subject: Outcome
     bitwise: bool
     may_refuse: bool = False
+    own_random: bool = False
     reference: Callable[[], Reference] = lambda: Reference(None, "not run")
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def other_numbers(self) -> bool:
+        """Whether values may differ because the program drew random numbers and the subject draws its own."""
+        return self.own_random and (self.eager.drew or self.subject.drew)
 
     @cached_property
     def same_events(self) -> bool:
@@ -90,6 +103,10 @@ def _pairs(eager: Outcome, subject: Outcome, with_events: bool) -> Iterator[Pair
         yield from _leaves(f"grad {grad.name}", "grad", grad.value, theirs.get(grad.name))
     for place, (ours, other) in enumerate(zip(eager.values, subject.values, strict=False)):
         yield from _leaves(f"value {ours.name} ({place})", "value", ours.value, other.value)
+    states = {item.name: item.value for item in subject.state}
+    for item in eager.state:
+        if item.name in states:
+            yield from _leaves(f"state {item.name}", "state", item.value, states[item.name])
     if with_events:
         for place, (one, two) in enumerate(zip(eager.events, subject.events, strict=True)):
             yield from _leaves(f"event {place} {one.kind} {one.site}", "event", one.payload, two.payload)

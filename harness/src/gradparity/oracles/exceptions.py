@@ -25,6 +25,8 @@ REFUSAL_TEXT = re.compile(
     r"not (?:currently |yet )?(?:be )?support|unsupported|not implemented|graph break",
     re.IGNORECASE,
 )
+VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|\([^()]*\)|\[[^\[\]]*\]")
+NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 def exceptions(evidence: Evidence) -> Finding | None:
@@ -33,20 +35,19 @@ def exceptions(evidence: Evidence) -> Finding | None:
     if subject is None:
         if eager is None:
             return None
-        return Finding(
-            Verdict.DIVERGE, "no-exception", f"eager raises {_line(eager)}; subject raises nothing"
-        )
+        reason = f"eager raises {_line(eager)}; subject raises nothing"
+        return Finding(Verdict.DIVERGE, "no-exception", reason, _place(eager))
     if eager is None:
         verdict = _unexpected(subject, evidence.may_refuse)
         reason = f"eager raises nothing; subject: {_line(subject)}"
-        return Finding(verdict, f"raises {_short(subject)}", reason)
+        return Finding(verdict, f"raises {_short(subject)}", reason, _place(subject))
     if eager.type == subject.type:
         evidence.notes.append(f"eager raises {_short(eager)}")
         return None
     reason = f"eager raises {_line(eager)}; subject: {_line(subject)}"
     if _is_internal(subject):
-        return Finding(Verdict.CRASH, f"raises {_short(subject)}", reason)
-    return Finding(Verdict.DIVERGE, f"raises {_short(subject)} for {_short(eager)}", reason)
+        return Finding(Verdict.CRASH, f"raises {_short(subject)}", reason, _place(subject))
+    return Finding(Verdict.DIVERGE, f"raises {_short(subject)} for {_short(eager)}", reason, _place(subject))
 
 
 def _unexpected(raised: Raised, may_refuse: bool) -> Verdict:
@@ -68,4 +69,14 @@ def _short(raised: Raised) -> str:
 
 def _line(raised: Raised) -> str:
     lines = raised.message.strip().splitlines()
-    return f"{_short(raised)}: {lines[0] if lines else ''}"[:240]
+    text = f"{_short(raised)}: {lines[0] if lines else ''}"[:240]
+    cause = raised.cause.partition(": ")[2]
+    return text if cause in raised.message.partition("\n")[0] else f"{text} {raised.cause}"[:400]
+
+
+def _place(raised: Raised) -> str:
+    """What raised, and its first words, without numbers, quoted names and lists: they differ from program to
+    program.
+    """
+    words = NUMBER.sub("#", VARYING.sub("…", raised.cause))
+    return f"{raised.where} {words[:100]}".strip()

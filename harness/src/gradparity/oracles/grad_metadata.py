@@ -32,9 +32,8 @@ def leaf_metadata(pair: Pair, evidence: Evidence) -> Finding | None:
         return _tensors(pair, eager, subject, evidence)
     if _kind(eager) != _kind(subject):
         symptom = f"{pair.role}-none" if None in (eager, subject) else f"{pair.role}-kind"
-        return Finding(
-            Verdict.DIVERGE, symptom, f"{pair.label}: eager {_said(eager)}, subject {_said(subject)}"
-        )
+        reason = f"{pair.label}: eager {_said(eager)}, subject {_said(subject)}"
+        return Finding(Verdict.DIVERGE, symptom, reason, pair.place)
     return None
 
 
@@ -43,13 +42,13 @@ def _tensors(pair: Pair, eager: TensorRecord, subject: TensorRecord, evidence: E
         one, two = getattr(eager, what), getattr(subject, what)
         if one != two:
             symptom = f"{pair.role}-{'class' if what == 'cls' else what}"
-            return Finding(
-                Verdict.DIVERGE, symptom, f"{pair.label}: {what} is {one} in eager, {two} in subject"
-            )
+            reason = f"{pair.label}: {what} is {one} in eager, {two} in subject"
+            return Finding(Verdict.DIVERGE, symptom, reason, pair.place)
     if long_strides(eager) != long_strides(subject):
         reason = f"{pair.label}: strides are {eager.strides} in eager, {subject.strides} in subject"
         if pair.role != "event":
-            return Finding(Verdict.DIVERGE, f"{pair.role}-strides", f"{reason}, shape {eager.shape}")
+            reason = f"{reason}, shape {eager.shape}"
+            return Finding(Verdict.DIVERGE, f"{pair.role}-strides", reason, pair.place)
         if evidence.bitwise:
             evidence.notes.append(reason)
     return None

@@ -22,9 +22,10 @@ def hook_order(evidence: Evidence) -> Finding | None:
     place = first_difference(eager, subject)
     reason = f"call {place}: eager {_at(eager, place)}, subject {_at(subject, place)}"
     counts = _counts(eager, subject)
+    kinds = f"{_kind(eager, place)} for {_kind(subject, place)}"
     if counts:
-        return Finding(Verdict.HOOK_ORDER, "hook-count", f"{counts}; {reason}")
-    return Finding(Verdict.HOOK_ORDER, "hook-order", reason)
+        return Finding(Verdict.HOOK_ORDER, "hook-count", f"{counts}; {reason}", kinds)
+    return Finding(Verdict.HOOK_ORDER, "hook-order", reason, kinds)
 
 
 def first_difference(eager: list[Step], subject: list[Step]) -> int:
@@ -47,6 +48,10 @@ def _counts(eager: list[Step], subject: list[Step]) -> str:
 
 def _named(steps: Counter[Step]) -> str:
     return ", ".join(f"{kind} {site}" for site, kind in list(steps)[:3]) + (", …" if len(steps) > 3 else "")
+
+
+def _kind(steps: list[Step], place: int) -> str:
+    return steps[place][1] if place < len(steps) else "nothing"
 
 
 def _at(steps: list[Step], place: int) -> str:

@@ -12,12 +12,14 @@ from gradparity.oracles.evidence import Evidence
 from gradparity.oracles.exceptions import exceptions
 from gradparity.oracles.grad_metadata import grad_metadata
 from gradparity.oracles.hook_order import hook_order
+from gradparity.oracles.invariants import invariants
+from gradparity.oracles.side_effects import side_effects
 from gradparity.oracles.values import values
 from gradparity.verdict import Finding, Verdict
 
 Oracle = Callable[[Evidence], Finding | None]
 
-ORACLES: tuple[Oracle, ...] = (exceptions, hook_order, grad_metadata, values)
+ORACLES: tuple[Oracle, ...] = (exceptions, hook_order, grad_metadata, invariants, values, side_effects)
 """In this order: an exception explains missing events, a wrong order explains other payloads, and so on."""
 
 
@@ -29,6 +31,7 @@ class Judgement:
     symptom: str = ""
     reason: str = ""
     notes: tuple[str, ...] = ()
+    place: str = ""
 
 
 def judge(evidence: Evidence) -> Judgement:
@@ -40,4 +43,4 @@ def judge(evidence: Evidence) -> Judgement:
     if first.verdict is Verdict.UNSUPPORTED:
         rest = []
     also = tuple(f"also {item.symptom}: {item.reason}" for item in rest)
-    return Judgement(first.verdict, first.symptom, first.reason, also + tuple(evidence.notes))
+    return Judgement(first.verdict, first.symptom, first.reason, also + tuple(evidence.notes), first.place)

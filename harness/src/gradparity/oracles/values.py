@@ -16,7 +16,9 @@ from gradparity.oracles.tolerances import UNSTABLE, Tolerance, tolerance
 from gradparity.outcome import Payload, TensorRecord
 from gradparity.verdict import Finding, Verdict
 
-SYMPTOMS = {"grad": "grad-values", "value": "values", "event": "hook-payload"}
+CANCELLED = 1e-6
+"""Gradients smaller than this share of the values are what rounding leaves of nothing."""
+SYMPTOMS = {"grad": "grad-values", "value": "values", "state": "state-values", "event": "hook-payload"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class LeafError:
 
 def values(evidence: Evidence) -> Finding | None:
     """Compares the data of every leaf whose metadata agrees."""
+    if evidence.other_numbers:
+        return None
     unstable: Finding | None = None
     for pair in evidence.pairs:
         found = leaf_values(pair, evidence)
@@ -54,10 +58,14 @@ def values(evidence: Evidence) -> Finding | None:
 
 
 def errors(evidence: Evidence) -> Iterator[LeafError]:
-    """The error of every pair of comparable tensors, for the table that `gradparity show` prints."""
+    """The error of every pair of comparable tensors, for the table that `gradparity show` prints; of watched
+    tensors only those that differ.
+    """
     for pair in evidence.pairs:
         records = _records(pair)
-        if records is not None and pair.role != "event":
+        if records is None or pair.role == "event":
+            continue
+        if pair.role != "state" or not same_bits(*records):
             yield _measure(pair.label, *records, evidence)
 
 
@@ -67,7 +75,7 @@ def leaf_values(pair: Pair, evidence: Evidence) -> Finding | None:
     if records is None:
         if _plain_differ(pair.eager, pair.subject, evidence.bitwise):
             reason = f"{pair.label}: eager {pair.eager!r}, subject {pair.subject!r}"
-            return Finding(Verdict.DIVERGE, symptom, reason)
+            return Finding(Verdict.DIVERGE, symptom, reason, f"{pair.place} {type(pair.eager).__name__}")
         return None
     if same_bits(*records):
         if evidence.bitwise and signed_zero(*records):
@@ -80,7 +88,7 @@ def leaf_values(pair: Pair, evidence: Evidence) -> Finding | None:
         symptom += "-bits"
     elif found.verdict is Verdict.REF_UNSTABLE:
         symptom = "ref-unstable"
-    return Finding(found.verdict, symptom, f"{pair.label}: {found.describe()}")
+    return Finding(found.verdict, symptom, f"{pair.label}: {found.describe()}", pair.place)
 
 
 def _measure(label: str, eager: TensorRecord, subject: TensorRecord, evidence: Evidence) -> LeafError:
@@ -93,7 +101,7 @@ def _measure(label: str, eager: TensorRecord, subject: TensorRecord, evidence: E
         return replace(found, way="must be equal")
     if found.difference == math.inf:
         return replace(found, way="inf or NaN in other places")
-    speck = row.speck * min(1.0, _largest_grad(evidence))
+    speck = row.speck * min(1.0, _scale(evidence))
     plain = row.plain * size + speck
     reference = evidence.reference_leaves.get(label)
     if not isinstance(reference, TensorRecord) or reference.shape != eager.shape:
@@ -133,6 +141,14 @@ def _plain_differ(eager: Payload, subject: Payload, bitwise: bool) -> bool:
     return eager != subject
 
 
-def _largest_grad(evidence: Evidence) -> float:
-    records = [pair.eager for pair in evidence.pairs if pair.role == "grad"]
+def _scale(evidence: Evidence) -> float:
+    """The largest magnitude among the gradients; that of the values, where all gradients cancel to nothing
+    beside them and so give no scale.
+    """
+    grads, shown = (_largest(evidence, role) for role in ("grad", "value"))
+    return shown if grads < CANCELLED * shown else grads
+
+
+def _largest(evidence: Evidence, role: str) -> float:
+    records = [pair.eager for pair in evidence.pairs if pair.role == role]
     return max((magnitude(item) for item in records if isinstance(item, TensorRecord)), default=0.0)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
+from gradparity.errors import ReproError
 from gradparity.outcome import Outcome
 
 T = TypeVar("T")
@@ -18,18 +19,29 @@ T = TypeVar("T")
 class Subject:
     """Runs everything as eager does; the base of all others.
 
-    `bitwise`: promises gradients equal to eager's to the bit. `accountable`: its unexpected divergences fail
-    a run. `may_refuse`: an error that says "not supported" counts as UNSUPPORTED rather than DIVERGE.
-    `stock`: the subject with the same forward and torch's own backward, where that forward is not eager's.
+    `bitwise`: promises gradients equal to eager's to the bit. `accountable`: its unexpected divergences
+    fail a run. `may_refuse`: an error that says "not supported" counts as UNSUPPORTED rather than DIVERGE.
+    `own_random`: it draws other random numbers than eager. `stock`: the subject with the same forward and
+    torch's own backward, where that forward is not eager's.
     """
 
     bitwise: bool = False
     accountable: bool = False
     may_refuse: bool = False
+    own_random: bool = False
     stock: Subject | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+    @property
+    def script(self) -> str:
+        """How a user would call it, as Python text: any of the functions `by_subject(target)`,
+        `around_backward()` and `around_program()`. Raises ReproError if there is no such way.
+        """
+        raise ReproError(
+            f"subject {self.name} has no form in plain torch\n  try    define Subject.script for it"
+        )
 
     def compile(self, target: T) -> T:
         """Compiles a function or module, or returns it as it is."""

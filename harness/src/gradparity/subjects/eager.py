@@ -12,3 +12,4 @@ class Eager(Subject):
     """Eager itself."""
 
     bitwise = True
+    script = ""

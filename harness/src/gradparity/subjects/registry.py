@@ -27,6 +27,7 @@ from gradparity.subjects.retrograd_aot import (
 from gradparity.subjects.retrograd_behind_stock import FORWARDS, RetrogradBehindStock
 from gradparity.subjects.retrograd_live import BACKENDS, RetrogradLive
 from gradparity.subjects.stock import StockCompile, StockCompiledAutograd
+from gradparity.subjects.stock_passes import StockPasses
 
 
 def _live(name: str) -> Subject:
@@ -43,6 +44,7 @@ NAMED: dict[str, Callable[[str], Subject]] = {
     "eager": Eager,
     "stock-compile:aot_eager": lambda name: StockCompile(name, "aot_eager"),
     "stock-compile:inductor": lambda name: StockCompile(name, "inductor"),
+    "stock-passes:inductor": StockPasses,
     "stock-ca:eager": lambda name: StockCompiledAutograd(name, "eager"),
     "stock-ca:inductor": lambda name: StockCompiledAutograd(name, "inductor"),
     **{f"retrograd-live:{backend}": _live for backend in BACKENDS},
@@ -68,6 +70,8 @@ NAMED: dict[str, Callable[[str], Subject]] = {
 
 FORMS = {
     "compile:<backend>": "torch.compile with any registered backend",
+    "compile:<backend>+random": "the same, drawing random numbers of its own",
+    "stock-ca:<backend>": "eager forward, stock compiled autograd with any registered backend",
     "planted:<fault>": f"eager with a planted fault, to test the tester: {', '.join(FAULTS)}",
     "import:<module>:<class>": "a Subject of your own",
 }
@@ -82,6 +86,8 @@ def resolve(name: str) -> Subject:
     form, _, rest = name.partition(":")
     if form == "compile":
         return _compile(name, rest)
+    if form == "stock-ca":
+        return StockCompiledAutograd(name, _registered(rest))
     if form == "planted" and rest in FAULTS:
         return planted(name, rest)
     if form == "import":
@@ -98,12 +104,20 @@ def _halves(name: str) -> tuple[str, str]:
 def _compile(name: str, backend: str) -> Subject:
     if backend == "retrograd":
         return RetrogradCompile(name)
+    plain, _, flag = backend.partition("+")
+    if flag == "random":
+        return StockCompile(name, _registered(plain), own_random=True)
+    return StockCompile(name, _registered(backend))
+
+
+def _registered(backend: str) -> str:
+    """The name of a backend that Dynamo knows."""
     import torch._dynamo
 
     known: list[str] = torch._dynamo.list_backends(exclude_tags=None)
     if backend not in known:
         raise UnknownNameError("torch.compile backend", backend, known)
-    return StockCompile(name, backend)
+    return backend
 
 
 def _imported(name: str, path: str) -> Subject:

@@ -80,6 +80,17 @@ class RetrogradAot(Subject):
         self._retrograd = imported("retrograd", name)
         self._journal = AotJournal(name)
 
+    @property
+    def script(self) -> str:
+        """As a user calls it."""
+        words = "".join(f", {key}={value!r}" for key, value in self._options.items())
+        return (
+            "def by_subject(target):\n    import retrograd.aot\n\n"
+            "    is_module = isinstance(target, torch.nn.Module)\n"
+            "    compiler = retrograd.aot.module if is_module else retrograd.aot.function\n"
+            f"    return compiler(target{words})\n"
+        )
+
     def compile(self, target: T) -> T:
         """The function or module behind all stages of the AOT path."""
         return compiled_ahead(target, **self._options)
@@ -150,6 +161,15 @@ class RetrogradCompile(DynamoSubject):
         self._options = {} if inner is None else {"options": {"backend": inner}}
         self._retrograd = imported("retrograd", name)
         self._journal = AotJournal(name)
+
+    @property
+    def script(self) -> str:
+        """As a user calls torch.compile."""
+        words = "".join(f", {key}={value!r}" for key, value in self._options.items())
+        return (
+            "def by_subject(target):\n    import retrograd.dynamo\n\n"
+            f"    return torch.compile(target, backend={self.backend!r}{words})\n"
+        )
 
     def compile(self, target: T) -> T:
         """The function or module under torch.compile."""

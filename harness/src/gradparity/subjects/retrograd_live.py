@@ -33,6 +33,15 @@ class RetrogradLive(Subject):
         self._before: Counter[str] = Counter()
         self._reasons: Counter[Any] = Counter()
 
+    @property
+    def script(self) -> str:
+        """As a user calls it."""
+        words = "".join(f", {key}={value!r}" for key, value in self._options.items())
+        return (
+            "def around_backward():\n    import retrograd\n\n"
+            f"    return retrograd.compiled_autograd(backend={self.backend!r}{words})\n"
+        )
+
     def backward(self) -> AbstractContextManager[Any]:
         """Every backward inside is compiled by retrograd."""
         context: AbstractContextManager[Any] = self._retrograd.compiled_autograd(

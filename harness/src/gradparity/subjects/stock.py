@@ -16,22 +16,40 @@ from gradparity.subjects.base import Subject
 T = TypeVar("T")
 
 
+FALLBACK_RANDOM = """
+def around_program():
+    import torch._inductor.config as inductor_config
+
+    return inductor_config.patch(fallback_random=True)
+"""
+BY_COMPILE = """
+def by_subject(target):
+    return torch.compile(target, backend={backend!r})
+"""
+BY_COMPILED_AUTOGRAD = """
+def around_backward():
+    import torch._dynamo.compiled_autograd as compiled_autograd
+
+    return compiled_autograd._enable(torch.compile(backend={backend!r}))
+"""
+
+
 class DynamoSubject(Subject):
     """What all subjects that go through Dynamo share: reset, counters, hooks kept out of tracing."""
 
     may_refuse = True
 
-    def __init__(self, name: str, backend: str) -> None:
+    def __init__(self, name: str, backend: str, own_random: bool = False) -> None:
         super().__init__(name)
-        self.backend = backend
+        self.backend, self.own_random = backend, own_random
         self._before = 0
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Eager's random numbers in compiled code too."""
+        """Eager's random numbers in compiled code too, unless it shall draw its own."""
         import torch._inductor.config as inductor_config
 
-        with inductor_config.patch(fallback_random=True):
+        with inductor_config.patch(fallback_random=not self.own_random):
             yield
 
     def wrap_hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,6 +80,12 @@ class DynamoSubject(Subject):
 class StockCompile(DynamoSubject):
     """torch.compile of the program's functions and modules; plain backward."""
 
+    @property
+    def script(self) -> str:
+        """As a user calls torch.compile."""
+        random = "" if self.own_random else FALLBACK_RANDOM
+        return BY_COMPILE.format(backend=self.backend) + "\n" + random
+
     def compile(self, target: T) -> T:
         """The function or module under torch.compile."""
         compiler: Any = torch.compile
@@ -71,6 +95,11 @@ class StockCompile(DynamoSubject):
 
 class StockCompiledAutograd(DynamoSubject):
     """Eager forward; stock compiled autograd around the backward."""
+
+    @property
+    def script(self) -> str:
+        """As torch's own tests switch compiled autograd on."""
+        return BY_COMPILED_AUTOGRAD.format(backend=self.backend) + "\n" + FALLBACK_RANDOM
 
     def backward(self) -> AbstractContextManager[Any]:
         """Compiled autograd with torch.compile as its compiler."""

@@ -24,6 +24,7 @@ __all__ = [
     "UnlikeTracedError",
     "UnsupportedTorchError",
     "VerificationError",
+    "first_line",
 ]
 
 
@@ -55,6 +56,12 @@ class Reason:
         if self.way_out:
             lines.append(f"  try    {self.way_out}")
         return "\n".join(lines)
+
+
+def first_line(error: Exception) -> str:
+    """`error` in one line: its class, unless it is a Refusal, and the first line of its text."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    return text if isinstance(error, Refusal) else f"{type(error).__name__}: {text}"
 
 
 class Refusal(Exception):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from retrograd._torch.structured_trace import artifact
-from retrograd.errors import FallbackWarning, Reason
+from retrograd.errors import FallbackWarning, Reason, first_line
 from retrograd.events import LOGS, counters
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.render import readable
@@ -220,8 +220,7 @@ def reason_of(error: Exception, stage: str, code: str = "compile-failed") -> Rea
     reason = getattr(error, "reason", None)
     if isinstance(reason, Reason):
         return reason
-    text = (str(error).strip().splitlines() or [""])[0]
-    return Reason(code, f"{type(error).__name__}: {text}", stage)
+    return Reason(code, first_line(error), stage)
 
 
 def _first(reason: Reason, what: str) -> str | None:

@@ -26,7 +26,7 @@ from retrograd.aot.differentiate import Differentiated, differentiate
 from retrograd.aot.enter import EntryPlan, Inputs
 from retrograd.aot.joint import JointGraph
 from retrograd.aot.tidy import tidy
-from retrograd.errors import CaptureError, Reason, Refusal, RetrogradError
+from retrograd.errors import CaptureError, Reason, Refusal, RetrogradError, first_line
 from retrograd.graph.capture_state import CaptureState
 from retrograd.graph.joint import Cotangent, JointSignature, Junction, Output, Region
 
@@ -78,14 +78,10 @@ def _is_size(value: Any) -> bool:
 
 
 def _capture_error(state: CaptureState, error: Exception) -> CaptureError:
-    found = next(iter(str(error).strip().splitlines()), "")
-    code = error.code if isinstance(error, Refusal) else "trace-failed"
-    if code == "trace-failed":
-        found = f"{type(error).__name__}: {found}"
     return CaptureError(
         Reason(
-            code,
-            f"cannot capture {state.name}: {found}",
+            error.code if isinstance(error, Refusal) else "trace-failed",
+            f"cannot capture {state.name}: {first_line(error)}",
             "aot.capture",
             way_out="call it eagerly, or keep the part that cannot be captured out of the function",
         )

@@ -23,7 +23,7 @@ from retrograd.cudagraphs.address_history import AddressHistory
 from retrograd.cudagraphs.recorded import Recorded
 from retrograd.cudagraphs.recorder import Boxed, Recorder
 from retrograd.cudagraphs.refusals import HELD, NOT_NOW, refusal
-from retrograd.errors import Reason
+from retrograd.errors import Reason, first_line
 from retrograd.events import counters
 
 __all__ = ["MOST_MADE", "MOST_RECORDINGS", "WARM_UPS", "GraphedCall"]
@@ -145,8 +145,7 @@ class GraphedCall:
             )
         except Exception as error:
             self._made, self._refused = MOST_MADE, not self._recordings  # older recordings stay good
-            text = (str(error).strip().splitlines() or [""])[0]
-            self._say(refusal("cuda-graphs-failed", f"{type(error).__name__}: {text}"))
+            self._say(refusal("cuda-graphs-failed", first_line(error)))
             return None
         self._stream = self._recorder.stream(self._device)
         self._made += 1

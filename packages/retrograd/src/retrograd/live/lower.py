@@ -27,7 +27,7 @@ from retrograd._torch.thread_modes import (
 from retrograd._torch.tracing import Traced, is_batched, trace
 from retrograd.backends.base import Boxed
 from retrograd.cudagraphs import graphed
-from retrograd.errors import LoweringError, Reason, Refusal
+from retrograd.errors import LoweringError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
 from retrograd.live.background import Later, begin
 from retrograd.live.determinism import determinism_is_on, operations_may_warn
@@ -173,7 +173,7 @@ class BoxedRunner:
             # Holding the inputs takes memory: without that the code may have what it needs.
             lowered.has_run = out_of_memory
             if not out_of_memory:
-                self._give_up(f"its code failed: {_first_line(error)}", error)
+                self._give_up(f"its code failed: {first_line(error)}", error)
             return self._interpret(held)
         lowered.has_run = True
         return results
@@ -189,7 +189,7 @@ class BoxedRunner:
 
     def _distrust(self, error: Exception) -> None:
         """Code that had worked failed: this backward is lost, the next one interprets the segment."""
-        because = f"its code failed: {_first_line(error)}"
+        because = f"its code failed: {first_line(error)}"
         self._interpret_because = because
         error.add_note(f"segment {self._number} of this backward is interpreted from now on: {because}")
         self._tell("interpreted", "", because)
@@ -212,7 +212,7 @@ class BoxedRunner:
             self._give_up(str(error), error)
             return None
         except Exception as error:
-            self._give_up(_first_line(error), error)
+            self._give_up(first_line(error), error)
             return None
 
     def _taken_over(self, args: list[Any], modes: ThreadModes) -> tuple[Lowered, list[Any]] | None:
@@ -376,7 +376,3 @@ def _is_alike(border: SubclassBorder | None, args: list[Any]) -> bool:
 
 def _not_there(args: list[Any]) -> Sequence[Any]:
     raise AssertionError("the code of a segment was run before it was there")
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -20,7 +20,7 @@ from retrograd._torch.streams import in_order_with_streams
 from retrograd._torch.structured_trace import event
 from retrograd._torch.window import window
 from retrograd.config import Config
-from retrograd.errors import CaptureError, Reason, Refusal
+from retrograd.errors import CaptureError, Reason, Refusal, first_line
 from retrograd.events import live_log
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.live.captured import CapturedBackward
@@ -176,7 +176,7 @@ def _reason_of(error: Exception) -> Reason:
         return error.reason
     if isinstance(error, Refusal):
         return _reason(error.code, str(error))
-    return _reason("capture-failed", f"{type(error).__name__}: {error}")
+    return _reason("capture-failed", first_line(error))
 
 
 _WAY_OUT = {

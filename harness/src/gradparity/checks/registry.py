@@ -1,0 +1,43 @@
+"""Names of checks.
+
+In: "reuse", "recompiles", "leaks", "memory", "warnings", "cache", "metamorphic". Out: functions. Raises
+UnknownNameError for anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from gradparity.checks.cache import cache
+from gradparity.checks.leaks import leaks
+from gradparity.checks.memory import memory
+from gradparity.checks.metamorphic import metamorphic
+from gradparity.checks.reuse import recompiles, reuse
+from gradparity.checks.warned import warned
+from gradparity.corpus.base import Program
+from gradparity.errors import UnknownNameError
+from gradparity.subjects.base import Subject
+from gradparity.verdict import Finding
+
+Check = Callable[[Program, Subject, torch.device], Finding | None]
+
+CHECKS: dict[str, Check] = {
+    "reuse": reuse,
+    "recompiles": recompiles,
+    "warnings": warned,
+    "metamorphic": metamorphic,
+    "leaks": leaks,
+    "memory": memory,
+    "cache": cache,
+}
+"""In the order in which they run: the cheap ones first."""
+
+
+def chosen(names: tuple[str, ...]) -> list[Check]:
+    """The checks of these names, in their order; "all" is all of them."""
+    unknown = [name for name in names if name not in (*CHECKS, "all")]
+    if unknown:
+        raise UnknownNameError("check", unknown[0], [*CHECKS, "all"])
+    return [check for name, check in CHECKS.items() if name in names or "all" in names]

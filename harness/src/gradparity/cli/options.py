@@ -1,0 +1,104 @@
+"""What commands share: options, the console, and how an error reaches the user.
+
+In: values from the command line. Out: annotated types for parameters; contexts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from gradparity.cli.app import USAGE_ERROR
+from gradparity.errors import GradparityError, StoreFullError, UnknownNameError
+
+PIPE_WIDTH = 140
+WRITE_ERROR = 3
+
+
+class Device(StrEnum):
+    """Where programs run; auto is a GPU if there is one."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+Subjects = Annotated[list[str], typer.Option("--subject", "-s", help="a subject's name; repeatable")]
+Subject = Annotated[str, typer.Option("--subject", "-s", help="a subject's name")]
+Corpora = Annotated[
+    list[str] | None,
+    typer.Option("--corpus", "-c", help="a corpus's name; repeatable; default: all float32"),
+]
+DeviceOption = Annotated[Device, typer.Option("--device", help="where programs run")]
+Timeout = Annotated[float, typer.Option(min=0.1, help="seconds for one case")]
+Seed = Annotated[int, typer.Option(min=0, help="decides all inputs")]
+Processes = Annotated[int, typer.Option("-n", "--processes", min=0, help="worker processes; 0: none")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="write one JSON line per case")]
+HtmlFile = Annotated[Path | None, typer.Option("--report", help="write a self-contained HTML report")]
+JunitFile = Annotated[Path | None, typer.Option("--junit", help="write JUnit XML")]
+Limit = Annotated[
+    int | None, typer.Option(min=1, help="at most so many cases, spread evenly over the corpus")
+]
+MatchOption = Annotated[
+    str, typer.Option(help="only cases that match: NAME, CORPUS::NAME or CORPUS::NAME::INDEX")
+]
+ExpectedFile = Annotated[
+    Path | None, typer.Option("--expected", help="TOML file of known divergences and fallbacks")
+]
+StoreFile = Annotated[
+    Path | None, typer.Option("--store", help="keep results in this file; an unfinished run goes on there")
+]
+ShardOption = Annotated[str | None, typer.Option("--shard", help="only the i-th of n parts: i/n")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="a new process for every case")]
+MemoryLimit = Annotated[
+    float | None, typer.Option("--memory-limit", min=0.1, help="GiB that a worker may hold")
+]
+Checks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--check",
+        help="check more: reuse, recompiles, warnings, metamorphic, leaks, memory, cache, all",
+    ),
+]
+Ablate = Annotated[bool, typer.Option("--ablate", help="say which stage breaks a case that diverges")]
+ExecutorOption = Annotated[str, typer.Option("--executor", help="where workers run: local or ray")]
+Address = Annotated[str | None, typer.Option("--address", help="address of the Ray cluster")]
+GpusPerWorker = Annotated[
+    float, typer.Option("--gpus-per-worker", min=0.0, help="share of a GPU for each Ray worker")
+]
+
+
+def console() -> Console:
+    """As wide as the terminal; wide enough for the tables where output goes to a file or pipe."""
+    made = Console()
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = PIPE_WIDTH
+    return made
+
+
+def device_name(device: Device) -> str:
+    """The device that is meant. Raises UnknownNameError for a GPU that is not there."""
+    if device is Device.auto:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise UnknownNameError("device", "cuda", ["cpu"])
+    return device.value
+
+
+@contextmanager
+def errors(shown: Console) -> Iterator[None]:
+    """Errors of the harness become one line (and the way out) and an exit code."""
+    try:
+        yield
+    except GradparityError as error:
+        shown.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        code = WRITE_ERROR if isinstance(error, StoreFullError) else USAGE_ERROR
+        raise typer.Exit(code) from error

@@ -1,0 +1,151 @@
+"""What a worker does: draws, runs, judges, and shrinks what is new.
+
+In: a Unit whose payload is a `FuzzTask` in plain data. Out: for each case its row, how many drawings were
+rejected, which passes fired, and a find if the case diverged in a way that nothing known covers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from gradparity.case import Case
+from gradparity.corpus.generated import NAME, scripted
+from gradparity.differential import Comparison, compare
+from gradparity.errors import CaseTimeout, GradparityError
+from gradparity.executors.unit import Emit, Unit
+from gradparity.exhibit import exhibit
+from gradparity.fired import counting
+from gradparity.fuzzing.find import Find
+from gradparity.generate.draw import drawn_and_run
+from gradparity.generate.script import Script
+from gradparity.shrink.features import features
+from gradparity.shrink.question import still_diverges
+from gradparity.shrink.shrinker import Shrinker
+from gradparity.signature import Signature, signature_of
+from gradparity.subjects.base import Subject
+from gradparity.subjects.registry import resolve
+from gradparity.verdict import Row, Verdict, row_of
+from gradparity.work import alarm, judged, quiet
+
+ENOUGH, ONE_IN = 5, 6
+"""After so many finds that look alike, one in so many of the others is shrunk."""
+STRIDE = 1_000_000
+"""Seeds of programs begin at the campaign's seed times this."""
+
+
+@dataclass(frozen=True)
+class FuzzTask:
+    """Cases `start` to `start + count` of a campaign, without those to `skip`. `known` are signatures in
+    plain data.
+    """
+
+    subject: str
+    device: str
+    seed: int
+    policies: tuple[str, ...]
+    start: int
+    count: int
+    timeout: float
+    shrink_seconds: float
+    known: list[dict[str, Any]] = field(default_factory=list)
+    skip: list[int] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for a Unit's payload."""
+        return asdict(self)
+
+    def case(self, number: int) -> Case:
+        """The case with this number: the policies take turns."""
+        turn, place = divmod(number, len(self.policies))
+        return Case(NAME, self.policies[place], self.seed * STRIDE + turn)
+
+
+def fuzz_unit(unit: Unit, emit: Emit) -> bool:
+    """Runs the unit's task; see `executors.unit.RunUnit`."""
+    task = FuzzTask(**unit.payload)
+    subject = resolve(task.subject)
+    known = [Signature.from_json(item) for item in task.known]
+    quiet()
+    for step in range(unit.start, task.count):
+        if task.start + step in task.skip:
+            continue
+        case = task.case(task.start + step)
+        emit("start", step, {"case": case.address, "seed": case.seed})
+        result, fit = _case(case, subject, task, known)
+        emit("result", step, result)
+        if not fit:
+            return False
+    return True
+
+
+def _case(
+    case: Case, subject: Subject, task: FuzzTask, known: list[Signature]
+) -> tuple[dict[str, Any], bool]:
+    """The result in plain data, and whether the process is fit for more."""
+    device, script, find = torch.device(task.device), Script(), None
+    found: Comparison | None = None
+    fired: Counter[str] = Counter()
+    row = row_of(case, subject.name, Verdict.TIMEOUT, "timeout", f"longer than {task.timeout:g} s")
+    try:
+        with alarm(task.timeout), counting() as fired:
+            script, shown = drawn_and_run(case.name, case.index or 0)
+            first = shown if device.type == "cpu" and case.seed == 0 else None
+            found = compare(scripted(case, script), subject, device, first=first)
+            row = replace(found.row, exhibit=exhibit(found))
+    except CaseTimeout:
+        pass
+    except GradparityError as error:
+        row = row_of(case, subject.name, Verdict.CRASH, "broken-case", str(error))
+    begun = time.monotonic()
+    if found is not None and row.is_find:
+        find = _news(case, script, found, subject, task, known)
+    return {
+        "row": row.to_json(),
+        "attempt": script.attempt,
+        "shrinking": time.monotonic() - begun,
+        "fired": dict.fromkeys(fired, 1),
+        "diverged": row.is_find,
+        "find": None if find is None else find.to_json(),
+    }, row.verdict is not Verdict.TIMEOUT
+
+
+def _news(
+    case: Case, script: Script, found: Comparison, subject: Subject, task: FuzzTask, known: list[Signature]
+) -> Find | None:
+    """The find, shrunk and confirmed; None if something known covers it, before or after, or if so many are
+    known that look like it that only some of them are looked into.
+    """
+    signature = signature_of(found.row, features(script))
+    alike = sum(item.coarse == signature.coarse for item in known)
+    tiring = task.shrink_seconds > 0 and alike >= ENOUGH and (case.index or 0) % ONE_IN
+    if _is_covered(signature, known) or tiring:
+        return None
+    shrunk, tried = script, 0
+    device = torch.device(task.device)
+    if task.shrink_seconds > 0:
+        question = still_diverges(found, case, subject, device, task.timeout)
+        made = Shrinker(question, task.shrink_seconds).shrink(script)
+        shrunk, tried = made.script, made.tried
+    row = _confirmed(case, shrunk, found, subject, device)
+    signature = signature_of(row, features(shrunk))
+    if _is_covered(signature, known):
+        return None
+    known.append(signature)
+    return Find(
+        subject.name, case.address, case.seed, script, shrunk, signature, row, tried, torch.__version__
+    )
+
+
+def _confirmed(case: Case, shrunk: Script, found: Comparison, subject: Subject, device: torch.device) -> Row:
+    """The row of the shrunk script; that of the one as drawn, if the shrunk one does not repeat it."""
+    row = judged(scripted(case, shrunk), subject, device)
+    return row if signature_of(row) == signature_of(found.row) else found.row
+
+
+def _is_covered(signature: Signature, known: list[Signature]) -> bool:
+    return any(item.covers(signature) for item in known)

@@ -1,0 +1,154 @@
+"""Losses: how the run uses the outputs, and with which cotangents.
+
+In: a draft and the outputs that require grad. Out: lines for the run. Cotangents are made before the forward,
+in every layout: expanded ones as `.sum()` hands them over, transposed, gapped, zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gradparity.generate.around.outputs import Output
+from gradparity.generate.draft import Draft
+from gradparity.generate.inputs import Shape, laid_out, written
+
+Roots = list[Output]
+
+
+def losses(draft: Draft, roots: Roots) -> list[str]:
+    """The backward part of the run; nothing if no output requires grad."""
+    if not roots:
+        return []
+    return LOSSES[draft.chance.weighted(draft.policy.losses)](draft, roots)
+
+
+def cotangent(draft: Draft, root: Output) -> str:
+    """Makes a cotangent before the forward, and gives its text, in the root's dtype."""
+    layout = draft.chance.weighted(draft.policy.cotangents)
+    kind = "torch.zeros" if layout == "zero" else "p.randn"
+    if root.value.is_complex():
+        text = laid_out(
+            draft, root.shape, layout, lambda s: "torch.complex({0}, {0})".format(f"p.randn({written(s)})")
+        )
+    else:
+        text = laid_out(draft, root.shape, layout, lambda s: f"{kind}({_sizes(kind, s)})")
+    name = draft.name("c")
+    draft.put(f"{name} = {text}")
+    return f"{name}.to({root.name}.dtype)"
+
+
+def _sizes(maker: str, sizes: Shape) -> str:
+    return written(sizes) if maker.startswith("p.") else str(sizes)
+
+
+def _sum_of(draft: Draft, roots: Roots) -> str:
+    """One number that depends on all roots."""
+    text = " + ".join(_number(draft, root) for root in roots)
+    return f"({text})" if len(roots) > 1 else text
+
+
+def _number(draft: Draft, root: Output) -> str:
+    if root.value.is_complex():
+        return draft.chance.pick(
+            (f"{root.name}.abs().sum()", f"{root.name}.real.sum()", f"torch.view_as_real({root.name}).sum()")
+        )
+    forms = [f"{root.name}.sum()", f"{root.name}.sum()", f"{root.name}.mean()"]
+    if len(root.shape) > 1:
+        forms += [f"{root.name}.mT.sum()", f"{root.name}.transpose(0, 1).sum()", f"{root.name}[0].sum()"]
+    return draft.chance.pick(forms)
+
+
+def _backward(text: str) -> list[str]:
+    return [f"with p.backward():\n    {text}"]
+
+
+def _sum(draft: Draft, roots: Roots) -> list[str]:
+    return _backward(f"{_sum_of(draft, roots)}.backward()")
+
+
+def _weighted(draft: Draft, roots: Roots) -> list[str]:
+    parts = [f"({root.name} * {cotangent(draft, root)}).sum()" for root in roots]
+    turned = [
+        f"({root.name}.mT * {cotangent(draft, root)}.mT).sum()" for root in roots if len(root.shape) > 1
+    ]
+    if len(turned) == len(roots) and draft.chance.flip(0.3):
+        parts = turned
+    real = " + ".join(
+        f"{part}.abs()" if root.value.is_complex() else part for part, root in zip(parts, roots, strict=True)
+    )
+    return _backward(f"({real}).backward()")
+
+
+def _square(draft: Draft, roots: Roots) -> list[str]:
+    return _backward(f"({' + '.join(f'{root.name}.abs().pow(2).sum()' for root in roots)}).backward()")
+
+
+def _cotangents(draft: Draft, roots: Roots) -> list[str]:
+    given = ", ".join(cotangent(draft, root) for root in roots)
+    return _backward(f"torch.autograd.backward([{_names(roots)}], [{given}])")
+
+
+def _some(draft: Draft, roots: Roots) -> list[str]:
+    kept = draft.chance.some(roots)
+    return draft.chance.pick((_sum, _cotangents))(draft, kept)
+
+
+def _grad(draft: Draft, roots: Roots) -> list[str]:
+    leaves = [name for name in draft.params if getattr(draft.env[name], "requires_grad", False)]
+    if not leaves:
+        return _sum(draft, roots)
+    draft.intends.add("unused")
+    given = ", ".join(cotangent(draft, root) for root in roots)
+    unused = draft.chance.pick(("True", "True", "False"))
+    text = f"torch.autograd.grad([{_names(roots)}], [{', '.join(leaves)}], [{given}], allow_unused={unused})"
+    return [f'with p.backward():\n    p.value("grads", {text})']
+
+
+def _two_backwards(draft: Draft, roots: Roots) -> list[str]:
+    if len(roots) < 2:
+        return _twice(draft, roots)
+    draft.intends.add("freed")
+    retain = draft.chance.pick(("retain_graph=True", "", "retain_graph=True"))
+    first, second = _number(draft, roots[0]), _number(draft, roots[1])
+    return _backward(f"{first}.backward({retain})") + _backward(f"{second}.backward()")
+
+
+def _twice(draft: Draft, roots: Roots) -> list[str]:
+    draft.intends.add("freed")
+    loss = _sum_of(draft, roots)
+    retain = draft.chance.pick(("retain_graph=True", "retain_graph=True", ""))
+    return _backward(f"{loss}.backward({retain})") + _backward(f"{loss}.backward()")
+
+
+def _double(draft: Draft, roots: Roots) -> list[str]:
+    leaves = [name for name in draft.params if getattr(draft.env[name], "requires_grad", False)]
+    if not leaves:
+        return _sum(draft, roots)
+    draft.intends.update(("unused", "double"))
+    first = f"torch.autograd.grad({_sum_of(draft, roots)}, {leaves[0]}, create_graph=True)[0]"
+    return [f"with p.backward():\n    slope = {first}\n    slope.abs().pow(2).sum().backward()"]
+
+
+def _inputs(draft: Draft, roots: Roots) -> list[str]:
+    leaves = [name for name in draft.params if getattr(draft.env[name], "requires_grad", False)]
+    if not leaves:
+        return _sum(draft, roots)
+    return _backward(f"{_sum_of(draft, roots)}.backward(inputs=[{draft.chance.pick(leaves)}])")
+
+
+def _names(roots: Roots) -> str:
+    return ", ".join(root.name for root in roots)
+
+
+LOSSES: dict[str, Callable[[Draft, Roots], list[str]]] = {
+    "sum": _sum,
+    "weighted": _weighted,
+    "square": _square,
+    "cotangents": _cotangents,
+    "some": _some,
+    "grad": _grad,
+    "two_backwards": _two_backwards,
+    "twice": _twice,
+    "double": _double,
+    "inputs": _inputs,
+}

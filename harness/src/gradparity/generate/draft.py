@@ -1,0 +1,197 @@
+"""Draft: a script while it is being drawn, with the live value of every name.
+
+In: choices. Out: statements that eager has executed already, so that their preconditions hold: a statement
+that raises, or makes a value that is not finite, huge or long, is forgotten at once.
+
+A `Scope` is where statements go: the compiled function, a nested function, the inside of a with block, or the
+run around them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from textwrap import indent
+from typing import Any
+
+import torch
+
+from gradparity.case import Case
+from gradparity.generate.chance import Chance
+from gradparity.generate.plain import PLAIN
+from gradparity.generate.policy import Policy
+from gradparity.generate.script import IMPORTS
+from gradparity.probe import Probe
+
+LONGEST = 1 << 13
+"""No tensor has more elements."""
+LARGEST = 1e4
+"""No value is larger, so that gradients stay well conditioned."""
+VARIABLE = re.compile(r"[a-z]\d+")
+Wanted = Callable[[torch.Tensor], bool]
+
+
+class Rejected(Exception):
+    """This drawing came to nothing; another one may."""
+
+
+class Draft:
+    """What all scopes of one drawing share: choices, names, definitions, inputs, settings."""
+
+    def __init__(self, chance: Chance, policy: Policy) -> None:
+        self.chance, self.policy = chance, policy
+        self.probe = Probe(Case("generated", policy.name), PLAIN, torch.float32, torch.device("cpu"))
+        self.env: dict[str, Any] = _names() | {"p": self.probe}
+        self.definitions: list[str] = []
+        self.inputs: list[str] = []
+        self.params: list[str] = []
+        self.intends: set[str] = set()
+        self.scopes: list[Scope] = []
+        self.fp64 = self.with_grad = True
+        self._taken: dict[str, int] = {}
+
+    def name(self, prefix: str) -> str:
+        """A name that nobody has yet."""
+        number = self._taken.get(prefix, 0)
+        self._taken[prefix] = number + 1
+        return f"{prefix}{number}"
+
+    def define(self, text: str) -> None:
+        """Adds a definition of the module. Raises Rejected if eager cannot execute it."""
+        try:
+            exec(text, self.env)
+        except Exception as error:
+            raise Rejected(f"definition: {error}") from error
+        for scope in self.scopes:
+            new = {key: value for key, value in self.env.items() if not VARIABLE.fullmatch(key)}
+            scope.env.update({key: value for key, value in new.items() if key not in scope.env})
+        self.definitions.append(text)
+
+    def put(self, line: str) -> None:
+        """Adds a line to the inputs, which run before the compiled function. Raises Rejected if it fails."""
+        try:
+            exec(line, self.env)
+        except Exception as error:
+            raise Rejected(f"input: {error}") from error
+        self.inputs.append(line)
+
+    def add_param(self, name: str) -> None:
+        """Makes something among the inputs a parameter of the compiled function."""
+        self.params.append(name)
+        for scope in self.scopes:
+            scope.env[name] = self.env[name]
+
+    def outer(self) -> Scope:
+        """A new scope: a function at module level, whose parameters are the inputs."""
+        hidden = {name for name in self.env if VARIABLE.fullmatch(name)} - set(self.params)
+        return Scope(self, {name: value for name, value in self.env.items() if name not in hidden})
+
+
+class Scope:
+    """A list of statements in the making. `env`: the values of all names seen here."""
+
+    def __init__(self, draft: Draft, env: dict[str, Any], header: str = "") -> None:
+        self.draft, self.env, self.header = draft, env, header
+        self.lines: list[str] = []
+        draft.scopes.append(self)
+
+    @property
+    def chance(self) -> Chance:
+        """The choices of the drawing."""
+        return self.draft.chance
+
+    def add(self, text: str) -> bool:
+        """Executes one statement and keeps it if it went well."""
+        before = self.env.copy()
+        try:
+            exec(f"{self.header}\n{indent(text, '    ')}" if self.header else text, self.env)
+        except Exception:
+            self._forget(before)
+            return False
+        made = [value for key, value in self.env.items() if key not in before]
+        if not all(is_sound(value) for value in made):
+            self._forget(before)
+            return False
+        if not made and not all(is_sound(value) for value in before.values()):
+            raise Rejected("a value changed in place is no longer finite")
+        self.lines.append(text)
+        return True
+
+    def block(self, header: str) -> Scope:
+        """A scope whose statements run inside a with block; its names are seen here too."""
+        return Scope(self.draft, self.env, header)
+
+    def nested(self, params: dict[str, Any]) -> Scope:
+        """The inside of a nested function with these parameters; it sees the names of this scope."""
+        return Scope(self.draft, self.env | params)
+
+    def close(self, inner: Scope) -> bool:
+        """Takes a with block's statements over. False if there are none."""
+        self.draft.scopes.remove(inner)
+        if inner.lines:
+            self.lines.append(f"{inner.header}\n{indent(chr(10).join(inner.lines), '    ')}")
+        return bool(inner.lines)
+
+    def close_function(self, inner: Scope, head: str, result: str) -> bool:
+        """Defines the nested function whose inside was drawn."""
+        self.draft.scopes.remove(inner)
+        body = "\n".join([*inner.lines, f"return {result}"])
+        return self.add(f"{head}\n{indent(body, '    ')}")
+
+    def tensors(self, wanted: Wanted = lambda tensor: True) -> list[str]:
+        """Names of all tensors that fit, oldest first."""
+        return [
+            name
+            for name, value in self.env.items()
+            if VARIABLE.fullmatch(name) and isinstance(value, torch.Tensor) and _fits(value, wanted)
+        ]
+
+    def choose(self, wanted: Wanted = lambda tensor: True) -> str | None:
+        """One tensor that fits, a recent one rather than an old one; None if there is none."""
+        names = self.tensors(wanted)
+        if not names:
+            return None
+        last = len(names) - 1
+        if self.chance.flip(0.4):
+            return names[last]
+        return names[max(self.chance.between(0, last), self.chance.between(0, last))]
+
+    def _forget(self, before: dict[str, Any]) -> None:
+        self.env.clear()
+        self.env.update(before)
+
+
+def _fits(tensor: torch.Tensor, wanted: Wanted) -> bool:
+    """Whether the tensor is wanted; not one that cannot be asked, as a view of what was changed in place."""
+    try:
+        return wanted(tensor)
+    except RuntimeError:
+        return False
+
+
+def is_sound(value: Any) -> bool:
+    """Whether a value is of a size that a program may go on with; what is no tensor is."""
+    if isinstance(value, (tuple, list)):
+        return all(is_sound(item) for item in value)
+    if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return True
+    if value.numel() > LONGEST or value.layout is not torch.strided:
+        return False
+    if value.numel() == 0 or not (value.is_floating_point() or value.is_complex()):
+        return True
+    try:
+        return float(value.detach().abs().max()) <= LARGEST
+    except RuntimeError:  # a batched tensor inside vmap
+        return True
+
+
+def is_float(tensor: torch.Tensor) -> bool:
+    """Whether it holds real floating point numbers."""
+    return tensor.is_floating_point()
+
+
+def _names() -> dict[str, Any]:
+    """What a source imports, whatever it uses."""
+    made: dict[str, Any] = {"__name__": "gradparity_draft", "torch": torch}
+    exec("\n".join(IMPORTS.values()), made)
+    return made

@@ -1,0 +1,77 @@
+"""Policy: what a drawing prefers. Policies differ so that each makes something else likely.
+
+In: weights. Out: a frozen value. The named policies stand in `policies.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+SIZES: Mapping[int, float] = {
+    3: 6,
+    2: 5,
+    4: 5,
+    1: 3,
+    5: 3,
+    6: 3,
+    8: 2,
+    0: 0.3,
+    16: 1,
+    17: 1,
+    32: 0.7,
+    33: 0.7,
+}
+"""Sizes of dimensions: small ones, and what stands at the edges of vectors and blocks."""
+
+LAYOUTS: Mapping[str, float] = {
+    "plain": 8, "turned": 3, "gapped": 1.5, "offset": 1, "expanded": 1, "channels_last": 1, "inner": 0.5,
+}  # fmt: skip
+
+DTYPES: Mapping[str, float] = {"float32": 12, "float64": 1, "bfloat16": 1, "float16": 0.3}
+
+LOSSES: Mapping[str, float] = {
+    "sum": 4, "cotangents": 4, "weighted": 2, "square": 1.5, "grad": 1, "some": 0.4, "twice": 0.3,
+    "two_backwards": 0.15, "double": 0.15, "inputs": 0.2,
+}  # fmt: skip
+
+COTANGENTS: Mapping[str, float] = {
+    "plain": 3, "expanded": 3, "turned": 3, "gapped": 2, "channels_last": 1, "zero": 1, "offset": 1,
+}  # fmt: skip
+
+OUTPUTS: Mapping[str, float] = {"one": 5, "some": 4, "views": 1, "inputs": 0.7, "nested": 0.7, "twice": 0.3}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Weights of all choices.
+
+    `kinds`: of statements, by the names in `statements.py`. `length`: how many statements. `aliased`: share
+    of inputs that share memory with another. `changed`: share of inputs that may be changed in place.
+    `without_grad`: share of programs in which nothing requires grad. `hooks`: how many, on average.
+    `between`: share of programs that change something between forward and backward. `calls`: how often the
+    function is called. `areas`: of changes between two steps, by the names in `steps/changes.py`. `form`: of
+    the program, by the names in `forms.py`.
+    """
+
+    name: str
+    doc: str
+    kinds: Mapping[str, float]
+    length: tuple[int, int] = (2, 7)
+    inputs: tuple[int, int] = (1, 3)
+    ranks: Mapping[int, float] = field(default_factory=lambda: {2: 5, 1: 3, 3: 3, 4: 1, 0: 0.3})
+    sizes: Mapping[int, float] = field(default_factory=lambda: SIZES)
+    layouts: Mapping[str, float] = field(default_factory=lambda: LAYOUTS)
+    dtypes: Mapping[str, float] = field(default_factory=lambda: DTYPES)
+    losses: Mapping[str, float] = field(default_factory=lambda: LOSSES)
+    cotangents: Mapping[str, float] = field(default_factory=lambda: COTANGENTS)
+    outputs: Mapping[str, float] = field(default_factory=lambda: OUTPUTS)
+    settings: Mapping[str, float] = field(default_factory=dict)
+    aliased: float = 0.05
+    changed: float = 0.05
+    without_grad: float = 0.03
+    hooks: float = 0.3
+    between: float = 0.03
+    calls: tuple[int, int] = (1, 1)
+    areas: Mapping[str, float] = field(default_factory=dict)
+    form: str = "function"

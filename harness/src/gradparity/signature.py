@@ -1,0 +1,67 @@
+"""Signature: what makes two divergences the same one.
+
+In: a row of a case that diverged. Out: a `Signature`: verdict, symptom and place. The shrinker keeps it, the
+campaign counts by it, the report groups by it. Values, sizes, seeds and names are no part of it. Of programs
+that were shrunk, `operators` names what is left of them: two defects may look alike until then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gradparity.verdict import Row, Verdict
+
+
+@dataclass(frozen=True, order=True)
+class Signature:
+    """One kind of divergence. `place`: where it was seen: in gradients, values or hooks of a kind, or which
+    function raised and how its message begins. `operators`: what a shrunk program still calls, sorted.
+    """
+
+    verdict: Verdict
+    symptom: str
+    place: str = ""
+    operators: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Eight hexadecimal digits, for file names and tables."""
+        text = "\n".join((self.verdict.value, self.symptom, self.place, *self.operators))
+        return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+    @property
+    def coarse(self) -> Signature:
+        """The same without operators: what a single run can tell."""
+        return replace(self, operators=())
+
+    def describe(self) -> str:
+        """One line."""
+        names = f" [{' '.join(self.operators)}]" if self.operators else ""
+        return f"{self.verdict.value} {self.symptom}{f' at {self.place}' if self.place else ''}{names}"
+
+    def covers(self, other: Signature) -> bool:
+        """Whether the other may be the same defect in a larger program: it looks the same, and calls all that
+        this one needs.
+        """
+        return self.coarse == other.coarse and set(self.operators) <= set(other.operators)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; `from_json` is the inverse."""
+        return {
+            "verdict": self.verdict.value,
+            "symptom": self.symptom,
+            "place": self.place,
+            "operators": list(self.operators),
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Signature:
+        """The inverse of `to_json`."""
+        return cls(Verdict(data["verdict"]), data["symptom"], data["place"], tuple(data["operators"]))
+
+
+def signature_of(row: Row, operators: tuple[str, ...] = ()) -> Signature:
+    """The signature of a row that diverged, with what its program calls."""
+    return Signature(row.verdict, row.symptom, row.place, tuple(sorted(set(operators))))

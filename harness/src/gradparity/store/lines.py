@@ -1,0 +1,52 @@
+"""Rows as lines of JSON, to read by other programs, to carry from machine to machine.
+
+In: rows, or a file of lines. Out: a file, or rows. A last line that was cut short is left out: its writer was
+killed. Anything else that is no row raises StoreError with its number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from gradparity.errors import StoreError, StoreFullError
+from gradparity.verdict import Row
+
+
+def write_lines(rows: Iterable[Row], path: Path) -> None:
+    """One JSON object per row. Raises StoreFullError if the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as out:
+            for row in rows:
+                out.write(line(row))
+    except OSError as error:
+        raise StoreFullError(f"cannot write {path}: {error}\n  try    another path") from error
+
+
+def line(row: Row) -> str:
+    """The row as one line."""
+    return json.dumps(row.to_json(), sort_keys=True) + "\n"
+
+
+def read_lines(path: Path) -> list[Row]:
+    """The rows of a file."""
+    try:
+        texts = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(f"cannot read {path}: {error}\n  try    a file that --json wrote") from error
+    rows = []
+    for number, text in enumerate(texts, 1):
+        if not text.strip():
+            continue
+        try:
+            rows.append(Row.from_json(json.loads(text)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if number == len(texts):  # no newline follows: the writer was killed in the middle of it
+                break
+            raise StoreError(
+                f"{path}:{number} is no row of gradparity: {type(error).__name__}: {error}\n"
+                "  try    the file as --json wrote it"
+            ) from error
+    return rows

@@ -1,0 +1,97 @@
+"""merge: several stores and files of rows into one store.
+
+In: paths. Out: one store. The same step of the same run counts once; the shards of one campaign become one
+run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gradparity.store.lines import read_lines
+from gradparity.store.store import Run, Store
+
+SQLITE_HEAD = b"SQLite format 3\x00"
+
+
+def merge(sources: list[Path], target: Path) -> int:
+    """Adds all sources to the store `target`, which may exist. Returns the number of rows in it."""
+    with Store(target) as store:
+        for path in sources:
+            if is_store(path):
+                with Store(path, create=False) as source:
+                    _add_store(source, store)
+            else:
+                _add_lines(path, store)
+        return len(store.rows())
+
+
+def is_store(path: Path) -> bool:
+    """Whether the file is a database (or cannot be read, which opening it will say)."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(SQLITE_HEAD)) == SQLITE_HEAD
+    except OSError:
+        return True
+
+
+def _add_store(source: Store, store: Store) -> None:
+    for run in source.runs():
+        target = _target(run, store)
+        _copy(source, run.id, store, target.id)
+        ended, joined = target.plan.get("ended", []), target.plan.get("joined", {})
+        if target.finished is None and joined and len(ended) == _total(run):
+            store.finish(target.id)
+
+
+def _add_lines(path: Path, store: Store) -> None:
+    """The rows of a file as a run named for what stands in the file: added twice, it is there once."""
+    rows = read_lines(path)
+    name = hashlib.blake2b(path.read_bytes(), digest_size=6).hexdigest()
+    run = Run(name, f"lines-{name}", {"lines": path.name}, {}, path.stat().st_mtime, path.stat().st_mtime)
+    store.add_run(run)
+    for step, row in enumerate(rows):
+        store.add(name, "lines", step, row)
+    store.flush()
+
+
+def _copy(source: Store, name: str, store: Store, target: str) -> None:
+    for unit, step, row in source.steps(name):
+        store.add(target, unit, step, row)
+    store.flush()
+    for unit, error in source.finished_units(name).items():
+        store.finish_unit(target, unit, error)
+
+
+def _target(run: Run, store: Store) -> Run:
+    """Where a run's rows go: a whole run keeps its id; a shard goes to the first run of its campaign that
+    has it already, or lacks this shard.
+    """
+    shard = run.plan.get("shard")
+    if not shard:
+        store.add_run(run)
+        return run
+    for item in store.runs():
+        joined = item.plan.get("joined", {})
+        same = (item.campaign, item.versions) == (run.campaign, run.versions)
+        if joined and same and joined.get(shard, run.id) == run.id:
+            return store.replan(item, _with_shard(item.plan, shard, run))
+    plan = _with_shard({**run.plan, "shard": None, "joined": {}, "ended": []}, shard, run)
+    made = replace(run, id=f"{run.campaign[:8]}{run.id[:4]}", plan=plan, finished=None)
+    store.add_run(made)
+    return made
+
+
+def _with_shard(plan: dict[str, Any], shard: str, run: Run) -> dict[str, Any]:
+    """The plan of a joined run that also has this shard. `joined`: the run of each shard; `ended`: those
+    that are complete.
+    """
+    ended = {*plan["ended"], shard} if run.finished is not None else {*plan["ended"]}
+    return {**plan, "joined": {**plan["joined"], shard: run.id}, "ended": sorted(ended)}
+
+
+def _total(run: Run) -> int:
+    return int(str(run.plan["shard"]).partition("/")[2])

@@ -1,0 +1,265 @@
+"""Faults of compiled calls: what becomes of inputs, outputs, cotangents, Python state, random numbers, modes.
+
+In: a function or module. Out: a function that calls it and does one thing wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from gradparity.subjects.planted.fault import Fault, compiled_by
+
+Target = Callable[..., Any]
+
+
+def on_outputs(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Target], Target]:
+    """A wrapper that changes every tensor that is returned."""
+
+    def wrap(target: Target) -> Target:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return pytree.tree_map_only(torch.Tensor, change, target(*args, **kwargs))
+
+        return call
+
+    return wrap
+
+
+def on_inputs(change: Callable[[Any], Any]) -> Callable[[Target], Target]:
+    """A wrapper that changes every argument."""
+    return lambda target: lambda *args, **kwargs: target(*map(change, args), **kwargs)
+
+
+def inside(context: Callable[[], Any]) -> Callable[[Target], Target]:
+    """A wrapper that calls the target inside a context."""
+
+    def wrap(target: Target) -> Target:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with context():
+                return target(*args, **kwargs)
+
+        return call
+
+    return wrap
+
+
+def _hooked(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Changes the cotangent of an output."""
+
+    def hooked(output: torch.Tensor) -> torch.Tensor:
+        if output.requires_grad:
+            output.register_hook(change)
+        return output
+
+    return hooked
+
+
+def _as_if_contiguous(grad: torch.Tensor) -> torch.Tensor:
+    """The memory of a gradient, read as if it were contiguous; what lies behind it is garbage."""
+    if grad.is_contiguous() or grad.numel() == 0:
+        return grad
+    whole = grad.new_full((grad.numel(),), 1e20)
+    size = min(grad.numel(), grad.untyped_storage().nbytes() // grad.element_size() - grad.storage_offset())
+    whole[:size] = grad.as_strided((size,), (1,))
+    return whole.reshape(grad.shape)
+
+
+class _Bundle(torch.autograd.Function):
+    """All outputs as the outputs of one node: what is not used gets a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The same tensors."""
+        return tuple(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """The same gradients; zeros have been made of None."""
+        return grads
+
+
+def _bundled(target: Target) -> Target:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(target(*args, **kwargs))
+        places = [n for n, each in enumerate(leaves) if isinstance(each, torch.Tensor) and each.requires_grad]
+        for place, made in zip(places, _Bundle.apply(*(leaves[n] for n in places)), strict=True):
+            leaves[place] = made
+        return pytree.tree_unflatten(leaves, spec)
+
+    return call
+
+
+def _own_copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) and not value.requires_grad else value
+
+
+def _unversioned(target: Target) -> Target:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        before = [tensor._version for tensor in tensors]
+        result = target(*args, **kwargs)
+        torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(before))
+        return result
+
+    return call
+
+
+def _requiring(output: torch.Tensor) -> torch.Tensor:
+    if output.requires_grad or not output.is_floating_point():
+        return output
+    return output.detach().requires_grad_()
+
+
+def _not_requiring_views(output: torch.Tensor) -> torch.Tensor:
+    return output.detach() if output._is_view() else output
+
+
+def _turned(output: torch.Tensor) -> torch.Tensor:
+    """Another layout, the same values; what aliases an input stays as it is."""
+    if output.ndim < 2 or output._is_view() or output.is_leaf:
+        return output
+    return output.mT.contiguous().mT
+
+
+def _linear_read(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.requires_grad:
+        return value
+    return _as_if_contiguous(value)
+
+
+def _traced_once_more(target: Target) -> Target:
+    """Runs the target to see what it does, and then again; tensors are put back in between, Python is not."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            target(*map(_own_copy, args), **kwargs)
+        return target(*args, **kwargs)
+
+    return call
+
+
+def _own_python(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, (list, dict)) else value
+
+
+def _draws_once_more(target: Target) -> Target:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        torch.rand(1)
+        return target(*args, **kwargs)
+
+    return call
+
+
+def _recomputed(**options: Any) -> Callable[[Target], Target]:
+    def wrap(target: Target) -> Target:
+        return lambda *args: checkpoint(
+            target, *args, use_reentrant=False, determinism_check="none", **options
+        )
+
+    return wrap
+
+
+def _another_error(target: Target) -> Target:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return target(*args, **kwargs)
+        except Exception as error:
+            raise AssertionError(f"compiled: {error}") from None
+
+    return call
+
+
+def _kept_forever(target: Target) -> Target:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = target(*args, **kwargs)
+        _ALIVE.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result))
+        return result
+
+    return call
+
+
+_ALIVE: list[Any] = []
+
+
+@contextmanager
+def _without_autocast_off() -> Iterator[None]:
+    """`autocast(enabled=False)` does nothing."""
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+
+    def entered(self: Any) -> Any:
+        return enter(self) if self._enabled else self
+
+    def left(self: Any, *error: Any) -> Any:
+        return leave(self, *error) if self._enabled else None
+
+    torch.autocast.__enter__, torch.autocast.__exit__ = entered, left  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+@contextmanager
+def _without_no_grad() -> Iterator[None]:
+    """`no_grad` does nothing."""
+    enter, leave = torch.no_grad.__enter__, torch.no_grad.__exit__
+    torch.no_grad.__enter__, torch.no_grad.__exit__ = lambda self: None, lambda self, *error: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.no_grad.__enter__, torch.no_grad.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _half() -> Any:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+GRAD = ("grad-values-bits",)
+VALUES = ("values-bits", "grad-values-bits")
+PLAIN = ("layouts", "elementwise", "views")
+
+FAULTS = (
+    Fault("contiguous-cotangent", "a cotangent of another layout is read as contiguous",
+          compiled_by(on_outputs(_hooked(_as_if_contiguous))), GRAD, PLAIN),
+    Fault("conjugate-cotangent", "the cotangent of a complex output is conjugated",
+          compiled_by(on_outputs(_hooked(lambda grad: grad.conj() if grad.is_complex() else grad))), GRAD, ("complex",)),
+    Fault("unused-output-zeros", "an output that the loss does not use sends zeros back",
+          compiled_by(_bundled), ("grad-none", "hook-count", "event-none"), ("outputs", "hooks", "functions")),
+    Fault("input-mutation-lost", "an input changed in place is not written",
+          compiled_by(on_inputs(_own_copy)), ("state-values-bits", "state-version", "values-bits", "state-values"), ("mutation", "aliasing")),
+    Fault("input-mutation-unversioned", "a change in place is hidden from autograd",
+          compiled_by(_unversioned), ("state-version", "no-exception"), ("mutation", "aliasing")),
+    Fault("output-not-aliased", "an output that is an input or a view of one is a copy",
+          compiled_by(on_outputs(torch.Tensor.clone)), ("values-bits", "state-values-bits", "state-version", "no-exception", "value-strides"), ("outputs", "aliasing")),
+    Fault("output-requires-grad", "a detached output requires grad", compiled_by(on_outputs(_requiring)), ("value-requires_grad",), ("outputs", "aliasing")),
+    Fault("view-output-detached", "a view among the outputs has no history", compiled_by(on_outputs(_not_requiring_views)),
+          ("value-requires_grad", "raises RuntimeError"), ("views", "outputs")),
+    Fault("output-layout", "an output has another layout", compiled_by(on_outputs(_turned)), ("value-strides",), ("elementwise", "linear")),
+    Fault("strided-input", "an input with gaps is read as contiguous", compiled_by(on_inputs(_linear_read)), VALUES, ("views", "layouts", "aliasing")),
+    Fault("python-effects-twice", "tracing runs Python's effects once more", compiled_by(_traced_once_more), ("log", "value-kind", "values-bits", "values", "state-values-bits"), ("python",)),
+    Fault("python-effects-lost", "changes of lists and dictionaries are lost", compiled_by(on_inputs(_own_python)), ("log", "values-bits", "values"), ("python",)),
+    Fault("random-state", "the generator moves further than in eager", compiled_by(_draws_once_more), ("random-state", "random", "values-bits", "grad-values-bits"), ("random", "elementwise")),
+    Fault("mask-redrawn", "the backward draws the mask of a dropout again", compiled_by(_recomputed(preserve_rng_state=False)), GRAD, ("random",)),
+    Fault("autocast-off-ignored", "autocast switched off inside stays on", compiled_by(inside(_without_autocast_off)), ("value-dtype", *VALUES), ("autocast", "islands")),
+    Fault("no-grad-ignored", "no_grad inside does nothing", compiled_by(inside(_without_no_grad)), ("value-requires_grad", "raises RuntimeError", *GRAD), ("islands", "outputs")),
+    Fault("half-precision", "it computes in bfloat16", compiled_by(inside(_half)), ("value-dtype", *VALUES), ("linear",)),
+    Fault("forward-last-bit", "an output is off in its last bits", compiled_by(on_outputs(lambda out: out * (1 + 2e-7) if out.is_floating_point() else out)),
+          ("values-bits", "value-class", "hook-payload-bits", "grad-values-bits"), ("elementwise", "linear")),
+    Fault("warning-lost", "a warning of the forward is not given", compiled_by(inside(_silent)), ("warning",), (), "warnings"),
+    Fault("exception-type", "an error has another type", compiled_by(_another_error), ("raises AssertionError for RuntimeError", "values", "raises AssertionError"), ("steps_errors",)),
+    Fault("tensors-kept", "tensors stay alive for ever", compiled_by(_kept_forever), ("leak",), (), "leaks"),
+)  # fmt: skip

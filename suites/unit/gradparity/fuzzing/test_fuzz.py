@@ -1,0 +1,122 @@
+"""Campaigns of generated programs: distinct finds, counts, ends, crashes, and the folder of finds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradparity.errors import CaseError, UnknownNameError
+from gradparity.fuzz import FuzzOptions, FuzzSummary, fuzz
+from gradparity.fuzzing.find import Find, Folder
+from gradparity.fuzzing.work import FuzzTask
+from gradparity.generate.script import Script
+from gradparity.signature import Signature
+from gradparity.verdict import Row, Verdict
+
+
+def campaign(subject: str, **options: object) -> tuple[FuzzSummary, list[Find], list[Row | None]]:
+    found: list[Find] = []
+    rows: list[Row | None] = []
+    made = {"processes": 0, "cases": 6, "policies": ("elementwise",), "shrink_seconds": 5.0} | options
+    summary = fuzz(FuzzOptions(subject, **made), found.append, lambda state, row: rows.append(row))  # type: ignore[arg-type]
+    return summary, found, rows
+
+
+def test_eager_is_as_eager() -> None:
+    summary, found, rows = campaign("eager", cases=12, policies=("views", "hooks", "functions"))
+    assert (summary.cases, found, summary.repeated, summary.lost) == (12, [], 0, [])
+    assert summary.verdicts == {"AGREE": 12}
+    assert sum(row is not None for row in rows) == 12
+    assert summary.rejected_share < 0.2
+    assert summary.rate > 0
+
+
+def test_one_defect_is_one_find_however_often_it_shows() -> None:
+    summary, found, _ = campaign("planted:scale-grad", cases=4)
+    assert len(found) == 1
+    assert summary.repeated == summary.verdicts["DIVERGE"] - 1 > 0
+    assert found[0].signature.symptom == "grad-values-bits"
+    assert found[0].row.is_find
+    assert len(found[0].shrunk.source) < len(found[0].script.source)
+
+
+def test_what_is_known_is_no_news() -> None:
+    before, (find,), _ = campaign("planted:scale-grad", cases=2)
+    summary, found, _ = campaign("planted:scale-grad", cases=2, known=(find.signature,))
+    assert (found, summary.repeated) == ([], before.verdicts["DIVERGE"])
+
+
+def test_the_same_seed_finds_the_same() -> None:
+    options = {"seed": 3, "cases": 2, "shrink_seconds": 0.0}
+    (_, one, _), (_, two, _) = (campaign("planted:none-grad", **options) for _ in range(2))
+    assert one
+    assert [(item.address, item.shrunk) for item in one] == [(item.address, item.shrunk) for item in two]
+
+
+def test_policies_take_turns_and_seeds_do_not_meet() -> None:
+    task = FuzzTask("eager", "cpu", 2, ("views", "hooks"), 0, 4, 1.0, 0.0)
+    cases = [task.case(number) for number in range(4)]
+    assert [case.name for case in cases] == ["views", "hooks", "views", "hooks"]
+    assert [case.index for case in cases] == [2_000_000, 2_000_000, 2_000_001, 2_000_001]
+
+
+def test_a_campaign_needs_an_end_and_names_that_exist() -> None:
+    with pytest.raises(CaseError, match="minutes or cases"):
+        campaign("eager", cases=None)
+    with pytest.raises(UnknownNameError, match="unknown policy"):
+        campaign("eager", policies=("nothing",))
+    with pytest.raises(UnknownNameError, match="unknown subject"):
+        campaign("nobody")
+
+
+def test_it_ends_after_its_minutes() -> None:
+    summary, _, _ = campaign("eager", cases=None, minutes=0.02)
+    assert 0 < summary.cases < 500
+    assert summary.seconds >= 1.2
+
+
+@pytest.mark.timeout(120)
+def test_a_crash_costs_one_case() -> None:
+    summary, found, _ = campaign("planted:exit", processes=1, cases=2)
+    assert (summary.cases, len(summary.lost), found) == (2, 2, [])
+    assert "exit status 7" in summary.lost[0]
+    assert "generated::elementwise::0" in summary.lost[0]
+
+
+def test_ctrl_c_ends_it_with_what_there_is() -> None:
+    def interrupt(state: FuzzSummary, row: Row | None) -> None:
+        if row is not None:
+            raise KeyboardInterrupt
+
+    summary = fuzz(
+        FuzzOptions("eager", cases=50, processes=0, policies=("views",)), lambda find: None, interrupt
+    )
+    assert summary.interrupted
+    assert summary.cases < 50
+
+
+def test_finds_are_kept_in_a_folder_and_read_again(tmp_path: Path) -> None:
+    _, found, _ = campaign("planted:scale-grad", cases=1)
+    folder = Folder(tmp_path / "finds")
+    assert folder.finds() == []
+    file = folder.save(found[0])
+    assert file.name == f"planted_scale-grad_{found[0].signature.digest}.json"
+    assert folder.save(found[0]) == file
+    assert folder.finds() == found
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"subject": 1}'])
+def test_a_file_that_is_no_find_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises(CaseError, match=r"bad\.json"):
+        Folder(tmp_path).finds()
+
+
+def test_a_find_travels_as_plain_data() -> None:
+    row = Row("a::b", 0, "a", "s", Verdict.DIVERGE, "values", place="value")
+    find = Find(
+        "s", "a::b", 0, Script(), Script(doc="small"), Signature(Verdict.DIVERGE, "values"), row, 3, "2"
+    )
+    assert Find.from_json(json.loads(json.dumps(find.to_json()))) == find

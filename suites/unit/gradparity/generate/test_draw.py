@@ -1,0 +1,125 @@
+"""Drawing: the same script for the same seed everywhere, sound in eager, of every kind."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from random import Random
+
+import pytest
+import torch
+
+from gradparity.case import Case
+from gradparity.corpus.generated import COUNT
+from gradparity.corpus.registry import corpus, program
+from gradparity.differential import compare
+from gradparity.errors import CaseError, UnknownNameError
+from gradparity.generate import draw as drawing
+from gradparity.generate.chance import Chance
+from gradparity.generate.draft import Draft, Rejected
+from gradparity.generate.draw import draw, drawn, run_in_eager, why_rejected
+from gradparity.generate.policies import POLICIES
+from gradparity.generate.rows import TABLES, add_row
+from gradparity.generate.script import Script, Step
+from gradparity.generate.statements import KINDS
+from gradparity.subjects.eager import Eager
+from gradparity.verdict import Verdict
+
+CPU = torch.device("cpu")
+EAGER = Eager("eager")
+QUICK = [name for name in POLICIES if name not in ("samples", "transforms", "attention")]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_seed_gives_one_script(name: str) -> None:
+    before = torch.random.get_rng_state()
+    assert drawn(name, 3) == drawn(name, 3)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_another_process_draws_the_same() -> None:
+    source = "drawn('mixed', 5).source + drawn('functions', 5).source"
+    command = [sys.executable, "-c", f"from gradparity.generate import drawn; print({source})"]
+    environment = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == (drawn("mixed", 5).source + drawn("functions", 5).source).strip()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_eager_agrees_with_itself(name: str) -> None:
+    for seed in range(3):
+        row = compare(program(Case("generated", name, seed), CPU), EAGER, CPU).row
+        assert row.verdict is Verdict.AGREE, (seed, row.reason)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_no_false_alarm_in_five_thousand_cases() -> None:
+    found = Counter()
+    for seed in range(1000, 1000 + 5000 // len(POLICIES) + 1):
+        for name in POLICIES:
+            row = compare(program(Case("generated", name, seed), CPU), EAGER, CPU).row
+            found[row.verdict] += 1
+            assert not row.verdict.is_divergence, (name, seed, row.reason)
+    assert found[Verdict.AGREE] >= 4900
+    assert sum(found.values()) >= 5000
+
+
+def test_fewer_than_one_drawing_in_ten_is_rejected() -> None:
+    rejected = Counter()
+    for name in QUICK:
+        for seed in range(8):
+            try:
+                draw(Chance(Random(f"share:{name}:{seed}")), POLICIES[name])
+            except Rejected:
+                rejected[name] += 1
+    assert sum(rejected.values()) < 0.1 * 8 * len(QUICK)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_row_can_be_drawn(table: str) -> None:
+    dead = [row for row in TABLES[table] if not any(_adds(row, seed) for seed in range(30))]
+    assert dead == []
+
+
+def _adds(row: str, seed: int) -> bool:
+    try:
+        with drawing._own_state():
+            return add_row(Draft(Chance(Random(seed)), POLICIES["mixed"]).outer(), row)
+    except Rejected:
+        return False
+
+
+def test_policies_weigh_kinds_that_exist() -> None:
+    assert {kind for policy in POLICIES.values() for kind in policy.kinds} == set(KINDS)
+    assert all(policy.doc for policy in POLICIES.values())
+
+
+def test_what_eager_cannot_run_is_rejected_and_what_it_refuses_on_purpose_is_not() -> None:
+    twice = ("x = torch.ones(2, requires_grad=True).exp()", "y = x.sum()", "y.backward()", "y.backward()")
+    script = Script(steps=(Step(title="", lines=twice),))
+    outcome = run_in_eager(script)
+    assert "second time" in why_rejected(script, outcome)
+    assert why_rejected(script.model_copy(update={"intends": ("freed",)}), outcome) is None
+    fine = Script(steps=(Step(title="", lines=twice[:3]),))
+    assert why_rejected(fine, run_in_eager(fine)) is None
+
+
+def test_a_policy_that_nobody_knows() -> None:
+    with pytest.raises(UnknownNameError, match="unknown policy"):
+        drawn("nothing", 0)
+    with pytest.raises(UnknownNameError, match="unknown policy"):
+        program(Case("generated", "nothing", 0), CPU)
+
+
+def test_drawings_that_are_all_rejected_are_an_error(monkeypatch) -> None:
+    monkeypatch.setattr(drawing, "why_rejected", lambda script, outcome: "never")
+    with pytest.raises(CaseError, match="never"):
+        drawn("elementwise", 0)
+
+
+def test_a_case_is_found_by_its_address_beyond_the_corpus() -> None:
+    far = Case("generated", "elementwise", COUNT + 7)
+    assert Case.parse(far.address) == far
+    assert compare(program(far, CPU), EAGER, CPU).row.verdict is Verdict.AGREE
+    assert corpus("generated").chunks() == list(POLICIES)

@@ -1,0 +1,138 @@
+"""`gradparity fuzz` and `shrink`: finds become files; a killed campaign goes on; a case becomes smaller."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from gradparity.cli import app
+from gradparity.corpus.folder import FolderCorpus
+from gradparity.errors import StoreError, StoreFullError
+from gradparity.finds import recorded
+from gradparity.fuzzing.diary import Diary, read
+
+FUZZ = ("fuzz", "--device", "cpu", "--shrink-seconds", "3", "--policy", "elementwise")
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+
+
+@pytest.fixture(scope="module")
+def finds(tmp_path_factory) -> Path:
+    """What a short campaign against a planted fault leaves."""
+    folder = tmp_path_factory.mktemp("fuzz") / "finds"
+    words = ("-s", "planted:none-grad", "--cases", "5", "-n", "0", "--finds", str(folder))
+    result = invoke(*FUZZ, *words, "--report", str(folder / "out.html"))
+    assert (result.exit_code, "5 cases (" in result.stdout) == (1, True), result.stdout
+    return folder
+
+
+def test_a_find_is_kept_and_the_report_shows_it(finds: Path) -> None:
+    (file,) = finds.glob("planted_none-grad_*.json")
+    assert "1 distinct" in (finds / "out.html").read_text()
+    assert json.loads(file.read_text())["row"]["symptom"] == "grad-none"
+
+
+def test_a_folder_of_finds_is_a_corpus_and_can_be_replayed(finds: Path) -> None:
+    (name,) = FolderCorpus(str(finds)).chunks()
+    (row,) = recorded(finds)
+    assert row.case == f"folder:{finds}::{name}"
+    result = invoke("replay", str(finds), "--device", "cpu")
+    assert (result.exit_code, "1 as before" in result.stdout) == (0, True)
+
+
+def test_what_is_known_is_no_news(finds: Path) -> None:
+    words = ("-s", "planted:none-grad", "--cases", "3", "-n", "0", "--seed", "1", "--finds", str(finds))
+    result = invoke(*FUZZ, *words)
+    assert (result.exit_code, "0 new, " in result.stdout) == (0, True), result.stdout
+
+
+def test_usage_errors_are_4() -> None:
+    assert invoke(*FUZZ, "-s", "nobody", "--cases", "1").exit_code == 4
+    assert invoke("fuzz", "-s", "eager", "--cases", "1", "--policy", "luck").exit_code == 4
+
+
+def judged(folder: Path) -> list[int]:
+    """The numbers of the cases that the diary holds."""
+    files = list(folder.glob("campaign_*.jsonl"))
+    lines = files[0].read_text().splitlines()[1:] if files else []
+    found = [json.loads(line) for line in lines if line.endswith("}")]
+    return [line["number"] for line in found if "number" in line]
+
+
+def test_a_killed_campaign_goes_on_and_judges_every_case_once(tmp_path: Path) -> None:
+    folder = tmp_path / "finds"
+    words = [*FUZZ, "-s", "eager", "--cases", "40", "-n", "0", "--finds", str(folder)]
+    settings = {**os.environ, "COLUMNS": "200"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gradparity", *words], stdout=subprocess.DEVNULL, env=settings
+    )
+    until = time.monotonic() + 60
+    while len(judged(folder)) < 6 and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = len(judged(folder))
+    assert 6 <= before < 40
+    result = invoke(*words)
+    assert (result.exit_code, f"goes on: {before} cases" in result.stdout) == (0, True), result.stdout
+    assert sorted(judged(folder)) == list(range(40))
+
+
+CAMPAIGN = {"subject": "s"}
+
+
+class TestDiary:
+    def test_it_remembers_until_the_campaign_ends(self, tmp_path: Path) -> None:
+        diary = Diary(tmp_path, CAMPAIGN)
+        diary.note(3, "AGREE", 1, 2.5)
+        done = Diary(tmp_path, CAMPAIGN).done
+        assert (done.numbers, dict(done.verdicts), done.rejected, done.seconds) == ({3}, {"AGREE": 1}, 1, 2.5)
+        diary.end()
+        assert Diary(tmp_path, CAMPAIGN).done.numbers == set()
+        assert Diary(tmp_path, {"subject": "other"}).path != diary.path
+
+    def test_a_line_that_was_cut_short_is_cut_off(self, tmp_path: Path) -> None:
+        diary = Diary(tmp_path, CAMPAIGN)
+        diary.note(3, "AGREE", 0, 1.0)
+        with diary.path.open("a") as file:
+            file.write('{"number": 4, "verd')
+        again = Diary(tmp_path, CAMPAIGN)
+        again.note(5, "AGREE", 0, 1.0)
+        assert read(diary.path).numbers == {3, 5}
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("cats\n", "is no line of a campaign"),
+            ('{"format": "gradparity fuzz", "version": 9}\n', "another version"),
+        ],
+    )
+    def test_a_file_that_is_none_says_so(self, tmp_path: Path, text: str, said: str) -> None:
+        path = Diary(tmp_path, CAMPAIGN).path
+        path.write_text(text)
+        with pytest.raises(StoreError, match=said):
+            Diary(tmp_path, CAMPAIGN)
+
+    def test_a_full_disk_is_told(self, tmp_path: Path) -> None:
+        diary = Diary(tmp_path, CAMPAIGN)
+        diary._file = open("/dev/full", "w")  # noqa: SIM115
+        with pytest.raises(StoreFullError, match="it goes on"):
+            diary.note(1, "AGREE", 0, 0.0)
+
+
+def test_shrink_makes_a_case_smaller(tmp_path: Path) -> None:
+    words = ("shrink", "demo::gradient_of_an_unused_output", "-s", "compile:aot_eager", "--device", "cpu")
+    result = invoke(*words, "--out", str(tmp_path), "--seconds", "10")
+    assert (result.exit_code, "lines became" in result.stdout) == (0, True), result.stdout
+    (script,) = tmp_path.glob("repro_*.py")
+    program = script.read_text().partition("# --- program")[2].partition("# --- recorder")[0]
+    assert '"""' not in program
+    assert invoke("shrink", "demo::hooks_of_two_branches", "-s", "eager", "--device", "cpu").exit_code == 5

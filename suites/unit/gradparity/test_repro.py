@@ -1,0 +1,177 @@
+"""Repros: scripts in plain torch that differ as the case did; they check, test and cut down themselves."""
+
+import runpy
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradparity.case import Case
+from gradparity.corpus import registry as corpora
+from gradparity.corpus.base import Program
+from gradparity.corpus.scenario import registered
+from gradparity.errors import ReproError
+from gradparity.finds import Judged
+from gradparity.handover import write_script
+from gradparity.repro import standalone
+from gradparity.repro.script import script
+from gradparity.repro.sources import source_of
+from gradparity.subjects.registry import resolve
+from gradparity.verdict import Row, Verdict
+
+CPU = torch.device("cpu")
+FACTOR = 3
+
+
+def scaled(p, power: int = 1) -> None:
+    """Uses a constant, a function and a parameter."""
+    p.value("v", doubled(p.randn(2)) * FACTOR**power)
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    # A comment that the script keeps.
+    return x * 2
+
+
+def row(case: Case, subject: str) -> Row:
+    return Row(case.address, 0, case.corpus, subject, Verdict.DIVERGE, "values", 'a "reason" \\ of some kind')
+
+
+def text_of(program: Program, subject: str = "compile:aot_eager") -> str:
+    return script(program, resolve(subject), row(program.case, subject), CPU)
+
+
+def run(path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", str(path), *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=path.parent, timeout=120, check=False)
+
+
+def called(path: Path, *words: str) -> int:
+    """Runs the script in this process."""
+    return runpy.run_path(str(path))["main"](list(words))
+
+
+@pytest.fixture(scope="module")
+def order(tmp_path_factory) -> Path:
+    """The script of a hook order that stock AOTAutograd changes."""
+    program = corpora.program(Case("demo", "hooks_of_a_small_network"), CPU)
+    subject = resolve("compile:aot_eager")
+    found = Judged(program, subject, row(program.case, subject.name))
+    return write_script(found, tmp_path_factory.mktemp("repro"), CPU)
+
+
+def test_it_needs_nothing_but_torch_and_differs(order: Path) -> None:
+    text = order.read_text()
+    assert "gradparity" not in text.partition("# --- program")[2]
+    assert "import gradparity" not in text
+    done = run(order)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "order of hooks: eager ['post_acc 2.bias'" in done.stdout
+    assert "event 0 post_acc 2.bias" in done.stdout
+
+
+def test_it_is_a_failing_test_of_torch(order: Path, capfd) -> None:
+    assert called(order, "--unittest") == 1
+    told = capfd.readouterr().err
+    assert "test_as_in_eager (" in told
+    assert "order of hooks" in told
+
+
+def test_it_cuts_itself_down(order: Path) -> None:
+    assert called(order, "--minify") == 0
+    small = order.with_name(f"{order.stem}_min.py")
+    program = small.read_text().partition("# --- program")[2].partition("# --- recorder")[0]
+    assert '"""Eager accumulates' not in program
+    assert called(small, "check") == 1
+
+
+def test_an_unknown_command_is_refused(order: Path, capsys) -> None:
+    assert called(order, "solve") == 4
+    assert "known: run, check" in capsys.readouterr().out
+
+
+def test_a_case_that_agrees_has_no_difference(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "repro.py"
+    path.write_text(text_of(corpora.program(Case("op_db", "sin", 0), CPU)))
+    assert called(path, "check") == 0
+    assert capsys.readouterr().out.strip() == "no difference"
+
+
+def test_functions_and_constants_come_along_as_they_were_written() -> None:
+    source = source_of(scaled)
+    assert list(source.definitions) == ["doubled", "FACTOR", "scaled"]
+    assert "# A comment that the script keeps." in source.text()
+    assert source.imports == {"torch": "import torch"}
+
+
+def test_arguments_of_a_partial_are_written_out() -> None:
+    program = Program(Case("c", "n"), scaled, plain=partial(scaled, power=2))
+    text = text_of(program)
+    assert "def program(p):\n    scaled(p, power=2)" in text
+    compile(text, "repro.py", "exec")
+
+
+def test_a_program_given_as_text_is_taken_as_it_is() -> None:
+    program = Program(
+        Case("c", "n"), scaled, source="import math\n\n\ndef run(p):\n    p.value('v', math.pi)\n"
+    )
+    text = text_of(program)
+    assert "PROGRAM = run" in text
+    assert "WIDEN = True" in text
+    compile(text, "repro.py", "exec")
+
+
+def test_what_cannot_be_written_says_why() -> None:
+    power = 2
+
+    def inner(p) -> None:
+        scaled(p, power)
+
+    with pytest.raises(ReproError, match="made inside another function"):
+        text_of(Program(Case("c", "n"), inner))
+    with pytest.raises(ReproError, match="has no form in plain torch"):
+        text_of(corpora.program(Case("demo", "hooks_of_two_branches"), CPU), "planted:scale-grad")
+
+
+def test_every_scenario_can_be_written() -> None:
+    refused = {}
+    for name, item in registered().items():
+        try:
+            compile(text_of(Program(Case("scenarios", name), item.body, item.doc)), name, "exec")
+        except (ReproError, SyntaxError) as error:
+            refused[name] = str(error)
+    assert refused == {}
+
+
+@pytest.mark.parametrize(
+    "subject", ["stock-ca:eager", "retrograd-live:eager", "retrograd-aot:eager", "retrograd-compile:eager"]
+)
+def test_a_subject_says_how_a_user_calls_it(subject: str) -> None:
+    program = corpora.program(Case("demo", "hooks_of_two_branches"), CPU)
+    text = text_of(program, subject)
+    compile(text, "repro.py", "exec")
+    assert "def around_backward" in text
+
+
+class TestComparison:
+    @pytest.mark.parametrize(
+        ("eager", "subject", "reference", "said"),
+        [
+            (torch.ones(2), torch.ones(2), None, ""),
+            (torch.ones(2), torch.ones(2) + 1e-6, torch.ones(2, dtype=torch.float64), ""),
+            (torch.ones(2), torch.ones(2) + 1e-2, torch.ones(2, dtype=torch.float64), "error 0.01"),
+            (torch.ones(2), torch.ones(2).double(), None, "dtype is torch.float32"),
+            (torch.ones(2, 2), torch.ones(2, 2).t(), None, "strides are [2, 1]"),
+            (torch.ones(2), None, None, "eager tensor"),
+            (torch.tensor([float("nan")]), torch.tensor([float("nan")]), None, ""),
+            (torch.tensor([1]), torch.tensor([2]), None, "not equal"),
+            ((1, 2), (1, 3), None, "eager 2"),
+            (1.0, 1.0 + 1e-9, None, ""),
+        ],
+    )
+    def test_as_the_oracles_judge(self, eager, subject, reference, said: str) -> None:
+        found = standalone.unlike(eager, subject, reference)
+        assert found.startswith(said) if said else found == ""
