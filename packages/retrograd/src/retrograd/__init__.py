@@ -15,18 +15,9 @@ from typing import TYPE_CHECKING, Any
 from retrograd.version import VERSION
 
 if TYPE_CHECKING:
-    from retrograd.api import (
-        CompiledAutograd,
-        CompiledStep,
-        compile,
-        compile_step,
-        compiled_autograd,
-        disable,
-        enable,
-        explain,
-        reset,
-    )
+    from retrograd.api import CompiledAutograd, compile, compiled_autograd, disable, enable, explain, reset
     from retrograd.config import Config
+    from retrograd.dynamo import CompiledStep, compile_step
     from retrograd.errors import (
         BackendError,
         CaptureError,
@@ -44,35 +35,16 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 
+#: where each public name is defined; those that are not here are exceptions, in `retrograd.errors`.
 _HOMES = {
-    "retrograd.api": (
-        "CompiledAutograd",
-        "CompiledStep",
-        "compile",
-        "compile_step",
-        "compiled_autograd",
-        "disable",
-        "enable",
-        "explain",
-        "reset",
+    **dict.fromkeys(
+        ["CompiledAutograd", "compile", "compiled_autograd", "disable", "enable", "explain", "reset"],
+        "retrograd.api",
     ),
-    "retrograd.config": ("Config",),
-    "retrograd.errors": (
-        "BackendError",
-        "CaptureError",
-        "ContextError",
-        "ExportError",
-        "FallbackWarning",
-        "LoadError",
-        "LoweringError",
-        "RetrogradError",
-        "OptionError",
-        "UnsupportedTorchError",
-        "VerificationError",
-    ),
-    "retrograd.events": ("counters",),
+    **dict.fromkeys(["CompiledStep", "compile_step"], "retrograd.dynamo"),
+    "Config": "retrograd.config",
+    "counters": "retrograd.events",
 }
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "BackendError",
@@ -103,9 +75,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "aot":
         return importlib.import_module("retrograd.aot")
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'retrograd' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_HOMES.get(name, "retrograd.errors")), name)
 
 
 def __dir__() -> list[str]:

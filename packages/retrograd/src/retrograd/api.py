@@ -12,32 +12,20 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.compiled_forwards import CompiledForwards
+from retrograd._torch.cuda import side_streams
+from retrograd._torch.dynamo import CompiledForwards
 from retrograd._torch.probe import check_supported
-from retrograd._torch.streams import side_streams
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
-from retrograd.dynamo import CompiledStep, compile_step, config_of
+from retrograd.dynamo import config_of
 from retrograd.dynamo.backend import retrograd as dynamo_backend
-from retrograd.live.background import wait_for_all
-from retrograd.live.claims import begin_claims, claim, end_claims
+from retrograd.live.backward_ownership import begin_claims, claim, end_claims
 from retrograd.live.contexts import ProcessWide, enter, is_anything_open, leave, open_gateway
 from retrograd.live.decorate import decorated
+from retrograd.live.lower.background import wait_for_all
 from retrograd.live.session import Session
 from retrograd.process import forget_everything
 from retrograd.report import Report, process_report
-
-__all__ = [
-    "CompiledAutograd",
-    "CompiledStep",
-    "compile",
-    "compile_step",
-    "compiled_autograd",
-    "disable",
-    "enable",
-    "explain",
-    "reset",
-]
 
 _compiled_forwards = CompiledForwards(is_anything_open)
 

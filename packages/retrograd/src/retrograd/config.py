@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     CompileFn = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
-__all__ = ["PARTITIONERS", "Config", "Policy"]
-
 #: the partitioners that have a name.
 PARTITIONERS = ("min_cut", "recompute_all", "save_all")
 

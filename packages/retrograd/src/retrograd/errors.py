@@ -7,26 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "BackendError",
-    "CallError",
-    "CaptureError",
-    "ContextError",
-    "ExportError",
-    "FallbackWarning",
-    "LoadError",
-    "LoweringError",
-    "OptionError",
-    "PassError",
-    "Reason",
-    "Refusal",
-    "RetrogradError",
-    "UnlikeTracedError",
-    "UnsupportedTorchError",
-    "VerificationError",
-    "first_line",
-]
-
 
 @dataclass(frozen=True)
 class Reason:

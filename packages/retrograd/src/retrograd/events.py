@@ -14,8 +14,6 @@ from collections import Counter
 
 from retrograd.process import forgotten_by_reset
 
-__all__ = ["LOGS", "counters", "live_log", "switch_logs"]
-
 #: Totals of this process: ``captures`` (backward graphs recorded), ``plans`` (schedules laid out),
 #: ``lowerings`` (segments given to a backend), ``recompiles`` (lowerings of a segment that had one),
 #: ``run_failures`` (runs of compiled code that raised), ``fallbacks`` (backwards run on the stock engine),

@@ -12,8 +12,6 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["ForkSafeLock", "compiling", "forget_everything", "forgotten_by_reset", "tracing"]
-
 Forget = TypeVar("Forget", bound=Callable[[], object])
 
 _forgets: list[Callable[[], object]] = []

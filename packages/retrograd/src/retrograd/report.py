@@ -14,15 +14,13 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from retrograd._torch.structured_trace import artifact
+from retrograd._torch.log import artifact
 from retrograd.errors import FallbackWarning, Reason, first_line
 from retrograd.events import LOGS, counters
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.render import readable
 from retrograd.graph.schedule import Schedule
 from retrograd.process import ForkSafeLock, forgotten_by_reset
-
-__all__ = ["BackwardReport", "GraphReport", "LoweringReport", "Report", "process_report", "reason_of"]
 
 log = logging.getLogger("retrograd.aot")
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import retrograd
 from retrograd import aot
-from retrograd.aot.run_forward import CompiledFunction
+from retrograd.aot.run.call import CompiledFunction
 from retrograd.graph.partition import Partition
 
 Fn = Callable[..., Any]

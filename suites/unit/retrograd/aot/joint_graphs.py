@@ -15,12 +15,12 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from retrograd.graph.joint import (
+    Boundary,
     Cotangent,
     Destination,
     Gradient,
     InputRole,
     JointSignature,
-    Junction,
     Output,
     Primal,
     PrimalKind,
@@ -116,7 +116,7 @@ def _signature(
     return JointSignature(
         tuple(roles),
         (*map(Output, range(outputs)), *gradients),
-        tuple(Junction(n) for n in roots),
+        tuple(Boundary(n) for n in roots),
         known,
     )
 
@@ -142,7 +142,7 @@ def joint_by_hand(
     gm.meta["signature"] = JointSignature(
         (*(Primal(n, f"args[{n}]") for n in range(count)), *map(Cotangent, range(cotangents))),
         (*map(Output, range(outputs)), *(Gradient(0, of) for of in region.destinations)),
-        tuple(Junction(n) for n in range(cotangents)),
+        tuple(Boundary(n) for n in range(cotangents)),
         (region,),
     )
     return Joint(gm, tuple(examples))

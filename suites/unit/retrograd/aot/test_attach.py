@@ -1,4 +1,4 @@
-"""Leaves get their gradients in eager's order, with as few gates as that takes."""
+"""Leaves get their gradients in eager's order, with as few barriers as that takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from retrograd import aot
-from retrograd.aot.attach import steps_of
+from retrograd.aot.run.attach import steps_of
 
 Leaves = Sequence[torch.Tensor]
 
@@ -56,11 +56,11 @@ def test_hooks_on_leaves_run_in_eagers_order(fn: Callable[[Leaves], torch.Tensor
     assert order_of(compiled, range(7), busy) == order_of(fn, range(7), busy)
 
 
-@pytest.mark.parametrize(("count", "gates"), [(1, 0), (2, 0), (3, 1), (5, 3)])
-def test_two_leaves_need_no_gate(count: int, gates: int) -> None:
+@pytest.mark.parametrize(("count", "barriers"), [(1, 0), (2, 0), (3, 1), (5, 3)])
+def test_two_leaves_need_no_gate(count: int, barriers: int) -> None:
     leaves = [torch.ones(2, requires_grad=True) for _ in range(count)]
     joint = aot.capture(aot.create_state(lambda *given: products(given), leaves))
-    assert sum(step.is_leaf for step in steps_of(joint)) == gates
+    assert sum(step.is_leaf for step in steps_of(joint)) == barriers
 
 
 def ordered(leaves: Leaves) -> torch.Tensor:

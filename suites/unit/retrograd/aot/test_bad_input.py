@@ -199,7 +199,7 @@ PASSES: dict[str, tuple[Any, type[RetrogradError], str]] = {
         "output 0",
     ),
     "a gradient is lost": (drops_a_gradient, VerificationError, "gradient of primal 0"),
-    "a placeholder is lost": (drops_a_placeholder, VerificationError, "cotangent of junction 0"),
+    "a placeholder is lost": (drops_a_placeholder, VerificationError, "cotangent of boundary 0"),
     "an effect is added": (writes_into_a_value, VerificationError, "add_"),
     "an output of another type": (changes_a_type, VerificationError, "output 0"),
     "no graph is returned": (returns_nothing, PassError, "returns_nothing"),

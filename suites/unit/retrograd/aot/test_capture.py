@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 def test_roles_of_a_function() -> None:
     joint = captured(lambda x, y: (x * y).sin(), leaf(3), tensor(3))
-    assert inputs(joint) == ["argument args[0]", "argument args[1]", "cotangent of junction 0"]
+    assert inputs(joint) == ["argument args[0]", "argument args[1]", "cotangent of boundary 0"]
     assert outputs(joint) == ["output 0", "gradient of primal 0 from region 0"]
     assert calls(joint) == [
         aten.mul.Tensor,
@@ -58,7 +58,7 @@ def test_roles_of_a_module() -> None:
         "parameter last.weight",
         "buffer scale",
         "argument args[0]",
-        "cotangent of junction 0",
+        "cotangent of boundary 0",
     ]
     assert outputs(joint) == ["output 0", *(f"gradient of primal {i} from region 0" for i in (2, 1, 0))]
 
@@ -79,8 +79,8 @@ def test_without_grad_there_is_no_backward_half() -> None:
 
 def test_outputs_that_need_no_grad_get_no_cotangent() -> None:
     joint = captured(lambda x, y: (x.sin(), y.cos(), x.argmax()), leaf(3), tensor(3))
-    assert inputs(joint) == ["argument args[0]", "argument args[1]", "cotangent of junction 0"]
-    assert [value.junction for value in joint.values] == [0, None, None]
+    assert inputs(joint) == ["argument args[0]", "argument args[1]", "cotangent of boundary 0"]
+    assert [value.boundary for value in joint.values] == [0, None, None]
 
 
 def test_a_hidden_tensor_where_two_outputs_meet_is_a_junction() -> None:
@@ -89,7 +89,7 @@ def test_a_hidden_tensor_where_two_outputs_meet_is_a_junction() -> None:
         return h.sin(), h.exp()
 
     joint = captured(fn, leaf(3))
-    assert [(j.value, j.is_visible) for j in joint.signature.junctions] == [(0, True), (1, True), (2, False)]
+    assert [(j.value, j.is_visible) for j in joint.signature.boundaries] == [(0, True), (1, True), (2, False)]
     assert [region.roots for region in joint.signature.regions] == [(1,), (0,), (2,)]
     together = aot.capture(aot.create_state(fn, (leaf(3),)), single_region=True)
     assert [region.roots for region in together.signature.regions] == [(0, 1)]

@@ -97,7 +97,7 @@ def test_the_second_pass_that_breaks_the_law_is_named() -> None:
     assert_expected_inline(
         str(caught.value),
         """\
-output 0 depends on the cotangent of junction 0, and belongs to the forward
+output 0 depends on the cotangent of boundary 0, and belongs to the forward
   stage  aot.apply, after passes [remove_dead_code, mixes]        node  t_3 (output 0)
   try    in the pass, keep values that a cotangent reaches out of the forward and of other regions""",
     )
@@ -142,7 +142,7 @@ def joint(
     primal_0: float32[2, 3],  # parameter weight
     primal_1: float32[2],  # parameter bias
     primal_2: float32[4, 3],  # argument args[0]
-    cotangent_0: float32[4, 2],  # cotangent of junction 0
+    cotangent_0: float32[4, 2],  # cotangent of boundary 0
 ):
     t: float32[3, 2] = aten.t.default(primal_0)
     addmm: float32[4, 2] = aten.addmm.default(primal_1, primal_2, t)

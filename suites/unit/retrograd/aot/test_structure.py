@@ -1,4 +1,4 @@
-"""Eager's autograd graph, divided: regions, junctions, order; for graphs written by hand."""
+"""Eager's autograd graph, divided: regions, boundaries, order; for graphs written by hand."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from retrograd.aot.structure import MOST_REGIONS, RegionNodes, Structure, divide
+from retrograd.aot.trace.structure import MOST_REGIONS, RegionNodes, Structure, divide
 from retrograd.graph.eager_order import ROOT, eager_walk
-from retrograd.graph.joint import Destination, Step
+from retrograd.graph.joint import BackwardStep, Destination
 from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
 
 LEAF = 2**64 - 1
@@ -33,7 +33,7 @@ def text(structure: Structure) -> list[str]:
     """One line for each region, then the order: ``2`` runs region 2, ``p0`` completes primal 0."""
     regions = [
         f"{region.nodes} of {region.roots} to "
-        + " ".join(("j" if there.is_junction else "p") + str(there.index) for there in region.destinations)
+        + " ".join(("j" if there.is_boundary else "p") + str(there.index) for there in region.destinations)
         for region in structure.regions
     ]
     return [*regions, " ".join(("p" if step.is_leaf else "") + str(step.index) for step in structure.order)]
@@ -73,7 +73,7 @@ THREE = graph(
         pytest.param(
             MEETING,
             ["(1,) of (1,) to j2", "(0,) of (0,) to j2", "(2,) of (2,) to p0", "0 1 2 p0"],
-            id="a hidden junction where two outputs meet",
+            id="a hidden boundary where two outputs meet",
         ),
         pytest.param(
             SHARED_LEAF,
@@ -104,21 +104,21 @@ def test_regions_and_order(live: LiveGraph, expected: list[str]) -> None:
 
 
 def test_visible_junctions_come_first_as_given() -> None:
-    assert divided(MEETING).junctions == (Edge(0, 0), Edge(1, 0), Edge(2, 0))
-    assert divided(INTERMEDIATE).junctions == (Edge(0, 0), Edge(1, 0))
+    assert divided(MEETING).boundaries == (Edge(0, 0), Edge(1, 0), Edge(2, 0))
+    assert divided(INTERMEDIATE).boundaries == (Edge(0, 0), Edge(1, 0))
 
 
 def test_two_outputs_of_one_node_are_one_region() -> None:
     nodes = (LiveNode("unbind", "unbind", 1, (Edge(1, 0),)), LiveNode("x", "x", LEAF, ()))
     structure = divide(LiveGraph(nodes, (Edge(0, 0), Edge(0, 1)), None), {1: 0})
     assert structure.regions == (RegionNodes((0,), (0, 1), (Destination(0),)),)
-    assert structure.order == (Step(0), Step(0, True))
+    assert structure.order == (BackwardStep(0), BackwardStep(0, True))
 
 
 def test_all_outputs_together_if_asked() -> None:
     structure = divided(MEETING, single=True)
     assert text(structure) == ["(1, 0, 2) of (0, 1) to p0", "0 p0"]
-    assert structure.junctions == (Edge(0, 0), Edge(1, 0))
+    assert structure.boundaries == (Edge(0, 0), Edge(1, 0))
 
 
 @pytest.mark.parametrize(("count", "expected"), [(MOST_REGIONS, MOST_REGIONS), (MOST_REGIONS + 1, 1)])
@@ -170,7 +170,7 @@ def test_laws_of_a_division(seed: int) -> None:
     home = {root: number for number, region in enumerate(structure.regions) for root in region.roots}
     for number, region in enumerate(structure.regions):
         for there in region.destinations:
-            if there.is_junction:
+            if there.is_boundary:
                 assert ran[number] < ran[home[there.index]]
             else:
                 assert ran[number] < complete[there.index]

@@ -75,8 +75,8 @@ def test_each_part_has_a_placeholder() -> None:
     assert [str(role) + f" {role.part}" for role in joint.signature.inputs] == [
         "argument args[0] 0",
         "argument args[0] 1",
-        "cotangent of junction 0 0",
-        "cotangent of junction 0 1",
+        "cotangent of boundary 0 0",
+        "cotangent of boundary 0 1",
     ]
     assert len(joint.signature.outputs) == 4
 

@@ -21,8 +21,6 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 
 from retrograd.process import ForkSafeLock
 
-__all__ = ["TABLE", "Handler", "handle", "handled_here", "hidden_from_dynamo"]
-
 #: is given the original and the arguments of a call, and answers it.
 Handler = Callable[..., Any]
 

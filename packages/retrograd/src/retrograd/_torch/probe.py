@@ -14,8 +14,6 @@ import torch
 
 from retrograd.errors import UnsupportedTorchError
 
-__all__ = ["check_supported", "torch_release"]
-
 OLDEST, NEWEST = (2, 11), (2, 13)
 
 #: module -> names that the package uses from it; found in 2.11, 2.12 and 2.13.

@@ -10,32 +10,15 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch.utils._pytree import (
-    MappingKey,
-    TreeSpec,
-    keystr,
-    register_pytree_node,
-    tree_map,
-    tree_structure,
-    tree_unflatten,
-    treespec_dumps,
-    treespec_loads,
-)
+from torch.utils._pytree import MappingKey, TreeSpec, register_pytree_node
+from torch.utils._pytree import keystr as keystr
 from torch.utils._pytree import tree_flatten as _flatten
 from torch.utils._pytree import tree_flatten_with_path as _flatten_with_path
-
-__all__ = [
-    "TreeSpec",
-    "keystr",
-    "tree_flatten",
-    "tree_flatten_with_path",
-    "tree_leaves",
-    "tree_map",
-    "tree_structure",
-    "tree_unflatten",
-    "treespec_dumps",
-    "treespec_loads",
-]
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_structure as tree_structure
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch.utils._pytree import treespec_dumps as treespec_dumps
+from torch.utils._pytree import treespec_loads as treespec_loads
 
 IsLeaf = Callable[[Any], bool] | None
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from retrograd.aot.capture import capture
 from retrograd.aot.compile import compile
-from retrograd.aot.export import export
+from retrograd.aot.export.exporter import export
+from retrograd.aot.export.program import Exported, ProgramResult
+from retrograd.aot.export.save import load, save
 from retrograd.aot.function import AotFunction, AotModule, function, module
 from retrograd.aot.joint import JointGraph
 from retrograd.aot.partition import partition
-from retrograd.aot.program import Exported, ProgramResult
-from retrograd.aot.save import load, save
 from retrograd.aot.state import create_state
 
 __all__ = [

@@ -15,8 +15,6 @@ from retrograd.aot.modules import ModuleState
 from retrograd.errors import Refusal
 from retrograd.graph.joint import PrimalKind
 
-__all__ = ["FlatCall"]
-
 
 @dataclass(frozen=True)
 class FlatCall:

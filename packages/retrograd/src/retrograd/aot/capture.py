@@ -19,29 +19,29 @@ import torch
 from torch import fx
 
 from retrograd._torch import pytree
-from retrograd._torch.graph_tracer import JointTracer, make_graph
-from retrograd._torch.thread_modes import autocast_off
-from retrograd.aot.analyse import Analysis, analyse
-from retrograd.aot.differentiate import Differentiated, differentiate
-from retrograd.aot.enter import EntryPlan, Inputs
+from retrograd._torch.state import autocast_off
+from retrograd._torch.trace import JointTracer, make_graph
 from retrograd.aot.joint import JointGraph
-from retrograd.aot.tidy import tidy
+from retrograd.aot.trace.analyse import Analysis, analyse
+from retrograd.aot.trace.differentiate import Differentiated, differentiate
+from retrograd.aot.trace.enter import EntryPlan, Inputs
+from retrograd.aot.trace.tidy import tidy
 from retrograd.errors import CaptureError, Reason, Refusal, RetrogradError, first_line
 from retrograd.graph.capture_state import CaptureState
-from retrograd.graph.joint import Cotangent, JointSignature, Junction, Output, Region
-
-__all__ = ["capture"]
+from retrograd.graph.joint import Boundary, Cotangent, JointSignature, Output, Region
 
 
-def capture(state: CaptureState, *, single_region: bool = False, stepped: bool = False) -> JointGraph:
+def capture(
+    state: CaptureState, *, single_region: bool = False, split_at_leaf_grads: bool = False
+) -> JointGraph:
     """Capture the function of `state`.
 
     Args:
         state: from `create_state`.
         single_region: differentiate all outputs together, as stock AOTAutograd does, instead of keeping
             eager's structure.
-        stepped: end regions where gradients of leaves are complete, so that hooks see these one by one, and
-            need not hold them all at once. Bits stay the same; each piece costs a call.
+        split_at_leaf_grads: end regions where gradients of leaves are complete, so that hooks see these one
+            by one, and need not hold them all at once. Bits stay the same; each piece costs a call.
 
     Returns:
         The joint graph. If nothing requires grad (or grad mode is off) it has no backward half.
@@ -51,7 +51,7 @@ def capture(state: CaptureState, *, single_region: bool = False, stepped: bool =
     """
     plan = EntryPlan()
     while True:
-        attempt = _Attempt(state, plan, single_region, stepped)
+        attempt = _Attempt(state, plan, single_region, split_at_leaf_grads)
         try:
             with autocast_off(), state.fake_mode:
                 gm = make_graph(
@@ -65,7 +65,7 @@ def capture(state: CaptureState, *, single_region: bool = False, stepped: bool =
                 continue
             raise _capture_error(state, error) from error
         if attempt.leaves_gaps:
-            stepped = False
+            split_at_leaf_grads = False
             continue
         if attempt.amended == plan:
             return attempt.result(gm)
@@ -95,7 +95,7 @@ class _Attempt:
     state: CaptureState
     plan: EntryPlan
     single_region: bool
-    stepped: bool = False
+    split_at_leaf_grads: bool = False
     leaves_gaps: bool = False
 
     def body(self, tracer: JointTracer) -> Sequence[Any]:
@@ -108,8 +108,10 @@ class _Attempt:
             self.amended = self.plan.amended(self.state, self.analysis)
             if self.amended != self.plan:
                 return (0,)
-            self.backward = differentiate(tracer, inputs, self.analysis, self.single_region, self.stepped)
-            self.leaves_gaps = self.stepped and self.backward.leaves_gaps()
+            self.backward = differentiate(
+                tracer, inputs, self.analysis, self.single_region, self.split_at_leaf_grads
+            )
+            self.leaves_gaps = self.split_at_leaf_grads and self.backward.leaves_gaps()
             return self._outputs(self.analysis, self.backward)
 
     def _outputs(self, analysis: Analysis, backward: Differentiated) -> list[Any]:
@@ -119,7 +121,7 @@ class _Attempt:
 
     def result(self, gm: fx.GraphModule) -> JointGraph:
         values = tuple(
-            replace(value.described(), junction=self.backward.junction_of(number))
+            replace(value.described(), boundary=self.backward.junction_of(number))
             for number, value in enumerate([*self.analysis.values, *self.backward.stand_ins])
         )
         gm.meta["signature"] = signature = self._signature(values)
@@ -136,7 +138,7 @@ class _Attempt:
             gradients=self.backward.wrappings(),
             undefined_matters=frozenset(self.backward.undefined_matters),
             is_single_region=self.single_region,
-            awaited=self.backward.awaited,
+            hooked_leaves=self.backward.hooked_leaves,
         )
 
     def _signature(self, values: Sequence[Any]) -> JointSignature:
@@ -147,16 +149,16 @@ class _Attempt:
         ]
         structure = self.backward.structure
         cotangents = [
-            Cotangent(junction, part)
-            for junction, wrapping in self.backward.cotangents
+            Cotangent(boundary, part)
+            for boundary, wrapping in self.backward.cotangents
             for part in range(wrapping.count)
         ]
         visible = len(self.backward.visible)
         return JointSignature(
             inputs=(*self.inputs.roles, *cotangents),
             outputs=(*forward, *self.backward.roles()),
-            junctions=tuple(
-                Junction(value, number < visible)
+            boundaries=tuple(
+                Boundary(value, number < visible)
                 for number, value in enumerate(self.backward.junction_values)
             ),
             regions=tuple(Region(region.roots, region.destinations) for region in structure.regions),

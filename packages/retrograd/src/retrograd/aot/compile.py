@@ -9,16 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from retrograd.aot.compiled import Compiled
-from retrograd.aot.lower import lower
-from retrograd.aot.record import recorded
-from retrograd.aot.run_backward import RegionCode
-from retrograd.aot.run_forward import CompiledFunction
+from retrograd.aot.run.call import CompiledFunction
+from retrograd.aot.run.lower_half import lower
+from retrograd.aot.run.record import recorded
+from retrograd.aot.run.region import RegionCode
 from retrograd.backends.base import Boxed, Half
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.graph.partition import Partition, SavedKind
-
-__all__ = ["compile"]
 
 
 def compile(

@@ -11,16 +11,14 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.guards import InputGuard
 from retrograd._torch.pytree import tree_flatten
+from retrograd._torch.trace import InputGuard
 from retrograd.aot.calls import FlatCall
-from retrograd.aot.run_forward import CompiledFunction
+from retrograd.aot.run.call import CompiledFunction
 from retrograd.errors import CallError, Reason
 from retrograd.graph.capture_state import CaptureState, Leaf
 from retrograd.graph.partition import Partition
 from retrograd.specialize import guard_as_traced
-
-__all__ = ["Compiled"]
 
 
 class Compiled:

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["PLAIN_VALUES", "constant_key"]
-
 #: types whose values ``==`` tells apart.
 PLAIN_VALUES = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, slice}

@@ -12,9 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.lazy_modules import lazy_graph_module
-
-__all__ = ["extract", "needed_between"]
+from retrograd._torch.fx import lazy_graph_module
 
 _NOTHING: Mapping[fx.Node, fx.Node] = MappingProxyType({})
 

@@ -14,18 +14,16 @@ import torch
 from torch import nn
 
 from retrograd._torch import pytree
-from retrograd._torch.fakes import why_not_fakeable
-from retrograd._torch.graph_tracer import is_tracing_here
-from retrograd._torch.guards import changed_sizes
-from retrograd._torch.leaf_hooks import has_waiting_hooks
-from retrograd._torch.thread_modes import ThreadModes, why_not_capturable_now
+from retrograd._torch.autograd import has_waiting_hooks
+from retrograd._torch.state import ThreadModes, why_not_capturable_now
+from retrograd._torch.trace import changed_sizes, is_tracing_here, why_not_fakeable
 from retrograd.aot.calls import FlatCall
 from retrograd.aot.capture import capture
 from retrograd.aot.compile import compile as compile_partition
 from retrograd.aot.constants import constant_key
 from retrograd.aot.modules import ModuleState
 from retrograd.aot.partition import partition
-from retrograd.aot.run_forward import CompiledFunction
+from retrograd.aot.run.call import CompiledFunction
 from retrograd.aot.state import Dynamic, state_of_flat
 from retrograd.aot.summary import summary
 from retrograd.backends.registry import find_backend
@@ -34,8 +32,6 @@ from retrograd.errors import CaptureError, OptionError, Reason
 from retrograd.passes.aten import pass_named
 from retrograd.report import Report, process_report, reason_of
 from retrograd.specialize import CallGuard, Specialized, Variant
-
-__all__ = ["AotFunction", "AotModule", "function", "module"]
 
 _STAGE = "aot.function"
 
@@ -117,11 +113,11 @@ class AotFunction:
         return state
 
     def _variant(self, key: Any, leaves: Sequence[Any], known: Sequence[Variant]) -> Variant:
-        form, _, roots, _, stepped, _ = key
+        form, _, roots, _, split_at_leaf_grads, _ = key
         state = self._states[roots]
         try:
             state.note()
-            code = self._stages(leaves, state, _spec(form), self._dynamic(leaves, known), stepped)
+            code = self._stages(leaves, state, _spec(form), self._dynamic(leaves, known), split_at_leaf_grads)
             state.refuse_changes()
             return Variant(CallGuard.for_joint(leaves, code.partition.joint), code)
         except Exception as error:
@@ -142,7 +138,12 @@ class AotFunction:
         return changed or None
 
     def _stages(
-        self, leaves: Sequence[Any], modules: ModuleState, spec: Any, dynamic: Dynamic, stepped: bool
+        self,
+        leaves: Sequence[Any],
+        modules: ModuleState,
+        spec: Any,
+        dynamic: Dynamic,
+        split_at_leaf_grads: bool,
     ) -> CompiledFunction:
         config, call = self.config, FlatCall(self.fn, modules, spec)
         state = state_of_flat(
@@ -154,7 +155,7 @@ class AotFunction:
             dynamic=dynamic,
             decompositions=find_backend(config.backend).decompositions(),
         )
-        joint = capture(state, single_region=config.single_region, stepped=stepped)
+        joint = capture(state, single_region=config.single_region, split_at_leaf_grads=split_at_leaf_grads)
         for change in config.passes:
             joint = joint.apply(change)
         parts = partition(joint, config.partitioner)

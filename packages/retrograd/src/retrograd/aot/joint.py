@@ -15,8 +15,6 @@ from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.render_joint import rendered
 from retrograd.passes.aten import AnyPass, PassReport, pass_named, run_passes
 
-__all__ = ["JointGraph"]
-
 
 @dataclass(frozen=True, eq=False)
 class JointGraph(JointValues):

@@ -23,10 +23,6 @@ from retrograd.aot.constants import PLAIN_VALUES
 from retrograd.errors import CaptureError, Reason, Refusal
 from retrograd.graph.joint import PrimalKind
 
-__all__ = [
-    "ModuleState",
-]
-
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 

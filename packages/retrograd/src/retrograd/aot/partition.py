@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.lazy_modules import lazy_graph_module
-from retrograd._torch.operators import has_effect, is_mutating
-from retrograd._torch.rng import insert_replay
-from retrograd.aot.aliases import (
+from retrograd._torch.fx import has_effect, is_mutating, lazy_graph_module
+from retrograd._torch.state import insert_replay
+from retrograd.aot.extract import extract, needed_between
+from retrograd.aot.policies import choose_saved, draws_random_numbers
+from retrograd.aot.sink_recompute import compute_again_late
+from retrograd.aot.trace.aliases import (
     Memory,
     backward_nodes,
     is_backward,
@@ -24,17 +26,12 @@ from retrograd.aot.aliases import (
     memory_of,
     read_by_backward,
 )
-from retrograd.aot.extract import extract, needed_between
-from retrograd.aot.late import compute_again_late
-from retrograd.aot.policies import choose_saved, draws_random_numbers
 from retrograd.config import Policy
 from retrograd.errors import Reason, VerificationError
 from retrograd.graph.copies import copied
 from retrograd.graph.joint import Cotangent, Gradient
 from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.partition import Partition, RegionBackward, Saved, SavedKind
-
-__all__ = ["partition"]
 
 
 def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
@@ -177,7 +174,7 @@ class _Division:
         cotangents = [
             node
             for node, role in zip(self.cotangents, roles, strict=True)
-            if isinstance(role, Cotangent) and role.junction in roots
+            if isinstance(role, Cotangent) and role.boundary in roots
         ]
         effects = [node for node in backward_nodes(self.joint.gm, number) if has_effect(node)]
         try:

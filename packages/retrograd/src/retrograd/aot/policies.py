@@ -10,16 +10,13 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from retrograd._torch.min_cut import cut_by
-from retrograd._torch.operators import is_operator_overload, is_random
-from retrograd.aot.aliases import Memory, is_backward, is_number, read_by_backward
+from retrograd._torch.fx import is_operator_overload, is_random
+from retrograd._torch.inductor import cut_by
+from retrograd.aot.trace.aliases import Memory, is_backward, is_number, read_by_backward
 from retrograd.config import PARTITIONERS, Policy
 from retrograd.errors import OptionError, Reason, VerificationError
 from retrograd.graph.dependence import cotangents_reaching
 from retrograd.graph.joint_graph import JointValues
-
-__all__ = ["choose_saved", "draws_random_numbers"]
-
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 

@@ -14,24 +14,23 @@ import torch
 from torch import nn
 
 from retrograd._torch import pytree
-from retrograd._torch.fakes import (
+from retrograd._torch.state import ThreadModes
+from retrograd._torch.trace import (
     alias_of_fake,
+    common_base,
     fake_mode_of,
     fake_of,
+    groups_sharing_memory,
+    inner_tensors,
     is_fake,
     new_fake_mode,
     why_not_fakeable,
 )
-from retrograd._torch.functional import inner_tensors
-from retrograd._torch.memory import common_base, groups_sharing_memory
-from retrograd._torch.thread_modes import ThreadModes
 from retrograd.aot.calls import FlatCall
 from retrograd.aot.modules import ModuleState
 from retrograd.errors import CaptureError, Reason
 from retrograd.graph.capture_state import AliasGroup, CaptureState, Leaf, MemberView
 from retrograd.graph.joint import PrimalKind
-
-__all__ = ["Dynamic", "create_state", "state_of_flat"]
 
 #: ``True``: every size may change; ``None`` or ``False``: none; or, by number of the flat input, which
 #: dimensions.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from retrograd.graph.partition import Partition
 from retrograd.report import GraphReport
 
-__all__ = ["summary"]
-
 
 def summary(partition: Partition, ended_by: str = "") -> GraphReport:
     """The record of a partition; `ended_by` as in `GraphReport`."""

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 from torch import fx
 
-__all__ = ["SEGMENT", "Backend", "Boxed", "Half"]
-
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 

@@ -10,8 +10,6 @@ from torch import fx
 from retrograd.backends.base import SEGMENT, Boxed, Half
 from retrograd.errors import BackendError
 
-__all__ = ["CustomBackend"]
-
 
 class CustomBackend:
     """Wraps a user's compile function.

@@ -7,10 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.boxed import boxed, copied
+from retrograd._torch.fx import boxed, copied
 from retrograd.backends.base import SEGMENT, Boxed, Half
-
-__all__ = ["AtenBackend", "EagerBackend"]
 
 
 class EagerBackend:

@@ -10,8 +10,6 @@ from torch import fx
 from retrograd._torch.inductor import compile_graph, decompositions, patched
 from retrograd.backends.base import SEGMENT, Boxed, Half
 
-__all__ = ["InductorBackend"]
-
 
 class InductorBackend:
     """Compiles through ``compile_fx_inner`` with Inductor's own decompositions; no Dynamo, no AOTAutograd.

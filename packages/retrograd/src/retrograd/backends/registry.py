@@ -14,8 +14,6 @@ from retrograd.backends.eager import AtenBackend, EagerBackend
 from retrograd.backends.inductor import InductorBackend
 from retrograd.errors import OptionError
 
-__all__ = ["BACKENDS", "find_backend"]
-
 #: the registered backends by name.
 BACKENDS: dict[str, Callable[[], Backend]] = {
     backend.name: backend for backend in (AtenBackend, EagerBackend, InductorBackend)

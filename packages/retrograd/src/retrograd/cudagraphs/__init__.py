@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import fx
 
-from retrograd._torch.cuda_graphs import CudaRecorder
+from retrograd._torch.cuda import CudaRecorder
 from retrograd.cudagraphs.graphed_call import GraphedCall
 from retrograd.cudagraphs.recorder import Boxed, Recorder
 from retrograd.cudagraphs.refusals import device_of, why_not_recorded

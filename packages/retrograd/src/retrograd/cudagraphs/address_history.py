@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 
-__all__ = ["AddressHistory"]
-
 #: how many calls without a recording are remembered.
 REMEMBERED = 4
 

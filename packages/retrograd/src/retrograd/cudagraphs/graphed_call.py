@@ -18,15 +18,13 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.addresses import layout_of
+from retrograd._torch.tensor import layout_of
 from retrograd.cudagraphs.address_history import AddressHistory
 from retrograd.cudagraphs.recorded import Recorded
 from retrograd.cudagraphs.recorder import Boxed, Recorder
 from retrograd.cudagraphs.refusals import HELD, NOT_NOW, refusal
 from retrograd.errors import Reason, first_line
 from retrograd.events import counters
-
-__all__ = ["MOST_MADE", "MOST_RECORDINGS", "WARM_UPS", "GraphedCall"]
 
 #: calls that run as they are before one is recorded: they compile, choose kernels and make workspaces.
 WARM_UPS = 2

@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from retrograd._torch.addresses import addresses_are, is_dense, layout_of, new_memory, whole_of
-from retrograd._torch.memory import copy_each
+from retrograd._torch.tensor import addresses_are, is_dense, layout_of, new_memory, whole_of
+from retrograd._torch.trace import copy_each
 from retrograd.cudagraphs.recorder import Boxed, Recorder
 from retrograd.cudagraphs.results import Results
-
-__all__ = ["Recorded"]
 
 
 class Recorded:

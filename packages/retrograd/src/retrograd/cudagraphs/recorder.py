@@ -11,8 +11,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Boxed", "Recorder", "Recording"]
-
 #: takes a list of inputs, which it may empty.
 Boxed = Callable[[list[Any]], Sequence[Any]]
 

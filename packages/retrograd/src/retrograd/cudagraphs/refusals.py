@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.operators import is_collective, is_higher_order, is_mutating, is_random, schema_of
+from retrograd._torch.fx import is_collective, is_higher_order, is_mutating, is_random, schema_of
 from retrograd.errors import Reason
-
-__all__ = ["HELD", "NOT_NOW", "device_of", "is_passing", "refusal", "why_not_recorded"]
 
 #: codes of reasons that concern one call.
 NOT_NOW, HELD = "cuda-graphs-not-now", "cuda-graphs-held"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from retrograd._torch.addresses import (
+from retrograd._torch.tensor import (
     holders,
     is_dense,
     layout_of,
@@ -23,12 +23,8 @@ from retrograd._torch.addresses import (
     storage_of,
     whole_of,
 )
-from retrograd._torch.memory import copy_each
+from retrograd._torch.trace import copy_each
 from retrograd.errors import Refusal
-
-__all__ = [
-    "Results",
-]
 
 
 class _View(NamedTuple):

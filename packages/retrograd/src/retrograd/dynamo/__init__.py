@@ -8,7 +8,7 @@ installed.
 
 from __future__ import annotations
 
-from retrograd._torch.dynamo_bridge import register_once
+from retrograd._torch.dynamo import register_once
 from retrograd.dynamo.backend import RetrogradBackend, retrograd
 from retrograd.dynamo.options import config_of, list_mode_options, list_options
 from retrograd.dynamo.step import CompiledStep, compile_step

@@ -13,16 +13,13 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.dynamo_bridge import fake_mode_for, graph_inputs
-from retrograd._torch.dynamo_guards import guard_what_dynamo_does_not
+from retrograd._torch.dynamo import fake_mode_for, graph_inputs, guard_what_dynamo_does_not
 from retrograd.aot.function import AotFunction
 from retrograd.config import Config
 from retrograd.dynamo.graph_function import GraphFunction
 from retrograd.dynamo.options import config_of
 from retrograd.errors import CaptureError
 from retrograd.report import Report, process_report, reason_of
-
-__all__ = ["RetrogradBackend", "retrograd"]
 
 #: answers of input checks: a wrong call of the backend, never a reason to run eagerly.
 _ERRORS = ("fake-input", "real-input")

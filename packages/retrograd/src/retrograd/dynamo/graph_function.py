@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.dynamo_bridge import (
+from retrograd._torch.dynamo import (
     GraphInput,
     fake_of_attribute,
     grad_mode_left,
@@ -25,15 +25,13 @@ from retrograd._torch.dynamo_bridge import (
     why_ended,
     why_not_as_given,
 )
-from retrograd._torch.fakes import alias_of_fake
-from retrograd._torch.interpret import run_graph
-from retrograd._torch.memory import common_base
-from retrograd._torch.thread_modes import torch_functions_off, why_not_capturable_now
+from retrograd._torch.state import torch_functions_off, why_not_capturable_now
+from retrograd._torch.trace import alias_of_fake, common_base, run_graph
 from retrograd.aot.capture import capture
 from retrograd.aot.compile import compile as compile_partition
 from retrograd.aot.modules import ModuleState
 from retrograd.aot.partition import partition
-from retrograd.aot.run_forward import CompiledFunction
+from retrograd.aot.run.call import CompiledFunction
 from retrograd.aot.state import state_of_flat
 from retrograd.aot.summary import summary
 from retrograd.backends.registry import find_backend
@@ -43,8 +41,6 @@ from retrograd.graph.capture_state import AliasGroup, CaptureState
 from retrograd.graph.joint import PrimalKind
 from retrograd.report import Report, reason_of
 from retrograd.specialize import ANYTHING, MemoryGuard, Specialized, Variant
-
-__all__ = ["GraphFunction", "state_of_graph"]
 
 
 class GraphFunction:

@@ -16,8 +16,6 @@ from retrograd.config import Config
 from retrograd.errors import OptionError
 from retrograd.passes.aten import pass_named
 
-__all__ = ["OPTIONS", "config_of", "list_mode_options", "list_options"]
-
 #: what options mean that are ours; any other must be one of Inductor's.
 OPTIONS: Mapping[str, str] = {
     "backend": "'inductor', 'eager', 'aten', or a callable (gm, example_inputs) -> callable, for the graphs",

@@ -17,8 +17,6 @@ import torch
 from retrograd.dynamo.step_report import StepReport
 from retrograd.errors import Reason
 
-__all__ = ["Pace"]
-
 #: a step is measured if it takes less than this many seconds.
 SHORT = 0.02
 #: so many calls in a row without a compilation, and it is steady.

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.frames import compiled_frames, is_optimizer_code, place_of, user_error_behind
-from retrograd._torch.graph_tracer import is_tracing_here
+from retrograd._torch.dynamo import compiled_frames, is_optimizer_code, place_of, user_error_behind
 from retrograd._torch.probe import check_supported
-from retrograd._torch.thread_modes import compile_stance
+from retrograd._torch.state import compile_stance
+from retrograd._torch.trace import is_tracing_here
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.dynamo.backend import retrograd
@@ -31,8 +31,6 @@ from retrograd.errors import OptionError
 from retrograd.live.contexts import enter, leave
 from retrograd.live.session import Session
 from retrograd.report import process_report, reason_of
-
-__all__ = ["CompiledStep", "compile_step"]
 
 
 class CompiledStep:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from retrograd.errors import Reason
 from retrograd.report import Report, process_report
 
-__all__ = ["StepReport"]
-
 
 @dataclass(eq=False)
 class StepReport:

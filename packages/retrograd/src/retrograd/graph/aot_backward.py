@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import fx
 
-__all__ = ["AotBackward", "AotCall", "BuiltGradient", "InlinedCall", "Tangent"]
-
 
 @dataclass(frozen=True)
 class Tangent:

@@ -19,8 +19,6 @@ from torch import fx
 from retrograd.graph.aot_backward import InlinedCall
 from retrograd.graph.hook_kind import CallKind, HookKind
 
-__all__ = ["BackwardGraph", "Call", "NodeCall", "Source", "SourceKind", "call_of", "source_of"]
-
 
 class SourceKind(enum.Enum):
     """Which list of the engine's run-time arguments a placeholder reads."""

@@ -14,8 +14,6 @@ import torch
 
 from retrograd.graph.joint import PrimalKind
 
-__all__ = ["AliasGroup", "CaptureState", "Leaf", "LeafKind", "MemberView"]
-
 LeafKind = PrimalKind | None
 
 

@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 from torch import fx, nn
 
-__all__ = ["copied"]
-
 
 def copied(
     gm: fx.GraphModule, module: Callable[[nn.Module, fx.Graph, str], fx.GraphModule] = fx.GraphModule

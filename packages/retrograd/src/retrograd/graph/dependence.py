@@ -1,6 +1,6 @@
 """Which cotangents each node of a joint graph depends on.
 
-In: the graph of a joint graph and its signature. Out: for each node a set of junctions, as the bits of one
+In: the graph of a joint graph and its signature. Out: for each node a set of boundaries, as the bits of one
     number.
 """
 
@@ -12,11 +12,9 @@ from torch import fx
 
 from retrograd.graph.joint import Cotangent, JointSignature
 
-__all__ = ["bits_of", "cotangents_reaching", "junctions_in"]
-
 
 def cotangents_reaching(graph: fx.Graph, signature: JointSignature) -> Mapping[fx.Node, int]:
-    """For each node, the junctions whose cotangents it depends on; 0 for a node of the forward.
+    """For each node, the boundaries whose cotangents it depends on; 0 for a node of the forward.
 
     Raises:
         ValueError: the number of placeholders is not that of the signature's inputs.
@@ -26,18 +24,18 @@ def cotangents_reaching(graph: fx.Graph, signature: JointSignature) -> Mapping[f
     reaching: dict[fx.Node, int] = {}
     for node in graph.nodes:
         role = roles.get(node)
-        bits = 1 << role.junction if isinstance(role, Cotangent) else 0
+        bits = 1 << role.boundary if isinstance(role, Cotangent) else 0
         for value in node.all_input_nodes:
             bits |= reaching[value]
         reaching[node] = bits
     return reaching
 
 
-def bits_of(junctions: Iterable[int]) -> int:
-    """A set of junctions as the bits of one number."""
-    return sum(1 << junction for junction in set(junctions))
+def bits_of(boundaries: Iterable[int]) -> int:
+    """A set of boundaries as the bits of one number."""
+    return sum(1 << boundary for boundary in set(boundaries))
 
 
-def junctions_in(bits: int) -> list[int]:
-    """The junctions whose bits are set, ascending."""
-    return [junction for junction in range(bits.bit_length()) if bits >> junction & 1]
+def boundaries_in(bits: int) -> list[int]:
+    """The boundaries whose bits are set, ascending."""
+    return [boundary for boundary in range(bits.bit_length()) if bits >> boundary & 1]

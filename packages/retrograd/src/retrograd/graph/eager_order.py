@@ -17,8 +17,6 @@ from dataclasses import replace
 
 from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
 
-__all__ = ["ROOT", "contests", "eager_walk", "engine_walk", "with_steps"]
-
 #: stands for the GraphRoot node, which the capture walk always has and the live graph never.
 ROOT = -1
 

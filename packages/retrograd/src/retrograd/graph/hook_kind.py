@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["CallKind", "HookKind"]
-
 
 class HookKind(enum.Enum):
     """Where a hook hangs. The value is the name under which torch's documentation knows it."""

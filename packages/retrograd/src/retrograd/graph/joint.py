@@ -3,30 +3,15 @@
 In: made by ``aot.capture``; changed by passes. Out: read by ``aot.partition`` and ``aot.export``.
 
 Eager's autograd graph of a function is divided into *regions*, so that what a user can see of it stays: a
-border runs through every *junction*, which is a differentiable output of the function, or a tensor inside it
+border runs through every *boundary*, which is a differentiable output of the function, or a tensor inside it
 where the graphs of two outputs meet. A region takes the cotangents of its roots and gives gradients for its
-destinations: primals, or junctions further down. A function with one output has one region.
+destinations: primals, or boundaries further down. A function with one output has one region.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-
-__all__ = [
-    "Cotangent",
-    "Destination",
-    "Gradient",
-    "InputRole",
-    "JointSignature",
-    "Junction",
-    "Output",
-    "OutputRole",
-    "Primal",
-    "PrimalKind",
-    "Region",
-    "Step",
-]
 
 
 class PrimalKind(enum.Enum):
@@ -57,13 +42,13 @@ class Primal:
 
 @dataclass(frozen=True)
 class Cotangent:
-    """What flows backward into a junction."""
+    """What flows backward into a boundary."""
 
-    junction: int
+    boundary: int
     part: int = 0
 
     def __str__(self) -> str:
-        return f"cotangent of junction {self.junction}"
+        return f"cotangent of boundary {self.boundary}"
 
 
 @dataclass(frozen=True)
@@ -79,18 +64,18 @@ class Output:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a gradient goes: a primal, or (if `is_junction`) a junction further down.
+    """Where a gradient goes: a primal, or (if `is_boundary`) a boundary further down.
 
     Where several regions contribute to one gradient, each hands over its contributions one by one, numbered,
     so that the engine adds them up in eager's order.
     """
 
     index: int
-    is_junction: bool = False
+    is_boundary: bool = False
     number: int = 0
 
     def __str__(self) -> str:
-        return f"{'junction' if self.is_junction else 'primal'} {self.index}"
+        return f"{'boundary' if self.is_boundary else 'primal'} {self.index}"
 
 
 @dataclass(frozen=True)
@@ -110,7 +95,7 @@ OutputRole = Output | Gradient
 
 
 @dataclass(frozen=True)
-class Junction:
+class Boundary:
     """A tensor at which regions meet.
 
     Attributes:
@@ -128,7 +113,7 @@ class Region:
     """A part of eager's autograd graph that runs as one node.
 
     Attributes:
-        roots: junctions whose cotangents it takes.
+        roots: boundaries whose cotangents it takes.
         destinations: what it gives gradients for.
     """
 
@@ -137,7 +122,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Step:
+class BackwardStep:
     """One step of a whole backward, in eager's order: a region runs, or (if `is_leaf`) the gradient of a
     primal is complete and handed on to it."""
 
@@ -152,15 +137,15 @@ class JointSignature:
     Attributes:
         inputs: one role per placeholder, primals first.
         outputs: one role per output: `Output` first, then `Gradient`, region by region.
-        junctions, regions: eager's structure.
+        boundaries, regions: eager's structure.
         order: the steps of a backward that takes all cotangents, as eager would order them.
     """
 
     inputs: tuple[InputRole, ...]
     outputs: tuple[OutputRole, ...]
-    junctions: tuple[Junction, ...] = ()
+    boundaries: tuple[Boundary, ...] = ()
     regions: tuple[Region, ...] = ()
-    order: tuple[Step, ...] = ()
+    order: tuple[BackwardStep, ...] = ()
 
     @property
     def primals(self) -> tuple[Primal, ...]:

@@ -14,21 +14,6 @@ from torch import fx
 from retrograd.graph.capture_state import CaptureState
 from retrograd.graph.joint import Destination, JointSignature
 
-__all__ = [
-    "AliasOf",
-    "ComputedOutput",
-    "ConstantOutput",
-    "ForwardValue",
-    "JointValues",
-    "OutputPlan",
-    "PrimalValue",
-    "SameAs",
-    "SizeOutput",
-    "SizeValue",
-    "Update",
-    "View",
-]
-
 
 @dataclass(frozen=True)
 class SizeValue:
@@ -105,13 +90,13 @@ class ForwardValue:
 
     Attributes:
         wrapping: how a wrapper subclass is built of the graph's outputs (a ``_torch.wrappers.Wrapping``).
-        junction: where its cotangent goes in; None if it is not differentiable.
-        is_visible: whether the user gets it; else it stands for a hidden junction.
+        boundary: where its cotangent goes in; None if it is not differentiable.
+        is_visible: whether the user gets it; else it stands for a hidden boundary.
         requires_grad: whether it is a new leaf that requires grad.
     """
 
     wrapping: Any
-    junction: int | None = None
+    boundary: int | None = None
     is_visible: bool = True
     requires_grad: bool = False
 
@@ -174,7 +159,7 @@ class JointValues:
         out_spec: the pytree of the outputs.
         gradients: how the gradient of each destination of each region is built; absent where it is undefined.
         undefined_matters: regions in which a cotangent that is undefined is not the same as zeros.
-        awaited: primals after whose gradients regions end, for that they become visible one by one.
+        hooked_leaves: primals after whose gradients regions end, for that they become visible one by one.
         is_single_region: whether the outputs are differentiated together, not in eager's structure.
     """
 
@@ -189,4 +174,4 @@ class JointValues:
     gradients: Mapping[tuple[int, Destination], Any] = field(default_factory=dict)
     undefined_matters: frozenset[int] = frozenset()
     is_single_region: bool = False
-    awaited: frozenset[int] = frozenset()
+    hooked_leaves: frozenset[int] = frozenset()

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Edge", "LiveGraph", "LiveNode"]
-
 
 class Edge(NamedTuple):
     """An edge to input number `slot` of the node with index `node` in the live graph."""

@@ -14,8 +14,6 @@ from torch import fx
 
 from retrograd.graph.joint_graph import JointValues
 
-__all__ = ["Partition", "RegionBackward", "Saved", "SavedKind"]
-
 
 class SavedKind(enum.Enum):
     """Where a saved value comes from when the forward has run."""

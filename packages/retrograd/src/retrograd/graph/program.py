@@ -11,17 +11,6 @@ from typing import Any
 
 from retrograd.graph.joint import Cotangent, Destination, Primal
 
-__all__ = [
-    "GradientOf",
-    "Hidden",
-    "NewValue",
-    "ProgramInput",
-    "ProgramKind",
-    "ProgramOutput",
-    "ProgramSignature",
-    "Result",
-]
-
 
 class ProgramKind(enum.Enum):
     """Which part of a joint graph is the program."""
@@ -77,7 +66,7 @@ class GradientOf:
 class Hidden:
     """A stand-in for a tensor inside of the function at which regions meet."""
 
-    junction: int
+    boundary: int
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,7 @@ from typing import Any
 from torch import fx
 
 from retrograd.graph.backward_graph import BackwardGraph, call_of
-from retrograd.graph.schedule import OpaqueCall, Schedule, Segment, Step
-
-__all__ = ["readable", "readable_schedule"]
+from retrograd.graph.schedule import OpaqueCall, PlanStep, Schedule, Segment
 
 
 def readable(backward: BackwardGraph) -> str:
@@ -46,11 +44,11 @@ def readable_schedule(backward: BackwardGraph, schedule: Schedule) -> str:
     return "\n".join(lines)
 
 
-def _step_nodes(step: Step) -> tuple[fx.Node, ...]:
+def _step_nodes(step: PlanStep) -> tuple[fx.Node, ...]:
     return step.nodes if isinstance(step, Segment) else (step.node,)
 
 
-def _step_kind(step: Step, segments: dict[Segment, int]) -> str:
+def _step_kind(step: PlanStep, segments: dict[Segment, int]) -> str:
     if isinstance(step, Segment):
         return f"segment {segments[step]}:"
     return f"{step.reason} at" if isinstance(step, OpaqueCall) else "accumulation:"

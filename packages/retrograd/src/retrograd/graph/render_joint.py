@@ -12,8 +12,6 @@ from torch import fx
 
 from retrograd.graph.joint import JointSignature
 
-__all__ = ["rendered"]
-
 
 def rendered(graph: fx.Graph, signature: JointSignature, sources: bool) -> str:
     """The text; `sources` puts the user's line before the first call that comes from it."""

@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Repeat", "boundary_costs", "find_repeats"]
-
 #: how many calls are compared together when periods are looked for: enough to tell the places in a layer
 #: apart, and fewer than the calls of any layer that is worth a period of its own.
 _GRAM = 6

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from torch import fx
 
-__all__ = ["Accumulation", "OpaqueCall", "Schedule", "Segment", "Step"]
-
 
 @dataclass(frozen=True)
 class Segment:
@@ -52,14 +50,14 @@ class Accumulation:
     node: fx.Node
 
 
-Step = Segment | OpaqueCall | Accumulation
+PlanStep = Segment | OpaqueCall | Accumulation
 
 
 @dataclass(frozen=True)
 class Schedule:
     """The steps in order; ``dying[i]`` are the values that no step after number i reads."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[PlanStep, ...]
     dying: tuple[frozenset[fx.Node], ...]
 
     @property

@@ -12,8 +12,6 @@ from retrograd.errors import Reason, VerificationError
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.hook_kind import CallKind
 
-__all__ = ["verify_layout"]
-
 
 def verify_layout(before: BackwardGraph, after: BackwardGraph) -> None:
     """`after` makes the calls of `before` in another order.

@@ -14,10 +14,8 @@ import torch
 from torch import fx
 
 from retrograd.errors import Reason, VerificationError
-from retrograd.graph.dependence import bits_of, cotangents_reaching, junctions_in
+from retrograd.graph.dependence import bits_of, boundaries_in, cotangents_reaching
 from retrograd.graph.joint import Gradient, JointSignature, OutputRole, Primal
-
-__all__ = ["OutputKind", "output_kinds", "output_values", "verify_joint"]
 
 _COPY = torch.ops.aten.copy_.default
 
@@ -116,8 +114,8 @@ class _Law:
             allowed = bits_of(signature.regions[role.region].roots) if isinstance(role, Gradient) else 0
             outside = reaching.get(value, 0) & ~allowed
             if outside:
-                found = ", ".join(map(str, junctions_in(outside)))
-                text = f"{role} depends on the cotangent of junction {found}"
+                found = ", ".join(map(str, boundaries_in(outside)))
+                text = f"{role} depends on the cotangent of boundary {found}"
                 self._broken("dependence", f"{text}, {_limit(role)}", node=value, role=str(role))
 
     def functional(self, graph: fx.Graph, signature: JointSignature) -> None:

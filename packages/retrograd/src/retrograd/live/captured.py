@@ -11,12 +11,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from retrograd._torch.collect import Collected
-from retrograd._torch.engine import EngineRequest
-from retrograd._torch.live_graph import edge_of, forward_line, read_live_graph, read_ranks
-from retrograd._torch.order_check import OrderCheck
-from retrograd._torch.saved import saved_name
-from retrograd._torch.structured_trace import event
+from retrograd._torch.autograd import (
+    Collected,
+    EngineRequest,
+    OrderCheck,
+    edge_of,
+    forward_line,
+    read_live_graph,
+    read_ranks,
+    saved_name,
+)
+from retrograd._torch.log import event
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import VerificationError
@@ -25,12 +30,10 @@ from retrograd.graph.backward_graph import BackwardGraph, Source, source_of
 from retrograd.graph.eager_order import ROOT, eager_walk, engine_walk, with_steps
 from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.graph.live_graph import LiveGraph
-from retrograd.live.plan import Plan
-from retrograd.live.running import RunningBackward
+from retrograd.live.run.plan import Plan
+from retrograd.live.run.running_backward import RunningBackward
 from retrograd.passes.drop_outputs import without_last_outputs
 from retrograd.passes.lay_out_like_eager import lay_out_like_eager
-
-__all__ = ["CapturedBackward"]
 
 #: two gradients have one sum in floating point; three have more than one.
 _ASSOCIATIVE = 2

@@ -14,26 +14,30 @@ from typing import Any, ClassVar
 
 import torch
 
-from retrograd._torch.collect import clear_engine_cache
-from retrograd._torch.engine import GATEWAYS, EngineRequest, run_stock
-from retrograd._torch.hook_changes import watch_hooks
-from retrograd._torch.obstacles import is_traced, is_transformed
+from retrograd._torch.autograd import (
+    GATEWAYS,
+    EngineRequest,
+    answer_queries,
+    clear_engine_cache,
+    is_traced,
+    is_transformed,
+    plans_under_way,
+    run_stock,
+    watch_hooks,
+    window,
+)
+from retrograd._torch.dynamo import installed_compiler, stock_compiler_off
 from retrograd._torch.patches import handle
-from retrograd._torch.queries import answer_queries, plans_under_way
-from retrograd._torch.stock_compiler import installed_compiler, stock_compiler_off
-from retrograd._torch.thread_modes import compile_stance
-from retrograd._torch.window import window
+from retrograd._torch.state import compile_stance
 from retrograd.errors import ContextError
-from retrograd.live.claims import claimant, has_claims
+from retrograd.live.backward_ownership import claimant, has_claims
 from retrograd.live.session import MOST_NESTED, TOO_DEEP, Session
 from retrograd.process import ForkSafeLock
-
-__all__ = ["ProcessWide", "enter", "is_anything_open", "leave", "open_gateway"]
 
 Grads = tuple[torch.Tensor | None, ...]
 
 
-class _Entry:
+class _EnteredContext:
     """One time that a session was switched on; `stock` is the stock compiler that was on already."""
 
     __slots__ = ("is_open", "owner", "session", "stock")
@@ -45,13 +49,13 @@ class _Entry:
 
 
 #: what this thread or task has entered, innermost last. An entry that was closed elsewhere may still be here.
-_entered: ContextVar[tuple[_Entry, ...]] = ContextVar("retrograd_entered", default=())
+_entered: ContextVar[tuple[_EnteredContext, ...]] = ContextVar("retrograd_entered", default=())
 
 
 def enter(owner: object, session: Session) -> None:
     """From here on, on this thread, backwards belong to `session`."""
     open_gateway()
-    _entered.set((*_open_entries(), _Entry(owner, session)))
+    _entered.set((*_open_entries(), _EnteredContext(owner, session)))
     _count_open(1)
 
 
@@ -72,24 +76,24 @@ def leave(owner: object) -> None:
         _engine_cache.leave_to_stock()
 
 
-def _open_entries() -> tuple[_Entry, ...]:
+def _open_entries() -> tuple[_EnteredContext, ...]:
     return tuple(entry for entry in _entered.get() if entry.is_open)
 
 
 class ProcessWide:
     """The setting that holds where no context is open, on all threads."""
 
-    _entry: ClassVar[_Entry | None] = None
+    _entry: ClassVar[_EnteredContext | None] = None
 
     @classmethod
     def switch(cls, session: Session | None) -> None:
         """Set or replace the process-wide session; None switches off."""
         if session is not None:
             open_gateway()
-        cls._entry = None if session is None else _Entry(cls, session)
+        cls._entry = None if session is None else _EnteredContext(cls, session)
 
     @classmethod
-    def entry(cls) -> _Entry | None:
+    def entry(cls) -> _EnteredContext | None:
         """What is set now."""
         return cls._entry
 
@@ -115,12 +119,12 @@ def run_backward(stock_run: Any, *args: Any, **kwargs: Any) -> Grads:
         return _run(entry, request)
 
 
-def _claimed(request: EngineRequest) -> _Entry | None:
+def _claimed(request: EngineRequest) -> _EnteredContext | None:
     session = claimant(request)
-    return None if session is None else _Entry(session, session)
+    return None if session is None else _EnteredContext(session, session)
 
 
-def _run(entry: _Entry | None, request: EngineRequest) -> Grads:
+def _run(entry: _EnteredContext | None, request: EngineRequest) -> Grads:
     if entry is None or compile_stance() == "force_eager" or is_traced() or is_transformed(request):
         with window.stock():
             return run_stock(request)

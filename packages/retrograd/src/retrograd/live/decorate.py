@@ -13,8 +13,6 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = ["decorated"]
-
 
 def decorated(context: AbstractContextManager[Any], fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` inside `context`.

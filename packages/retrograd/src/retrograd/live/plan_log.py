@@ -15,9 +15,8 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.graph_tracer import noted
-from retrograd._torch.profiling import node_range, text_range
-from retrograd._torch.structured_trace import CompileId, artifact, compiling, event, new_compile_id
+from retrograd._torch.log import CompileId, artifact, compiling, event, new_compile_id, node_range, text_range
+from retrograd._torch.trace import noted
 from retrograd.errors import Reason
 from retrograd.events import LOGS, live_log
 from retrograd.graph.backward_graph import NodeCall, call_of
@@ -25,8 +24,6 @@ from retrograd.graph.hook_kind import CallKind
 from retrograd.graph.render import readable, readable_schedule
 from retrograd.graph.schedule import Accumulation, OpaqueCall, Segment
 from retrograd.report import BackwardReport, LoweringReport
-
-__all__ = ["PlanLog"]
 
 #: how ``_torch.live_graph.forward_line`` writes a line of the user's.
 _LINE = re.compile(r"(?P<file>.+):(?P<line>\d+)  (?P<code>.*)")

@@ -11,30 +11,31 @@ from dataclasses import replace
 
 import torch
 
-from retrograd._torch.collect import Collected
-from retrograd._torch.engine import EngineRequest, run_stock
-from retrograd._torch.graph_task import run_in_graph_task
-from retrograd._torch.obstacles import why_not_collectable
-from retrograd._torch.queries import answering
-from retrograd._torch.streams import in_order_with_streams
-from retrograd._torch.structured_trace import event
-from retrograd._torch.window import window
+from retrograd._torch.autograd import (
+    Collected,
+    EngineRequest,
+    answering,
+    run_in_graph_task,
+    run_stock,
+    why_not_collectable,
+    window,
+)
+from retrograd._torch.cuda import in_order_with_streams
+from retrograd._torch.log import event
 from retrograd.config import Config
 from retrograd.errors import CaptureError, Reason, Refusal, first_line
 from retrograd.events import live_log
 from retrograd.graph.backward_graph import BackwardGraph
+from retrograd.live.capture.retained_graph import collect_and_release
+from retrograd.live.capture.structure import first_difference
+from retrograd.live.capture.unreached import raise_as_eager
 from retrograd.live.captured import CapturedBackward
-from retrograd.live.determinism import operations_may_warn
-from retrograd.live.kept_graph import collect_and_release
-from retrograd.live.plan import Plan
-from retrograd.live.running import RunningBackward
-from retrograd.live.structure import first_difference
-from retrograd.live.unreached import raise_as_eager
-from retrograd.live.used_up import use_up
-from retrograd.live.widen import with_compiled_functions
+from retrograd.live.inlined.consumed_parts import use_up
+from retrograd.live.inlined.request_inlined import with_compiled_functions
+from retrograd.live.lower.determinism import operations_may_warn
+from retrograd.live.run.plan import Plan
+from retrograd.live.run.running_backward import RunningBackward
 from retrograd.report import BackwardReport, Report
-
-__all__ = ["MOST_NESTED", "TOO_DEEP", "Session"]
 
 Grads = tuple[torch.Tensor | None, ...]
 

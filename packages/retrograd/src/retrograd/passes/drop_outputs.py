@@ -11,8 +11,6 @@ from torch import fx
 from retrograd.graph.backward_graph import BackwardGraph, call_of
 from retrograd.graph.hook_kind import CallKind
 
-__all__ = ["without_last_outputs"]
-
 
 def without_last_outputs(backward: BackwardGraph, count: int) -> BackwardGraph:
     """`backward` without its last `count` outputs."""

@@ -19,8 +19,6 @@ from torch import fx
 from retrograd.graph.backward_graph import BackwardGraph, Call, Source, SourceKind, call_of
 from retrograd.graph.hook_kind import CallKind, HookKind
 
-__all__ = ["HookTargets", "Insertion", "insert_hooks"]
-
 
 @dataclass(frozen=True)
 class Insertion:

@@ -14,12 +14,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from retrograd._torch.fx_nodes import add_call, add_copy
+from retrograd._torch.fx import add_call, add_copy
 from retrograd.graph.backward_graph import BackwardGraph, Call, call_of
 from retrograd.graph.hook_kind import CallKind
 from retrograd.graph.verify import verify_layout
-
-__all__ = ["lay_out_like_eager"]
 
 #: a node call and a step in it.
 Place = tuple[int, int]

@@ -12,8 +12,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-__all__ = ["ANYTHING", "Guard", "Guarded", "GuardedCache"]
-
 
 class Guard(Protocol):
     """What must hold for an entry to be used."""

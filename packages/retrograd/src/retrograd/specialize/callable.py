@@ -19,8 +19,6 @@ from retrograd.process import ForkSafeLock
 from retrograd.report import Report, reason_of
 from retrograd.specialize.cache import Guard, GuardedCache
 
-__all__ = ["CodeFailedError", "Specialized", "Variant"]
-
 #: how often the code of one variant may fail where eager does not, before it is given up.
 MOST_FAILURES = 2
 

@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.guards import InputGuard
-from retrograd._torch.wrappers import PLAIN, wrapping_of
+from retrograd._torch.subclass import PLAIN, wrapping_of
+from retrograd._torch.trace import InputGuard
 from retrograd.graph.capture_state import CaptureState
 from retrograd.graph.joint_graph import JointValues
 from retrograd.specialize.memory import MemoryGuard
-
-__all__ = ["CallGuard", "guard_as_traced"]
 
 
 @dataclass(frozen=True, eq=False)

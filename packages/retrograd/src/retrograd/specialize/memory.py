@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.addresses import addresses_are, storage_of
-from retrograd._torch.memory import groups_sharing_memory
-
-__all__ = ["Layout", "MemoryGuard", "memory_layout"]
+from retrograd._torch.tensor import addresses_are, storage_of
+from retrograd._torch.trace import groups_sharing_memory
 
 #: groups of places that share memory, each with the offsets of its members.
 Layout = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.thread_modes import as_if_autocast
-from retrograd._torch.tracing import is_operator
-
-__all__ = ["Named", "constant", "operation", "tangent"]
+from retrograd._torch.state import as_if_autocast
+from retrograd._torch.trace import is_operator
 
 
 class Named:

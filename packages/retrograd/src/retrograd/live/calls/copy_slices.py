@@ -11,9 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from retrograd._torch.thread_modes import without_torch_functions
-
-__all__ = ["epilogue", "prologue"]
+from retrograd._torch.state import without_torch_functions
 
 Geometry = tuple[Sequence[int], Sequence[int], int]
 

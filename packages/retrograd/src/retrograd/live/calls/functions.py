@@ -14,12 +14,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from retrograd._torch.function_flags import materializes_grads
-from retrograd._torch.queries import node_under_way
-from retrograd._torch.tensors import graph_is_kept, zeros_for_slot
+from retrograd._torch.autograd import materializes_grads, node_under_way
+from retrograd._torch.tensor import graph_is_kept, zeros_for_slot
 from retrograd.live.calls.saved import ModifiedTensor, unpack
-
-__all__ = ["FunctionContext", "call_backward", "call_kept_backward"]
 
 Grad = torch.Tensor | None
 

@@ -11,16 +11,14 @@ from sys import getrefcount
 
 import torch
 
-from retrograd._torch.layout_warning import warn_of_layout
-from retrograd._torch.tensors import (
+from retrograd._torch.autograd import warn_of_layout
+from retrograd._torch.state import without_torch_functions
+from retrograd._torch.tensor import (
     accumulate_in_node,
     clone_for_layout_contract,
     layout_contract_enforced,
     obeys_layout_contract,
 )
-from retrograd._torch.thread_modes import without_torch_functions
-
-__all__ = ["OWN_REFERENCES", "accumulate_grad", "sum_gradients"]
 
 #: references to a gradient that may be stolen: a local variable, and `getrefcount`'s argument. The rule is
 #: ``is_tensor_stealable`` in ``torch/csrc/autograd/variable.h``.

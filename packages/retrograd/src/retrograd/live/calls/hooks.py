@@ -11,17 +11,8 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.hooks import call_cpp_tensor_pre_hooks, counts_other_hooks
-from retrograd._torch.thread_modes import without_torch_functions
-
-__all__ = [
-    "call_cpp_tensor_hook",
-    "call_hook_of_unreached",
-    "call_node_post_hook",
-    "call_node_pre_hook",
-    "call_post_accumulate_hook",
-    "call_tensor_hook",
-]
+from retrograd._torch.autograd import call_cpp_tensor_pre_hooks, counts_other_hooks
+from retrograd._torch.state import without_torch_functions
 
 Grad = torch.Tensor | None
 Grads = tuple[Grad, ...]

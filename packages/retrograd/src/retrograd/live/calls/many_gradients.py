@@ -15,13 +15,10 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.guards import InputGuard
-from retrograd._torch.memory import add_each
-from retrograd._torch.tensors import layout_contract_enforced
-from retrograd._torch.thread_modes import torch_functions_off
+from retrograd._torch.state import torch_functions_off
+from retrograd._torch.tensor import layout_contract_enforced
+from retrograd._torch.trace import InputGuard, add_each
 from retrograd.live.calls.gradients import OWN_REFERENCES, accumulate_grad
-
-__all__ = ["Accumulator"]
 
 Grad = torch.Tensor | None
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["NodeFunction", "OutputCheck"]
-
 
 class NodeFunction:
     """Calls the closure that the engine gave for a kind of node. Prints as the node's name.

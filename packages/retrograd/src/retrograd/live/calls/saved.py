@@ -13,10 +13,7 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.queries import node_under_way
-from retrograd._torch.saved import read_saved, saved_name
-
-__all__ = ["ModifiedTensor", "unpack"]
+from retrograd._torch.autograd import node_under_way, read_saved, saved_name
 
 
 def unpack(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:

@@ -20,13 +20,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.operators import same_layout
+from retrograd._torch.fx import same_layout
 from retrograd.graph.dependence import cotangents_reaching
 from retrograd.graph.joint import Gradient, JointSignature, PrimalKind
 from retrograd.graph.verify_joint import output_values
 from retrograd.passes.aten.edit import call, signature_of
-
-__all__ = ["accumulate_in_fp32"]
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
@@ -80,7 +78,7 @@ def _parameter_gradients(graph: fx.Graph, signature: JointSignature) -> set[fx.N
     return {
         value
         for value, role in zip(output_values(graph), signature.outputs, strict=True)
-        if isinstance(value, fx.Node) and isinstance(role, Gradient) and not role.of.is_junction
+        if isinstance(value, fx.Node) and isinstance(role, Gradient) and not role.of.is_boundary
         if signature.primals[role.of.index].kind is PrimalKind.PARAMETER
     }  # fmt: skip
 

@@ -20,8 +20,6 @@ from retrograd.graph.joint import Gradient, JointSignature, PrimalKind
 from retrograd.graph.verify_joint import output_values
 from retrograd.passes.aten.edit import call, signature_of
 
-__all__ = ["clip_gradients"]
-
 _aten = torch.ops.aten
 _NAME = "clip_gradients"
 
@@ -74,7 +72,7 @@ def _positions(signature: JointSignature) -> list[int]:
 
 
 def _is_of_parameter(role: Gradient, signature: JointSignature) -> bool:
-    return not role.of.is_junction and signature.primals[role.of.index].kind is PrimalKind.PARAMETER
+    return not role.of.is_boundary and signature.primals[role.of.index].kind is PrimalKind.PARAMETER
 
 
 def _checked(gradient: Any) -> fx.Node:

@@ -15,8 +15,6 @@ from torch.fx.node import map_arg
 from retrograd.errors import PassError, Reason
 from retrograd.graph.joint import JointSignature
 
-__all__ = ["call", "fake_value", "signature_of"]
-
 _OF_THE_VALUE = ("val", "tensor_meta", "original_aten", "recompute")
 
 

@@ -20,10 +20,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from retrograd._torch.operators import aliased_inputs, is_repeatable, real_tensors
+from retrograd._torch.fx import aliased_inputs, is_repeatable, real_tensors
 from retrograd.passes.aten.sharing import nodes_seen_outside
-
-__all__ = ["fold_constants"]
 
 _FULL = torch.ops.aten.full.default
 _NUMBERS = (bool, int, float)

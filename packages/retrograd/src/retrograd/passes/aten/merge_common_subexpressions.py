@@ -16,10 +16,8 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.operators import is_mutating, is_repeatable
+from retrograd._torch.fx import is_mutating, is_repeatable
 from retrograd.passes.aten.sharing import nodes_seen_outside
-
-__all__ = ["merge_common_subexpressions"]
 
 
 def merge_common_subexpressions(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:

@@ -20,10 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.operators import same_layout
+from retrograd._torch.fx import same_layout
 from retrograd.passes.aten.edit import fake_value
-
-__all__ = ["normalise_views"]
 
 _aten = torch.ops.aten
 _SHAPES = frozenset({_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default})

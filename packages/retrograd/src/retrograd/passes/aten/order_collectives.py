@@ -12,9 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.operators import has_effect, is_collective, is_mutating, is_random, is_wait
-
-__all__ = ["order_collectives"]
+from retrograd._torch.fx import has_effect, is_collective, is_mutating, is_random, is_wait
 
 
 def order_collectives(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:

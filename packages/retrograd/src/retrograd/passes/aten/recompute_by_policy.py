@@ -17,12 +17,10 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from retrograd._torch.operators import has_effect, is_operator_overload
+from retrograd._torch.fx import has_effect, is_operator_overload
 from retrograd.errors import PassError, Reason
 from retrograd.graph.dependence import cotangents_reaching
 from retrograd.passes.aten.edit import signature_of
-
-__all__ = ["Policy", "SelectivePolicy", "recompute_by_policy"]
 
 Policy = Callable[[fx.Node], Literal["save", "recompute"] | None]
 SelectivePolicy = Callable[..., CheckpointPolicy | bool]

@@ -12,9 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.operators import has_effect
-
-__all__ = ["remove_dead_code"]
+from retrograd._torch.fx import has_effect
 
 _FIXED = ("placeholder", "output")
 

@@ -20,8 +20,6 @@ from retrograd.graph.joint import JointSignature
 from retrograd.graph.verify_joint import output_kinds, verify_joint
 from retrograd.passes.aten.edit import signature_of
 
-__all__ = ["AnyPass", "JointPass", "PassReport", "operator_counts", "pass_name", "run_passes"]
-
 #: ``pass(gm, example_inputs) -> gm``; it may change `gm` or return another.
 JointPass = Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]
 #: one that must be given keyword arguments first, by `functools.partial`.

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from retrograd._torch.operators import aliased_inputs, is_mutating
-
-__all__ = ["nodes_seen_outside"]
+from retrograd._torch.fx import aliased_inputs, is_mutating
 
 
 def nodes_seen_outside(graph: fx.Graph) -> frozenset[fx.Node]:

@@ -1,0 +1,162 @@
+"""Collect a backward: the short time during which torch's engine talks to our object.
+
+In: an `EngineRequest` and a factory of capture objects. Out: `Collected`, that is everything the engine
+lifted out of the autograd graph, and the artifact that the capture object made of the graph's structure
+(kept by the engine in its structural cache: a later backward of equal structure returns the same one).
+
+The engine's compiler is installed here and nowhere else, and only while the window is open. It is one
+pointer for the whole process: ``_torch.window`` keeps threads apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._C._dynamo import compiled_autograd as engine_protocol
+from torch._dynamo.utils import counters as dynamo_counters
+
+from retrograd._torch.autograd.capture_turns import window
+from retrograd._torch.autograd.engine import EngineRequest, run_stock
+from retrograd.errors import Refusal
+from retrograd.process import forgotten_by_reset
+
+
+@dataclass
+class Collected:
+    """One backward as the engine handed it over. The lists are ours: whoever reads them may empty them.
+
+    Attributes:
+        artifact: what the capture object returned for this structure: a callable that runs a `Collected`
+            (called if stock compiled autograd meets the structure), with ``n_outputs`` and
+            ``needs_engine_frame``.
+        inputs: tensors lifted from the graph. sizes: sizes that are no longer static.
+        scalars: lifted numbers. hooks: hook objects and Function contexts. packed: packed saved tensors.
+    """
+
+    artifact: Any
+    inputs: list[torch.Tensor]
+    sizes: list[int]
+    scalars: list[int | float]
+    hooks: list[Any]
+    packed: list[Any]
+
+
+class _Collection(threading.local):
+    """What the engine hands over on this thread, while a window is open."""
+
+    receive: Callable[[Collected], None] | None = None
+
+
+_collection = _Collection()
+_stock_captures = -1
+
+#: the engine forgets no structure: after so many, all are dropped, and captured again if they are met again.
+KEPT_STRUCTURES = 512
+_structures = 0
+
+
+def collect(
+    request: EngineRequest,
+    factory: Callable[[], Any],
+    run_in_frame: Callable[[Collected], None],
+) -> Collected | None:
+    """Let the engine walk the graph of `request` and hand it over; nothing is computed.
+
+    Args:
+        request: the backward.
+        factory: makes a capture object when the structure is new; it is closed in any case.
+        run_in_frame: runs the backward at once, for artifacts with ``needs_engine_frame``.
+
+    Returns:
+        What was collected, or None if it was run in the engine's frame.
+
+    Raises:
+        Refusal: another thread is in a backward, or this one is in the engine's frame.
+        Exception: whatever the engine or the capture object raised; nothing was consumed then, and the
+            same request can still be run on the stock engine.
+    """
+    collected: list[Collected] = []
+
+    def receive(call: Collected) -> None:
+        if call.artifact.needs_engine_frame:
+            engine_protocol.set_autograd_compiler(None, False)  # the end of the window restores it
+            with window.suspended():
+                run_in_frame(call)
+        else:
+            collected.append(call)
+
+    captures: list[Any] = []
+
+    def make() -> Any:
+        global _structures
+        _structures += 1
+        captures.append(factory())
+        return captures[-1]
+
+    quiet = replace(request, allow_unreachable=True, create_graph=False)
+    prior = _collection.receive
+    with window.capture(), torch.autograd.set_multithreading_enabled(False):
+        _forget_foreign_captures()
+        if _structures >= KEPT_STRUCTURES:
+            clear_engine_cache()
+        _collection.receive = receive
+        try:
+            with _compiler(functools.partial(_on_own_thread, threading.get_ident(), make)):
+                run_stock(quiet)
+        finally:
+            _collection.receive = prior
+            for capture in captures:
+                capture.close()
+    return collected[0] if collected else None
+
+
+def runtime_wrapper(
+    artifact: Any, inputs: Any, sizes: Any, scalars: Any, hooks: Any, packed: Any
+) -> list[None]:
+    """Called by the engine with a structure's artifact and this backward's lifted values."""
+    call = Collected(artifact, list(inputs), list(sizes), list(scalars), list(hooks), list(packed))
+    inputs.clear()
+    if _collection.receive is not None:
+        _collection.receive(call)
+        return [None] * artifact.n_outputs
+    with _compiler(None):
+        return list(artifact(call))
+
+
+@forgotten_by_reset
+def clear_engine_cache() -> None:
+    """Drop every structure that the engine remembers, ours and others'."""
+    global _structures
+    _structures = 0
+    engine_protocol.clear_cache()
+
+
+def _forget_foreign_captures() -> None:
+    """The engine's cache does not know who filled it: drop it when stock compiled autograd captured since."""
+    global _stock_captures
+    captures = dynamo_counters["compiled_autograd"]["captures"]
+    if captures != _stock_captures:
+        clear_engine_cache()
+        _stock_captures = captures
+
+
+def _on_own_thread(owner: int, factory: Callable[[], Any]) -> Any:
+    if threading.get_ident() != owner:
+        raise Refusal("engine-busy", "a backward of another thread met our capture window")
+    return factory()
+
+
+@contextmanager
+def _compiler(factory: Callable[[], Any] | None) -> Iterator[None]:
+    """Install `factory` as the engine's compiler, then restore what was there."""
+    prior = engine_protocol.set_autograd_compiler(factory, False)
+    try:
+        yield
+    finally:
+        engine_protocol.set_autograd_compiler(*prior)

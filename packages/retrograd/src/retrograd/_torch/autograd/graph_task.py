@@ -1,0 +1,88 @@
+"""Run a function inside a backward of torch's own engine.
+
+In: a function, and the request that it answers. Out: nothing; the function runs exactly once, on this
+thread unless it is deeply nested. Inside, ``torch._C._current_graph_task_id()`` is set, ``queue_callback``
+works and its callbacks run when the function has returned, a nested ``.backward()`` is reentrant as in
+eager, and grad mode, ``keep_graph`` and the validity of reentrant checkpointing are those of the request.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from retrograd._torch.autograd.capture_turns import window
+from retrograd._torch.autograd.engine import EngineRequest, run_stock
+
+
+class _Body(threading.local):
+    """The functions to be run on this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Callable[[], None]] = []
+        self.root: torch.Tensor | None = None
+        self.leaf: torch.Tensor | None = None
+
+
+_body = _Body()
+
+
+class _RunBody(torch.autograd.Function):
+    """Its backward runs the innermost body of the thread that made it; it produces no gradient.
+
+    A deeply nested backward runs on another thread (``MAX_DEPTH`` in ``engine.h``), while its own waits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, bodies: list[Callable[[], None]]) -> torch.Tensor:
+        ctx.bodies = bodies
+        return leaf.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        ctx.bodies[-1]()
+        return None, None
+
+
+def run_in_graph_task(body: Callable[[], None], request: EngineRequest) -> None:
+    """Run `body` as the one node of a backward like `request`."""
+    if _body.root is None:
+        with torch.enable_grad(), torch.inference_mode(False):
+            _body.leaf = torch.zeros((), requires_grad=True, device="cpu")
+            _body.root = _RunBody.apply(_body.leaf, _body.stack)
+    assert _body.root is not None
+    assert _body.leaf is not None
+    only_leaf = (_body.leaf,) if request.inputs or not request.accumulate_grad else ()
+    task = replace(
+        request,
+        tensors=(_body.root,),
+        grad_tensors=(torch.zeros((), device="cpu"),),
+        inputs=only_leaf,
+        allow_unreachable=True,
+    )
+    with window.stock() as has_entered:
+
+        def entered() -> None:
+            has_entered()
+            body()
+
+        _body.stack.append(entered)
+        try:
+            run_stock(task)
+        finally:
+            _body.stack.pop()
+
+
+def outside_of_graph_task(body: Callable[[], Any], create_graph: bool) -> Any:
+    """What `body` returns, run where autograd nodes called by hand compute all their gradients.
+
+    Inside a backward they compute those that it asks for (``Node::task_should_compute_output``).
+    """
+    found: list[Any] = []
+    request = EngineRequest((), (), True, create_graph, accumulate_grad=True)
+    run_in_graph_task(lambda: found.append(body()), request)
+    return found[0]

@@ -1,0 +1,147 @@
+"""Hooks that user code registers or removes while a backward is running.
+
+In: registrations and removals on this thread, seen at torch's Python entry points to them. Out:
+`HookChanges`. Eager looks hooks up when it reaches a node; a plan knows the hooks that were there when it was
+collected, and must be told of what changed since.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from retrograd._torch.patches import Handler, handle
+from retrograd.graph.hook_kind import HookKind
+
+
+@dataclass(frozen=True)
+class LateHook:
+    """A hook registered while a plan runs: on gradient `slot` of autograd node `node`."""
+
+    kind: HookKind
+    node: Any
+    slot: int
+    hook: Callable[..., Any]
+
+
+@dataclass
+class HookChanges:
+    """What changed since the last look.
+
+    Attributes:
+        late: hooks that came. removed: hook objects that went.
+    """
+
+    late: list[LateHook] = field(default_factory=list)
+    removed: list[Any] = field(default_factory=list)
+    _unplaced: list[tuple[Any, Callable[..., Any]]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.late or self.removed or self._unplaced)
+
+    def take(self, nodes: Iterable[Any]) -> tuple[list[LateHook], list[Any]]:
+        """The changes, which are forgotten here; hooks put on one of `nodes` itself are found there."""
+        late = [*self.late, *self._placed(nodes)]
+        removed = list(self.removed)
+        self.late.clear()
+        self.removed.clear()
+        self._unplaced.clear()
+        return late, removed
+
+    def _placed(self, nodes: Iterable[Any]) -> Iterator[LateHook]:
+        """torch tells which dict a node hook went into, not which node: ask the nodes for their dicts."""
+        if not self._unplaced:
+            return
+        for node in nodes:
+            for kind, register in (
+                (HookKind.NODE_PRE, node.register_prehook),
+                (HookKind.NODE_POST, node.register_hook),
+            ):
+                found = _dict_behind(register)
+                for hooks, hook in self._unplaced:
+                    if hooks is found:
+                        yield LateHook(kind, node, 0, hook)
+
+
+class _Watched(threading.local):
+    """The plans under way on this thread, innermost last: a hook may concern any of them."""
+
+    def __init__(self) -> None:
+        self.changes: list[HookChanges] = []
+
+
+class _FoundError(Exception):
+    def __init__(self, hooks: Any) -> None:
+        self.hooks = hooks
+
+
+_watched = _Watched()
+_ASKING = object()
+
+
+@contextmanager
+def watching() -> Iterator[HookChanges]:
+    """Collect the changes on this thread until the end of the block, those of nested blocks included."""
+    changes = HookChanges()
+    _watched.changes.append(changes)
+    try:
+        yield changes
+    finally:
+        _watched.changes.pop()
+
+
+def _dict_behind(register: Callable[..., Any]) -> Any:
+    """The dict into which `register` would put a hook; nothing is put there."""
+    try:
+        register(_ASKING)
+    except _FoundError as found:
+        return found.hooks
+    raise AssertionError("torch registers node hooks in another way than it did")
+
+
+def _note(kind: HookKind, tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
+    edge = get_gradient_edge(tensor)
+    for changes in _watched.changes:
+        changes.late.append(LateHook(kind, edge.node, edge.output_nr, hook))
+
+
+def _registering(kind: HookKind) -> Handler:
+    def register(original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        handle = original(tensor, hook)
+        if _watched.changes:
+            _note(kind, tensor, hook)
+        return handle
+
+    return register
+
+
+def _registering_on_node(original: Callable[..., Any], hooks: Any, hook: Any) -> Any:
+    if hook is _ASKING:
+        raise _FoundError(hooks)
+    hooks, handle = original(hooks, hook)
+    for changes in _watched.changes:
+        changes._unplaced.append((hooks, hook))
+    return hooks, handle
+
+
+def _removing(original: Callable[..., Any], handle: Any) -> None:
+    if _watched.changes:
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None and handle.id in hooks:
+            for changes in _watched.changes:
+                changes.removed.append(hooks[handle.id])
+    original(handle)
+
+
+def watch_hooks() -> None:
+    """From here on, see the hooks that user code registers or removes while a plan of its thread runs."""
+    handle("torch:Tensor.register_hook", _registering(HookKind.TENSOR_PRE))
+    handle("torch:Tensor.register_post_accumulate_grad_hook", _registering(HookKind.POST_ACCUMULATE))
+    handle("torch.autograd.function:_HookMixin._register_hook", _registering_on_node)
+    handle("torch.utils.hooks:RemovableHandle.remove", _removing)

@@ -1,0 +1,115 @@
+"""Read the autograd graph that hangs from a backward's roots.
+
+In: an `EngineRequest`. Out: a `LiveGraph`. Follows ``next_functions``; the rule for which nodes are
+wanted with ``inputs=`` is that of ``GraphTask::init_to_execute`` in ``torch/csrc/autograd/engine.cpp``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from retrograd._torch.autograd.engine import EngineRequest
+from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
+
+
+def read_ranks(request: EngineRequest) -> tuple[int, ...]:
+    """The nodes of `request`, numbered in order of discovery, sorted by sequence number.
+
+    Two backwards of equal structure run in the same eager order if these are equal. Read on every backward
+    whose order is visible, so it reads nothing else.
+    """
+    seen: dict[Any, None] = dict.fromkeys(edge_of(root)[0] for root in request.tensors)
+    handles = list(seen)
+    for handle in handles:  # grows while it is read
+        for node, _ in handle.next_functions:
+            if node is not None and node not in seen:
+                seen[node] = None
+                handles.append(node)
+    numbers = [handle._sequence_nr() for handle in handles]
+    return tuple(sorted(range(len(numbers)), key=numbers.__getitem__))
+
+
+def graph_below(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> LiveGraph:
+    """The graph below `edges` (a node and which of its inputs), in order of discovery, not beyond `ends`."""
+    index = _Numbers()
+    roots = tuple([Edge(index[node], slot) for node, slot in edges])
+    nodes: list[LiveNode] = []
+    for handle in index.handles:  # grows while it is read
+        below = () if handle in ends else handle.next_functions
+        after = tuple([None if node is None else Edge(index[node], slot) for node, slot in below])
+        nodes.append(LiveNode(handle, handle.name(), handle._sequence_nr(), after))
+    return LiveGraph(tuple(nodes), roots, None)
+
+
+class _Numbers(dict[Any, int]):
+    """Numbers nodes as they are asked for; `handles` are those that have one, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handles: list[Any] = []
+
+    def __missing__(self, handle: Any) -> int:
+        self[handle] = number = len(self.handles)
+        self.handles.append(handle)
+        return number
+
+
+def read_live_graph(request: EngineRequest) -> LiveGraph:
+    """The graph of `request`, in order of discovery from its roots."""
+    graph = graph_below(map(edge_of, request.tensors))
+    index = {node.handle: number for number, node in enumerate(graph.nodes)}
+    targets = [index[node] for node, _ in map(edge_of, request.inputs) if node in index]
+    return replace(graph, wanted=_wanted(graph.nodes, targets)) if request.inputs else graph
+
+
+def forward_line(node: Any) -> str:
+    """The user's line that made `node`: ``model.py:88  y = x.sin()``; torch records it if the forward ran in
+    anomaly mode. Else, for an ``autograd.Function``, where its backward is: ``model.py:12  Exp.backward``;
+    else empty."""
+    frames = node.metadata.get("traceback_")
+    found = re.search(r'File "([^"]+)", line (\d+).*\n\s*(.*)', frames[-1]) if frames else None
+    if found:
+        return f"{os.path.basename(found[1])}:{found[2]}  {found[3].strip()}"
+    return _function_line(getattr(node, "_forward_cls", None))
+
+
+def _function_line(function: Any) -> str:
+    backward: Any = getattr(function, "backward", None)
+    code = getattr(backward, "__code__", None)
+    if code is None or (function.__module__ or "").startswith("torch."):
+        return ""
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}  {backward.__qualname__}"
+
+
+def edge_of(root: Any) -> tuple[Any, int]:
+    """The autograd node of a tensor or ``GradientEdge``, and which of its outputs it is."""
+    if isinstance(root, GradientEdge):
+        return root.node, root.output_nr
+    if isinstance(root, torch.Tensor) and (root.grad_fn is not None or root.requires_grad):
+        edge = get_gradient_edge(root)
+        return edge.node, edge.output_nr
+    return None, 0
+
+
+def _wanted(nodes: Sequence[LiveNode], targets: list[int]) -> frozenset[int]:
+    """Nodes from which a target can be reached, the targets included."""
+    producers: dict[int, list[int]] = {}
+    for i, node in enumerate(nodes):
+        for edge in node.edges:
+            if edge is not None:
+                producers.setdefault(edge.node, []).append(i)
+    wanted = set(targets)
+    pending = list(wanted)
+    while pending:
+        for producer in producers.get(pending.pop(), ()):
+            if producer not in wanted:
+                wanted.add(producer)
+                pending.append(producer)
+    return frozenset(wanted)

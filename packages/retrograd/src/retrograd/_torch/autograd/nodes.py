@@ -1,0 +1,118 @@
+"""Autograd nodes, called by hand.
+
+In: nodes of an autograd graph (``grad_fn``) and gradients. Out: the gradients they give for each of their
+edges, as ``Engine::evaluate_function`` and ``validate_outputs`` (``torch/csrc/autograd/engine.cpp``) would
+hand them on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from retrograd._torch.autograd.function_flags import materializes_grads
+from retrograd.errors import Refusal
+
+
+def edges_of(node: Any) -> tuple[tuple[Any, int] | None, ...]:
+    """One entry per gradient of the node."""
+    return tuple(None if below is None else (below, slot) for below, slot in node.next_functions)
+
+
+def leaf_of(node: Any) -> torch.Tensor | None:
+    """The tensor into whose ``.grad`` the node accumulates; None for other nodes."""
+    return getattr(node, "variable", None)
+
+
+def input_count(node: Any) -> int:
+    """How many gradients the node takes."""
+    return len(node._input_metadata)
+
+
+def tells_undefined(node: Any) -> bool:
+    """Whether the node is a Function that wants None, not zeros, for undefined gradients."""
+    return hasattr(node, "apply") and not materializes_grads(node)
+
+
+def zeros_like_input(node: Any, slot: int) -> torch.Tensor:
+    """Zeros of the shape, dtype and device that the node's input `slot` has."""
+    metadata = node._input_metadata[slot]
+    return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
+
+
+def fitted(node: Any, slot: int, grad: torch.Tensor) -> torch.Tensor:
+    """`grad` as the engine makes it fit the node's input: summed to its shape, cast to its dtype.
+
+    Raises:
+        Refusal: it cannot be made to fit.
+    """
+    metadata = node._input_metadata[slot]
+    shape = tuple(metadata.shape)
+    if tuple(grad.shape) != shape:
+        if not _is_expanded(shape, tuple(grad.shape)):
+            raise Refusal(
+                "node-refused", f"got {list(grad.shape)} but expected shape compatible with {list(shape)}"
+            )
+        grad = grad.sum_to_size(shape)
+    if grad.dtype != metadata.dtype:
+        grad = grad.to(metadata.dtype)
+    return grad
+
+
+def call_node(node: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Run the node; one gradient per edge, not fitted yet.
+
+    Raises:
+        Refusal: a Python Function returned too few or too many gradients, or what is none.
+        Exception: what the node raises.
+    """
+    if not hasattr(node, "apply"):
+        results = node(*grads)
+        return list(results) if isinstance(results, tuple) else [results]
+    if materializes_grads(node):
+        grads = [zeros_like_input(node, i) if grad is None else grad for i, grad in enumerate(grads)]
+    before = dict(vars(node))
+    results = node.apply(*grads)
+    if vars(node) != before:
+        raise Refusal("node-refused", f"the backward of {node.name()} changes its own context")
+    return _by_edge(node, results if isinstance(results, (tuple, list)) else (results,))
+
+
+def refuse_nan(name: str, grads: Sequence[torch.Tensor | None]) -> None:
+    """What anomaly mode checks after each node.
+
+    Raises:
+        RuntimeError: a gradient is not a number; in the engine's words.
+    """
+    for i, grad in enumerate(grads):
+        if grad is not None and bool(grad.ne(grad).any()):
+            raise RuntimeError(f"Function '{name}' returned nan values in its {i}th output.")
+
+
+def _by_edge(node: Any, results: Sequence[Any]) -> list[torch.Tensor | None]:
+    """A Function's gradients, one per argument of its forward, sorted to its edges, one per tensor."""
+    wanted = node.needs_input_grad
+    if len(results) < len(wanted) or any(result is not None for result in results[len(wanted) :]):
+        raise Refusal(
+            "node-refused",
+            f"function {node.name()} returned an incorrect number of gradients (expected {len(wanted)}, "
+            f"got {len(results)})",
+        )
+    values = iter([result for result, want in zip(results, wanted, strict=False) if want])
+    grads = [None if edge is None else next(values) for edge in edges_of(node)]
+    for grad in grads:
+        if grad is not None and not isinstance(grad, torch.Tensor):
+            raise Refusal(
+                "node-refused", f"function {node.name()} returned {type(grad).__name__}, not a tensor"
+            )
+    return grads
+
+
+def _is_expanded(shape: tuple[Any, ...], larger: tuple[Any, ...]) -> bool:
+    """Whether a tensor of `shape` broadcasts to `larger`, as ``at::is_expandable_to`` says."""
+    if len(shape) > len(larger):
+        return False
+    pairs = zip(reversed(shape), reversed(larger), strict=False)
+    return all(small == large or small == 1 for small, large in pairs)

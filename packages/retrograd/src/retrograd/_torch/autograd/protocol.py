@@ -1,0 +1,365 @@
+"""The object that the engine talks to when it meets a new structure, for torch 2.11 to 2.13.
+
+In: the engine's calls, whose forms differ by release, with placeholder tensors of ours for everything
+lifted. Out: the same calls in one form to a `Recorder`, with the recorder's own values.
+
+The engine never computes with a placeholder; it only passes it on, so an empty CPU tensor per value is
+enough: no fake tensors, no proxies. Source: ``torch/csrc/dynamo/python_compiled_autograd.cpp`` and the
+Python side of each release in ``torch/_dynamo/compiled_autograd.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch._dynamo import compiled_autograd as stock
+from torch._dynamo.source import LocalSource
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental._backward_state import BackwardState
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from retrograd._torch.autograd.aot_functions import is_aot_function, read_aot_backward
+from retrograd._torch.autograd.collection import runtime_wrapper
+from retrograd._torch.tensor import zeros_of_slot
+from retrograd.errors import Refusal
+from retrograd.graph.aot_backward import AotBackward, AotCall
+from retrograd.graph.hook_kind import HookKind
+
+Value = Any  # a value of the recorder (an FX node); None is an undefined gradient
+
+
+class Recorder(Protocol):
+    """What the protocol tells. Lists of values are gradients; None in them is an undefined gradient."""
+
+    def begin(
+        self, inputs: int, sizes: int, scalars: int
+    ) -> tuple[list[Value], list[Value], list[Value]]: ...
+    def enter_node(self, index: int, name: str) -> None: ...
+    def node(
+        self, name: str, fn: Callable[..., Any], grads: list[Value], args: Any, wanted: list[bool]
+    ) -> list[Value]: ...
+    def cpp_function(
+        self, name: str, fn: Callable[..., Any], grads: list[Value], args: Any, wanted: list[bool]
+    ) -> list[Value]: ...
+    def validate(self, fn: Callable[..., Any], outputs: list[Value], args: Any) -> list[Value]: ...
+    def copy_slices_prologue(self, grads: list[Value], base: Any, view: Any) -> list[Value]: ...
+    def copy_slices_epilogue(
+        self, needs: list[bool], result: Value, grads: list[Value], slice_: Value
+    ) -> list[Value]: ...
+    def function(
+        self,
+        context: int,
+        grads: list[Value],
+        saved: list[Value],
+        wanted: list[bool],
+        zeros: tuple[Value, ...],
+        note: str,
+    ) -> list[Value]: ...
+    def aot_backward(self, aot: AotBackward, call: AotCall) -> list[Value]: ...
+    def add(self, old: Value, new: Value) -> Value: ...
+    def accumulate(self, variable: Value, grad: Value, has_post_hooks: bool) -> Value: ...
+    def tensor_hook(self, kind: HookKind, grads: list[Value], hook: int, slot: int) -> list[Value]: ...
+    def node_pre_hook(self, grads: list[Value], hook: int) -> list[Value]: ...
+    def node_post_hook(self, outputs: list[Value], grads: list[Value], hook: int) -> list[Value]: ...
+    def post_accumulate_hook(self, variable: Value, hook: int) -> None: ...
+    def unpack(self, hook: int, packed: int) -> Value: ...
+    def finish(self, outputs: list[Value]) -> Any: ...
+
+
+class EngineProtocol:
+    """One capture, as the engine sees it.
+
+    A call that fails must not raise at once: inside a node the engine has swapped the node's saved tensors
+    for our placeholders, and an exception would leave them there. So a failure is kept, the engine is given
+    something to walk on with, and the exception is raised where nothing is swapped: before the next node.
+
+    Args:
+        recorder: is told everything; the artifact it returns from ``finish`` goes into the engine's cache.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._values: dict[int, Value] = {}
+        self._kept: list[torch.Tensor] = []
+        self._symbols: dict[Any, Value] = {}
+        self._failure: Exception | None = None
+        self._modes = contextlib.ExitStack()
+
+    # values and placeholders
+
+    def _stand_in(self, value: Value) -> torch.Tensor | None:
+        if value is None:
+            return None
+        if self._symbols:
+            with unset_fake_temporarily():
+                tensor = _EMPTY.detach()
+        else:
+            tensor = _EMPTY.detach()
+        self._values[id(tensor)] = value
+        self._kept.append(tensor)
+        return tensor
+
+    def _stand_ins(self, values: Sequence[Value]) -> list[torch.Tensor | None]:
+        return [self._stand_in(value) for value in values]
+
+    def _answer(self, wanted: Sequence[Any], record: Callable[[], Sequence[Value]]) -> list[Any]:
+        """Stand-ins for what `record` returns; if it fails, or something failed before, for nothing in
+        particular, wherever `wanted` is true."""
+        if self._failure is None:
+            try:
+                return self._stand_ins(record())
+            except Exception as error:
+                self._failure = error
+        return [self._stand_in(_NOTHING) if want else None for want in wanted]
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _read(self, argument: Any) -> Any:
+        kind = type(argument)
+        if kind in _PLAIN:
+            return argument
+        if kind is list or kind is tuple:
+            return kind(map(self._read, argument))
+        if isinstance(argument, torch.Tensor):
+            try:
+                return self._values[id(argument)]
+            except KeyError:
+                raise LookupError("the engine passed a tensor that it had not lifted") from None
+        if isinstance(argument, (torch.SymInt, torch.SymFloat)):
+            try:
+                return self._symbols[_symbol(argument)]
+            except KeyError:
+                raise LookupError(f"the engine computed with a lifted size: {argument}") from None
+        return argument
+
+    def _read_list(self, arguments: Sequence[Any]) -> list[Value]:
+        return [self._read(argument) for argument in arguments]
+
+    # the engine's calls, in the order of their first appearance in a capture
+
+    def begin_capture(
+        self, inputs: list[torch.Tensor], sizes: Sequence[int], scalars: list[Any], origins: Any, *_: Any
+    ) -> tuple[str, list[Any], list[Any], list[Any]]:
+        values = self._recorder.begin(len(inputs), len(sizes), len(scalars))
+        if not sizes and not scalars:
+            return "0", self._stand_ins(values[0]), [], []
+        symbols = _Symbols()
+        fake_sizes = [symbols.integer(size) for size in sizes]
+        fake_scalars = [symbols.number(scalar) for scalar in scalars]
+        for fake, value in zip([*fake_sizes, *fake_scalars], [*values[1], *values[2]], strict=True):
+            self._symbols[_symbol(fake)] = value
+        # The engine makes zeros of a symbolic size for an undefined gradient of a custom Function.
+        self._modes.enter_context(symbols.fake_mode())
+        return "0", self._stand_ins(values[0]), fake_sizes, fake_scalars
+
+    def set_node_origin(self, name: str, index: int, function: Any) -> None:
+        self._raise_failure()
+        self._recorder.enter_node(index, name)
+
+    def bind_function(
+        self, name: str, fn: Callable[..., Any], is_custom_function: bool, is_traceable: bool
+    ) -> str:
+        # Bound once per process by a static in C++: the registry must be the one that stock uses too.
+        bound = stock.ops.add(name, fn, is_custom_function, is_traceable)
+        # A traceable one promises to keep its state in saved tensors and to touch nothing else.
+        if is_custom_function and not is_traceable:
+            _cpp_functions.add(bound)
+        return bound
+
+    def apply_functional(self, name: str, grads: list[Any], args: Any, metadata: Sequence[Any]) -> list[Any]:
+        wanted = [entry is not None for entry in metadata]
+        record = self._recorder.cpp_function if name in _cpp_functions else self._recorder.node
+
+        def recorded() -> list[Value]:
+            return record(name, _bound(name), self._read_list(grads), self._read(tuple(args)), wanted)
+
+        return self._answer(wanted, recorded)
+
+    def validate_outputs(self, _: Any, outputs: list[Any], args: Any, metadata: Any) -> list[Any]:
+        if all(output is None for output in outputs):
+            return outputs
+
+        def recorded() -> list[Value]:
+            fn = _bound("validate_outputs")
+            return self._recorder.validate(fn, self._read_list(outputs), self._read(tuple(args)))
+
+        return self._answer([output is not None for output in outputs], recorded)
+
+    def call_copy_slices_prologue(self, inputs: Any, *geometry: Any) -> list[Any]:
+        def recorded() -> list[Value]:
+            base, view = self._read(tuple(geometry[:3])), self._read(tuple(geometry[3:]))
+            return self._recorder.copy_slices_prologue(self._read_list(inputs), base, view)
+
+        return self._answer((True, True, True), recorded)
+
+    def call_copy_slices_epilogue(self, needs: Any, result: Any, grads: Any, grad_slice: Any) -> list[Any]:
+        def recorded() -> list[Value]:
+            return self._recorder.copy_slices_epilogue(
+                list(needs), self._read(result), self._read_list(grads), self._read(grad_slice)
+            )
+
+        return self._answer(needs, recorded)
+
+    def proxy_call_backward(
+        self,
+        grads: Any,
+        metadata: Any,
+        saved: Any,
+        context: int,
+        ctx: Any,
+        _state: int | None,
+        objects: Sequence[int] = (),
+    ) -> tuple[Any, ...]:
+        wanted = [entry is not None for entry in metadata]
+
+        def recorded() -> list[Value]:
+            # An undefined gradient arrives as None, or as zeros of the engine's own making if the Function
+            # wants them.
+            made = [isinstance(grad, torch.Tensor) and id(grad) not in self._values for grad in grads]
+            values = [None if zero else self._read(grad) for zero, grad in zip(made, grads, strict=True)]
+            zeros = tuple(map(self._read_zeros, grads, values))
+            read = self._read_list(saved)
+            note = ""
+            if is_aot_function(ctx):
+                sizes = self._read_list(ctx._get_compiled_autograd_symints())
+                make_zeros = None if self._symbols else functools.partial(zeros_of_slot, ctx)
+                call = AotCall(context, values, sizes, read, objects, wanted, make_zeros)
+                try:
+                    return self._recorder.aot_backward(read_aot_backward(ctx), call)
+                except Refusal as reason:
+                    note = f"AOT backward as one call: {reason}"
+            return self._recorder.function(context, values, read, wanted, zeros, note)
+
+        return tuple(self._answer(wanted, recorded))
+
+    def _read_zeros(self, grad: Any, value: Value) -> Value:
+        """For a gradient that is undefined whatever happens: the metadata of the engine's zeros, or () if it
+        made none. None for a gradient that something produces."""
+        if value is not None:
+            return None
+        if grad is None:
+            return ()
+        return self._read(tuple(grad.shape)), grad.dtype, grad.device, grad.layout
+
+    def accumulate(self, old: Any, new: Any) -> torch.Tensor | None:
+        return self._answer((True,), lambda: [self._recorder.add(self._read(old), self._read(new))])[0]
+
+    def accumulate_grad(self, variable: Any, *rest: Any) -> torch.Tensor | None:
+        # 2.11 and 2.12: (grad, has_post_hooks), returns nothing; 2.13: (old .grad, grad, has_post_hooks).
+        *old, grad, has_post_hooks = rest
+
+        def recorded() -> list[Value]:
+            return [self._recorder.accumulate(self._read(variable), self._read(grad), bool(has_post_hooks))]
+
+        result = self._answer((True,), recorded)[0]
+        return result if old else None
+
+    def tensor_pre_hook(self, grads: list[Any], hook: int, slot: int) -> list[Any]:
+        return self._tensor_hook(HookKind.TENSOR_PRE, grads, hook, slot)
+
+    def cpp_tensor_pre_hook(self, grads: list[Any], hook: int, slot: int) -> list[Any]:
+        return self._tensor_hook(HookKind.RETAIN_GRAD, grads, hook, slot)
+
+    def _tensor_hook(self, kind: HookKind, grads: list[Any], hook: int, slot: int) -> list[Any]:
+        def recorded() -> list[Value]:
+            return [self._recorder.tensor_hook(kind, self._read_list(grads), hook, slot)[slot]]
+
+        changed = self._answer((True,), recorded)[0]
+        return [changed if i == slot else grad for i, grad in enumerate(grads)]
+
+    def pre_hook(self, grads: Any, hook: int) -> list[Any]:
+        return self._answer(grads, lambda: self._recorder.node_pre_hook(self._read_list(grads), hook))
+
+    def post_hook(self, outputs: Any, grads: Any, hook: int) -> list[Any]:
+        def recorded() -> list[Value]:
+            return self._recorder.node_post_hook(self._read_list(outputs), self._read_list(grads), hook)
+
+        return self._answer([True] * len(outputs), recorded)
+
+    def post_acc_grad_hook(self, variable: Any, hook: int) -> list[Any]:
+        def recorded() -> list[Value]:
+            self._recorder.post_accumulate_hook(self._read(variable), hook)
+            return []
+
+        self._answer((), recorded)
+        return [variable]
+
+    def unpack_hook(self, hook: int, packed: int) -> torch.Tensor | None:
+        return self._answer((True,), lambda: [self._recorder.unpack(hook, packed)])[0]
+
+    def bind_backward_state(self, index: int) -> Any:
+        self._failure = NotImplementedError("BackwardState of a forward compiled under compiled autograd")
+        return BackwardState()
+
+    def log_compile_reasons(self, reasons: list[str]) -> None:
+        """Verbose logging of stock; ours says why in its own words."""
+
+    def end_capture(self, outputs: Any) -> tuple[Callable[..., Any], Any]:
+        self._modes.close()
+        self._raise_failure()
+        return runtime_wrapper, self._recorder.finish(self._read_list(outputs))
+
+    def close(self) -> None:
+        """Leave the modes that the capture entered. The engine calls it, and the window when it closes."""
+        self._modes.close()
+
+
+#: types of what is passed on as it is; asked first, for there is much of it.
+_PLAIN = frozenset({int, bool, float, type(None)})
+
+#: what stand-ins are made of: the engine tells them apart, and looks at nothing else.
+_EMPTY = torch.empty(0, device="cpu")
+
+#: what a stand-in means after something has failed.
+_NOTHING = object()
+
+
+def _symbol(number: Any) -> Any:
+    """The symbol behind a symbolic number."""
+    return number.node.expr
+
+
+class _Symbols:
+    """Symbolic numbers that the engine passes on in place of lifted sizes and scalars.
+
+    They have hints: a few C++ checks compare sizes while the engine walks, and must get an answer. The
+    guards that such a check would leave are of no use here; segments are guarded when they are lowered.
+    """
+
+    def __init__(self) -> None:
+        self._env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+        self._count = 0
+
+    def integer(self, value: int) -> torch.SymInt | int:
+        return self._env.create_unspecified_symint_and_symbol(value, self._source(), DimDynamic.DYNAMIC)
+
+    def number(self, value: float) -> torch.SymInt | torch.SymFloat | float:
+        if isinstance(value, int):
+            return self.integer(value)
+        source = self._source()
+        symbol = self._env.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+        return self._env.create_symfloatnode(symbol, hint=value, source=source)
+
+    def fake_mode(self) -> FakeTensorMode:
+        """A mode in which a tensor of symbolic size can be made."""
+        return FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
+
+    def _source(self) -> LocalSource:
+        self._count += 1
+        return LocalSource(f"lifted_{self._count}")
+
+
+#: names under which C++ autograd functions that are not traceable were bound.
+_cpp_functions: set[str] = set()
+
+
+def _bound(name: str) -> Callable[..., Any]:
+    """The functional form of a node, as C++ gave it, without Dynamo's wrapping."""
+    op = stock.ops.get(name)
+    return getattr(op, "fn", op)

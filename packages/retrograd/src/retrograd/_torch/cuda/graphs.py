@@ -1,0 +1,194 @@
+"""Record what a function does on a CUDA device, and do it again.
+
+In: a function over a list of tensors. Out: a `CudaRecording`, whose results lie in memory of their own, which
+each replay writes anew.
+
+What is recorded allocates from a *pool*. Recordings in the common pool (one for each device and stream) hold
+their results; the rest of it any of them may write. That is safe as long as their replays run one after the
+other, on one stream, and none has results that others must leave alone, because they did not exist when these
+were recorded. What has such results gets a pool of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from retrograd.errors import Refusal
+from retrograd.process import ForkSafeLock
+
+Function = Callable[[list[Any]], Sequence[Any]]
+_Pool = Any  # a pair of numbers, of a type that exists for type checkers only
+
+#: captures by several threads would see each other's cuBLAS workspaces.
+_one_at_a_time = ForkSafeLock()
+
+
+class CudaRecording:
+    """A CUDA graph and its results."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Sequence[Any]) -> None:
+        self.graph = graph
+        self._outputs = outputs
+
+    def take_outputs(self) -> Sequence[Any]:
+        """What the function returned while it was recorded, from now on not held any more. Tensors among it
+        hold values after the first `replay`."""
+        outputs, self._outputs = self._outputs, ()
+        return outputs
+
+    def replay(self) -> None:
+        """Do it again, on the current stream of the device."""
+        self.graph.replay()
+
+
+class CudaRecorder:
+    """Makes recordings on CUDA devices."""
+
+    device_type = "cuda"
+
+    def __init__(self) -> None:
+        self._sides: dict[torch.device, torch.cuda.Stream] = {}
+        #: the common pools, each with a graph that keeps it alive.
+        self._common: dict[tuple[torch.device, int], tuple[_Pool, torch.cuda.CUDAGraph]] = {}
+
+    def why_not_now(self) -> str | None:
+        """Which state of this thread speaks against recording and replaying."""
+        if torch.is_anomaly_enabled():
+            return "anomaly mode is on"
+        if torch.are_deterministic_algorithms_enabled():
+            return "deterministic algorithms are asked for"
+        if torch._C._len_torch_dispatch_stack():
+            return "a dispatch mode is active"
+        if torch.cuda.is_current_stream_capturing():
+            return "another CUDA graph is being captured"
+        return None
+
+    def stream(self, device: torch.device) -> int:
+        """The current stream of `device`."""
+        if hasattr(torch._C, "_cuda_getCurrentRawStream"):
+            return int(torch._C._cuda_getCurrentRawStream(device.index))
+        return int(torch.cuda.current_stream(device).cuda_stream)
+
+    def record(
+        self, fn: Function, inputs: Sequence[Any], device: torch.device, is_common: bool
+    ) -> CudaRecording:
+        """Record `fn`, called with a list of `inputs`, without running it.
+
+        Args:
+            fn: allocates on `device` only, and writes to none of its inputs.
+            inputs: read by each replay, from where they are now.
+            device: of everything.
+            is_common: whether it may share its pool.
+
+        Raises:
+            Refusal: its memory was not that of the recording.
+            Exception: whatever `fn` raises because it is recorded. Nothing was run then.
+        """
+        with _one_at_a_time, torch.cuda.device(device), _quiet():
+            torch.cuda.synchronize()
+            pool = self._common_pool(device) if is_common else _new_pool()
+            recording = self._capture(fn, inputs, device, pool)
+            _refuse_foreign(recording._outputs, inputs, pool)
+        return recording
+
+    def _capture(
+        self, fn: Function, inputs: Sequence[Any], device: torch.device, pool: _Pool
+    ) -> CudaRecording:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._side(device)):
+            try:
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                outputs = fn(list(inputs))
+            except BaseException:
+                self._abandon(graph, device, pool)
+                raise
+            try:
+                graph.capture_end()
+            except BaseException:
+                self._clean(device, pool)
+                raise
+        return CudaRecording(graph, outputs)
+
+    def _side(self, device: torch.device) -> torch.cuda.Stream:
+        """Where captures are made: the default stream allows none."""
+        if device not in self._sides:
+            self._sides[device] = torch.cuda.Stream(device)
+        return self._sides[device]
+
+    def _common_pool(self, device: torch.device) -> _Pool:
+        key = device, self.stream(device)
+        if key not in self._common:
+            pool = _new_pool()
+            tiny = self._capture(lambda _: [torch.zeros(1, device=device)], [], device, pool)
+            self._common[key] = pool, tiny.graph
+        return self._common[key][0]
+
+    # failures
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, device: torch.device, pool: _Pool) -> None:
+        """End a capture in which something was raised."""
+        try:
+            graph.capture_end()
+        except RuntimeError:  # the capture itself was invalid
+            self._clean(device, pool)
+
+    def _clean(self, device: torch.device, pool: _Pool) -> None:
+        """What torch leaves behind if a capture cannot be ended: the allocator, which goes on serving it, and
+        generators, which believe in it until another one ends well. The allocator of pinned memory can not be
+        told: it never takes this pool again, so there will be another common one."""
+        self._common = {key: found for key, found in self._common.items() if found[0] != pool}
+        for clean in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            try:
+                clean(device.index, pool)
+            except RuntimeError:
+                continue  # torch has done it
+        graph, other = torch.cuda.CUDAGraph(), _new_pool()
+        graph.capture_begin(pool=other, capture_error_mode="thread_local")
+        kept = torch.zeros(1, device=device)
+        graph.capture_end()
+        del kept
+
+
+def _new_pool() -> _Pool:
+    return torch.cuda.graph_pool_handle()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No garbage collection, which may free what must not be freed during a capture; workspaces of matrix
+    products are those of the recording: ones that others free later must not be part of it."""
+    collecting = gc.isenabled()
+    gc.disable()
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+        if collecting:
+            gc.enable()
+
+
+def _refuse_foreign(outputs: Sequence[Any], inputs: Sequence[Any], pool: _Pool) -> None:
+    """Results must lie in the pool, or in an input: else somebody (a pool of the user's) gave memory that he
+    will give to others too.
+
+    Raises:
+        Refusal: there is one that does not.
+    """
+    segments = torch.cuda.memory_snapshot(pool, include_traces=False)
+    segments = [segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool)]
+    given = {i.untyped_storage()._cdata for i in inputs if isinstance(i, torch.Tensor)}
+    for output in outputs:
+        if not isinstance(output, torch.Tensor) or output.untyped_storage()._cdata in given:
+            continue
+        if output.device.type != "cuda":
+            raise Refusal("recording", f"it gives a tensor on {output.device}")
+        where = output.untyped_storage().data_ptr()
+        inside = (s["address"] <= where < s["address"] + s["total_size"] for s in segments)
+        if where and not any(inside):
+            raise Refusal("recording", "its memory comes from a pool of somebody else's")

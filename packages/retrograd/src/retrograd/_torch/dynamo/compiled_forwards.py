@@ -1,0 +1,189 @@
+"""Differentiate the backward of a function that stock ``torch.compile`` compiled, which stock refuses.
+
+In: the graphs that Dynamo hands to its backends, and the Functions that AOTAutograd makes of them, seen from
+the first context on that was made. Out: such a Function's backward, when it is itself to be differentiable
+(``create_graph=True``) and a context is active, runs the function's own torch-level graph again on the same
+inputs and differentiates that, to any order. Otherwise nothing changes.
+
+It needs the inputs: they are remembered weakly, so that nothing lives longer. Where they are gone or were
+changed, where the graph draws random numbers or changes its inputs, stock's refusal stands.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from retrograd._torch.fx import copied
+from retrograd._torch.patches import handle
+from retrograd._torch.tensor import zeros_for_slot
+
+
+class _Compiling(threading.local):
+    """The graph that Dynamo is having compiled on this thread, until a Function is made of it."""
+
+    graph: fx.GraphModule | None = None
+
+
+_compiling = _Compiling()
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The inputs of one call of a compiled function."""
+
+    values: tuple[Any, ...]
+    versions: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, args: Sequence[Any]) -> _Inputs:
+        """Remember `args`, tensors weakly."""
+        return cls(
+            tuple(weakref.ref(a) if isinstance(a, torch.Tensor) else a for a in args),
+            tuple(a._version if _has_version(a) else None for a in args),
+        )
+
+    def unchanged(self) -> list[Any] | None:
+        """The inputs; None if one is gone or was changed in place since."""
+        values = [v() if isinstance(v, weakref.ref) else v for v in self.values]
+        known = all(
+            value is not None and (version is None or value._version == version)
+            for value, version in zip(values, self.versions, strict=True)
+        )
+        return values if known else None
+
+
+class CompiledForwards:
+    """Watches Dynamo and AOTAutograd from the first `watch` on: a forward is often compiled before the
+    context around its backward is entered.
+
+    Args:
+        is_active: whether a context is, in any thread.
+    """
+
+    def __init__(self, is_active: Callable[[], bool]) -> None:
+        self._is_active = is_active
+        self._watches = False
+
+    def watch(self) -> None:
+        """Wrap the two places where a compiled function is made."""
+        if not self._watches:
+            self._watches = True
+            handle("torch._dynamo.output_graph:OutputGraph.call_user_compiler", _compiling_graph)
+            handle("torch.autograd.function:FunctionMeta.__init__", self._made_function)
+
+    def _made_function(
+        self, original: Callable[..., None], cls: Any, name: str, bases: Any, attrs: dict[str, Any]
+    ) -> None:
+        graph = _compiling.graph
+        if graph is not None and "_lazy_backward_info" in attrs:
+            _compiling.graph = None  # a second Function of one graph has a part of it: not known which
+            _make_differentiable(cls, attrs, graph, self._is_active)
+        original(cls, name, bases, attrs)
+
+
+def _compiling_graph(original: Callable[..., Any], output: Any, gm: fx.GraphModule, *args: Any) -> Any:
+    with _graph_at_hand(gm):
+        return original(output, gm, *args)
+
+
+@contextmanager
+def _graph_at_hand(gm: fx.GraphModule) -> Iterator[None]:
+    prior = _compiling.graph
+    # Backends rewrite the graph that they are given.
+    _compiling.graph = fx.GraphModule(gm, copied(gm.graph))
+    try:
+        yield
+    finally:
+        _compiling.graph = prior
+
+
+def _make_differentiable(
+    cls: Any, attrs: dict[str, Any], graph: fx.GraphModule, is_active: Callable[[], bool]
+) -> None:
+    """Have the Function `cls` remember its inputs, and differentiate `graph` when that is asked for."""
+    forward, backward = attrs["forward"].__func__, attrs["backward"].__func__
+
+    def forward_that_remembers(ctx: Any, *args: Any) -> Any:
+        result = forward(ctx, *args)
+        ctx._retrograd_inputs = _Inputs.of(args)
+        ctx.set_materialize_grads(False)  # to know which gradients are undefined
+        return result
+
+    def backward_with_graph(ctx: Any, *grads: Any) -> Any:
+        # From torch 2.12 on the gradients come as one list.
+        boxed = len(grads) == 1 and isinstance(grads[0], list)
+        flat = grads[0] if boxed else list(grads)
+        if torch.is_grad_enabled() and is_active():
+            result = _differentiate(graph, cls.metadata, ctx._retrograd_inputs, flat)
+            if result is not None:
+                return result
+        for i, grad in enumerate(flat):
+            if grad is None:
+                flat[i] = zeros_for_slot(ctx, i)
+        return backward(ctx, flat) if boxed else backward(ctx, *flat)
+
+    cls.forward = staticmethod(forward_that_remembers)
+    cls.backward = staticmethod(backward_with_graph)
+
+
+def _differentiate(
+    graph: fx.GraphModule, metadata: Any, inputs: _Inputs, grads: Sequence[torch.Tensor | None]
+) -> tuple[Any, ...] | None:
+    """The gradients of the inputs, with their history; None if the graph alone does not determine them."""
+    values = inputs.unchanged()
+    if values is None or not _is_repeatable(graph, metadata, len(values)):
+        return None
+    before = _random_states(values)
+    with torch.enable_grad():
+        outputs = torch.utils._pytree.tree_leaves(graph(*values))
+    if before != _random_states(values) or len(outputs) != len(grads):
+        return None
+    pairs = [
+        (output, grad)
+        for output, grad in zip(outputs, grads, strict=True)
+        if isinstance(output, torch.Tensor) and output.requires_grad and grad is not None
+    ]
+    wanted = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad]
+    found = torch.autograd.grad(
+        [output for output, _ in pairs],
+        [values[i] for i in wanted],
+        [grad for _, grad in pairs],
+        create_graph=True,
+        allow_unused=True,
+    )
+    result: list[torch.Tensor | None] = [None] * len(values)
+    for i, grad in zip(wanted, found, strict=True):
+        result[i] = grad
+    return tuple(result)
+
+
+def _is_repeatable(graph: fx.GraphModule, metadata: Any, n_inputs: int) -> bool:
+    """Whether `graph` can be run again: it changes no input, and returns what the Function returned."""
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return (
+        len(placeholders) == n_inputs
+        and not metadata.num_intermediate_bases
+        and not any(info.mutates_data or info.mutates_metadata for info in metadata.input_info)
+    )
+
+
+def _random_states(values: Sequence[Any]) -> list[bytes]:
+    """The states of the generators that the graph could draw from."""
+    devices = {v.device for v in values if isinstance(v, torch.Tensor) and v.device.type == "cuda"}
+    states = [
+        torch.get_rng_state(),
+        *(torch.cuda.get_rng_state(device) for device in sorted(devices, key=str)),
+    ]
+    return [state.numpy().tobytes() for state in states]
+
+
+def _has_version(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_inference()

@@ -1,0 +1,180 @@
+"""What an operator in an ATen graph does besides returning a value.
+
+In: a call in an FX graph. Out: whether it has an effect, draws random numbers, may be made once for many, and
+whose memory its value shares. What is unknown counts as having an effect.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._higher_order_ops.effects import _get_effect
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.node import _side_effectful_functions
+from torch.utils._python_dispatch import _disable_current_modes
+
+#: operators of higher order that do nothing beyond what the graphs or operators given to them do.
+_PURE_HIGHER_ORDER = frozenset(
+    {
+        "associative_scan", "auto_functionalized", "auto_functionalized_v2", "cond", "flex_attention",
+        "flex_attention_backward", "invoke_subgraph", "map_impl", "out_dtype", "scan",
+        "triton_kernel_wrapper_functional", "while_loop",
+    }
+)  # fmt: skip
+_PURE_MODULES = frozenset({"_operator", "math"})
+_SYMBOLIC = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith("sym_"))
+_WAIT = "_c10d_functional::wait_tensor"
+#: types of ``meta["val"]`` of what may share memory; None where it is not known.
+_MAY_HOLD_MEMORY = (torch.Tensor, list, tuple, type(None))
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
+#: share memory with their input, and their schema does not say so.
+_UNDECLARED_ALIASES = frozenset({torch.ops.aten._unsafe_view.default})
+#: called to raise if a value is wrong; newer releases of torch know that themselves.
+_RAISING = frozenset({torch.ops.aten._linalg_check_errors.default})
+_UNINITIALISED = ("empty", "new_empty")
+_DEPENDS_ON_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+def is_operator_overload(target: Any) -> bool:
+    """Whether the target is an operator with a schema, such as ``aten.add.Tensor``."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def schema_of(target: Any) -> Any:
+    """The schema of an operator with one: its ``arguments`` and ``returns``, each with its ``alias_info``."""
+    return target._schema
+
+
+def operator_in_place(target: Any) -> Any:
+    """The in-place operator of a functional one that fills its argument with random numbers; None if there is
+    none."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    name, overload = target._schema.name.split("::")[-1], target._overloadname
+    packet = getattr(torch.ops.aten, f"{name.removesuffix('_functional')}_", None)
+    return getattr(packet, {"p": "float"}.get(overload, overload), None)
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether the target is an operator that takes graphs or operators."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def is_mutating(node: fx.Node) -> bool:
+    """Whether the schema says that the call writes to an argument."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the call, or one in a graph given to it, draws random numbers."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in node.target.tags
+    return any(is_random(inner) for inner in _inner_nodes(node))
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether leaving the call out, making it twice or moving it could be seen by other means than its value.
+
+    Drawing random numbers is such an effect: it moves the generator.
+    """
+    target = node.target
+    if node.op != "call_function":
+        return node.op not in ("placeholder", "get_attr", "output")
+    if target in _side_effectful_functions:
+        return True
+    if isinstance(target, torch._ops.OpOverload):
+        known = _get_effect(target) is not None or target in _RAISING
+        return known or is_mutating(node) or is_random(node)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return _has_effect_in_higher_order(node, target)
+    return getattr(target, "__module__", "") not in _PURE_MODULES and target not in _SYMBOLIC
+
+
+def _has_effect_in_higher_order(node: fx.Node, target: Any) -> bool:
+    if target.name() not in _PURE_HIGHER_ORDER or _get_effect(target) is not None:
+        return True
+    operators = [arg for arg in node.args if isinstance(arg, torch._ops.OpOverload)]
+    if any(op in _side_effectful_functions or _get_effect(op) is not None for op in operators):
+        return True
+    return any(has_effect(inner) for inner in _inner_nodes(node))
+
+
+def _inner_nodes(node: fx.Node) -> list[fx.Node]:
+    """The nodes of the graphs that the call is given."""
+    owner = node.graph.owning_module
+    names = [str(value.target) for value in node.all_input_nodes if value.op == "get_attr"]
+    if owner is None or not is_higher_order(node.target):
+        return []
+    graphs = [operator.attrgetter(name)(owner) for name in names]
+    return [inner for graph in graphs if isinstance(graph, fx.GraphModule) for inner in graph.graph.nodes]
+
+
+def is_repeatable(node: fx.Node) -> bool:
+    """Whether a second call with the same arguments is sure to give the same value and nothing else."""
+    if node.op != "call_function" or has_effect(node) or is_higher_order(node.target):
+        return False
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    if target.namespace in _COLLECTIVES or any(tag in target.tags for tag in _DEPENDS_ON_DATA):
+        return False
+    return not target._schema.name.split("::")[-1].startswith(_UNINITIALISED)
+
+
+def depends_on_data(node: fx.Node) -> bool:
+    """Whether the sizes of what the call gives, or numbers among it, are not known before it runs."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and any(tag in target.tags for tag in _DEPENDS_ON_DATA)
+
+
+def aliased_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose memory the value of the call may share."""
+    target = node.target
+    if node.op != "call_function" or target in _SYMBOLIC:
+        return []
+    if isinstance(target, torch._ops.OpOverload):
+        declared = any(given.alias_info is not None for given in target._schema.returns)
+        declared = declared or target in _UNDECLARED_ALIASES
+        declared = declared or torch.Tag.maybe_aliasing_or_mutating in target.tags
+        if not (declared or is_wait(node)):
+            return []
+    return [value for value in node.all_input_nodes if isinstance(value.meta.get("val"), _MAY_HOLD_MEMORY)]
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether the call starts communication that a ``wait_tensor`` ends."""
+    target = node.target
+    known = isinstance(target, torch._ops.OpOverload) and target.namespace in _COLLECTIVES
+    return known and not is_wait(node)
+
+
+def is_collective_with_work(node: fx.Node) -> bool:
+    """Whether the call is a collective whose end is waited for outside of any graph."""
+    return getattr(node.target, "namespace", "") == "c10d"
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether the call waits for communication."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name == _WAIT
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Compute on real tensors here, without history, whatever modes are active around us."""
+    with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
+        yield
+
+
+def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether dtype, device, sizes, strides and offset are the same, without a guard on symbolic ones."""
+    return (one.dtype, one.device) == (other.dtype, other.device) and _numbers(one) == _numbers(other)
+
+
+def _numbers(tensor: torch.Tensor) -> list[str]:
+    return [str(n) for n in (tensor.dim(), *tensor.shape, *tensor.stride(), tensor.storage_offset())]

@@ -1,0 +1,133 @@
+"""Inductor, called below AOTAutograd: an ATen graph in, a boxed callable out.
+
+Inductor itself is imported when it is used: that takes a second.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from retrograd._torch.fx import copied, with_strides
+from retrograd._torch.inductor.cache_folder import why_not_trusted
+from retrograd._torch.inductor.passes import with_joint_passes
+from retrograd.errors import FallbackWarning
+from retrograd.process import compiling
+
+
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """The decompositions that Inductor expects to have been applied."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def settings() -> list[str]:
+    """The names of Inductor's settings."""
+    from torch._inductor import list_options
+
+    return list_options()
+
+
+def patched(values: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Inside, Inductor's settings have these `values`."""
+    if not values:
+        return nullcontext()
+    from torch._inductor import config
+
+    return config.patch(dict(values))
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    visible: int | None = None,
+    is_backward: bool = False,
+    is_inference: bool = False,
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compile `gm` (functional, decomposed, returning a tuple), which stays as it is.
+
+    Args:
+        gm: the graph.
+        example_inputs: fakes of its inputs.
+        visible: how many outputs, from the first, must have the strides that they were traced with. Others,
+            as saved values are, may get strides that are quicker to make.
+        is_backward, is_inference: as ``compile_fx_inner`` takes them.
+
+    No input is called static (``static_input_idxs``): that would make Inductor rely on the alignment of
+    memory, which no guard checks, and it saves no more than that check.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    gm = fx.GraphModule(gm, copied(gm.graph))
+    output = gm.graph.output_node()
+    fakes: list[Any] = []
+    if visible is not None:
+        results: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+        fakes = [r.meta.get("val") if isinstance(r, fx.Node) else None for r in results[:visible]]
+        seen = [i for i, result in enumerate(results[:visible]) if isinstance(result, fx.Node)]
+        output.meta["user_visible_output_idxs"] = seen
+    fake_mode = detect_fake_mode(example_inputs)
+    with (
+        compiling,
+        torch.no_grad(),
+        _with_shape_env(fake_mode),
+        config.patch(force_disable_caches=config.force_disable_caches or not _is_cache_trusted()),
+        tracing(TracingContext(fake_mode)),
+        V.set_fake_mode(fake_mode),
+        with_joint_passes(),
+    ):
+        compiled = compile_fx_inner(
+            gm, list(example_inputs), is_backward=is_backward, is_inference=is_inference
+        )
+    run = compiled if getattr(compiled, "_boxed_call", False) else lambda args: compiled(*args)
+    return with_strides(run, fakes) if fakes else run
+
+
+def _is_cache_trusted() -> bool:
+    """Whether Inductor's folder is safe to read; if not, that is said once."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = cache_dir()
+    why = why_not_trusted(folder)
+    if why is not None:
+        _say_untrusted(folder, why)
+    return why is None
+
+
+@functools.cache
+def _say_untrusted(folder: str, why: str) -> None:
+    warnings.warn(
+        f"compiled graphs are not read from {folder}: {why}\n"
+        "  try    TORCHINDUCTOR_CACHE_DIR, with a folder that only you can write to",
+        FallbackWarning,
+        stacklevel=2,
+    )
+
+
+@contextmanager
+def _with_shape_env(fake_mode: FakeTensorMode | None) -> Iterator[None]:
+    """Inside, a mode of static sizes has a shape environment too.
+
+    Inductor looks a graph up in its cache on disk only if the mode has one, to keep its guards with the code.
+    """
+    if fake_mode is None or fake_mode.shape_env is not None:
+        yield
+        return
+    fake_mode.shape_env = ShapeEnv()
+    try:
+        yield
+    finally:
+        fake_mode.shape_env = None

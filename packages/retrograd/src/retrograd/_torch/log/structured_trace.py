@@ -1,0 +1,67 @@
+"""Torch's structured trace (``TORCH_TRACE``, read by tlparse): artifacts, timed events, compile ids.
+
+In: names and texts. Out: records, where somebody listens; nothing, at the cost of one check, where nobody
+does. A captured backward has a compile id of the kind that stock compiled autograd has (``!3``), from the
+same counter; what Inductor records while it compiles a segment is filed under it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch._dynamo import compiled_autograd as stock
+from torch._dynamo.utils import get_chromium_event_logger
+from torch._guards import CompileContext, CompileId, compile_context
+from torch._logging._internal import trace_structured
+
+from retrograd._torch.log.profiler import profiling, text_range
+
+_trace_log = logging.getLogger("torch.__trace")
+
+
+def new_compile_id() -> CompileId:
+    """An id for one captured backward."""
+    number = next(stock.COMPILE_COUNTER)
+    return CompileId(frame_id=None, frame_compile_id=None, compiled_autograd_id=number)
+
+
+def artifact(name: str, text: Callable[[], str], compile_id: CompileId | None = None) -> None:
+    """Record a text under `name`; `text` is called only if somebody listens."""
+    if _trace_log.handlers:
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": name, "encoding": "string"},
+            payload_fn=text,
+            expect_trace_id=False,
+            compile_id=compile_id,
+        )
+
+
+def compiling(compile_id: CompileId) -> AbstractContextManager[Any]:
+    """What torch records inside is filed under `compile_id`."""
+    return compile_context(CompileContext(compile_id))
+
+
+def event(name: str, compile_id: CompileId | None = None) -> AbstractContextManager[None]:
+    """A span in the trace's timeline, and in the profiler's if one is active."""
+    if _trace_log.handlers:
+        return _event(name, compile_id)
+    return text_range(name) if profiling() else _NO_EVENT
+
+
+_NO_EVENT = nullcontext()
+
+
+@contextmanager
+def _event(name: str, compile_id: CompileId | None) -> Iterator[None]:
+    log = get_chromium_event_logger()
+    start = time.time_ns()
+    log.log_event_start(name, start, {}, False, compile_id)
+    try:
+        yield
+    finally:
+        log.log_event_end(name, time.time_ns(), {}, start, False, compile_id)

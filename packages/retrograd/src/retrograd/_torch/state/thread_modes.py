@@ -1,0 +1,293 @@
+"""The modes of a thread that change what operations do, or what code is right: one value for all of them.
+
+In: nothing. Out: `ThreadModes`, to compare and to put back; blocks and functions that run under chosen modes;
+why nothing can be captured, or no compiled code may run, under the modes of the moment. Eager restores grad
+mode and autocast before each node of a backward (``ThreadLocalStateGuard`` in ``Engine::thread_main``), so a
+hook that leaves them switched concerns the rest of its own node only.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+#: hooks of torch's own, and ours, that keep values as they are, whatever is saved.
+_HARMLESS_HOOKS = ("torch.utils.checkpoint", "torch.autograd.graph", "retrograd")
+
+
+class ThreadModes(NamedTuple):
+    """The modes of a thread at one time.
+
+    Attributes:
+        grad: whether autograd records.
+        autocast: device type and dtype of each autocast that is on.
+        autocast_caches: whether autocast keeps casts of parameters.
+        deterministic: whether operations without a deterministic form raise (2), warn (1), or neither (0).
+        dtype, device: the defaults for new tensors.
+    """
+
+    grad: bool
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    autocast_caches: bool = True
+    deterministic: int = 0
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+    @staticmethod
+    def now() -> ThreadModes:
+        """The modes of this thread."""
+        autocast = ThreadModes.autocast_now()
+        deterministic = torch._C._get_deterministic_algorithms()
+        return ThreadModes(
+            torch.is_grad_enabled(),
+            autocast,
+            torch.is_autocast_cache_enabled() if autocast else True,
+            2 - torch._C._get_deterministic_algorithms_warn_only() if deterministic else 0,
+            torch.get_default_dtype(),
+            str(torch.get_default_device()) if torch._C._len_torch_function_stack() else "cpu",
+        )
+
+    @staticmethod
+    def autocast_now() -> tuple[tuple[str, torch.dtype], ...]:
+        """The autocasts of this thread that are on."""
+        if not torch._C._is_any_autocast_enabled():
+            return ()
+        devices = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
+        return tuple((device, torch.get_autocast_dtype(device)) for device in devices)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """This grad mode and autocast, whatever they are outside."""
+        with ExitStack() as modes:
+            modes.enter_context(torch.set_grad_enabled(self.grad))
+            modes.enter_context(autocast_off())
+            for device, dtype in self.autocast:
+                modes.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=self.autocast_caches))
+            yield
+
+    def difference(self, now: ThreadModes) -> str:
+        """The first mode that differs in `now`, with both values."""
+        name, old, new = next(
+            found for found in zip(self._fields, self, now, strict=True) if found[1] != found[2]
+        )
+        return f"{_NAMES.get(name, name)} was {_readable(old)}, now {_readable(new)}"
+
+
+_NAMES = {"grad": "grad mode", "deterministic": "deterministic algorithms", "dtype": "default dtype"}
+_LEVELS = ("off", "warn only", "on")
+
+
+def _readable(mode: Any) -> str:
+    if isinstance(mode, bool):
+        return "on" if mode else "off"
+    if isinstance(mode, tuple):
+        return ", ".join(f"{dtype} on {device}" for device, dtype in mode) or "off"
+    return _LEVELS[mode] if isinstance(mode, int) else str(mode)
+
+
+# blocks and functions under chosen modes
+
+
+@contextmanager
+def autocast_off() -> Iterator[None]:
+    """No autocast inside."""
+    with ExitStack() as modes:
+        for device, _ in ThreadModes.autocast_now():
+            modes.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+#: inside, no ``__torch_function__`` of a class or mode is called: eager's C++ calls none.
+torch_functions_off = torch._C.DisableTorchFunction
+
+
+def without_torch_functions(fn: Callable[P, T]) -> Callable[P, T]:
+    """`fn`, run inside `torch_functions_off`."""
+
+    @functools.wraps(fn)
+    def quietly(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch._C.DisableTorchFunction():
+            return fn(*args, **kwargs)
+
+    return quietly
+
+
+def undifferentiated(code: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """`code`, run below autograd (which then records nothing, while operators that ask for grad mode see the
+    caller's) and without autocast, whatever is on outside."""
+    below, is_autocast_on = torch._C._AutoDispatchBelowAutograd, torch._C._is_any_autocast_enabled
+
+    def run(args: list[Any]) -> Any:
+        with below():
+            if is_autocast_on():
+                with autocast_off():
+                    return code(args)
+            return code(args)
+
+    return run
+
+
+def as_if_autocast(dtype: torch.dtype | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call `fn`, an operation of a traced backward, under the autocast that is on, as eager would.
+
+    Eager brings a gradient back to the dtype of its forward value after each node; in a traced graph that has
+    no such checks any more, `dtype` says what the result was. Where it is not known, autocast is left out.
+    """
+    if not torch._C._is_any_autocast_enabled():
+        return fn(*args, **kwargs)
+    if dtype is None:
+        with torch._C._DisableAutocast():
+            return fn(*args, **kwargs)
+    result = fn(*args, **kwargs)
+    return result.to(dtype) if result.dtype != dtype else result
+
+
+# user code that leaves modes switched
+
+#: grad mode, then autocast per device: what user code may leave switched.
+KeptModes = tuple[bool, ...]
+_KEPT_DEVICES = ("cpu", "cuda")
+
+
+def _kept_modes() -> KeptModes:
+    return (torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in _KEPT_DEVICES))
+
+
+def _switch(now: KeptModes, to: KeptModes) -> None:
+    torch.set_grad_enabled(to[0])
+    for device, is_on, on in zip(_KEPT_DEVICES, now[1:], to[1:], strict=True):
+        if is_on != on:
+            torch.set_autocast_enabled(device, on)
+
+
+@dataclass
+class Kept:
+    """What was put back after a block: `left` are the modes as the block left them, None if as before."""
+
+    left: KeptModes | None = None
+
+
+@contextmanager
+def modes_kept(switched_to: KeptModes | None = None) -> Iterator[Kept]:
+    """Put grad mode and autocast back at the end of the block; inside, first switch them if that is asked."""
+    before = _kept_modes()
+    kept = Kept()
+    if switched_to is not None:
+        _switch(before, switched_to)
+    try:
+        yield kept
+    finally:
+        if (now := _kept_modes()) != before:
+            kept.left = now
+            _switch(now, before)
+
+
+class UserCode:
+    """Calls user code, one call after the other, as inside `modes_kept`; cheap where nothing changes.
+
+    Args:
+        modes: what `ThreadModes.now` gives now.
+
+    Attributes:
+        left: the modes as the last call left them, None if as before it.
+    """
+
+    __slots__ = ("_before", "_modes", "left")
+
+    def __init__(self, modes: ThreadModes) -> None:
+        self._before, self._modes = _kept_modes(), modes
+        self.left: KeptModes | None = None
+
+    def call(self, fn: Callable[..., T], args: Sequence[Any]) -> T:
+        """What ``fn(*args)`` returns."""
+        try:
+            return fn(*args)
+        finally:
+            if (now := _kept_modes()) != self._before:
+                self.left = now
+                _switch(now, self._before)
+
+    def has_changed_modes(self) -> bool:
+        """Whether what runs next may not run as it would have run before the last call."""
+        return self.left is not None or ThreadModes.now() != self._modes or not are_modes_plain()
+
+
+# why not now
+
+
+def compile_stance() -> str:
+    """What ``torch.compiler.set_stance`` says. ``force_eager``: nothing of ours runs; ``eager_on_recompile``:
+    no new code, what would need some is interpreted; ``fail_on_recompile``: what would need some raises. The
+    other stances concern Dynamo only. Without Dynamo nobody can have set one."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return "default" if frames is None else frames._stance.stance
+
+
+def are_modes_plain() -> bool:
+    """Whether nobody looks at, or takes over, the operations that run now."""
+    return (
+        forward_ad._current_level < 0
+        and torch._C._functorch.maybe_current_level() is None
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._autograd._profiler_enabled()
+    )
+
+
+def why_interpreted_now(args: Sequence[Any]) -> str | None:
+    """Which mode of the moment compiled code would escape; None if none does."""
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
+        return "forward-mode AD: an argument has a tangent"
+    if torch._C._functorch.maybe_current_level() is not None:
+        return "a functorch transform is active"
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return "a TorchDispatchMode is active"
+    if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "saved-tensor hooks are active in grad mode"
+    return None
+
+
+def _has_tangent(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
+
+
+def why_not_capturable_now(has_seen_functions: bool = False) -> tuple[str, str] | None:
+    """Why a function must run eagerly in this call: a code and a sentence; None if nothing speaks against it.
+
+    Args:
+        has_seen_functions: whether the modes that take functions over have had their say, as in a graph of
+            Dynamo's.
+    """
+    if compile_stance() == "force_eager":
+        return "force-eager", ""
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None:
+        return "dispatch-mode", "a dispatch mode or functorch transform is active"
+    if (
+        not has_seen_functions
+        and torch._C._len_torch_function_stack()
+        and any(map(_is_foreign, _get_current_function_mode_stack()))
+    ):
+        return "function-mode", "a TorchFunctionMode is active, which may take operations over"
+    if torch.is_anomaly_enabled():
+        return "anomaly-mode", "anomaly mode looks at the result of every autograd node"
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or (getattr(hooks[0], "__module__", "") or "").startswith(_HARMLESS_HOOKS):
+        return None
+    return "saved-tensor-hooks", "saved-tensor hooks see, and may change, exactly what eager saves"
+
+
+def _is_foreign(mode: Any) -> bool:
+    return type(mode) is not DeviceContext

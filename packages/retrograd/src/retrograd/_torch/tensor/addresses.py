@@ -1,0 +1,88 @@
+"""Tensors as memory: where they are, who else holds it, and the same memory as another tensor.
+
+In: real tensors. Out: addresses to compare, counts of holders, aliases that autograd knows nothing of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C._dynamo import guards
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+
+Size = tuple[int, ...]
+
+_compared = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+_compiled: Any = guards  # its annotations leave out what generated code calls
+
+
+def addresses_are(tensors: list[Any], addresses: list[int], places: list[int]) -> bool:
+    """Whether each of `tensors` at `places` lies where `addresses` (one for each tensor) says."""
+    if _compared is not None:  # only in builds with CUDA
+        return bool(_compared(tensors, addresses, places))
+    return all(tensors[i].data_ptr() == addresses[i] for i in places)
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Sizes and strides; None if more than these says what the elements are: if it is lazily conjugated or
+    negated, sparse, or holds a batch of torch's vmaps."""
+    functorch = torch._C._functorch
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return None
+    if functorch.is_legacy_batchedtensor(tensor) or functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    return tensor.shape, tensor.stride()
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What tells the storage of a tensor from others that live."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def holders(storages: Sequence[int]) -> list[int]:
+    """How many hold each storage (of `storage_of`; it must live)."""
+    count = torch._C._storage_Use_Count
+    return [count(storage) for storage in storages]
+
+
+def reinterpreted(
+    tensor: torch.Tensor, size: Sequence[Any], stride: Sequence[Any], further: Any = 0
+) -> torch.Tensor:
+    """A tensor over the memory of `tensor`, beginning `further` elements behind its beginning, that autograd
+    does not know as a view."""
+    made: torch.Tensor = _compiled._reinterpret_tensor(tensor, tuple(size), tuple(stride), further)
+    return made
+
+
+def same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A new tensor like `tensor`, over its memory, with a version counter of its own."""
+    return tensor.data
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill the memory between the first and the last, each place once."""
+    return bool(is_non_overlapping_and_dense_or_false(tensor))
+
+
+def new_memory(device: torch.device) -> Callable[[Size, Size, torch.dtype], torch.Tensor]:
+    """What makes tensors of a size, strides and a dtype on `device`, as quickly as is possible now."""
+    if device.type == "cpu":
+        return _compiled._empty_strided_cpu
+    if device.type == "cuda" and device.index == torch.cuda.current_device():
+        return _compiled._empty_strided_cuda
+    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def whole_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """From the first to the last element of tensors of one dtype in one storage, as one row."""
+    begin = min(tensor.storage_offset() for tensor in tensors)
+    end = max(map(_end, tensors))
+    return reinterpreted(tensors[0], (end - begin,), (1,), begin - tensors[0].storage_offset())
+
+
+def _end(tensor: torch.Tensor) -> int:
+    begin = int(tensor.storage_offset())
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return begin + 1 + sum(int((size - 1) * stride) for size, stride in pairs) if tensor.numel() else begin

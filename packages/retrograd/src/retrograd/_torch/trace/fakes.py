@@ -1,0 +1,130 @@
+"""Fake tensors of real ones, with static or symbolic sizes.
+
+In: real tensors and which of their dimensions may change. Out: fakes, all of one mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from retrograd._torch.subclass import built, is_wrapper, parts_of, wrapping_of
+from retrograd._torch.trace.functional import inner_tensors
+
+
+def new_fake_mode(symbolic: bool) -> FakeTensorMode:
+    """A fake mode of our own; with a shape environment if sizes may be symbolic."""
+    return FakeTensorMode(shape_env=ShapeEnv() if symbolic else None, allow_non_fake_inputs=True)
+
+
+def is_fake(value: torch.Tensor) -> bool:
+    """Whether the tensor, or what it wraps, is fake."""
+    return any(isinstance(inner, FakeTensor) for inner in inner_tensors(value))
+
+
+def fake_mode_of(value: torch.Tensor) -> FakeTensorMode | None:
+    """The mode of a fake tensor."""
+    fakes = [inner for inner in inner_tensors(value) if isinstance(inner, FakeTensor)]
+    return fakes[0].fake_mode if fakes else None
+
+
+def alias_of_fake(value: torch.Tensor) -> torch.Tensor:
+    """The fake without its history; the number in it stays known, if it is."""
+    with torch.no_grad():
+        bare = value.detach()
+    if isinstance(bare, FakeTensor) and isinstance(value, FakeTensor) and value.item_memo is not None:
+        bare.item_memo = value.item_memo
+    return bare
+
+
+def fake_of(mode: FakeTensorMode, value: torch.Tensor, name: str, symbolic: Iterable[int]) -> Any:
+    """A fake of `value` whose dimensions in `symbolic` are symbolic, without history; it requires no grad."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        bare = value.detach()
+    source, dims = ConstantSource(name), frozenset(symbolic)
+    if is_wrapper(bare):
+        wrapping = wrapping_of(bare)
+        return built(wrapping, iter([fake_of(mode, part, name, ()) for part in parts_of(bare, wrapping)]))
+    if mode.shape_env is None:
+        return mode.from_tensor(bare, static_shapes=True, source=source)
+    kinds = [DimDynamic.DUCK if dim in dims else DimDynamic.STATIC for dim in range(value.dim())]
+    context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=kinds)
+    return mode.from_tensor(bare, symbolic_context=context, source=source)
+
+
+def symbolic_integer(mode: FakeTensorMode, value: int, name: str) -> torch.SymInt | int:
+    """A symbolic number that is `value` now; 0 and 1 stay what they are. `mode` has a shape environment."""
+    assert mode.shape_env is not None
+    source = ConstantSource(name)
+    symbol = mode.shape_env.create_symbol(value, source, dynamic_dim=DimDynamic.DUCK)
+    return mode.shape_env.create_symintnode(symbol, hint=value, source=source)
+
+
+def why_not_fakeable(value: torch.Tensor) -> str | None:
+    """Why a tensor cannot stand in a graph; None if it can."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return "tensor wrapped by a functorch transform"
+    for inner in inner_tensors(value) if is_wrapper(value) else [value]:
+        if type(inner).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not isinstance(
+            inner, FakeTensor
+        ):
+            return f"tensor subclass {type(inner).__name__}, which cannot be flattened"
+        if inner.layout is not torch.strided:
+            return f"{inner.layout} tensor"
+        if inner.is_quantized or inner.is_nested:
+            return "quantized tensor" if inner.is_quantized else "nested tensor"
+    return None
+
+
+def fake_results(gm: fx.GraphModule, examples: Sequence[Any]) -> dict[fx.Node, Any]:
+    """What each node of `gm` gives for the fake `examples`."""
+    found: dict[fx.Node, Any] = {}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            value = super().run_node(n)
+            if n.op != "output":
+                found[n] = value
+            return value
+
+    mode = next(
+        filter(None, (fake_mode_of(value) for value in examples if isinstance(value, torch.Tensor))), None
+    )
+    with torch.no_grad(), mode or new_fake_mode(True), enable_python_dispatcher():
+        Recorder(gm).run(*examples)
+    return found
+
+
+def retraced(gm: fx.GraphModule, examples: Sequence[Any]) -> fx.GraphModule:
+    """A copy of `gm` whose ``meta["val"]`` are what its nodes give for the fake `examples`."""
+    found = fake_results(gm, examples)
+    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in gm.graph.nodes:
+        made[node] = graph.node_copy(node, made.__getitem__)
+        made[node].meta = {**node.meta, "val": found[node]} if node in found else dict(node.meta)
+    return fx.GraphModule(gm, graph)
+
+
+def laid_out_like(fake: Any, value: Any) -> Any:
+    """`fake`, or one like it with the strides of the real `value` if it has others; symbolic ones stay."""
+    if not isinstance(fake, FakeTensor) or not isinstance(value, torch.Tensor):
+        return fake
+    if any(isinstance(number, torch.SymInt) for number in (*fake.shape, *fake.stride())):
+        return fake
+    if fake.stride() == value.stride() or fake.shape != value.shape:
+        return fake
+    with fake.fake_mode, torch.no_grad():
+        return torch.empty_strided(fake.shape, value.stride(), dtype=fake.dtype, device=fake.device)
+
+
+def strided_fake(mode: FakeTensorMode, size: Sequence[Any], stride: Sequence[Any], **options: Any) -> Any:
+    """A fake tensor of these sizes and strides, which may be symbolic; `options` are dtype and device."""
+    with mode:
+        return torch.empty_strided(size, stride, **options)

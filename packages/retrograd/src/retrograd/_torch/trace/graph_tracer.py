@@ -1,0 +1,233 @@
+"""Trace what Python does into an FX graph of ATen calls: the one way in which this package traces.
+
+In: a body that is given a `GraphTracer`, makes the graph's inputs with it, and returns values. Out: the
+graph.
+
+This is ``make_fx`` without what it does to the whole process while it runs: its tracer replaces
+``nn.Module.__call__`` and ``__getattr__`` for every thread, and sets a flag that makes other threads'
+compiled functions raise. What is left of the kind is one global of torch's, which the operators of higher
+order read, and that is why one thread traces at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.experimental.proxy_tensor import _MakefxTracer, get_proxy_mode, track_tensor_tree
+
+from retrograd._torch.fx import is_random, lazily
+from retrograd._torch.state import seeds_and_states
+from retrograd._torch.trace.history import saved_tensors_unseen
+from retrograd.errors import Refusal
+from retrograd.process import tracing
+
+Decompositions = Mapping[Any, Callable[..., Any]]
+
+
+class GraphTracer:
+    """What the body of a trace works with."""
+
+    def __init__(self, tracer: Any) -> None:
+        self._tracer = tracer
+        self._create_node = tracer.create_node
+        self._note: dict[str, Any] = {}
+        tracer.create_node = self._created
+
+    def placeholder(self, name: str, value: Any) -> Any:
+        """`value` (a fake tensor or a symbolic integer) as a new input of the graph."""
+        proxy = self._tracer.create_proxy("placeholder", name, (), {})
+        proxy.node.meta["val"] = value
+        track_tensor_tree(value, proxy, constant=None, tracer=self._tracer)
+        return value
+
+    @contextmanager
+    def noting(self, **note: Any) -> Iterator[None]:
+        """Every node made inside carries these entries in its metadata."""
+        before = self._note
+        self._note = {**before, **note}
+        try:
+            yield
+        finally:
+            self._note = before
+
+    def _created(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        node: fx.Node = self._create_node(kind, *args, **kwargs)
+        if kind == "call_function":
+            self._annotate(node)
+        return node
+
+    def _annotate(self, node: fx.Node) -> None:
+        """Write into a new call what is to be known of it. Inductor names kernels by ``original_aten``."""
+        if isinstance(node.target, torch._ops.OpOverload):
+            node.meta.setdefault("original_aten", node.target)
+        node.meta.update(self._note)
+
+
+class JointTracer(GraphTracer):
+    """The same for a function and its backward: each call of the forward knows its sequence number and its
+    line, and what a checkpoint says about saving it."""
+
+    def __init__(self, tracer: Any) -> None:
+        super().__init__(tracer)
+        self._policy: Callable[..., Any] | None = None
+        self._generators = seeds_and_states()
+
+    @contextmanager
+    def marking(self, policy: Callable[..., Any], group: int) -> Iterator[None]:
+        """Every call made inside is marked with what `policy` (of an operator and its arguments) says about
+        saving it."""
+        before, self._policy = self._policy, policy
+        try:
+            with self.noting(ac_graph_id=group):
+                yield
+        finally:
+            self._policy = before
+
+    def _annotate(self, node: fx.Node) -> None:
+        is_backward = "is_backward" in self._note
+        if is_random(node) and not is_backward:
+            self._refuse_other_numbers()
+        super()._annotate(node)
+        if is_backward:
+            return
+        node.meta.setdefault("seq_nr", torch._C._autograd._get_sequence_nr() - 1)
+        if self._policy is not None:
+            node.meta["recompute"] = self._policy(node.target, *node.args, **node.kwargs)
+        if "stack_trace" not in node.meta and (line := _users_line()):
+            node.meta["stack_trace"] = line
+
+    def _refuse_other_numbers(self) -> None:
+        """Fake tensors draw nothing: if a generator has moved, the function has set it."""
+        if seeds_and_states() != self._generators:
+            raise Refusal("reseeded", "it seeds a generator of random numbers before it draws from it")
+
+
+class _Current(threading.local):
+    """The trace that this thread is in."""
+
+    tracer: GraphTracer | None = None
+
+
+_current = _Current()
+
+
+def is_tracing_here() -> bool:
+    """Whether this thread is tracing a function of ours."""
+    return _current.tracer is not None
+
+
+def make_graph(
+    body: Callable[[Any], Sequence[Any]],
+    decompositions: Decompositions,
+    kind: Callable[[Any], GraphTracer] = GraphTracer,
+    python_kernels: bool = True,
+) -> fx.GraphModule:
+    """The graph of what `body` does.
+
+    Args:
+        body: is given the tracer, on this thread; returns the graph's outputs.
+        decompositions: by operator, as ``make_fx`` takes them.
+        kind: of the tracer that `body` gets.
+        python_kernels: whether torch's Python forms of operators are used where there are any. Symbolic sizes
+            need them; they may differ in the last bit.
+
+    Returns:
+        A module whose placeholders stand first. Whoever changes the graph last recompiles it.
+
+    Raises:
+        Exception: whatever an operation raises on fake tensors.
+    """
+
+    def traced() -> tuple[Any, ...]:
+        mode = get_proxy_mode()
+        assert mode is not None
+        before, _current.tracer = _current.tracer, kind(mode.tracer)
+        try:
+            return tuple(body(_current.tracer))
+        finally:
+            _current.tracer = before
+
+    dispatcher = enable_python_dispatcher() if python_kernels else nullcontext()
+    with tracing, dispatcher, quiet_fakes(), saved_tensors_unseen(), lazily():
+        gm = _GraphMaker(dict(decompositions), "real", False, False, False, False, True).trace(traced)
+    _placeholders_first(gm.graph)
+    return gm
+
+
+class _GraphMaker(_MakefxTracer):
+    """``make_fx``, with a tracer that patches nothing."""
+
+    def _construct_modes_with_fx_tracer(self, fx_tracer: Any) -> None:
+        fx_tracer.trace = partial(_trace, fx_tracer)
+        super()._construct_modes_with_fx_tracer(fx_tracer)
+        self.torch_fn_metadata_mode = nullcontext()  # nobody reads what it notes
+
+
+def _trace(tracer: Any, root: Callable[[], Any], concrete_args: Any = None) -> fx.Graph:
+    """What ``fx.Tracer.trace`` does for a function without arguments, but for its patches."""
+    tracer.root = torch.nn.Module()
+    tracer.tensor_attrs = {}
+    tracer.graph = fx.Graph(tracer_cls=type(tracer))
+    tracer.create_node("output", "output", (tracer.create_arg(root()),), {})
+    graph: fx.Graph = tracer.graph
+    return graph
+
+
+def noted(**note: Any) -> AbstractContextManager[None]:
+    """What is traced inside, on this thread, carries these entries in its metadata."""
+    return _current.tracer.noting(**note) if _current.tracer is not None else nullcontext()
+
+
+class _Quiet(threading.local):
+    """Whether this thread wants to hear nothing of operations that fail on fake tensors."""
+
+    is_on = False
+
+
+_quiet = _Quiet()
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """torch logs an operation that fails on fake tensors as an error; here it becomes a reason."""
+    before, _quiet.is_on = _quiet.is_on, True
+    try:
+        yield
+    finally:
+        _quiet.is_on = before
+
+
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not _quiet.is_on)
+
+
+def _placeholders_first(graph: fx.Graph) -> None:
+    anchor = next(iter(graph.nodes))
+    for node in [node for node in graph.nodes if node.op == "placeholder"]:
+        if node is anchor:
+            anchor = anchor.next
+        else:
+            anchor.prepend(node)
+
+
+_TORCH = tuple(path + "/" for path in torch.__path__)
+_OURS = __file__.rsplit("/_torch/", 1)[0] + "/"
+
+
+def _users_line() -> str:
+    """The innermost line of code that is neither torch's nor ours, as a stack trace of one entry."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_OURS, *_TORCH, "<")):
+            return f'  File "{name}", line {frame.f_lineno}, in {frame.f_code.co_name}\n'
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

@@ -1,0 +1,156 @@
+"""Does a lowered segment still fit its inputs?
+
+In: the values that it was lowered with and the sizes that were symbolic. Out: `InputGuard.check`. Tensor
+metadata is checked by torch's C++ ``TensorGuards``, relations between symbolic sizes by the shape
+environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._C._dynamo.guards import TensorGuards
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from retrograd.errors import Refusal
+
+
+class InputGuard:
+    """Guards of one lowering.
+
+    Args:
+        args: the values it was lowered with.
+        fed: positions of the traced inputs, and `example_inputs` their fakes; a dimension that is symbolic
+            in a fake may differ.
+        shape_env: has the relations that tracing relied on; None when every size is static.
+
+    Raises:
+        Refusal: a relation is not one between inputs.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[Any],
+        fed: Sequence[int],
+        example_inputs: Sequence[Any],
+        shape_env: ShapeEnv | None,
+    ) -> None:
+        symbolic = {i: _symbolic_dims(fake) for i, fake in zip(fed, example_inputs, strict=True)}
+        first = {
+            id(value): i for i, value in reversed(list(enumerate(args))) if isinstance(value, torch.Tensor)
+        }
+        self._tensors = sorted(first.values())
+        self._same = [(i, first[id(v)]) for i, v in enumerate(args) if first.get(id(v), i) != i]
+        self._constants = [
+            (i, value)
+            for i, value in enumerate(args)
+            if not isinstance(value, torch.Tensor) and not (type(value) in (int, float) and symbolic.get(i))
+        ]
+        self._are_all_tensors = len(self._tensors) == len(args)
+        unique = [args[i] for i in self._tensors]
+        sizes = [_open(args[i].shape, symbolic.get(i)) for i in self._tensors]
+        fakes = dict(zip(fed, example_inputs, strict=True))
+        strides = [_open_strides(fakes.get(i, args[i])) for i in self._tensors]
+        self._guards = TensorGuards(
+            *unique,
+            dynamic_dims_sizes=sizes,  # type: ignore[arg-type]
+            dynamic_dims_strides=strides,  # type: ignore[arg-type]
+        )
+        self._shape_env, self._fed = shape_env, tuple(fed)
+        self._relations = shape_env.produce_guards_expression(example_inputs) if shape_env else None
+        self.args_metadata = tuple(map(_sizes, args))
+        try:
+            self._relations_hold(args)
+        except Exception as error:  # it names what is no input: a size that the graph reads out of a value
+            raise Refusal("not-guardable", f"no guard can speak of {self._relations}: {error}") from error
+
+    @property
+    def is_static(self) -> bool:
+        """Whether every size is the one that it was lowered with."""
+        return self._shape_env is None
+
+    def check(self, args: Sequence[Any]) -> bool:
+        """Whether the lowering may be used for these values."""
+        return (
+            (not self._same or all(args[i] is args[j] for i, j in self._same))
+            and (not self._constants or self._constants_hold(args))
+            and self._tensors_fit(args)
+            and (self._relations is None or self._relations_hold(args))
+        )
+
+    def _constants_hold(self, args: Sequence[Any]) -> bool:
+        return all(type(args[i]) is type(value) and args[i] == value for i, value in self._constants)
+
+    def _tensors_fit(self, args: Sequence[Any]) -> bool:
+        """Whether each is a tensor like its own."""
+        return self._guards.check(*(args if self._are_all_tensors else [args[i] for i in self._tensors]))
+
+    def why_not(self, args: Sequence[Any]) -> str:
+        """What failed, with the two values that differ."""
+        for i, value in self._constants:
+            if type(args[i]) is not type(value) or args[i] != value:
+                return f"argument {i} was {_describe(value)}, now {_describe(args[i])}"
+        for i in self._tensors:
+            if not isinstance(args[i], torch.Tensor):
+                return f"argument {i} was a tensor, now {_describe(args[i])}"
+        names = [f"argument {i}" for i in self._tensors]
+        verbose = self._guards.check_verbose(*[args[i] for i in self._tensors], tensor_check_names=names)
+        if isinstance(verbose, str):
+            return verbose
+        if not self._relations_hold(args):
+            before, now = (
+                str([sizes for sizes in all_ if sizes]) for all_ in (self.args_metadata, map(_sizes, args))
+            )
+            return f"relation between sizes {self._relations}: sizes were {before}, now {now}"
+        return "aliasing: two arguments were the same tensor, or now are"
+
+    def _relations_hold(self, args: Sequence[Any]) -> bool:
+        if self._relations is None or self._shape_env is None:
+            return True
+        values = [args[i] for i in self._fed]
+        return bool(self._shape_env.evaluate_guards_expression(self._relations, values))
+
+    def __str__(self) -> str:
+        tensors = f"{len(self._tensors)} tensors: type, dtype, device, sizes, strides, requires_grad"
+        return tensors + (f"; {self._relations}" if self._relations else "")
+
+
+def changed_sizes(before: Sequence[Any], args: Sequence[Any]) -> dict[int, frozenset[int]]:
+    """Per argument, the dimensions whose size is not what it was (dimension 0 of an int is its value)."""
+    changed: dict[int, frozenset[int]] = {}
+    for i, (old, new) in enumerate(zip(before, map(_sizes, args), strict=True)):
+        if old is not None and new is not None and len(old) == len(new) and old != new:
+            changed[i] = frozenset(d for d, (a, b) in enumerate(zip(old, new, strict=True)) if a != b)
+    return changed
+
+
+def _symbolic_dims(fake: Any) -> frozenset[int]:
+    if isinstance(fake, (torch.SymInt, torch.SymFloat)):
+        return frozenset({0})
+    return frozenset(dim for dim, size in enumerate(fake.shape) if _is_open(size))
+
+
+def _is_open(size: Any) -> bool:
+    """Whether a size is symbolic, and was not tied to one value while tracing."""
+    return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
+
+
+def _sizes(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    return (value,) if type(value) is int else None
+
+
+def _open(sizes: Sequence[int], dims: frozenset[int] | None) -> list[Any]:
+    return [None if dims and d in dims else size for d, size in enumerate(sizes)]
+
+
+def _open_strides(fake: torch.Tensor) -> list[Any]:
+    """The strides that were static in the trace; the shape environment guards only those that were not."""
+    return [None if _is_open(stride) else int(stride) for stride in fake.stride()]
+
+
+def _describe(value: Any) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)

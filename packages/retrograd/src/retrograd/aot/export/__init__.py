@@ -1,0 +1,1 @@
+"""Export: a joint graph becomes a program that outlives its process."""

@@ -1,0 +1,152 @@
+"""Forward, loss and backward as one graph.
+
+In: a joint graph and the value that is the loss. Out: a graph that takes the primals and gives the forward
+values and the gradients, each added up as eager's engine adds it up when the loss is differentiated with
+cotangent 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from retrograd.errors import ExportError, Reason
+from retrograd.graph.dependence import bits_of, cotangents_reaching
+from retrograd.graph.joint import Cotangent, Gradient, Region
+from retrograd.graph.joint_graph import JointValues
+from retrograd.graph.verify_joint import output_values
+from retrograd.passes.aten.edit import call
+
+_aten = torch.ops.aten
+
+
+def whole_backward(
+    joint: JointValues, loss: int, wanted: Sequence[int]
+) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    """The graph, and the primals whose gradients it gives after the forward values `wanted`, in eager's
+    order.
+
+    Args:
+        joint: with static or symbolic sizes.
+        loss: number of the forward value that is differentiated; a scalar.
+        wanted: numbers of forward values.
+
+    Raises:
+        ExportError: a part of the backward needs to know that a cotangent is undefined.
+    """
+    return _Whole(joint).built(loss, wanted)
+
+
+@dataclass
+class _Whole:
+    joint: JointValues
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    made: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    cotangents: dict[int, fx.Node] = field(default_factory=dict)
+    gradients: dict[int, fx.Node] = field(default_factory=dict)
+
+    def built(self, loss: int, wanted: Sequence[int]) -> tuple[fx.GraphModule, tuple[int, ...]]:
+        signature, nodes = self.joint.signature, self.joint.gm.graph.nodes
+        self.reaching = cotangents_reaching(self.joint.gm.graph, signature)
+        roles = zip(self.joint.gm.graph.find_nodes(op="placeholder"), signature.inputs, strict=True)
+        self.entries = {role.boundary: node for node, role in roles if isinstance(role, Cotangent)}
+        self.outputs = list(zip(output_values(self.joint.gm.graph), signature.outputs, strict=True))
+        self._copy([node for node in nodes if node.op != "output" and not self.reaching[node]])
+        forward = [value for value, role in self.outputs if not isinstance(role, Gradient)]
+        root = next(i for i, boundary in enumerate(signature.boundaries) if boundary.value == loss)
+        start = self.made[forward[loss]]
+        self.cotangents[root] = call(start, _aten.ones_like.default, (start,))
+        for step in signature.order:
+            if not step.is_leaf:
+                self._run(step.index, signature.regions[step.index])
+        results = [self._result(forward[value]) for value in wanted]
+        order = [step.index for step in signature.order if step.is_leaf and step.index in self.gradients]
+        order += [primal for primal in self.gradients if primal not in order]
+        self.graph.output((*results, *(self.gradients[primal] for primal in order)))
+        gm = fx.GraphModule(self.joint.gm, self.graph, "training")
+        drop_dead(gm)
+        return gm, tuple(order)
+
+    def _result(self, value: Any) -> Any:
+        return self.made[value] if isinstance(value, fx.Node) else value
+
+    def _copy(self, nodes: Sequence[fx.Node]) -> None:
+        for node in nodes:
+            copy = self.made[node] = self.graph.node_copy(node, self.made.__getitem__)
+            copy.meta, copy.name = dict(node.meta), node.name
+
+    def _run(self, number: int, region: Region) -> None:
+        if not any(root in self.cotangents for root in region.roots):
+            return
+        for root in region.roots:
+            self.made[self.entries[root]] = self._cotangent(number, root)
+        bits = bits_of(region.roots)
+        inside = [node for node, found in self.reaching.items() if found & bits]
+        self._copy([node for node in inside if node.op not in ("placeholder", "output")])
+        for value, role in self.outputs:
+            if isinstance(role, Gradient) and role.region == number and value is not None:
+                to = self.cotangents if role.of.is_boundary else self.gradients
+                made, before = self.made[value], to.get(role.of.index)
+                to[role.of.index] = made if before is None else call(made, _aten.add.Tensor, (before, made))
+
+    def _cotangent(self, region: int, root: int) -> fx.Node:
+        """What flows into `root`, in the layout that was traced."""
+        traced = self.entries[root].meta["val"]
+        if root in self.cotangents:
+            return _laid_out(self.cotangents[root], traced)
+        if region in self.joint.undefined_matters:
+            raise _undefined(region, root)
+        like = next(iter(self.cotangents.values()))
+        return call(like, _aten.new_zeros.default, (like, self._sizes(traced)), {"dtype": traced.dtype})
+
+    def _sizes(self, traced: Any) -> list[int]:
+        if any(isinstance(size, torch.SymInt) for size in traced.shape):
+            raise _symbolic_zeros(tuple(traced.shape))
+        return [int(size) for size in traced.shape]
+
+
+def drop_dead(gm: fx.GraphModule) -> None:
+    """Leave out calls that nothing reads."""
+    for node in reversed(gm.graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users and not node.is_impure():
+            gm.graph.erase_node(node)
+    gm.recompile()
+
+
+def _laid_out(cotangent: fx.Node, traced: torch.Tensor) -> fx.Node:
+    found = cotangent.meta["val"]
+    if [str(stride) for stride in found.stride()] == [str(stride) for stride in traced.stride()]:
+        return cotangent
+    if any(isinstance(size, torch.SymInt) for size in (*traced.shape, *traced.stride())):
+        return call(cotangent, _aten.clone.default, (cotangent,), {"memory_format": torch.contiguous_format})
+    sizes, strides = list(traced.shape), list(traced.stride())
+    empty = call(cotangent, _aten.new_empty_strided.default, (cotangent, sizes, strides))
+    return call(cotangent, _aten.copy.default, (empty, cotangent))
+
+
+def _undefined(region: int, root: int) -> ExportError:
+    return ExportError(
+        Reason(
+            "undefined-cotangent",
+            f"region {region} of the backward has to know that nothing flows into boundary {root}, as a "
+            "custom function sees it",
+            "aot.export",
+            node=f"cotangent of boundary {root}",
+            way_out='kind="joint", or return the loss alone',
+        )
+    )
+
+
+def _symbolic_zeros(shape: tuple[Any, ...]) -> ExportError:
+    return ExportError(
+        Reason(
+            "symbolic-zeros",
+            f"the backward needs zeros of symbolic sizes {shape}",
+            "aot.export",
+            way_out="return the loss alone, or capture with static sizes",
+        )
+    )

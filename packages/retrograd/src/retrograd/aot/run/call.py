@@ -1,0 +1,147 @@
+"""A compiled function at run time.
+
+In: flat inputs. Out: what the captured function would return, with eager's autograd structure: one
+`RegionNode` per region, put into the graph so that the engine runs them, and hands on gradients, in eager's
+order.
+
+All that can be decided before the first call is decided when a `CompiledFunction` is made; what is left is a
+list of values, the *frame*: primals (and, if some are wrapper subclasses, their parts), what the graph gives
+(and what is built of it), barriers. Steps that attach regions take their values out of it by place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from retrograd._torch.autograd import versions_of
+from retrograd._torch.state import generator_states, undifferentiated
+from retrograd._torch.subclass import built, parts_of
+from retrograd._torch.trace import common_base
+from retrograd.aot.policies import draws_random_numbers
+from retrograd.aot.run.attach import Attaching
+from retrograd.aot.run.call_values import Layout, rebuilder
+from retrograd.aot.run.check_fake_metadata import expected_results, refuse_unlike_traced
+from retrograd.aot.run.eager_region import RepeatableCall
+from retrograd.aot.run.finish import Finish
+from retrograd.aot.run.region import RegionCode
+from retrograd.backends.base import Boxed
+from retrograd.graph.partition import Partition
+
+
+class CompiledFunction:
+    """A function compiled by ``aot.compile``. Called with the flat inputs of its `CaptureState`.
+
+    Attributes:
+        partition: what it was made of.
+    """
+
+    def __init__(self, partition: Partition, code: Boxed, regions: Sequence[RegionCode]) -> None:
+        self.partition = partition
+        self._joint = joint = partition.joint
+        self._run = undifferentiated(code)
+        self._found = [primal.found for primal in joint.primals if primal.found is not None]
+        self._direct = self._plan_primals()
+        self._layout = layout = Layout.of(partition)
+        self._value_count = len(joint.values)
+        self._copied = partition.copied
+        #: what the graph is expected to give; looked at in the first call
+        self._expected: list[Any] | None = expected_results(
+            partition, any(not region.follows_layout for region in regions)
+        )
+        self._finish, self._rebuild = Finish(joint, layout.values), rebuilder(joint.out_spec)
+        self._attaching = Attaching(partition, regions, layout, self._finish) if regions else None
+        self._records_inside = not joint.state.ambient.grad  # autograd was switched on by the function itself
+        self._draws = self._random_devices() if regions else ()
+        self._repeatable = not any(update.value is not None or update.view for update in joint.updates)
+
+    def _plan_primals(self) -> Callable[[Sequence[Any]], Sequence[Any]] | None:
+        """How primals are taken from the sources, if each of them is one."""
+        count = len(self._joint.state.leaves)
+        found = iter(range(count, count + len(self._found)))
+        places = [
+            primal.leaf if primal.leaf is not None else next(found) if primal.found is not None else None
+            for primal in self._joint.primals
+        ]
+        if None in places:
+            return None
+        if places == list(range(count + len(self._found))):
+            return list
+        return lambda sources: [sources[place] for place in places]  # type: ignore[index]
+
+    def _random_devices(self) -> tuple[torch.device, ...]:
+        """Devices whose generators the forward uses."""
+        nodes = self._joint.gm.graph.nodes
+        drawing = [node for node in nodes if draws_random_numbers(node) and not node.meta.get("is_backward")]
+        return tuple({_device(node.meta["val"]) for node in drawing})
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        """Run on flat inputs."""
+        sources = [*leaves, *self._found] if self._found else leaves
+        primals = self._direct(sources) if self._direct is not None else self._primals(sources)
+        generators = generator_states(self._draws) if self._draws else {}
+        frame = list(primals)
+        if self._layout.is_plain:
+            results = self._results([*primals])
+            frame += results
+            if self._layout.is_apart:
+                frame += results[: self._value_count]
+        else:
+            self._run_on_parts(primals, frame)
+        if self._joint.updates:
+            self._finish.write_unseen(frame)
+        if self._attaching is not None:
+            again = (
+                RepeatableCall(sources, primals, versions_of(primals), generators)
+                if self._repeatable
+                else None
+            )
+            if self._records_inside:
+                with torch.enable_grad():
+                    self._attaching(frame, again)
+            else:
+                self._attaching(frame, again)
+        return self._rebuild(self._finish(sources, frame))
+
+    def _results(self, parts: list[Any]) -> Sequence[Any]:
+        """What the graph gives for `parts`, each in memory of its own where that matters."""
+        results = self._run(parts)
+        if self._expected is not None:
+            refuse_unlike_traced(results, self._expected, self._joint.state.name)
+            self._expected = None
+        if self._copied:
+            results = [*results]
+            for place in self._copied:
+                results[place] = results[place].detach().clone()
+        return results
+
+    def _run_on_parts(self, primals: Sequence[Any], frame: list[Any]) -> None:
+        """Run, with wrapper subclasses taken apart; fills the frame."""
+        parts = [
+            part
+            for value, primal in zip(primals, self._joint.primals, strict=True)
+            for part in parts_of(value, primal.wrapping)
+        ]
+        results = self._results([*parts])
+        flat = iter(results)
+        frame += [*parts, *results, *[built(value.wrapping, flat) for value in self._joint.values]]
+
+    def _primals(self, sources: Sequence[Any]) -> list[Any]:
+        found = iter(self._found)
+        made = []
+        for primal in self._joint.primals:
+            if primal.group is not None:
+                members = self._joint.state.aliases[primal.group].members
+                made.append(common_base([sources[member.leaf] for member in members]))
+            else:
+                made.append(next(found) if primal.leaf is None else sources[primal.leaf])
+        return made
+
+
+def _device(value: Any) -> torch.device:
+    while isinstance(value, (tuple, list)):
+        value = value[0]
+    device: torch.device = value.device
+    return device

@@ -1,0 +1,264 @@
+"""What a function did besides computing: changes in place, outputs that share memory.
+
+In: the inputs of a trace after the function ran, and its flat outputs. Out: `Analysis`: the values that the
+graph has to compute, the changes to make after a call, and a plan for every output.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from retrograd._torch.subclass import PLAIN, Wrapping, parts_of, wrapping_of
+from retrograd._torch.trace import (
+    is_traced,
+    lies_within,
+    plain,
+    storage_key,
+    view_origin,
+    was_data_mutated,
+    was_metadata_mutated,
+    was_mutated_unseen_by_autograd,
+    was_storage_changed,
+)
+from retrograd.errors import Refusal
+from retrograd.graph.joint_graph import (
+    AliasOf,
+    ComputedOutput,
+    ConstantOutput,
+    ForwardValue,
+    OutputPlan,
+    PrimalValue,
+    SameAs,
+    SizeOutput,
+    SizeValue,
+    Update,
+    View,
+)
+
+if TYPE_CHECKING:
+    from retrograd.aot.trace.enter import Inputs
+
+#: what a function may return besides tensors.
+CONSTANTS = (
+    type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device,
+    torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class TracedValue:
+    """A value of the forward half, as it was traced.
+
+    Attributes:
+        value: functional tensor, or number.
+        is_visible: whether the user gets it.
+        is_seen: whether autograd sees it: false for a change that was made without autograd.
+    """
+
+    value: Any
+    is_visible: bool = True
+    is_seen: bool = True
+
+    @property
+    def wrapping(self) -> Wrapping:
+        """How it is made up."""
+        return wrapping_of(self.value)
+
+    def parts(self) -> list[Any]:
+        """The plain values that the graph gives."""
+        bare = plain(self.value)
+        return parts_of(bare, wrapping_of(bare))
+
+    @property
+    def is_new_leaf(self) -> bool:
+        """Whether it is a leaf that the function made."""
+        value = self.value
+        return (
+            isinstance(value, torch.Tensor) and self.is_seen and value.requires_grad and value.grad_fn is None
+        )
+
+    def described(self) -> ForwardValue:
+        """What later stages need to know of it."""
+        return ForwardValue(wrapping_of(plain(self.value)), None, self.is_visible, self.is_new_leaf)
+
+
+@dataclass
+class Analysis:
+    """What a function computes and does.
+
+    Attributes:
+        values: what the forward half has to compute.
+        updates, outputs: as in `JointGraph`.
+        changed: primals whose elements or shape change.
+    """
+
+    values: list[TracedValue] = field(default_factory=list)
+    updates: tuple[Update, ...] = ()
+    outputs: tuple[OutputPlan, ...] = ()
+    changed: tuple[PrimalValue, ...] = ()
+
+    def add(self, value: TracedValue) -> int:
+        """The number of a value; a tensor that is known keeps its number."""
+        for number, known in enumerate(self.values):
+            if known.value is value.value and isinstance(value.value, torch.Tensor):
+                return number
+        self.values.append(value)
+        return len(self.values) - 1
+
+
+def analyse(inputs: Inputs, outputs: Sequence[Any]) -> Analysis:
+    """Find out what the function did.
+
+    Raises:
+        Refusal: it did what cannot be repeated after a call.
+    """
+    analysis = Analysis()
+    analysis.updates = tuple(_updates(inputs, analysis))
+    analysis.changed = tuple(inputs.primals[update.primal] for update in analysis.updates)
+    analysis.outputs = tuple(_Outputs(inputs, analysis, outputs).plans())
+    return analysis
+
+
+def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
+    updates = []
+    for number, (primal, leaf, tensor) in enumerate(
+        zip(inputs.primals, inputs.leaves, inputs.entered, strict=True)
+    ):
+        if tensor is None:
+            continue
+        _refuse_state_changes(primal, leaf)
+        if was_storage_changed(tensor):
+            raise Refusal("not-representable", f"it gives {primal.name} other memory (set_, or a resize)")
+        writes, reshapes = was_data_mutated(tensor), was_metadata_mutated(tensor)
+        if not writes and not reshapes:
+            continue
+        if any(bared is tensor for bared in inputs.bared):
+            raise Refusal(
+                "not-representable",
+                f"it may change {primal.name} through .data, which no version counter shows",
+            )
+        unseen = tensor.grad_fn is inputs.histories[number] and was_mutated_unseen_by_autograd(tensor)
+        if reshapes and (primal.wrapping.cls is not None or (primal.differentiable and not unseen)):
+            raise Refusal(
+                "not-representable",
+                f"it changes the shape of {primal.name}, which is differentiable or a subclass",
+            )
+        view = _view(analysis, tensor, primal.fake, True) if reshapes else None
+        value = analysis.add(TracedValue(tensor, False, not unseen)) if writes else None
+        updates.append(Update(number, value, view, unseen))
+    return updates
+
+
+def _refuse_state_changes(primal: PrimalValue, leaf: torch.Tensor) -> None:
+    if leaf.requires_grad != primal.differentiable and leaf.grad_fn is None:
+        raise Refusal("not-representable", f"it switches requires_grad of {primal.name}")
+    if leaf.is_leaf and leaf.grad is not None:
+        raise Refusal("not-representable", f"it runs a backward that accumulates into {primal.name}")
+
+
+def _view(
+    analysis: Analysis, tensor: torch.Tensor, base: torch.Tensor, differentiable: bool, replay: Any = None
+) -> View:
+    return View(
+        tuple(_size(analysis, size) for size in tensor.shape),
+        tuple(_size(analysis, stride) for stride in tensor.stride()),
+        _size(analysis, tensor.storage_offset() - base.storage_offset()),
+        differentiable,
+        replay,
+        view_origin(tensor),
+    )
+
+
+def _size(analysis: Analysis, size: int | torch.SymInt) -> int | SizeValue:
+    if isinstance(size, torch.SymInt):
+        return SizeValue(analysis.add(TracedValue(size, is_visible=False)))
+    return int(size)
+
+
+@dataclass
+class _Outputs:
+    """Plans for all outputs of one function."""
+
+    inputs: Inputs
+    analysis: Analysis
+    outputs: Sequence[Any]
+
+    def plans(self) -> list[OutputPlan]:
+        self._sources: dict[tuple[int, ...], list[int]] = {}
+        for source, entry in enumerate(self.inputs.entries):
+            if isinstance(entry, torch.Tensor):
+                self._sources.setdefault(storage_key(entry), []).append(source)
+        self._sharing: dict[tuple[int, ...], dict[int, Any]] = {}
+        for output in self.outputs:
+            if isinstance(output, torch.Tensor) and is_traced(output):
+                self._sharing.setdefault(storage_key(output), {})[id(output)] = output
+        return [self._plan(output) for output in self.outputs]
+
+    def _plan(self, output: Any) -> OutputPlan:
+        if isinstance(output, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return ComputedOutput(self.analysis.add(TracedValue(output)))
+        if isinstance(output, torch.Size):
+            return SizeOutput(tuple(_size(self.analysis, size) for size in output))
+        if not isinstance(output, torch.Tensor):
+            if not isinstance(output, CONSTANTS):
+                raise Refusal(
+                    "not-representable",
+                    f"it returns a {type(output).__name__}, which may hold what was traced",
+                )
+            return ConstantOutput(output)
+        if not is_traced(output):
+            output = self.inputs.found(output)
+        for source, entry in enumerate(self.inputs.entries):
+            if entry is output:
+                return SameAs(source)
+        key = storage_key(output)
+        if key in self._sources and not _is_empty(output):
+            source = self._source(output, self._sources[key])
+            return AliasOf(self._seen(output, self.inputs.entries[source]), source=source)
+        return self._computed(output, list(self._sharing[key].values()))
+
+    def _source(self, output: torch.Tensor, sources: Sequence[int]) -> int:
+        """Of the inputs that share memory with an output, the first that covers it."""
+        if len(sources) == 1:
+            return sources[0]
+        entries = self.inputs.entries
+        return next((source for source in sources if lies_within(output, entries[source])), sources[0])
+
+    def _computed(self, output: torch.Tensor, sharing: Sequence[torch.Tensor]) -> OutputPlan:
+        if len(sharing) == 1 or wrapping_of(output) is not PLAIN or _is_empty(output):
+            return ComputedOutput(self.analysis.add(TracedValue(output)))
+        base = next((other for other in sharing if other._is_view() and other.requires_grad), sharing[0])
+        base = next((other for other in sharing if not other._is_view() and other.requires_grad), base)
+        if base._is_view() and base._base is not None:
+            base = base._base
+        number = self.analysis.add(TracedValue(base))
+        if base is output:
+            return ComputedOutput(number)
+        return AliasOf(self._seen(output, base), value=number)
+
+    def _seen(self, output: torch.Tensor, base: torch.Tensor) -> View:
+        """How `output` looks at the memory of `base`."""
+        differentiable = output.requires_grad
+        if output.dtype != base.dtype or wrapping_of(output) is not PLAIN:
+            if not output._is_view():
+                raise Refusal(
+                    "not-representable", "an output shares memory with a tensor of another dtype or class"
+                )
+            return _view(self.analysis, output, base, differentiable, output._view_func_unsafe)
+        replay = output._view_func_unsafe if differentiable and _is_static_view(output, base) else None
+        return _view(self.analysis, output, base, differentiable, replay)
+
+
+def _is_static_view(output: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether torch made `output` as a view of `base`, and can make it again whatever the call."""
+    sizes = (*output.shape, *output.stride(), *base.shape)
+    return output._is_view() and output._base is base and all(type(size) is int for size in sizes)
+
+
+def _is_empty(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor.numel(), int) and tensor.numel() == 0

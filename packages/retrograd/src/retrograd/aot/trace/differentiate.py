@@ -1,0 +1,187 @@
+"""Run eager's autograd graph by hand, inside a trace.
+
+In: the values that a traced function left, with their ``grad_fn``. Out: `Differentiated`: regions, the
+cotangents that they take as new inputs of the graph, and the gradients that they give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from retrograd._torch.autograd import edge_of, graph_below, leaf_of, tells_undefined
+from retrograd._torch.subclass import Wrapping, built, parts_of, wrapping_of
+from retrograd._torch.trace import JointTracer, plain, to_functional
+from retrograd.aot.trace.analyse import Analysis, TracedValue
+from retrograd.aot.trace.enter import Inputs
+from retrograd.aot.trace.run_region_nodes import Walk
+from retrograd.aot.trace.structure import Structure, divide
+from retrograd.errors import Refusal
+from retrograd.graph.joint import Destination, Gradient
+from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
+
+
+@dataclass
+class Differentiated:
+    """The backward half.
+
+    Attributes:
+        structure: boundaries, regions, order.
+        visible: by visible boundary, the number of its value.
+        stand_ins: values that stand for hidden boundaries.
+        cotangents: boundary and make-up of each cotangent, in the order of the placeholders.
+        grads: by region, the functional gradient of each destination, or None.
+        undefined_matters, hooked_leaves: as in `JointGraph`.
+    """
+
+    structure: Structure = field(default_factory=lambda: Structure((), (), ()))
+    visible: tuple[int, ...] = ()
+    junction_values: tuple[int, ...] = ()
+    stand_ins: list[TracedValue] = field(default_factory=list)
+    cotangents: list[tuple[int, Wrapping]] = field(default_factory=list)
+    grads: list[dict[Destination, Any]] = field(default_factory=list)
+    undefined_matters: set[int] = field(default_factory=set)
+    hooked_leaves: frozenset[int] = frozenset()
+
+    def junction_of(self, value: int) -> int | None:
+        """The boundary of a forward value."""
+        return self.junction_values.index(value) if value in self.junction_values else None
+
+    def leaves_gaps(self) -> bool:
+        """Whether a hidden boundary gets no gradient, which the next region would have to take for zeros."""
+        return any(
+            grad is None and there.is_boundary and there.index >= len(self.visible)
+            for grads in self.grads
+            for there, grad in grads.items()
+        )
+
+    def _defined(self) -> Iterator[tuple[int, Destination, Any]]:
+        for number, grads in enumerate(self.grads):
+            for destination, grad in grads.items():
+                if grad is not None:
+                    yield number, destination, plain(grad)
+
+    def parts(self) -> list[Any]:
+        """The gradients, as plain values."""
+        return [part for _, _, grad in self._defined() for part in parts_of(grad, wrapping_of(grad))]
+
+    def roles(self) -> list[Gradient]:
+        """What each of `parts` is."""
+        return [
+            Gradient(region, destination, part)
+            for region, destination, grad in self._defined()
+            for part in range(wrapping_of(grad).count)
+        ]
+
+    def wrappings(self) -> dict[tuple[int, Destination], Wrapping]:
+        """How each gradient is made up."""
+        return {(region, there): wrapping_of(grad) for region, there, grad in self._defined()}
+
+
+def differentiate(
+    tracer: JointTracer,
+    inputs: Inputs,
+    analysis: Analysis,
+    single_region: bool,
+    split_at_leaf_grads: bool = False,
+) -> Differentiated:
+    """Trace the backward of all differentiable values.
+
+    Args:
+        tracer: of the joint graph.
+        inputs, analysis: of the forward.
+        single_region: differentiate all values together.
+        split_at_leaf_grads: let gradients of leaves become visible one by one.
+
+    Raises:
+        Refusal: the autograd graph ends in something that is no input.
+        Refusal: an autograd node gives what the engine would refuse.
+        Exception: whatever a node raises.
+    """
+    edges = {
+        number: edge for number, value in enumerate(analysis.values) if (edge := _edge(value)) is not None
+    }
+    if not edges:
+        return Differentiated()
+    if len(set(edges.values())) < len(edges):
+        raise Refusal(
+            "not-representable", "two of its outputs have one and the same place in the autograd graph"
+        )
+    graph = graph_below(edges.values())
+    primals = _accumulated(graph, inputs)
+    hooked_leaves = frozenset(
+        primal for primal in primals.values() if split_at_leaf_grads and inputs.primals[primal].is_leaf
+    )
+    structure = divide(graph, primals, single_region, hooked_leaves)
+    stand_ins = [_stand_in(graph, edge) for edge in structure.boundaries[len(edges) :]]
+    count = len(analysis.values)
+    values = (*edges, *range(count, count + len(stand_ins)))
+    made = Differentiated(structure, tuple(edges), values, stand_ins, hooked_leaves=hooked_leaves)
+    traced = [*analysis.values, *stand_ins]
+    for number, region in enumerate(structure.regions):
+        with torch.no_grad(), tracer.noting(is_backward=True, region=number):
+            roots = {root: traced[values[root]] for root in region.roots}
+            if any(tells_undefined(graph.nodes[node].handle) for node in region.nodes):
+                made.undefined_matters.add(number)
+            walk = Walk(graph, structure, primals, number, partial(_noting, tracer))
+            made.grads.append(walk.run(_cotangents(tracer, roots, made.cotangents)))
+    return made
+
+
+def _noting(tracer: JointTracer, node: LiveNode) -> AbstractContextManager[None]:
+    return tracer.noting(seq_nr=node.sequence, autograd_node=node.name)
+
+
+def _edge(value: TracedValue) -> tuple[Any, int] | None:
+    if not isinstance(value.value, torch.Tensor) or not value.is_seen or value.is_new_leaf:
+        return None
+    edge = edge_of(value.value)
+    return None if edge[0] is None else edge
+
+
+def _accumulated(graph: LiveGraph, inputs: Inputs) -> dict[int, int]:
+    """By node that accumulates, the primal that it does it for."""
+    numbers = {id(leaf): number for number, leaf in enumerate(inputs.leaves) if leaf is not None}
+    found = {}
+    for index, node in enumerate(graph.nodes):
+        if (leaf := leaf_of(node.handle)) is not None:
+            if id(leaf) not in numbers:
+                raise Refusal("not-representable", "it makes a leaf that requires grad and computes with it")
+            found[index] = numbers[id(leaf)]
+    return found
+
+
+def _stand_in(graph: LiveGraph, edge: Edge) -> TracedValue:
+    """A tensor without elements that looks like what flows through a hidden boundary."""
+    metadata = graph.nodes[edge.node].handle._input_metadata[edge.slot]
+    shape = tuple(metadata.shape)
+    made = torch.empty_strided(shape, (0,) * len(shape), dtype=metadata.dtype, device=metadata.device)
+    return TracedValue(made, is_visible=False)
+
+
+def _cotangents(
+    tracer: JointTracer, roots: Mapping[int, TracedValue], made: list[tuple[int, Wrapping]]
+) -> dict[int, Any]:
+    """New inputs of the graph, one for each root."""
+    found = {}
+    for root, value in roots.items():
+        bare = plain(value.value)
+        wrapping: Wrapping = wrapping_of(bare)
+        made.append((root, wrapping))
+        parts = []
+        for part, like in enumerate(parts_of(bare, wrapping)):
+            suffix = f"_{part}" if wrapping.count > 1 else ""
+            parts.append(tracer.placeholder(f"cotangent_{root}{suffix}", _cotangent_like(like)))
+        found[root] = to_functional(built(wrapping, iter(parts)))
+    return found
+
+
+def _cotangent_like(value: torch.Tensor) -> torch.Tensor:
+    """A fake cotangent: laid out like its value if that is dense, else contiguous."""
+    with torch.no_grad():
+        return torch.empty_like(value.detach(), memory_format=torch.preserve_format)

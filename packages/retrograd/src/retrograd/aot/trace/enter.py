@@ -1,0 +1,188 @@
+"""How inputs enter a trace: the tensors that the user's function is called with.
+
+In: a `CaptureState` and an `EntryPlan`. Out: `Inputs`: the graph's primals, the functional tensors made of
+them, and the call itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from retrograd._torch.subclass import PLAIN, Wrapping, built, parts_of, wrapping_of
+from retrograd._torch.trace import (
+    FreeTensors,
+    JointTracer,
+    checkpoints_marked,
+    functional_mode,
+    to_functional,
+)
+from retrograd.aot.trace.analyse import Analysis
+from retrograd.errors import Refusal
+from retrograd.graph.capture_state import AliasGroup, CaptureState, Leaf
+from retrograd.graph.joint import InputRole, Primal, PrimalKind
+from retrograd.graph.joint_graph import PrimalValue
+
+
+@dataclass(frozen=True)
+class EntryPlan:
+    """What is done to inputs before the function sees them.
+
+    Attributes:
+        copies: whether inputs that require grad and are no leaves enter as copies, so that they may be
+            changed.
+        based: numbers of the alias groups whose members are views of one base.
+    """
+
+    copies: bool = False
+    based: frozenset[int] = frozenset()
+
+    def with_copies(self, state: CaptureState) -> EntryPlan:
+        """The plan for a function that failed: perhaps it changes an input that is no leaf."""
+        any_inner = any(leaf.is_tensor and leaf.requires_grad and not leaf.is_leaf for leaf in state.leaves)
+        return EntryPlan(self.copies or any_inner, self.based)
+
+    def amended(self, state: CaptureState, analysis: Analysis) -> EntryPlan:
+        """The plan with a base for each group of which a member is changed.
+
+        Raises:
+            Refusal: there is no such base.
+        """
+        changed = {primal.leaf for primal in analysis.changed if primal.leaf is not None}
+        based = set(self.based)
+        for number, group in enumerate(state.aliases):
+            if number not in based and changed & {member.leaf for member in group.members}:
+                if group.base is None:
+                    raise Refusal(
+                        "not-representable",
+                        "it changes an input whose memory another one shares in a way unknown to autograd",
+                    )
+                based.add(number)
+        return EntryPlan(self.copies, frozenset(based))
+
+
+@dataclass
+class Inputs:
+    """The inputs of one trace.
+
+    Attributes:
+        primals: inputs of the graph, in order; `roles` has one entry per placeholder.
+        leaves: by primal, the functional tensor with which autograd begins.
+        entries: by source (leaf of the state, or after those what the function found), what the function
+            sees.
+        entered: by primal, the tensor that the function can change.
+        bared: tensors of which the function took ``.data``.
+        histories: by primal, the ``grad_fn`` with which it entered.
+    """
+
+    state: CaptureState
+    plan: EntryPlan
+    tracer: JointTracer
+    primals: list[PrimalValue] = field(default_factory=list)
+    roles: list[InputRole] = field(default_factory=list)
+    leaves: list[Any] = field(default_factory=list)
+    entered: list[Any] = field(default_factory=list)
+    entries: list[Any] = field(default_factory=list)
+    bared: list[Any] = field(default_factory=list)
+    histories: list[Any] = field(default_factory=list)
+
+    @contextmanager
+    def functional(self) -> Iterator[None]:
+        """The modes in which the inputs are made and the function runs."""
+        with functional_mode():
+            self._enter()
+            yield
+
+    def call(self) -> Any:
+        """Run the function."""
+        count = len(self.state.leaves)
+        with self.state.ambient.restored(), FreeTensors(self.found) as free, checkpoints_marked(self.tracer):
+            result = self.state.call(self.entries[:count])
+            if torch.is_grad_enabled() != self.state.ambient.grad:
+                raise Refusal("not-representable", "it leaves grad mode switched")
+        self.bared = free.bared
+        return result
+
+    def _enter(self) -> None:
+        based = {
+            member.leaf: (group, member)
+            for number, group in enumerate(self.state.aliases)
+            if number in self.plan.based
+            for member in group.members
+        }
+        bases: dict[int, Any] = {}
+        for index, leaf in enumerate(self.state.leaves):
+            if leaf.same_as is not None:
+                self.entries.append(self.entries[leaf.same_as])
+            elif leaf.kind is None:
+                self.entries.append(leaf.value)
+            elif not leaf.is_tensor:
+                self.entries.append(self._number(index, leaf))
+            elif index in based:
+                group, member = based[index]
+                if id(group) not in bases:
+                    bases[id(group)] = self._base(group)
+                base = bases[id(group)]
+                with torch.enable_grad():
+                    view = base.as_strided(member.size, member.stride, member.offset)
+                self.entries.append(base if member.is_base else view)
+            else:
+                self.entries.append(self._tensor(leaf, leaf=index))
+
+    def _base(self, group: AliasGroup) -> Any:
+        assert group.base is not None
+        return self._tensor(group.base, group=self.state.aliases.index(group))
+
+    def _number(self, index: int, leaf: Leaf) -> Any:
+        self.roles.append(Primal(len(self.primals), leaf.name, PrimalKind.SIZE))
+        self.primals.append(PrimalValue(leaf.name, PLAIN, False, True, leaf.value, leaf=index))
+        value = self.tracer.placeholder(f"primal_{len(self.primals) - 1}", leaf.value)
+        self.leaves.append(None)
+        self.entered.append(None)
+        self.histories.append(None)
+        return value
+
+    def _tensor(self, given: Leaf, **where: Any) -> Any:
+        """Make a primal of a leaf; what the function sees of it."""
+        wrapping: Wrapping = wrapping_of(given.value)
+        number = len(self.primals)
+        differentiable = given.requires_grad
+        self.primals.append(
+            PrimalValue(given.name, wrapping, differentiable, given.is_leaf, given.value, **where)
+        )
+        parts = []
+        for part, fake in enumerate(parts_of(given.value, wrapping)):
+            suffix = f"_{part}" if wrapping.count > 1 else ""
+            parts.append(self.tracer.placeholder(f"primal_{number}{suffix}", fake))
+            self.roles.append(Primal(number, given.name, given.kind or PrimalKind.ARGUMENT, part))
+        made = to_functional(built(wrapping, iter(parts)))
+        if differentiable:
+            made.requires_grad_(True)
+        if given.kind is PrimalKind.PARAMETER and wrapping.cls is None:
+            made._is_param = True
+        self.leaves.append(made)
+        entered = made
+        if differentiable and not given.is_leaf and self.plan.copies:
+            with torch.enable_grad():
+                entered = made.clone()
+        self.entered.append(entered)
+        self.histories.append(entered.grad_fn)
+        return entered
+
+    def found(self, tensor: torch.Tensor) -> Any:
+        """What the function sees of a real tensor that it was not given."""
+        for number, primal in enumerate(self.primals):
+            if primal.found is tensor:
+                return self.entered[number]
+        assert self.state.free is not None
+        fake = self.state.free(tensor)
+        leaf = Leaf(
+            "tensor found by the function", PrimalKind.ARGUMENT, fake, tensor.requires_grad, tensor.is_leaf
+        )
+        entered = self._tensor(leaf, found=tensor)
+        self.entries.append(entered)
+        return entered

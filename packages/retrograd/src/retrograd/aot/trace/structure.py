@@ -1,0 +1,194 @@
+"""Divide eager's autograd graph into regions, and put them in eager's order.
+
+In: the autograd graph above a function's primals. Out: `Structure`: boundaries, regions with their nodes, and
+the order of a whole backward.
+
+Two nodes belong to the same region if the same visible tensors reach them without passing another visible
+tensor. So a region is reached as a whole or not at all, whatever outputs a loss is made of. Where an edge
+leads from one region into another there is a boundary. (That no two regions wait for each other follows: an
+edge that is no visible boundary leads to nodes that are reached by as many roots or more.)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from retrograd.aot.trace.blocks import cut_into_blocks
+from retrograd.graph.eager_order import ROOT, eager_walk
+from retrograd.graph.joint import BackwardStep, Destination
+from retrograd.graph.live_graph import Edge, LiveGraph
+
+#: more regions than this, and all outputs are differentiated together.
+MOST_REGIONS = 64
+
+
+@dataclass(frozen=True)
+class RegionNodes:
+    """The nodes of a region in the order in which eager runs them; roots are numbers of boundaries.
+
+    Attributes:
+        sends: by node and number of its edge, where the gradient goes if it leaves the region.
+    """
+
+    nodes: tuple[int, ...]
+    roots: tuple[int, ...]
+    destinations: tuple[Destination, ...]
+    sends: Mapping[tuple[int, int], Destination] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Eager's autograd graph, divided.
+
+    Attributes:
+        boundaries: the edge of each: visible ones first, as given.
+        regions: in the order of `order`.
+        order: eager's steps when every visible boundary gets a cotangent.
+    """
+
+    boundaries: tuple[Edge, ...]
+    regions: tuple[RegionNodes, ...]
+    order: tuple[BackwardStep, ...]
+
+
+def divide(
+    graph: LiveGraph,
+    primals: Mapping[int, int],
+    single: bool = False,
+    hooked_leaves: Collection[int] = (),
+) -> Structure:
+    """Divide `graph`, whose roots are the edges of the visible tensors.
+
+    Args:
+        graph: the autograd graph.
+        primals: by node that accumulates: the primal whose gradient it is.
+        single: make one region of it all.
+        hooked_leaves: primals whose gradients are to become visible one by one: regions end where these are
+            complete.
+    """
+    order = [node for node in eager_walk(graph) if node != ROOT]
+    reached = _reached_by(graph, primals, order)
+    borders = frozenset(graph.roots)
+    if single or len(set(reached.values())) > MOST_REGIONS:
+        everything = frozenset().union(*reached.values())
+        reached, borders = dict.fromkeys(reached, everything), frozenset()
+    region_of: Mapping[int, Hashable] = reached
+    if hooked_leaves:
+        region_of = cut_into_blocks(graph, primals, order, reached, hooked_leaves)
+    return _Division(graph, primals, order, borders, region_of).structure()
+
+
+def _reached_by(
+    graph: LiveGraph, primals: Mapping[int, int], order: Sequence[int]
+) -> dict[int, frozenset[int]]:
+    """For each node that does not accumulate, the visible tensors that reach it."""
+    reached: dict[int, set[int]] = {}
+    for boundary, root in enumerate(graph.roots):
+        reached.setdefault(root.node, set()).add(boundary)
+    borders = set(graph.roots)
+    for node in order:
+        for edge in () if node in primals else graph.nodes[node].edges:
+            if edge is not None and edge not in borders and edge.node not in primals:
+                reached.setdefault(edge.node, set()).update(reached[node])
+    return {node: frozenset(roots) for node, roots in reached.items()}
+
+
+@dataclass
+class _Division:
+    graph: LiveGraph
+    primals: Mapping[int, int]
+    order: Sequence[int]
+    borders: frozenset[Edge]
+    region_of: Mapping[int, Hashable]
+    boundaries: dict[Edge, int] = field(default_factory=dict)
+
+    def structure(self) -> Structure:
+        self.boundaries = {edge: number for number, edge in enumerate(self.graph.roots)}
+        members: dict[Hashable, list[int]] = {}
+        for node in self.order:
+            if node not in self.primals:
+                members.setdefault(self.region_of[node], []).append(node)
+                for edge in self._crossing(node):
+                    self.boundaries.setdefault(edge, len(self.boundaries))
+        regions = _apart([self._region(nodes) for nodes in members.values()])
+        return _in_order(regions, self._steps(regions), tuple(self.boundaries))
+
+    def _crossing(self, node: int) -> Iterator[Edge]:
+        """Edges of the node that lead into another region."""
+        for edge in self.graph.nodes[node].edges:
+            if edge is None or edge.node in self.primals:
+                continue
+            if edge in self.borders or self.region_of[edge.node] != self.region_of[node]:
+                yield edge
+
+    def _region(self, nodes: list[int]) -> RegionNodes:
+        inside = set(nodes)
+        roots = [number for edge, number in self.boundaries.items() if edge.node in inside]
+        sends: dict[tuple[int, int], Destination] = {}
+        for node in nodes:
+            crossing = set(self._crossing(node))
+            for place, edge in enumerate(self.graph.nodes[node].edges):
+                if edge in crossing:
+                    sends[node, place] = Destination(self.boundaries[edge], True)
+                elif edge is not None and edge.node in self.primals:
+                    sends[node, place] = Destination(self.primals[edge.node])
+        return RegionNodes(tuple(nodes), tuple(roots), tuple(dict.fromkeys(sends.values())), sends)
+
+    def _steps(self, regions: Sequence[RegionNodes]) -> list[BackwardStep]:
+        """A region as late as may be: just before the first thing that a user can see of it, which is a hook
+        on a visible tensor, or a gradient that is complete."""
+        home = {node: number for number, region in enumerate(regions) for node in region.nodes}
+        junction_home = [home[edge.node] for edge in self.boundaries]
+        needs: dict[int | Destination, list[int]] = {}
+        for number, region in enumerate(regions):
+            for there in region.destinations:
+                key = junction_home[there.index] if there.is_boundary else Destination(there.index)
+                needs.setdefault(key, []).append(number)
+        steps: dict[BackwardStep, None] = {}
+
+        def run(number: int) -> None:
+            if BackwardStep(number) not in steps:
+                for before in needs.get(number, ()):
+                    run(before)
+                steps[BackwardStep(number)] = None
+
+        roots = {edge.node for edge in self.graph.roots}
+        for node in self.order:
+            if node in self.primals:
+                for number in needs[Destination(self.primals[node])]:
+                    run(number)
+                steps[BackwardStep(self.primals[node], True)] = None
+            elif node in roots:
+                run(home[node])
+        return list(steps)
+
+
+def _apart(regions: Sequence[RegionNodes]) -> list[RegionNodes]:
+    """Contributions to a gradient from several regions, three or more in all, stay apart."""
+    counts = [Counter(region.sends.values()) for region in regions]
+    total = sum(counts, Counter[Destination]())
+    shared = {there for there in total if total[there] > 2 and sum(there in count for count in counts) > 1}
+    return [_numbered(region, shared) for region in regions]
+
+
+def _numbered(region: RegionNodes, shared: Collection[Destination]) -> RegionNodes:
+    if not any(there in shared for there in region.destinations):
+        return region
+    seen = Counter[Destination]()
+    sends = {}
+    for place, there in region.sends.items():
+        sends[place] = replace(there, number=seen[there]) if there in shared else there
+        seen[there] += 1
+    return replace(region, destinations=tuple(dict.fromkeys(sends.values())), sends=sends)
+
+
+def _in_order(
+    regions: Sequence[RegionNodes], steps: Sequence[BackwardStep], boundaries: tuple[Edge, ...]
+) -> Structure:
+    """Regions numbered as they run."""
+    run = [step.index for step in steps if not step.is_leaf]
+    place = {number: i for i, number in enumerate(run)}
+    order = tuple(step if step.is_leaf else BackwardStep(place[step.index]) for step in steps)
+    return Structure(boundaries, tuple(regions[number] for number in run), order)

@@ -1,0 +1,1 @@
+"""Capture: one backward, as the engine walks it, becomes a `BackwardGraph`, which is cut into segments."""

@@ -1,0 +1,99 @@
+"""The FX graph of typed calls while it is being recorded.
+
+In: calls, one after the other, of the node call that is current. Out: FX nodes that carry their `Call`, and
+placeholders that carry their `Source`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from retrograd._torch.fx import add_call, add_placeholder
+from retrograd.graph.backward_graph import Call, NodeCall, Source, SourceKind
+from retrograd.graph.hook_kind import CallKind, HookKind
+
+Value = fx.Node | None
+
+
+class CallGraph:
+    """A graph under way.
+
+    Attributes:
+        graph: the FX graph. node_calls: so far; the last is current.
+        before_hooks: for the result of a tensor hook, the gradient that it was given.
+    """
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.node_calls: list[NodeCall] = []
+        self.before_hooks: dict[fx.Node, Value] = {}
+        self._placeholders: dict[tuple[SourceKind, int], fx.Node] = {}
+        self._last_placeholder: fx.Node | None = None
+
+    @property
+    def current(self) -> int:
+        """Index of the current node call."""
+        return self.node_calls[-1].index
+
+    def placeholder(self, kind: SourceKind, index: int) -> fx.Node:
+        """The placeholder of one run-time argument, made when it is first asked for."""
+        node = self._placeholders.get((kind, index))
+        if node is None:
+            after = self._last_placeholder
+            with self.graph.inserting_after(after) if after else self.graph.inserting_before():
+                node = add_placeholder(self.graph, f"{kind.value}_{index}")
+            node.meta["source"] = Source(kind, index)
+            self._placeholders[kind, index] = self._last_placeholder = node
+        return node
+
+    def add(
+        self,
+        call: Call,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        name: str | None = None,
+    ) -> fx.Node:
+        """Add one call; `name` is for its node."""
+        node = add_call(self.graph, target, args, kwargs, name)
+        node.meta["call"] = call
+        return node
+
+    def call(
+        self,
+        kind: CallKind,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        hook: HookKind | None = None,
+        note: str = "",
+    ) -> fx.Node:
+        """Add one call of the current node call."""
+        return self.add(Call(kind, self.current, hook, note=note), target, args)
+
+    def elements(self, result: fx.Node, wanted: Sequence[bool], step: int = 0) -> list[Value]:
+        """The elements of a call's result; None where they are not wanted."""
+        call = Call(CallKind.PROJECT, self.current, step=step)
+        return [
+            self.add(call, operator.getitem, (result, i)) if want else None for i, want in enumerate(wanted)
+        ]
+
+    def tensor_hook(
+        self, call: Call, target: Callable[..., Any], hook: fx.Node | int, grad: Value
+    ) -> fx.Node:
+        """Add the call of a hook on one gradient."""
+        node = self.add(call, target, (hook, grad))
+        self.before_hooks[node] = grad
+        return node
+
+
+def is_from_hook(value: Value, *kinds: HookKind) -> bool:
+    """Whether `value` comes from a hook of one of `kinds`."""
+    if value is None or value.op != "call_function":
+        return False
+    call = value.meta["call"]
+    source = value.args[0] if call.kind is CallKind.PROJECT else value
+    return isinstance(source, fx.Node) and source.op == "call_function" and source.meta["call"].hook in kinds

@@ -1,0 +1,1 @@
+"""Backwards of stock's AOTAutograd, laid into a captured backward node by node."""

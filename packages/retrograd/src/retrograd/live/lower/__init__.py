@@ -1,0 +1,1 @@
+"""Lowering: segments of a captured backward become code, with guards, shared where they are equal."""

@@ -1,0 +1,226 @@
+"""Make the outputs of compiled code differentiable, as eager's would be; the derivative is compiled code too.
+
+In: the outputs of a lowered function in grad mode, its arguments, and the `History` that eager would have
+recorded. Out: the outputs with autograd nodes of ours. Such a node keeps the arguments that derivatives read,
+and its backward runs the function's vector-Jacobian product, lowered like any function; in grad mode that is
+differentiable by the same means, to any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from retrograd._torch.autograd import EngineRequest, run_stock, window
+from retrograd._torch.trace import History, Part, arguments_read, saved_tensors_unseen
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+Grad = torch.Tensor | None
+
+
+class Runner(Protocol):
+    """Runs a boxed function, compiled where it can be."""
+
+    def run(self, args: list[Any]) -> Sequence[Any]: ...
+
+
+class Differentiable:
+    """Gives autograd nodes to the outputs of one lowering.
+
+    Args:
+        fn: the function as captured.
+        args: arguments like those of every later call.
+        history: what eager records when it runs.
+        runner: makes a `Runner` of a boxed function; the second argument says what it is.
+
+    Raises:
+        Exception: a derivative cannot be traced.
+    """
+
+    def __init__(
+        self, fn: Boxed, args: Sequence[Any], history: History, runner: Callable[[Boxed, str], Runner]
+    ) -> None:
+        self._identical = history.identical
+        self._parts = tuple(_DifferentiablePart(fn, args, part, runner) for part in history.parts)
+        self._leaves = _new_leaves(history, [args[i].is_leaf for i in history.leaves])
+
+    def __call__(self, results: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """`results`, computed outside of grad mode from `args`, with eager's history."""
+        outputs = [args[self._identical[o]] if o in self._identical else r for o, r in enumerate(results)]
+        edges: dict[int, torch.Tensor] = {}
+        for part, leaves in zip(self._parts, self._leaves, strict=True):
+            edges.update((i, args[i].view_as(args[i])) for i in leaves)
+            part.record(outputs, args, edges)
+        return outputs
+
+
+def _new_leaves(history: History, are_leaves: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
+    """For each part, the leaves that no part before it has among its inputs, if there are several in all.
+
+    Such a leaf is given to our node through an alias made just before the node. Our node passes all gradients
+    on at once, but eager accumulates into each leaf as soon as its last contribution is there: the engine
+    runs what was made last first, so the aliases make it accumulate in eager's order.
+    """
+    leaves = [i for i, is_leaf in zip(history.leaves, are_leaves, strict=True) if is_leaf]
+    if len(leaves) == 1:
+        leaves = []
+    new = []
+    for part in history.parts:
+        new.append(tuple(i for i in leaves if i in part.inputs))
+        leaves = [i for i in leaves if i not in part.inputs]
+    return tuple(new)
+
+
+class _DifferentiablePart:
+    """The outputs of one `Part`, and its derivatives: one for each set of outputs that has a cotangent."""
+
+    def __init__(
+        self, fn: Boxed, args: Sequence[Any], part: Part, runner: Callable[[Boxed, str], Runner]
+    ) -> None:
+        self.part = part
+        self._fn, self._runner = fn, runner
+        self._derivatives: dict[tuple[int, ...], Runner] = {}
+        every = vector_jacobian_product(fn, len(args), part.inputs, part.outputs)
+        self._first = _first_places(args)
+        self._saved = [i for i in part.saved if self._first[i] == i]
+        self._copied = [i for i in arguments_read(every, args) - part.saved if self._first[i] == i]
+
+    def record(self, outputs: list[Any], args: Sequence[Any], edges: dict[int, torch.Tensor]) -> None:
+        """Replace this part's tensors in `outputs` by differentiable ones."""
+        inputs = [edges.get(i, args[i]) for i in self.part.inputs]
+        kept = [args[i] for i in self._saved]
+        # Eager would have saved something computed from these, so the user may change them in place.
+        kept += [args[i].clone() for i in self._copied]
+        call = _Call(self, [outputs[o] for o in self.part.outputs], kept, [*map(_described, args)])
+        for o, tensor in zip(self.part.outputs, _CompiledSegment.apply(call, *inputs), strict=True):
+            outputs[o] = tensor
+
+    def arguments(self, saved: Sequence[torch.Tensor], described: Sequence[Any]) -> list[Any]:
+        """The function's arguments again, with memory of any content for those that no derivative reads."""
+        at_hand = dict(zip((*self._saved, *self._copied), saved, strict=True))
+        for i, value in enumerate(described):
+            if self._first[i] == i and i not in at_hand:
+                at_hand[i] = value.empty() if isinstance(value, _Described) else value
+        return [at_hand[i] for i in self._first]
+
+    def derivative(self, arity: int, given: tuple[int, ...]) -> Runner:
+        """The lowered vector-Jacobian product, for cotangents of the outputs `given`."""
+        if given not in self._derivatives:
+            product = vector_jacobian_product(self._fn, arity, self.part.inputs, given)
+            name = f"derivative of outputs {', '.join(map(str, given))}"
+            self._derivatives[given] = self._runner(product, name)
+        return self._derivatives[given]
+
+
+def _first_places(args: Sequence[Any]) -> list[int]:
+    """For each argument, where the same tensor is given first; itself for what is no tensor."""
+    tensors = {id(arg): i for i, arg in reversed(list(enumerate(args))) if isinstance(arg, torch.Tensor)}
+    return [tensors[id(arg)] if isinstance(arg, torch.Tensor) else i for i, arg in enumerate(args)]
+
+
+@dataclass
+class _Call:
+    """One call of a function, on its way into an autograd node.
+
+    Attributes:
+        part: which outputs it concerns; `results` are they.
+        saved: tensors for ``save_for_backward``.
+        arguments: the others' description, and the arguments that are no tensors.
+    """
+
+    part: _DifferentiablePart
+    results: list[torch.Tensor]
+    saved: list[torch.Tensor]
+    arguments: list[Any]
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A tensor without its memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def empty(self) -> torch.Tensor:
+        """Memory of any content in place of the tensor."""
+        empty = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        return empty.requires_grad_(self.requires_grad)
+
+
+def _described(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _Described(
+        tuple(value.shape), tuple(value.stride()), value.dtype, value.device, value.requires_grad
+    )
+
+
+class _CompiledSegment(torch.autograd.Function):
+    """The node; its forward only hands out what is computed already."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*call.saved)
+        ctx.part, ctx.arguments = call.part, call.arguments
+        return tuple(call.results)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Grad) -> Any:
+        part: _DifferentiablePart = ctx.part
+        outputs = zip(part.part.outputs, cotangents, strict=True)
+        given = tuple(o for o, grad in outputs if grad is not None)
+        if not given:
+            return (None, *[None] * len(part.part.inputs))
+        args = part.arguments(ctx.saved_tensors, ctx.arguments)
+        runner = part.derivative(len(args), given)
+        return (None, *runner.run([*args, *(grad for grad in cotangents if grad is not None)]))
+
+
+def vector_jacobian_product(fn: Boxed, arity: int, wanted: tuple[int, ...], given: tuple[int, ...]) -> Boxed:
+    """A boxed function of `fn`'s arguments and one cotangent for each output in `given` (or none).
+
+    It returns the gradients of the arguments in `wanted`, and is differentiable in grad mode.
+    """
+
+    def run(args: list[Any]) -> Sequence[Grad]:
+        differentiable = torch.is_grad_enabled()
+        inputs, cotangents = _aliases(args[:arity], differentiable), args[arity:]
+        args.clear()
+        with torch.enable_grad():
+            results = fn(list(inputs))
+        cotangents = cotangents or [torch.empty_like(results[o]) for o in given]
+        request = EngineRequest(
+            tuple(results[o] for o in given),
+            tuple(cotangents),
+            keep_graph=differentiable,
+            create_graph=differentiable,
+            inputs=tuple(inputs[i] for i in wanted),
+            allow_unreachable=True,
+        )
+        with window.stock(), torch.autograd.set_multithreading_enabled(False):
+            return run_stock(request)
+
+    def unseen(args: list[Any]) -> Sequence[Grad]:
+        if torch.is_grad_enabled():
+            return run(args)
+        with saved_tensors_unseen():
+            return run(args)
+
+    return unseen
+
+
+def _aliases(values: Sequence[Any], differentiable: bool) -> list[Any]:
+    """The values, with an alias for each tensor that requires grad: a derivative with respect to one argument
+    must not go through the history of another."""
+    aliases: dict[int, torch.Tensor] = {}
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.requires_grad and id(value) not in aliases:
+            aliases[id(value)] = value.view_as(value) if differentiable else value.detach().requires_grad_()
+    return [aliases.get(id(value), value) for value in values]

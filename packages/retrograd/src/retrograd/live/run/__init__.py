@@ -1,0 +1,1 @@
+"""Running: a plan calls segments, opaque calls and accumulations in eager's order."""

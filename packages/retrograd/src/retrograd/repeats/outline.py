@@ -1,0 +1,118 @@
+"""Cut a run of calls out of a graph, in a form in which equal runs are equal.
+
+In: consecutive calls of a graph. Out: an `Outline`: what the run reads, in the order of its first uses, what
+others read of it, in the order in which it is made, and a key that outlines share whose code may be shared.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from retrograd._torch.fx import lazy_graph_module
+from retrograd.repeats.calls import TokenisedCall, metadata_of
+
+#: bytes that a code generator may take the beginning of an input to be a multiple of.
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """A run of calls with its border.
+
+    Attributes:
+        calls: the nodes.
+        inputs: nodes outside of it that it reads.
+        outputs: nodes of it that are read outside.
+        pinned: how many outputs, from the first, are read by calls elsewhere, or must for another reason
+            have the strides that they were traced with.
+        key: outlines of one key compute the same of inputs that are alike.
+    """
+
+    calls: Sequence[fx.Node]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    pinned: int
+    key: Hashable
+
+
+def outline(
+    calls: Sequence[fx.Node], known: Mapping[fx.Node, TokenisedCall], results: Mapping[fx.Node, bool]
+) -> Outline:
+    """The outline of consecutive `calls`.
+
+    Args:
+        calls: in the order of the graph.
+        known: what every call is.
+        results: by result of the graph, whether its strides must be those that were traced.
+    """
+    inside: dict[fx.Node, int] = {node: i for i, node in enumerate(calls)}
+    inputs: dict[fx.Node, int] = {}
+    body = []
+    for node in calls:
+        call = known[node]
+        places = []
+        for operand in call.operands:
+            if operand in inside:
+                places.append(inside[operand])
+            elif not holds_graph(operand):
+                places.append(-1 - inputs.setdefault(operand, len(inputs)))
+        body.append((call.token, tuple(places)))
+    pinned, free = [], []
+    for node in calls:
+        if any(user not in inside and user.op != "output" for user in node.users) or results.get(node):
+            pinned.append(node)
+        elif node in results:
+            free.append(node)
+    outputs = (*pinned, *free)
+    border = tuple([inside[node] for node in outputs]), len(pinned)
+    key = tuple(body), tuple([_input(node) for node in inputs]), border
+    return Outline(calls, tuple(inputs), outputs, len(pinned), key)
+
+
+def holds_graph(node: fx.Node) -> bool:
+    """Whether the node stands for a graph, which an operator of higher order is given."""
+    if node.op != "get_attr":
+        return False
+    owner = node.graph.owning_module
+    return isinstance(operator.attrgetter(str(node.target))(owner), torch.nn.Module)
+
+
+def _input(node: fx.Node) -> Hashable:
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return metadata_of(value)
+    offset = value.storage_offset()
+    is_aligned = offset * value.element_size() % _ALIGNMENT == 0 if type(offset) is int else str(offset)
+    return metadata_of(value), is_aligned
+
+
+def graph_of(gm: fx.GraphModule, part: Outline, sizes: Sequence[torch.SymInt]) -> fx.GraphModule:
+    """The run as a graph module of its own.
+
+    Args:
+        gm: the graph that it is part of.
+        sizes: symbols that are no sizes of its inputs; each becomes an input, behind the others.
+    """
+    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+
+    def copied(node: fx.Node) -> fx.Node:
+        if node not in made:  # a graph for an operator of higher order
+            made[node] = graph.node_copy(node)
+        return made[node]
+
+    for i, node in enumerate(part.inputs):
+        made[node] = graph.placeholder(f"in_{i}")
+        made[node].meta = {"val": node.meta["val"]}
+    for i, size in enumerate(sizes):
+        graph.placeholder(f"size_{i}").meta = {"val": size}
+    for node in part.calls:
+        for value in node.all_input_nodes:
+            copied(value)
+        made[node] = graph.node_copy(node, copied)
+    graph.output(tuple([made[node] for node in part.outputs]))
+    return lazy_graph_module(gm, graph)

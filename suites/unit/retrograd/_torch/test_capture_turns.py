@@ -1,0 +1,173 @@
+"""Threads and forks: captures and backwards of several threads take turns, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import retrograd
+from retrograd._torch.autograd.capture_turns import window
+from retrograd.live.capture.recorder import BackwardRecorder
+from unit.retrograd import forks
+from unit.retrograd._torch.forks import Meeting, another_thread, compiled_square
+from unit.retrograd.programs import Square, leaf
+
+
+def test_a_capture_goes_on_beside_a_plan_that_waits_in_a_hook() -> None:
+    meeting, outer, inner = (
+        Meeting(),
+        retrograd.compiled_autograd("eager"),
+        retrograd.compiled_autograd("eager"),
+    )
+    w = leaf()
+
+    def work() -> None:
+        y = w.sin()
+        y.register_hook(meeting.hook)
+        with outer:
+            y.sum().backward()
+
+    with another_thread(work):
+        assert meeting.there.wait(60)
+        for _ in range(3):
+            compiled_square(inner)
+        meeting.done.set()
+    assert torch.equal(w.grad, w.detach().cos())
+    assert outer.explain().fallbacks.total() == inner.explain().fallbacks.total() == 0
+    assert retrograd.counters["runs"] == 4
+
+
+@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
+@pytest.mark.parametrize("retain_grad", [False, True], ids=["in a stock backward", "in the engine's frame"])
+def test_a_capture_gives_up_where_it_could_wait_for_ever(
+    retain_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(window, "patience", 0.01)
+    meeting, context = Meeting(), retrograd.compiled_autograd("eager")
+    w = leaf()
+
+    def work() -> None:
+        y = w.sin()
+        if retain_grad:
+            y.retain_grad()
+        y.register_hook(meeting.hook)
+        with retrograd.compiled_autograd("eager") if retain_grad else contextlib.nullcontext():
+            y.sum().backward()
+
+    with context, another_thread(work):
+        assert meeting.there.wait(60)
+        compiled_square(context)
+        meeting.done.set()
+    compiled_square(context)
+    assert torch.equal(w.grad, w.detach().cos())
+    assert {reason.code: count for reason, count in context.explain().fallbacks.items()} == {"engine-busy": 1}
+    assert retrograd.counters["fallbacks"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
+def test_a_backward_that_began_before_the_context_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window, "patience", 0.01)
+    meeting, context = Meeting(), retrograd.compiled_autograd("eager")
+    w = leaf()
+
+    def work() -> None:
+        y = w.sin()
+        y.register_hook(meeting.hook)
+        y.sum().backward()
+
+    with another_thread(work):
+        assert meeting.there.wait(60)
+        compiled_square(context)
+        assert [reason.code for reason in context.explain().fallbacks] == ["engine-busy"]
+        meeting.done.set()
+    compiled_square(context)
+    assert torch.equal(w.grad, w.detach().cos())
+    assert (retrograd.counters["runs"], retrograd.counters["fallbacks"]) == (1, 1)
+
+
+def test_many_threads_capture_without_a_fallback() -> None:
+    context = retrograd.compiled_autograd("eager")
+    together = threading.Barrier(4)
+
+    def chain(w: torch.Tensor, length: int) -> torch.Tensor:
+        for _ in range(length):
+            w = Square.apply(w).sin()
+        return w.sum()
+
+    def train(number: int) -> None:
+        together.wait(60)
+        for step in range(15):
+            w, length = leaf(), number + step % 3
+            (expected,) = torch.autograd.grad(chain(w, length), w)
+            root = chain(w, length)
+            with context:
+                root.backward()
+            assert torch.equal(w.grad, expected)
+
+    with contextlib.ExitStack() as stack:
+        for number in range(1, 5):
+            stack.enter_context(another_thread(functools.partial(train, number)))
+    assert context.explain().fallbacks.total() == 0
+    assert retrograd.counters["runs"] == 60
+
+
+def test_a_thread_that_captures_keeps_a_stock_backward_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    capturing, original = threading.Event(), BackwardRecorder.finish
+    w = leaf()
+
+    def finish(self: BackwardRecorder, outputs: Any) -> Any:
+        capturing.set()
+        threading.Event().wait(0.05)
+        order.append("captured")
+        return original(self, outputs)
+
+    def stock() -> None:
+        assert capturing.wait(60)
+        y = w.sin()
+        y.register_hook(lambda grad: order.append("stock"))
+        y.sum().backward()
+
+    monkeypatch.setattr(BackwardRecorder, "finish", finish)
+    with another_thread(stock):
+        compiled_square(retrograd.compiled_autograd("eager", strict=True))
+    assert order == ["captured", "stock"]
+    assert torch.equal(w.grad, w.detach().cos())
+
+
+# forks
+
+
+@pytest.fixture(scope="module")
+def fresh() -> Iterator[Executor]:
+    """Runs things in one process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+        yield executor
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="torch's engine has threads for CUDA devices: no forked child can use it",
+)
+@pytest.mark.parametrize(
+    ("program", "answers"),
+    [
+        (forks.forked_between_backwards, [[], []]),
+        (forks.forked_in_a_hook, [[]]),
+        (forks.forked_beside_a_running_plan, [[]]),
+        (forks.forked_during_a_capture, [["forked-while-capturing"], []]),
+        (forks.forked_beside_a_lock, ["taken", "taken"]),
+    ],
+)
+def test_forked_children_are_not_stuck_and_right(
+    program: Callable[[], list[Any]], answers: list[Any], fresh: Executor
+) -> None:
+    assert fresh.submit(program).result(timeout=120) == answers

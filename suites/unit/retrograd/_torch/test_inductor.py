@@ -1,0 +1,50 @@
+"""What stands around Inductor: joint passes that its cache can spare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from retrograd._torch.inductor.passes import with_joint_passes
+
+
+class Doubling(CustomGraphPass):
+    """A user's pass in the place that the joint passes take: multiplies the result by two."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        result = graph.output_node()
+        value = result.args[0][0]  # type: ignore[index]
+        with graph.inserting_before(result):
+            doubled = graph.call_function(torch.ops.aten.mul.Tensor, (value, 2))
+        doubled.meta["val"] = value.meta["val"]  # type: ignore[union-attr]
+        result.args = ((doubled,),)
+
+    def uuid(self) -> Any:
+        return "doubling"
+
+
+def test_a_users_pass_runs_after_the_joint_passes_and_is_part_of_the_cache_key() -> None:
+    with with_joint_passes():
+        alone: Any = config.post_grad_custom_pre_pass
+    with config.patch(post_grad_custom_pre_pass=Doubling()), with_joint_passes():
+        both: Any = config.post_grad_custom_pre_pass
+    assert alone.uuid() != both.uuid()
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.ones(3)
+    graph.output((x,))
+    gm = fx.GraphModule({}, graph)
+    both(gm.graph)
+    assert [node.target for node in gm.graph.nodes if node.op == "call_function"] == [
+        torch.ops.aten.mul.Tensor
+    ]
+
+
+def test_a_pass_that_cannot_tell_what_it_is_keeps_graphs_out_of_the_cache() -> None:
+    with config.patch(post_grad_custom_pre_pass=lambda graph: None), with_joint_passes():
+        made: Any = config.post_grad_custom_pre_pass
+    assert made.uuid() is None
