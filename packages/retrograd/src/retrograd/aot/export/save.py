@@ -24,8 +24,8 @@ from retrograd.graph.program import ProgramKind
 from retrograd.graph.verify_joint import verify_joint
 from retrograd.version import VERSION
 
-#: of the files that are written; files of a larger one are refused.
-SCHEMA = 1
+#: of the files that are written; files of another one are refused.
+SCHEMA = 2
 
 _FORMAT = "retrograd-aot-program"
 _MANIFEST, _JOINT, _TENSORS = "manifest.json", "joint.json", "tensors.pt"
@@ -115,10 +115,11 @@ def _check_manifest(file: File, manifest: Any) -> None:
     schema = manifest.get("schema")
     if type(schema) is not int or schema < 1:
         raise _refused("damaged", f"{_name(file)} has no version", "export it again")
-    if schema > SCHEMA:
+    if schema != SCHEMA:
         writer = f"written by retrograd {manifest.get('retrograd')}"
         found = f"{_name(file)} has schema {schema}, {writer}; known is {SCHEMA}"
-        raise _refused("newer", found, "a newer retrograd, or export it with this one")
+        other = "a newer retrograd, or export it with this one"
+        raise _refused(*(("newer", found, other) if schema > SCHEMA else ("older", found, "export it again")))
 
 
 def _name(file: File) -> str:

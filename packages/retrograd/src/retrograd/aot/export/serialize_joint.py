@@ -8,7 +8,7 @@ so.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 import torch
@@ -26,31 +26,23 @@ from retrograd._torch.trace import (
     symbols_of,
 )
 from retrograd.aot.export.serialize_graph import read_graph, serialize_graph
-from retrograd.aot.export.serialize_roles import (
-    read_destination,
-    read_signature,
-    written_destination,
-    written_signature,
-)
 from retrograd.aot.export.serialize_values import read_value, written_value
 from retrograd.aot.joint import JointGraph
 from retrograd.errors import CaptureError, Reason
 from retrograd.graph.capture_state import CaptureState, Leaf
-from retrograd.graph.joint import PrimalKind
-from retrograd.graph.joint_graph import (
-    ComputedOutput,
-    ConstantOutput,
-    ForwardValue,
-    JointValues,
-    OutputPlan,
-    PrimalValue,
-    SameAs,
-    SizeOutput,
-    SizeValue,
-    Update,
-)
+from retrograd.graph.joint_graph import JointValues
 
 _FOUND = "found/"
+#: what of a `JointGraph` is written as it is.
+_FIELDS = (
+    "signature",
+    "values",
+    "updates",
+    "outputs",
+    "undefined_matters",
+    "is_single_region",
+    "hooked_leaves",
+)
 
 
 def serialize_joint(joint: JointValues) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -78,20 +70,12 @@ def serialize_joint(joint: JointValues) -> tuple[dict[str, Any], dict[str, torch
         "symbols": {name: asdict(symbol) for name, symbol in symbols_of(env, sizes).items()},
         "guards": guards_of(env),
         "examples": [_written_example(value) for value in examples],
-        "leaves": [_written_leaf(leaf) for leaf in state.leaves],
+        "leaves": [written_value(replace(leaf, value=None) if leaf.kind else leaf) for leaf in state.leaves],
         "in_spec": None if state.in_spec is None else pytree.treespec_dumps(state.in_spec),
         "out_spec": pytree.treespec_dumps(joint.out_spec),
-        "primals": [
-            {"name": p.name, "differentiable": p.differentiable, "is_leaf": p.is_leaf, "leaf": p.leaf}
-            for p in joint.primals
-        ],
-        "signature": written_signature(joint.signature),
-        "values": [{"boundary": value.boundary, "is_visible": value.is_visible} for value in joint.values],
-        "updates": [{"primal": u.primal, "value": u.value, "unseen": u.unseen} for u in joint.updates],
-        "outputs": [_written_plan(plan) for plan in joint.outputs],
-        "gradients": [[region, written_destination(of)] for region, of in joint.gradients],
-        "undefined_matters": sorted(joint.undefined_matters),
-        "is_single_region": joint.is_single_region,
+        "primals": [written_value(replace(primal, fake=None, found=None)) for primal in joint.primals],
+        "gradients": [written_value(place) for place in joint.gradients],
+        **{name: written_value(getattr(joint, name)) for name in _FIELDS},
         "graph": serialize_graph(joint.gm, tensors),
     }
     return data, tensors
@@ -108,31 +92,6 @@ def _written_example(value: Any) -> dict[str, Any]:
     }
 
 
-def _written_leaf(leaf: Leaf) -> dict[str, Any]:
-    return {
-        "name": leaf.name,
-        "kind": leaf.kind.value if leaf.kind else None,
-        "constant": None if leaf.kind else written_value(leaf.value),
-        "requires_grad": leaf.requires_grad,
-        "is_leaf": leaf.is_leaf,
-        "same_as": leaf.same_as,
-    }
-
-
-def _written_plan(plan: OutputPlan) -> dict[str, Any]:
-    match plan:
-        case ComputedOutput(value):
-            return {"value": value}
-        case SameAs(source):
-            return {"same_as": source}
-        case ConstantOutput(constant):
-            return {"constant": written_value(constant)}
-        case SizeOutput(sizes):
-            return {"sizes": [[size.value] if isinstance(size, SizeValue) else size for size in sizes]}
-        case _:
-            raise ValueError(f"an output that is a view: {plan}")
-
-
 def read_joint(data: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> JointGraph:
     """What `serialize_joint` wrote.
 
@@ -143,35 +102,20 @@ def read_joint(data: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
     mode, sizes = symbolic_mode(symbols, data["guards"])
     examples = [_read_example(one, mode, sizes) for one in data["examples"]]
     gm = read_graph(data["graph"], tensors, examples)
-    gm.meta["signature"] = signature = read_signature(data["signature"])
     primals = tuple(
-        PrimalValue(
-            wrapping=PLAIN,
-            fake=examples[number],
-            found=tensors.get(f"{_FOUND}{number}"),
-            **_checked_primal(one),
-        )
+        replace(read_value(one, {}), fake=examples[number], found=tensors.get(f"{_FOUND}{number}"))
         for number, one in enumerate(data["primals"])
     )
+    fields = {name: read_value(data[name], {}) for name in _FIELDS}
+    gm.meta["signature"] = fields["signature"]
     return JointGraph(
         state=_read_state(data, mode, {primal.leaf: primal.fake for primal in primals}),
         gm=gm,
-        signature=signature,
         primals=primals,
-        values=tuple(ForwardValue(PLAIN, one["boundary"], one["is_visible"]) for one in data["values"]),
-        updates=tuple(Update(one["primal"], one["value"], None, one["unseen"]) for one in data["updates"]),
-        outputs=tuple(_read_plan(one) for one in data["outputs"]),
         out_spec=_read_spec(data["out_spec"]),
-        gradients={(region, read_destination(of)): PLAIN for region, of in data["gradients"]},
-        undefined_matters=frozenset(data["undefined_matters"]),
-        is_single_region=data["is_single_region"],
+        gradients={read_value(place, {}): PLAIN for place in data["gradients"]},
+        **fields,
     )
-
-
-def _checked_primal(one: Mapping[str, Any]) -> Mapping[str, Any]:
-    if set(one) != {"name", "differentiable", "is_leaf", "leaf"}:
-        raise ValueError(f"a primal with entries {sorted(one)}")
-    return one
 
 
 def _read_example(one: Mapping[str, Any], mode: Any, sizes: Mapping[str, Any]) -> Any:
@@ -186,10 +130,9 @@ def _read_example(one: Mapping[str, Any], mode: Any, sizes: Mapping[str, Any]) -
 def _read_state(data: Mapping[str, Any], mode: Any, fakes: Mapping[int | None, Any]) -> CaptureState:
     leaves: list[Leaf] = []
     for number, one in enumerate(data["leaves"]):
-        kind = None if one["kind"] is None else PrimalKind(one["kind"])
-        same = one["same_as"]
-        value = fakes[number if same is None else same] if kind else read_value(one["constant"], {})
-        leaves.append(Leaf(one["name"], kind, value, one["requires_grad"], one["is_leaf"], same))
+        leaf: Leaf = read_value(one, {})
+        fake = fakes.get(number if leaf.same_as is None else leaf.same_as)
+        leaves.append(replace(leaf, value=fake) if leaf.kind else leaf)
     ambient = data["ambient"]
     autocast = tuple((device, read_value(dtype, {})) for device, dtype in ambient["autocast"])
     return CaptureState(
@@ -219,17 +162,6 @@ class _Absent:
                 way_out="capture the function in this process",
             )
         )
-
-
-def _read_plan(one: Mapping[str, Any]) -> OutputPlan:
-    ((kind, value),) = one.items()
-    if kind == "constant":
-        return ConstantOutput(read_value(value, {}))
-    if kind == "sizes":
-        return SizeOutput(tuple(SizeValue(*size) if isinstance(size, list) else size for size in value))
-    if kind not in ("value", "same_as"):
-        raise ValueError(f"an output of unknown kind {kind!r}")
-    return ComputedOutput(value) if kind == "value" else SameAs(value)
 
 
 def _read_spec(text: str) -> Any:

@@ -1,11 +1,13 @@
 """Arguments and operators of a graph as plain data, and back.
 
-In: what stands in the argument lists of an ATen graph. Out: JSON values, and from those the same again.
-Nothing is looked up by a name from a file but operators with a schema, and a fixed set of functions.
+In: what stands in the argument lists of an ATen graph, and the records that describe a joint graph. Out: JSON
+values, and from those the same again. Nothing is looked up by a name from a file but operators with a schema,
+and a fixed set of functions and records.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -16,6 +18,9 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.fx import is_higher_order, is_operator_overload
+from retrograd._torch.subclass import PLAIN
+from retrograd.graph import joint, joint_graph
+from retrograd.graph.capture_state import Leaf
 
 
 class UnwritableError(ValueError):
@@ -27,6 +32,7 @@ _NAMED: dict[str, type] = {
     "layout": torch.layout,
     "memory_format": torch.memory_format,
 }
+_SEQUENCES: dict[type, str] = {torch.Size: "size", tuple: "tuple", frozenset: "set"}
 _ARITHMETIC = [
     "getitem",
     "add",
@@ -57,6 +63,22 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"torch.{name}": getattr(torch, name) for name in dir(torch) if name.startswith("sym_")},
 }
 _NAMES = {function: name for name, function in reversed(_FUNCTIONS.items())}
+#: dataclasses whose fields can be written.
+_RECORDS: dict[str, Any] = {
+    cls.__name__: cls
+    for cls in (
+        *(joint.Primal, joint.Cotangent, joint.Output, joint.Gradient, joint.Destination, joint.Boundary),
+        *(joint.Region, joint.BackwardStep, joint.JointSignature),
+        *(joint_graph.SizeValue, joint_graph.ConstantOutput, joint_graph.ComputedOutput, joint_graph.SameAs),
+        *(
+            joint_graph.SizeOutput,
+            joint_graph.ForwardValue,
+            joint_graph.PrimalValue,
+            joint_graph.Update,
+            Leaf,
+        ),
+    )
+}
 #: operators of higher order that refer to nothing outside of the graph.
 _HIGHER_ORDER = frozenset(
     [
@@ -91,9 +113,8 @@ def written_value(value: Any) -> Any:
         return {"complex": [written_value(value.real), written_value(value.imag)]}
     if isinstance(value, fx.Node):
         return {"node": value.name}
-    if type(value) in (torch.Size, tuple):
-        kind = "size" if type(value) is torch.Size else "tuple"
-        return {kind: [written_value(one) for one in value]}
+    if type(value) in _SEQUENCES:
+        return {_SEQUENCES[type(value)]: [written_value(one) for one in value]}
     if isinstance(value, list):
         return [written_value(one) for one in value]
     if isinstance(value, slice):
@@ -104,6 +125,13 @@ def written_value(value: Any) -> Any:
 
 
 def _written_name(value: Any) -> Any:
+    if _RECORDS.get(type(value).__name__) is type(value):
+        fields = {one.name: written_value(getattr(value, one.name)) for one in dataclasses.fields(value)}
+        return {"record": [type(value).__name__, fields]}
+    if value is PLAIN:
+        return {"plain": True}
+    if isinstance(value, joint.PrimalKind):
+        return {"primal_kind": value.value}
     for kind, cls in _NAMED.items():
         if isinstance(value, cls):
             return {kind: str(value).removeprefix("torch.")}
@@ -142,6 +170,12 @@ _READERS: dict[str, Callable[[Any, Mapping[str, fx.Node]], Any]] = {
     "float": lambda inner, nodes: float(inner),
     "complex": lambda inner, nodes: complex(*[read_value(one, nodes) for one in inner]),
     "tuple": lambda inner, nodes: tuple(read_value(one, nodes) for one in inner),
+    "set": lambda inner, nodes: frozenset(read_value(one, nodes) for one in inner),
+    "record": lambda inner, nodes: _RECORDS[inner[0]](
+        **{name: read_value(one, nodes) for name, one in inner[1].items()}
+    ),
+    "plain": lambda inner, nodes: PLAIN,
+    "primal_kind": lambda inner, nodes: joint.PrimalKind(inner),
     "size": lambda inner, nodes: torch.Size(inner),
     "slice": lambda inner, nodes: slice(*[read_value(one, nodes) for one in inner]),
     "dict": lambda inner, nodes: {key: read_value(one, nodes) for key, one in inner.items()},
