@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from retrograd import aot
-from retrograd.backends import inductor
+from retrograd.backends import registry as inductor
 from retrograd.backends.base import SEGMENT, Boxed, Half
 
 

@@ -59,7 +59,7 @@ def planted(stage: str, monkeypatch: pytest.MonkeyPatch):
     """Every call of this stage raises."""
     owner, name = STAGES[stage]
     if owner is lowered.Backend:
-        owner = retrograd.backends.eager.AtenBackend
+        owner = retrograd.backends.registry.AtenBackend
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, failing)
         yield

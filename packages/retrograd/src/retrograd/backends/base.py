@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import fx
 
@@ -35,7 +35,7 @@ class Half:
 SEGMENT = Half()
 
 
-class Backend(Protocol):
+class Backend:
     """A way to run segments.
 
     Attributes:
@@ -46,13 +46,13 @@ class Backend(Protocol):
     """
 
     name: str
-    traces: bool
-    takes_parts: bool
+    traces: bool = True
+    takes_parts: bool = True
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """Decompositions to apply while tracing."""
-        ...
+        return {}
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
         """Compile a traced segment, or half of a captured function."""
-        ...
+        raise NotImplementedError

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from retrograd._torch.inductor import settings
-from retrograd.backends.inductor import InductorBackend
-from retrograd.backends.registry import find_backend
+from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.config import Config
 from retrograd.errors import OptionError
 from retrograd.passes.aten import pass_named

@@ -22,7 +22,7 @@ from retrograd._torch.cuda import user_code_in_order
 from retrograd._torch.log import profiling
 from retrograd._torch.state import are_modes_plain, modes_kept
 from retrograd.backends.base import Backend
-from retrograd.backends.eager import EagerBackend
+from retrograd.backends.registry import EagerBackend
 from retrograd.config import Config
 from retrograd.cudagraphs import graphed
 from retrograd.events import counters
