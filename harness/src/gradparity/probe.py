@@ -47,6 +47,9 @@ class Instrument(Protocol):
     def backward(self) -> AbstractContextManager[Any]:
         """The context in which backward runs."""
 
+    def training_step(self, step: Callable[..., T]) -> Callable[..., T]:
+        """A whole step as the subject runs it; `step` takes the function that runs a backward first."""
+
     def wrap_hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Protects a recording hook from being traced, where the subject would do that."""
 
@@ -141,6 +144,14 @@ class Probe:
     def backward(self) -> AbstractContextManager[Any]:
         """The context for the part of the program that runs backward."""
         return self._instrument.backward()
+
+    def training_step(self, step: Callable[..., T]) -> Callable[..., T]:
+        """A whole training step as the subject runs it, called without its first argument.
+
+        Arguments: `step(backward, *args)`, where `backward(loss)` runs the backward of a scalar. Subjects
+        that compile whole steps compile it; others call it with a backward of theirs.
+        """
+        return self._instrument.training_step(step)
 
     def hook(
         self, site: str, fn: Callable[..., Any] | None = None, kind: str = "tensor"

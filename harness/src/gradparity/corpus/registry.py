@@ -27,6 +27,7 @@ from gradparity.corpus.module_db import ModuleCorpus
 from gradparity.corpus.op_db import op_db
 from gradparity.corpus.scenario import ScenarioCorpus
 from gradparity.corpus.threads import ThreadCorpus
+from gradparity.corpus.zoo import ZooCorpus
 from gradparity.errors import CorpusError, UnknownNameError
 
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16, "complex64": torch.complex64}
@@ -44,9 +45,10 @@ NAMED: dict[str, Callable[[], Corpus]] = {
     "threads": ThreadCorpus,
     "demo": DemoCorpus,
     "generated": GeneratedCorpus,
+    "zoo": ZooCorpus,
 }
 
-USUAL = [name for name in NAMED if ":" not in name and name not in ("demo", "generated")]
+USUAL = [name for name in NAMED if ":" not in name and name not in ("demo", "generated", "zoo")]
 """What runs when no corpus is named: everything in float32 that somebody wrote for the purpose."""
 
 

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
+
+import torch
 
 from gradparity.outcome import Outcome
 
@@ -24,6 +27,10 @@ class Plain:
     def backward(self) -> AbstractContextManager[Any]:
         """No context."""
         return nullcontext()
+
+    def training_step(self, step: Callable[..., T]) -> Callable[..., T]:
+        """The step with torch's own backward."""
+        return partial(step, torch.Tensor.backward)
 
     def around(self) -> AbstractContextManager[Any]:
         """No context."""

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
+
+import torch
 
 from gradparity.errors import ReproError
 from gradparity.outcome import Outcome
@@ -50,6 +53,15 @@ class Subject:
     def backward(self) -> AbstractContextManager[Any]:
         """The context in which a program runs its backward."""
         return nullcontext()
+
+    def training_step(self, step: Callable[..., T]) -> Callable[..., T]:
+        """A whole step that is called without its first argument, `backward`."""
+
+        def backward(loss: torch.Tensor) -> None:
+            with self.backward():
+                loss.backward()
+
+        return partial(step, backward)
 
     def around(self) -> AbstractContextManager[Any]:
         """A context around the whole program."""

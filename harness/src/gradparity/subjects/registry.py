@@ -2,7 +2,7 @@
 
 In: "eager", "stock-ca:inductor", "retrograd-live:eager",
 "retrograd-live+aot_eager:eager", "retrograd-aot:eager", "retrograd-compile:eager",
-"retrograd-compile+live:eager", "compile:<backend>", "planted:<fault>",
+"retrograd-compile+live:eager", "retrograd-step:eager", "compile:<backend>", "planted:<fault>",
 "import:<module>:<class>"; "retrograd-live:" and "retrograd-aot:" also with flags, as in
 "retrograd-live:inductor+cudagraphs". Out: a Subject. Raises UnknownNameError for anything else.
 """
@@ -22,6 +22,7 @@ from gradparity.subjects.retrograd_aot import (
     RetrogradAot,
     RetrogradCompile,
     RetrogradLiveOverAot,
+    RetrogradStep,
     RetrogradWhole,
 )
 from gradparity.subjects.retrograd_behind_stock import FORWARDS, RetrogradBehindStock
@@ -64,6 +65,10 @@ NAMED: dict[str, Callable[[str], Subject]] = {
     },
     **{
         f"retrograd-compile+live:{backend}": lambda name: RetrogradWhole(name, name.split(":")[1])
+        for backend in AOT_BACKENDS
+    },
+    **{
+        f"retrograd-step:{backend}": lambda name: RetrogradStep(name, name.split(":")[1])
         for backend in AOT_BACKENDS
     },
 }

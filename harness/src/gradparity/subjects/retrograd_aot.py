@@ -1,8 +1,8 @@
 """retrograd's staged AOT pipeline as subjects: called directly, behind its live path, through torch.compile.
 
 In: retrograd's backend for the graphs. Out: the subjects "retrograd-aot:eager|inductor[+cudagraphs]",
-"retrograd-aot+dynamic:eager", "retrograd-live+retrograd-aot:eager", "retrograd-compile:eager|inductor" and
-"retrograd-compile+live:eager|inductor".
+"retrograd-aot+dynamic:eager", "retrograd-live+retrograd-aot:eager", "retrograd-compile:eager|inductor",
+"retrograd-compile+live:eager|inductor" and "retrograd-step:eager|inductor".
 What Dynamo has lost before it calls a backend is stock's own: the subject `stock` runs Dynamo's graph as
 eager does.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -223,6 +223,29 @@ class RetrogradWhole(RetrogradCompile):
         """The reasons for which a backward ran on the stock engine."""
         fallbacks = self._retrograd.explain().fallbacks
         return {reason: n for reason, n in fallbacks.items() if reason.stage.startswith("live")}
+
+
+class RetrogradStep(RetrogradWhole):
+    """retrograd.compile_step around whole training steps; programs without such a step run as eager does."""
+
+    def compile(self, target: T) -> T:
+        """The target itself: the step around it is what is compiled."""
+        return target
+
+    def training_step(self, step: Callable[..., T]) -> Callable[..., T]:
+        """The step under retrograd.compile_step, with torch's own backward in it."""
+
+        def whole(*args: Any) -> T:
+            return step(torch.Tensor.backward, *args)
+
+        compiled: Callable[..., T] = self._retrograd.compile_step(
+            whole, backend=self._options["options"]["backend"]
+        )
+        return compiled
+
+    def notes(self) -> tuple[str, ...]:
+        """Fallbacks; nothing where a program has no step."""
+        return tuple(note for note in super().notes() if note.startswith("fallback"))
 
 
 def eager_numbers() -> AbstractContextManager[Any]:
