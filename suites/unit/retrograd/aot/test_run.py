@@ -576,3 +576,36 @@ class Counting(torch.autograd.Function):
 
 def test_non_differentiable_outputs() -> None:
     agree(lambda x: Counting.apply(x), plain(leaf(3)))
+
+
+def step_with_many_uses(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    first = torch.tanh(x @ w)
+    second = torch.tanh((x + 0.3 * first) @ w)
+    third = torch.tanh((x + 0.7 * second) @ w + w.sum(0))
+    return x + (first + 3 * (second + third)) * 0.1, first
+
+
+@pytest.mark.parametrize("uses_inner", [False, True], ids=["", "inner output used"])
+@pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "inner weight"])
+@pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])
+@pytest.mark.parametrize("between", [False, True], ids=["", "used outside"])
+def test_sums_over_several_calls_are_made_in_eagers_order(uses_inner, is_leaf, hooked, between) -> None:
+    def train(step: Any) -> list[Tensor]:
+        torch.manual_seed(3)
+        leaf, x, seen = torch.randn(8, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True), []
+        w = leaf if is_leaf else leaf * 0.9
+        if hooked:
+            w.register_hook(lambda grad: seen.append(grad.clone()))
+        y = x * 1.0
+        for number in range(3):
+            y, inner = step(w, y)
+            if uses_inner and number == 1:
+                y = y + inner
+            if between:
+                y = y + torch.sin(y @ w)
+        (y**2).mean().backward()
+        return [leaf.grad, x.grad, *seen]
+
+    compiled = aot.function(step_with_many_uses, backend="eager")
+    for ours, eagers in zip(train(compiled), train(step_with_many_uses), strict=True):
+        assert torch.equal(ours, eagers)

@@ -32,7 +32,11 @@ from retrograd.graph.joint import Boundary, Cotangent, JointSignature, Output, R
 
 
 def capture(
-    state: CaptureState, *, single_region: bool = False, split_at_leaf_grads: bool = False
+    state: CaptureState,
+    *,
+    single_region: bool = False,
+    split_at_leaf_grads: bool = False,
+    sums_apart: bool = False,
 ) -> JointGraph:
     """Capture the function of `state`.
 
@@ -42,6 +46,9 @@ def capture(
             eager's structure.
         split_at_leaf_grads: end regions where gradients of leaves are complete, so that hooks see these one
             by one, and need not hold them all at once. Bits stay the same; each piece costs a call.
+        sums_apart: hand over several contributions to the gradient of one input one by one, so that they are
+            added in eager's order to what other functions contribute. Their memory is held until the region
+            ends.
 
     Returns:
         The joint graph. If nothing requires grad (or grad mode is off) it has no backward half.
@@ -51,7 +58,7 @@ def capture(
     """
     plan = EntryPlan()
     while True:
-        attempt = _Attempt(state, plan, single_region, split_at_leaf_grads)
+        attempt = _Attempt(state, plan, single_region, split_at_leaf_grads, sums_apart)
         try:
             with autocast_off(), state.fake_mode:
                 gm = make_graph(
@@ -96,6 +103,7 @@ class _Attempt:
     plan: EntryPlan
     single_region: bool
     split_at_leaf_grads: bool = False
+    sums_apart: bool = False
     leaves_gaps: bool = False
 
     def body(self, tracer: JointTracer) -> Sequence[Any]:
@@ -109,7 +117,12 @@ class _Attempt:
             if self.amended != self.plan:
                 return (0,)
             self.backward = differentiate(
-                tracer, inputs, self.analysis, self.single_region, self.split_at_leaf_grads
+                tracer,
+                inputs,
+                self.analysis,
+                self.single_region,
+                self.split_at_leaf_grads,
+                self.sums_apart,
             )
             self.leaves_gaps = self.split_at_leaf_grads and self.backward.leaves_gaps()
             return self._outputs(self.analysis, self.backward)
@@ -138,6 +151,7 @@ class _Attempt:
             gradients=self.backward.wrappings(),
             undefined_matters=frozenset(self.backward.undefined_matters),
             is_single_region=self.single_region,
+            sums_apart=self.sums_apart,
             hooked_leaves=self.backward.hooked_leaves,
         )
 

@@ -155,7 +155,12 @@ class AotFunction:
             dynamic=dynamic,
             decompositions=find_backend(config.backend).decompositions(),
         )
-        joint = capture(state, single_region=config.single_region, split_at_leaf_grads=split_at_leaf_grads)
+        joint = capture(
+            state,
+            single_region=config.single_region,
+            split_at_leaf_grads=split_at_leaf_grads,
+            sums_apart=not find_backend(config.backend).traces,
+        )
         for change in config.passes:
             joint = joint.apply(change)
         parts = partition(joint, config.partitioner)

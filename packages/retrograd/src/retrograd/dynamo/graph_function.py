@@ -125,7 +125,8 @@ class GraphFunction:
 
     def _compiled(self, state: CaptureState) -> CompiledFunction:
         config = self._config
-        joint = capture(state, single_region=config.single_region)
+        is_exact = not find_backend(config.backend).traces
+        joint = capture(state, single_region=config.single_region, sums_apart=is_exact)
         for change in config.passes:
             joint = joint.apply(change)
         parts = partition(joint, config.partitioner)

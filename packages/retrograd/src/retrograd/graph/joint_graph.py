@@ -161,6 +161,7 @@ class JointValues:
         undefined_matters: regions in which a cotangent that is undefined is not the same as zeros.
         hooked_leaves: primals after whose gradients regions end, for that they become visible one by one.
         is_single_region: whether the outputs are differentiated together, not in eager's structure.
+        sums_apart: whether a region hands over several contributions to one gradient one by one.
     """
 
     state: CaptureState
@@ -174,4 +175,5 @@ class JointValues:
     gradients: Mapping[tuple[int, Destination], Any] = field(default_factory=dict)
     undefined_matters: frozenset[int] = frozenset()
     is_single_region: bool = False
+    sums_apart: bool = False
     hooked_leaves: frozenset[int] = frozenset()

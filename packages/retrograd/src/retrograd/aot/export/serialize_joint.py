@@ -41,6 +41,7 @@ _FIELDS = (
     "outputs",
     "undefined_matters",
     "is_single_region",
+    "sums_apart",
     "hooked_leaves",
 )
 

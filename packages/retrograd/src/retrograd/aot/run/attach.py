@@ -39,12 +39,14 @@ class Attaching:
         self, partition: Partition, regions: Sequence[RegionCode], layout: Layout, finish: Finish
     ) -> None:
         self._layout, self._finish = layout, finish
-        self._gates: dict[int, int] = {}
+        #: places of the barriers, by region and destination, or by primal if all share one.
+        self._barriers: dict[Any, int] = {}
         self._steps: list[Callable[[Frame, Any], None]] = []
         for step in steps_of(partition.joint)[::-1]:
             if step.is_leaf:
-                self._gates[step.index] = layout.end + len(self._gates)
-                self._steps.append(_gate(step.index))
+                for key in _barriers_of(partition.joint, step.index):
+                    self._barriers[key] = layout.end + len(self._barriers)
+                    self._steps.append(_barrier(step.index))
             else:
                 self._steps.append(self._region(partition, step.index, regions[step.index]))
 
@@ -69,7 +71,7 @@ class Attaching:
             [
                 first + value_of[there.index]
                 if there.is_boundary
-                else self._gates.get(there.index, there.index)
+                else self._barriers.get((number, there), self._barriers.get(there.index, there.index))
                 for there in region.destinations
             ]
         )
@@ -88,11 +90,21 @@ class Attaching:
         return attach_region
 
 
-def _gate(primal: int) -> Callable[[Frame, Any], None]:
-    def make_gate(frame: Frame, again: Any) -> None:
+def _barriers_of(joint: JointValues, primal: int) -> list[Any]:
+    """What each barrier of a leaf is for, the last to run first. A barrier adds up what arrives at it, so
+    contributions that are to stay apart have one each."""
+    if not joint.sums_apart:
+        return [primal]
+    regions = enumerate(joint.signature.regions)
+    keys = [(number, there) for number, region in regions for there in region.destinations]
+    return [key for key in keys if key[1].index == primal and not key[1].is_boundary][::-1]
+
+
+def _barrier(primal: int) -> Callable[[Frame, Any], None]:
+    def make_barrier(frame: Frame, again: Any) -> None:
         frame.append(frame[primal][...])
 
-    return make_gate
+    return make_barrier
 
 
 def steps_of(joint: JointValues) -> list[BackwardStep]:

@@ -67,7 +67,7 @@ def rerun_region(
     graph = graph_below(visible, ends)
     known = {i: ends[node.handle] for i, node in enumerate(graph.nodes) if node.handle in ends}
     graph = _ending_like_a_trace(graph, known)
-    structure = divide(graph, known, joint.is_single_region, joint.hooked_leaves)
+    structure = divide(graph, known, joint.is_single_region, joint.hooked_leaves, joint.sums_apart)
     walk = Walk(graph, structure, known, number, lambda _: nullcontext(), _checks())
 
     def run() -> dict[Destination, Any]:

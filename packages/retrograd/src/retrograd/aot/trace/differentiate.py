@@ -89,6 +89,7 @@ def differentiate(
     analysis: Analysis,
     single_region: bool,
     split_at_leaf_grads: bool = False,
+    sums_apart: bool = False,
 ) -> Differentiated:
     """Trace the backward of all differentiable values.
 
@@ -96,6 +97,7 @@ def differentiate(
         tracer: of the joint graph.
         inputs, analysis: of the forward.
         single_region: differentiate all values together.
+        sums_apart: as in `divide`.
         split_at_leaf_grads: let gradients of leaves become visible one by one.
 
     Raises:
@@ -117,7 +119,7 @@ def differentiate(
     hooked_leaves = frozenset(
         primal for primal in primals.values() if split_at_leaf_grads and inputs.primals[primal].is_leaf
     )
-    structure = divide(graph, primals, single_region, hooked_leaves)
+    structure = divide(graph, primals, single_region, hooked_leaves, sums_apart)
     stand_ins = [_stand_in(graph, edge) for edge in structure.boundaries[len(edges) :]]
     count = len(analysis.values)
     values = (*edges, *range(count, count + len(stand_ins)))

@@ -22,6 +22,8 @@ from retrograd.graph.live_graph import Edge, LiveGraph
 
 #: more regions than this, and all outputs are differentiated together.
 MOST_REGIONS = 64
+#: contributions of one function to one gradient; more are added up inside: their memory would be held.
+MOST_APART = 32
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ def divide(
     primals: Mapping[int, int],
     single: bool = False,
     hooked_leaves: Collection[int] = (),
+    sums_apart: bool = False,
 ) -> Structure:
     """Divide `graph`, whose roots are the edges of the visible tensors.
 
@@ -67,6 +70,8 @@ def divide(
         single: make one region of it all.
         hooked_leaves: primals whose gradients are to become visible one by one: regions end where these are
             complete.
+        sums_apart: contributions to one gradient stay apart, also where one region makes them all: the engine
+            adds them, one by one, to what comes from outside of the function.
     """
     order = [node for node in eager_walk(graph) if node != ROOT]
     reached = _reached_by(graph, primals, order)
@@ -77,7 +82,7 @@ def divide(
     region_of: Mapping[int, Hashable] = reached
     if hooked_leaves:
         region_of = cut_into_blocks(graph, primals, order, reached, hooked_leaves)
-    return _Division(graph, primals, order, borders, region_of).structure()
+    return _Division(graph, primals, order, borders, region_of, sums_apart).structure()
 
 
 def _reached_by(
@@ -102,6 +107,7 @@ class _Division:
     order: Sequence[int]
     borders: frozenset[Edge]
     region_of: Mapping[int, Hashable]
+    sums_apart: bool
     boundaries: dict[Edge, int] = field(default_factory=dict)
 
     def structure(self) -> Structure:
@@ -112,7 +118,7 @@ class _Division:
                 members.setdefault(self.region_of[node], []).append(node)
                 for edge in self._crossing(node):
                     self.boundaries.setdefault(edge, len(self.boundaries))
-        regions = _apart([self._region(nodes) for nodes in members.values()])
+        regions = self._apart([self._region(nodes) for nodes in members.values()])
         return _in_order(regions, self._steps(regions), tuple(self.boundaries))
 
     def _crossing(self, node: int) -> Iterator[Edge]:
@@ -135,6 +141,24 @@ class _Division:
                 elif edge is not None and edge.node in self.primals:
                     sends[node, place] = Destination(self.primals[edge.node])
         return RegionNodes(tuple(nodes), tuple(roots), tuple(dict.fromkeys(sends.values())), sends)
+
+    def _apart(self, regions: Sequence[RegionNodes]) -> list[RegionNodes]:
+        """Contributions to a gradient from several regions, three or more in all, stay apart. So do those of
+        one region, where something from outside may be added to them: a gradient that only this function
+        sees is that of a hidden boundary."""
+        counts = [Counter(region.sends.values()) for region in regions]
+        total = sum(counts, Counter[Destination]())
+        shared = {
+            there for there in total if total[there] > 2 and sum(there in count for count in counts) > 1
+        }
+        if self.sums_apart:
+            seen = len(self.graph.roots)
+            shared |= {
+                there
+                for there, count in total.items()
+                if 1 < count <= MOST_APART and not (there.is_boundary and there.index >= seen)
+            }
+        return [_numbered(region, shared) for region in regions]
 
     def _steps(self, regions: Sequence[RegionNodes]) -> list[BackwardStep]:
         """A region as late as may be: just before the first thing that a user can see of it, which is a hook
@@ -163,14 +187,6 @@ class _Division:
             elif node in roots:
                 run(home[node])
         return list(steps)
-
-
-def _apart(regions: Sequence[RegionNodes]) -> list[RegionNodes]:
-    """Contributions to a gradient from several regions, three or more in all, stay apart."""
-    counts = [Counter(region.sends.values()) for region in regions]
-    total = sum(counts, Counter[Destination]())
-    shared = {there for there in total if total[there] > 2 and sum(there in count for count in counts) > 1}
-    return [_numbered(region, shared) for region in regions]
 
 
 def _numbered(region: RegionNodes, shared: Collection[Destination]) -> RegionNodes:
