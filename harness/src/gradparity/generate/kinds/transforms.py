@@ -45,8 +45,8 @@ ENDS_THE_PROCESS = (
     (
         "torch.func.linearize",
         re.compile(r"\b(value|alpha)="),
-        "torch 2.11 to 2.15: forward derivatives inside make_fx of an operator that takes a number by keyword, "
-        "as torch.add(t, a, alpha=0.1), are a segmentation fault",
+        "torch 2.11 to 2.15: forward derivatives, inside make_fx, of an operator that takes a number by "
+        "keyword, as torch.add(t, a, alpha=0.1), are a segmentation fault",
     ),
 )
 """What is not drawn, because torch dies of it: a transform, what stands in its function, and why."""
