@@ -24,6 +24,8 @@ TORCH_VERSIONS = ("2.11.0", "2.12.0", "2.13.0")
 JOBS = str(min(os.cpu_count() or 1, 8))
 FIXED = ("--device", "auto", "-n", JOBS, "--expected", "suites/parity/expected.toml")
 
+FINDINGS = "suites/unit/gradparity/test_findings.py"
+
 # The main job, as (subjects, corpora, at most so many cases a corpus). The exact lowering takes everything.
 # What compiles takes seconds a case, so of the large corpora it sees a sample, spread evenly; stock compiled
 # autograd would take minutes for each of the models.
@@ -124,6 +126,19 @@ def parity(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All tests, in parallel (`-- suites/unit -k hooks` narrows)."""
     run(session, "python", "-m", "pytest", "-n", JOBS, "--dist", "loadgroup", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def long(session: nox.Session) -> None:
+    """gradparity's tests that take minutes: 5,000 cases without a false alarm, all faults, all threads."""
+    slow = ("-n", JOBS, "-m", "slow", "suites/unit/gradparity", "--deselect", FINDINGS)
+    run(session, "python", "-m", "pytest", *slow, *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def findings(session: nox.Session) -> None:
+    """Each program of docs/findings on the installed torch; fails where one no longer differs (10 min)."""
+    run(session, "python", "-m", "pytest", "-n", JOBS, "-m", "slow", FINDINGS, *session.posargs)
 
 
 @nox.session(reuse_venv=True)

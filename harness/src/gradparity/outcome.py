@@ -183,6 +183,8 @@ def freeze(value: Any, keep: int | None = None) -> Payload:
         return tuple(freeze(item, keep) for item in value)
     if value is None or isinstance(value, (bool, int, float, complex, str)):
         return value
+    if isinstance(value, torch.nn.Module):
+        return "<Module>"  # what a compiler made of a module has a class of its own
     return f"<{type(value).__name__}>"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from gradparity.outcome import Outcome
 from gradparity.probe import Probe
 from gradparity.subjects.eager import Eager
 
+HERE = Path(__file__).parent
 CASE = Case("test", "program", None, 3)
 CPU = torch.device("cpu")
 
@@ -64,3 +66,12 @@ def bench() -> Bench:
 @pytest.fixture
 def hooked_body() -> Callable[[Probe], None]:
     return hooked
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes minutes is a job of its own: `nox -s long`, or `-m slow`."""
+    if config.option.markexpr:
+        return
+    for item in items:
+        if HERE in item.path.parents and item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: nox -s long"))

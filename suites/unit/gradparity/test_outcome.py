@@ -54,3 +54,8 @@ def test_sparse_and_nested_tensors_are_compared_by_their_parts() -> None:
 
 def test_complex_half_can_be_recorded() -> None:
     assert "complex32" in describe(freeze(torch.ones(9, dtype=torch.complex32)))
+
+
+def test_a_module_is_shown_alike_whatever_was_made_of_it() -> None:
+    module = torch.nn.Linear(1, 1)
+    assert freeze(torch.compile(module, backend="eager")) == freeze(module)

@@ -59,38 +59,18 @@ def seen(outcome: Outcome) -> list[object]:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_runs_twice_alike_in_eager(name):
-    assert seen(run(name)) == seen(run(name))
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_observes_something(name):
+def test_eager_runs_it_alike_and_as_its_tags_say(name):
+    """All that is asked of a scenario, of three runs: there are nearly a thousand scenarios."""
+    item, before = SCENARIOS[name], [switch() for switch in SWITCHES]
     outcome = run(name)
-    assert outcome.grads or outcome.values or outcome.events or outcome.raised
-
-
-@pytest.mark.parametrize("name", [name for name, item in SCENARIOS.items() if "errors" in item.tags])
-def test_error_scenarios_raise(name):
-    assert run(name).raised is not None
-
-
-@pytest.mark.parametrize("name", [name for name, item in SCENARIOS.items() if "errors" not in item.tags])
-def test_other_scenarios_do_not_raise(name):
-    assert run(name).raised is None
-
-
-@pytest.mark.parametrize("name", [name for name, item in SCENARIOS.items() if item.fp64])
-def test_reference_run_takes_the_same_way(name):
-    single, double = run(name), run(name, torch.float64)
-    assert [event.site for event in single.events] == [event.site for event in double.events]
-    assert (single.raised and single.raised.type) == (double.raised and double.raised.type)
-
-
-def test_nothing_leaks():
-    before = [switch() for switch in SWITCHES]
-    for name in SCENARIOS:
-        run(name)
-        assert [switch() for switch in SWITCHES] == before, name
+    assert seen(outcome) == seen(run(name)), "a second run shows something else"
+    assert outcome.grads or outcome.values or outcome.events or outcome.raised, "it shows nothing"
+    assert (outcome.raised is not None) == ("errors" in item.tags), outcome.raised
+    if item.fp64:
+        double = run(name, torch.float64)
+        assert [event.site for event in outcome.events] == [event.site for event in double.events]
+        assert (outcome.raised and outcome.raised.type) == (double.raised and double.raised.type)
+    assert [switch() for switch in SWITCHES] == before, "it leaves a switch set"
 
 
 def test_every_area_has_its_scenarios():

@@ -19,7 +19,7 @@ from gradparity.verdict import Row, Verdict
 def campaign(subject: str, **options: object) -> tuple[FuzzSummary, list[Find], list[Row | None]]:
     found: list[Find] = []
     rows: list[Row | None] = []
-    made = {"processes": 0, "cases": 6, "policies": ("elementwise",), "shrink_seconds": 5.0} | options
+    made = {"processes": 0, "cases": 6, "policies": ("elementwise",), "shrink_seconds": 15.0} | options
     summary = fuzz(FuzzOptions(subject, **made), found.append, lambda state, row: rows.append(row))  # type: ignore[arg-type]
     return summary, found, rows
 
@@ -34,7 +34,7 @@ def test_eager_is_as_eager() -> None:
 
 
 def test_one_defect_is_one_find_however_often_it_shows() -> None:
-    summary, found, _ = campaign("planted:scale-grad", cases=4)
+    summary, found, _ = campaign("planted:scale-grad", cases=4, seed=1)
     assert len(found) == 1
     assert summary.repeated == summary.verdicts["DIVERGE"] - 1 > 0
     assert found[0].signature.symptom == "grad-values-bits"
@@ -43,8 +43,8 @@ def test_one_defect_is_one_find_however_often_it_shows() -> None:
 
 
 def test_what_is_known_is_no_news() -> None:
-    before, (find,), _ = campaign("planted:scale-grad", cases=2)
-    summary, found, _ = campaign("planted:scale-grad", cases=2, known=(find.signature,))
+    before, (find,), _ = campaign("planted:scale-grad", cases=2, seed=1)
+    summary, found, _ = campaign("planted:scale-grad", cases=2, seed=1, known=(find.signature,))
     assert (found, summary.repeated) == ([], before.verdicts["DIVERGE"])
 
 

@@ -18,6 +18,7 @@ from gradparity.generate import draw as drawing
 from gradparity.generate.chance import Chance
 from gradparity.generate.draft import Draft, Rejected
 from gradparity.generate.draw import draw, drawn, run_in_eager, why_rejected
+from gradparity.generate.kinds import transforms
 from gradparity.generate.policies import POLICIES
 from gradparity.generate.rows import TABLES, add_row
 from gradparity.generate.script import Script, Step
@@ -27,6 +28,7 @@ from gradparity.verdict import Verdict
 
 CPU = torch.device("cpu")
 EAGER = Eager("eager")
+PARTS = 10
 QUICK = [name for name in POLICIES if name not in ("samples", "transforms", "attention")]
 
 
@@ -53,27 +55,38 @@ def test_eager_agrees_with_itself(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_no_false_alarm_in_five_thousand_cases() -> None:
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_false_alarm_in_five_thousand_cases(part: int) -> None:
+    each = 5000 // len(POLICIES) // PARTS + 1
     found = Counter()
-    for seed in range(1000, 1000 + 5000 // len(POLICIES) + 1):
+    for seed in range(1000 + part * each, 1000 + (part + 1) * each):
         for name in POLICIES:
             row = compare(program(Case("generated", name, seed), CPU), EAGER, CPU).row
             found[row.verdict] += 1
             assert not row.verdict.is_divergence, (name, seed, row.reason)
-    assert found[Verdict.AGREE] >= 4900
-    assert sum(found.values()) >= 5000
+    assert found[Verdict.AGREE] >= 0.98 * found.total()
+    assert found.total() * PARTS >= 5000
+
+
+def test_what_ends_the_process_is_not_drawn() -> None:
+    scope = Draft(Chance(Random(0)), POLICIES["transforms"]).outer()
+    assert scope.add("def f(t):\n    return torch.add(t, t, alpha=0.5)")
+    assert transforms._ends_the_process(scope, "torch.func.linearize({f}, {x})")
+    assert not transforms._ends_the_process(scope, "torch.func.jvp({f}, ({x},), ({x},))")
+    assert scope.add("def f(t):\n    return t + t")
+    assert not transforms._ends_the_process(scope, "torch.func.linearize({f}, {x})")
 
 
 def test_fewer_than_one_drawing_in_ten_is_rejected() -> None:
     rejected = Counter()
     for name in QUICK:
-        for seed in range(8):
+        for seed in range(4):
             try:
                 draw(Chance(Random(f"share:{name}:{seed}")), POLICIES[name])
             except Rejected:
                 rejected[name] += 1
-    assert sum(rejected.values()) < 0.1 * 8 * len(QUICK)
+    assert sum(rejected.values()) < 0.1 * 4 * len(QUICK)
 
 
 @pytest.mark.parametrize("table", TABLES)

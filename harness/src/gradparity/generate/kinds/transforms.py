@@ -5,6 +5,8 @@ In: a scope. Out: a nested function and a statement that transforms and calls it
 
 from __future__ import annotations
 
+import re
+
 from gradparity.generate.draft import Scope, is_float
 from gradparity.generate.kinds.functions import apply_function
 from gradparity.generate.rows import add_some
@@ -39,6 +41,16 @@ OVER_ROWS = (
 )
 """Transforms that call the function with one row at a time."""
 
+ENDS_THE_PROCESS = (
+    (
+        "torch.func.linearize",
+        re.compile(r"\b(value|alpha)="),
+        "torch 2.11 to 2.15: forward derivatives, inside make_fx, of an operator that takes a number by "
+        "keyword, as torch.add(t, a, alpha=0.1), are a segmentation fault",
+    ),
+)
+"""What is not drawn, because torch dies of it: a transform, what stands in its function, and why."""
+
 SMALL = 64
 PLAIN = ("unary", "unary", "binary", "reduction")
 
@@ -52,10 +64,16 @@ def transformed(scope: Scope) -> bool:
     row = scope.chance.pick(table)
     value = scope.env[name]
     function = _nested(scope, value[0] if "vmap" in row else value, table is OF_SCALAR)
-    if function is None:
+    if function is None or _ends_the_process(scope, row):
         return False
     out = scope.draft.name("v")
     return scope.add(f"{out} = {row.replace('{f}', function).replace('{x}', name)}")
+
+
+def _ends_the_process(scope: Scope, row: str) -> bool:
+    """Whether torch dies of this transform of the function that was just defined."""
+    text = "\n".join([*scope.draft.definitions, *scope.lines[-1:]])
+    return any(transform in row and inside.search(text) for transform, inside, _ in ENDS_THE_PROCESS)
 
 
 def higher_order(scope: Scope) -> bool:
