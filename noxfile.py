@@ -42,6 +42,7 @@ AHEAD = ("retrograd-aot:eager",)
 AHEAD_DYNAMIC = ("retrograd-aot+dynamic:eager",)
 AHEAD_INDUCTOR = ("retrograd-aot:inductor",)
 BACKEND = ("retrograd-compile:eager",)
+STEP = ("retrograd-step:eager",)
 PROGRAMS = ("scenarios", "autograd_function_db")
 MODELS = ("models",)
 SAMPLES = ("op_db", "module_db")
@@ -62,13 +63,16 @@ WHOLE_RUN: tuple[Leg, ...] = (
     (AHEAD_DYNAMIC, PROGRAMS, 250),
     (AHEAD_INDUCTOR, PROGRAMS, 60),
     (BACKEND, (*PROGRAMS, *MODELS), 400),
+    ((*EXACT, *BACKEND, *STEP), ("zoo",), None),
 )
-SHORT_RUN: tuple[Leg, ...] = (
-    (EXACT, PROGRAMS + MODELS + SAMPLES, None),
-    (INDUCTOR, PROGRAMS + MODELS, 100),
-    (REGIONS, PROGRAMS + MODELS, 300),
-    (AHEAD, PROGRAMS + MODELS, None),
-    (BACKEND, PROGRAMS, 250),
+MAIN_RUN: tuple[Leg, ...] = (
+    (EXACT, PROGRAMS + MODELS, None),
+    (EXACT, SAMPLES, 400),
+    (INDUCTOR, PROGRAMS + MODELS, 24),
+    (REGIONS, PROGRAMS + MODELS, 100),
+    (AHEAD, PROGRAMS + MODELS, 400),
+    (BACKEND, PROGRAMS, 100),
+    (STEP, ("zoo",), 6),
 )
 
 
@@ -107,11 +111,11 @@ def words(leg: Leg) -> list[str]:
 def parity(session: nox.Session) -> None:
     """The main job: run real programs eager and compiled, compare gradients and hook order, say a verdict.
 
-    Uses a GPU where there is one. `-- --short` is CI's short run; other arguments are a run of your own, for
+    Uses a GPU where there is one. `-- --full` runs everything; other arguments are a run of your own, for
     instance `-- --subject stock-ca:inductor --corpus scenarios`.
     """
-    own = [argument for argument in session.posargs if argument != "--short"]
-    legs = SHORT_RUN if "--short" in session.posargs else WHOLE_RUN
+    own = [argument for argument in session.posargs if argument != "--full"]
+    legs = WHOLE_RUN if "--full" in session.posargs else MAIN_RUN
     failed = 0
     for arguments in [own] if own else map(words, legs):
         try:
@@ -130,8 +134,8 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def long(session: nox.Session) -> None:
-    """gradparity's tests that take minutes: 5,000 cases without a false alarm, all faults, all threads."""
-    slow = ("-n", JOBS, "-m", "slow", "suites/unit/gradparity", "--deselect", FINDINGS)
+    """Tests that take minutes: 5,000 cases without a false alarm, all faults, threads for a minute."""
+    slow = ("-n", JOBS, "-m", "slow", "suites", "--deselect", FINDINGS)
     run(session, "python", "-m", "pytest", *slow, *session.posargs)
 
 
@@ -191,6 +195,16 @@ def ray(session: nox.Session) -> None:
 def browser(session: nox.Session) -> None:
     """gradparity's HTML report in a headless browser; skipped, with the reason, where there is none."""
     run(session, "python", "-m", "pytest", "suites/browser", *session.posargs)
+
+
+@nox.session(reuse_venv=True)
+def zoo(session: nox.Session) -> None:
+    """Models of other packages, trained for three steps under all exact subjects (GBs of packages)."""
+    install(session, "-r", "requirements/torch.txt")
+    session.install(*PINS, "-r", "requirements/torch.txt", "-e", "./harness[zoo]")
+    subjects = [word for name in (*EXACT, *BACKEND, *STEP) for word in ("--subject", name)]
+    own = session.posargs or [*subjects, "--corpus", "zoo", "--timeout", "300"]
+    session.run("gradparity", "run", *FIXED, *own, env=settings(session))
 
 
 @nox.session

@@ -31,13 +31,18 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests marked `gpu` out where there is no GPU; they count as deselected."""
-    if torch.cuda.is_available():
-        return
-    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    """Leave out the tests marked `gpu` where there is no GPU, and, unless `-m` asks, those marked `slow`
+    (`nox -s long` runs these). They count as deselected."""
+    left_out = [item for item in items if _is_left_out(item, bool(config.option.markexpr))]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def _is_left_out(item: pytest.Item, are_marks_named: bool) -> bool:
+    needs_gpu = item.get_closest_marker("gpu") and not torch.cuda.is_available()
+    is_slow = item.get_closest_marker("slow") and not are_marks_named
+    return bool(needs_gpu or is_slow)
 
 
 @pytest.fixture(autouse=True)

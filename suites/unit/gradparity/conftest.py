@@ -66,12 +66,3 @@ def bench() -> Bench:
 @pytest.fixture
 def hooked_body() -> Callable[[Probe], None]:
     return hooked
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes minutes is a job of its own: `nox -s long`, or `-m slow`."""
-    if config.option.markexpr:
-        return
-    for item in items:
-        if HERE in item.path.parents and item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.skip(reason="takes minutes: nox -s long"))

@@ -208,7 +208,7 @@ def _claiming(call: Callable[..., Any], session: Session) -> Callable[..., Any]:
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
         outputs = call(*args, **kwargs)
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             claim(outputs, session)
         return outputs
 

@@ -278,3 +278,34 @@ def test_a_second_derivative_inside_a_hook() -> None:
 
     assert fallbacks(in_eager_and_compiled(program)) == {}
     assert retrograd.counters["runs"] == 3
+
+
+@pytest.mark.parametrize("site", ["tensor", "post_accumulate", "node_pre", "node_post"])
+@pytest.mark.parametrize("twice", [False, True], ids=["", "registered before too"])
+def test_a_hook_that_came_and_went_in_one_hook_does_not_run(site: str, twice: bool) -> None:
+    def events(context: Any) -> list[str]:
+        seen: list[str] = []
+        w = torch.ones(3, requires_grad=True)
+        h = w * 2
+
+        def hook(*_: Any) -> None:
+            seen.append(site)
+
+        node = h.grad_fn
+        assert node is not None
+        register = {
+            "tensor": w.register_hook,
+            "post_accumulate": w.register_post_accumulate_grad_hook,
+            "node_pre": node.register_prehook,
+            "node_post": node.register_hook,
+        }[site]
+        if twice:
+            register(hook)
+        y = h.sin()
+        y.register_hook(lambda grad: register(hook).remove())
+        with context:
+            y.sum().backward()
+        return seen
+
+    eagers = events(contextlib.nullcontext())
+    assert events(retrograd.compiled_autograd(backend="eager")) == eagers == [site] * twice

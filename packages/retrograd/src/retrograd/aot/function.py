@@ -72,7 +72,11 @@ class AotFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, compiled if possible."""
-        if torch.compiler.is_compiling() or is_tracing_here() or (now := why_not_capturable_now()) == _FORCED:
+        if (
+            torch.compiler.is_dynamo_compiling()
+            or is_tracing_here()
+            or (now := why_not_capturable_now()) == _FORCED
+        ):
             return self.fn(*args, **kwargs)
         eagerly = functools.partial(self.fn, *args, **kwargs)
         if now is not None:

@@ -76,7 +76,7 @@ class CompiledStep:
             RetrogradError: a piece cannot be compiled, if ``strict``.
             Exception: whatever the step raises.
         """
-        if torch.compiler.is_compiling() or is_tracing_here() or compile_stance() == "force_eager":
+        if torch.compiler.is_dynamo_compiling() or is_tracing_here() or compile_stance() == "force_eager":
             return self.fn(*args, **kwargs)
         if self._report.calls == 0 or not self._pace.is_worth_compiling(self._report):
             return self._run(self.fn, args, kwargs, is_compiled=False)

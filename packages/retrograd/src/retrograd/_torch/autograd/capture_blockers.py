@@ -24,11 +24,12 @@ def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
 
 def is_traced() -> bool:
     """Whether a tracer runs this backward to see its operations: there is nothing to compile then, and
-    nothing to report. AOTAutograd, ``torch.compile``, ``torch.export`` and ``make_fx`` do so."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
+    nothing to report. AOTAutograd, ``torch.compile``, ``torch.export`` and ``make_fx`` do so.
+
+    Asked of this thread's modes: ``torch.compiler.is_compiling`` is true on all threads while Dynamo compiles
+    on one."""
+    return torch._C._get_tracing_state() is not None or any(
+        torch._C._get_dispatch_mode(key) is not None for key in _TRACERS
     )
 
 

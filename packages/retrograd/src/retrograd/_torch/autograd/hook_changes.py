@@ -22,12 +22,13 @@ from retrograd.graph.hook_kind import HookKind
 
 @dataclass(frozen=True)
 class LateHook:
-    """A hook registered while a plan runs: on gradient `slot` of autograd node `node`."""
+    """A hook registered while a plan runs: on gradient `slot` of `node`. Its handle has this `number`."""
 
     kind: HookKind
     node: Any
     slot: int
     hook: Callable[..., Any]
+    number: int
 
 
 @dataclass
@@ -40,7 +41,7 @@ class HookChanges:
 
     late: list[LateHook] = field(default_factory=list)
     removed: list[Any] = field(default_factory=list)
-    _unplaced: list[tuple[Any, Callable[..., Any]]] = field(default_factory=list)
+    _unplaced: list[tuple[Any, Callable[..., Any], int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.late or self.removed or self._unplaced)
@@ -54,6 +55,14 @@ class HookChanges:
         self._unplaced.clear()
         return late, removed
 
+    def went(self, hook: Any, number: int) -> None:
+        """The hook with this handle was removed: it has not come, if it came since the last look."""
+        count = len(self.late) + len(self._unplaced)
+        self.late[:] = [late for late in self.late if late.number != number]
+        self._unplaced[:] = [one for one in self._unplaced if one[2] != number]
+        if len(self.late) + len(self._unplaced) == count:
+            self.removed.append(hook)
+
     def _placed(self, nodes: Iterable[Any]) -> Iterator[LateHook]:
         """torch tells which dict a node hook went into, not which node: ask the nodes for their dicts."""
         if not self._unplaced:
@@ -64,9 +73,9 @@ class HookChanges:
                 (HookKind.NODE_POST, node.register_hook),
             ):
                 found = _dict_behind(register)
-                for hooks, hook in self._unplaced:
+                for hooks, hook, number in self._unplaced:
                     if hooks is found:
-                        yield LateHook(kind, node, 0, hook)
+                        yield LateHook(kind, node, 0, hook, number)
 
 
 class _Watched(threading.local):
@@ -105,17 +114,17 @@ def _dict_behind(register: Callable[..., Any]) -> Any:
     raise AssertionError("torch registers node hooks in another way than it did")
 
 
-def _note(kind: HookKind, tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
+def _note(kind: HookKind, tensor: torch.Tensor, hook: Callable[..., Any], number: int) -> None:
     edge = get_gradient_edge(tensor)
     for changes in _watched.changes:
-        changes.late.append(LateHook(kind, edge.node, edge.output_nr, hook))
+        changes.late.append(LateHook(kind, edge.node, edge.output_nr, hook, number))
 
 
 def _registering(kind: HookKind) -> Handler:
     def register(original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
         handle = original(tensor, hook)
         if _watched.changes:
-            _note(kind, tensor, hook)
+            _note(kind, tensor, hook, handle.id)
         return handle
 
     return register
@@ -126,7 +135,7 @@ def _registering_on_node(original: Callable[..., Any], hooks: Any, hook: Any) ->
         raise _FoundError(hooks)
     hooks, handle = original(hooks, hook)
     for changes in _watched.changes:
-        changes._unplaced.append((hooks, hook))
+        changes._unplaced.append((hooks, hook, handle.id))
     return hooks, handle
 
 
@@ -135,7 +144,7 @@ def _removing(original: Callable[..., Any], handle: Any) -> None:
         hooks = handle.hooks_dict_ref()
         if hooks is not None and handle.id in hooks:
             for changes in _watched.changes:
-                changes.removed.append(hooks[handle.id])
+                changes.went(hooks[handle.id], handle.id)
     original(handle)
 
 
