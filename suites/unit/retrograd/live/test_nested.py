@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
