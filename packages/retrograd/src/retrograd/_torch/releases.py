@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.checkpoint import SelectiveCheckpointContext
+
+T = TypeVar("T")
 
 
 def gradients_of(args: Sequence[Any]) -> tuple[list[Any], bool]:
@@ -37,6 +40,15 @@ def is_layout_enforced() -> bool:
     """Whether gradients must have their parameter's layout; since 2.13 that may be switched off."""
     asked = getattr(torch._C, "_is_grad_layout_enforcement_enabled", None)
     return True if asked is None else bool(asked())
+
+
+def unseen(make: Callable[[], T]) -> T:
+    """What `make` makes; where torch has hooks on the making of nodes, of one thread each (since 2.14), on a
+    thread of its own."""
+    if not hasattr(torch._C._autograd, "_push_node_creation_hook"):
+        return make()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 def policy_context(result: Any) -> SelectiveCheckpointContext:
