@@ -11,9 +11,7 @@ import torch
 import retrograd
 
 graph: Any = torch.autograd.graph
-pytestmark = pytest.mark.skipif(
-    not hasattr(graph, "node_creation_hook"), reason="this torch has none"
-)
+pytestmark = pytest.mark.skipif(not hasattr(graph, "node_creation_hook"), reason="this torch has none")
 
 
 def seen(is_live: bool) -> list[str]:
