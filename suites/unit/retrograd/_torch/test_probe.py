@@ -41,7 +41,14 @@ def test_the_installed_torch_has_everything() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         probe.check_supported()
-    assert [*probe.missing_names(), *probe.unlike_calls(), *probe.unlike_backward()] == []
+    assert [*probe.missing_names(), *probe.unlike_calls()] == []
+    assert [*probe.unlike_backward(), *probe.unused_entrances()] == []
+
+
+def test_an_entrance_that_torch_no_longer_uses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    monkeypatch.setitem(probe._ENTRANCES, "torch.cuda:set_stream", torch.sin)
+    assert "missing  torch.cuda.set_stream where it was" in refusal()
 
 
 @pytest.mark.parametrize("version", ["2.99.0", "3.0", "2.16.0a0+git1234", "2.1.0"])

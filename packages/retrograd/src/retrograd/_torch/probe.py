@@ -10,17 +10,19 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch._dynamo.compiled_autograd import AutogradCompilerInstance
+from torch.utils.checkpoint import checkpoint
 
 from retrograd._torch.autograd.collection import clear_engine_cache, collect
 from retrograd._torch.autograd.engine import EngineRequest
 from retrograd._torch.autograd.protocol import EngineProtocol
-from retrograd._torch.patches import TABLE, owner_and_attribute
+from retrograd._torch.patches import TABLE, handled_here, owner_and_attribute
+from retrograd._torch.releases import CHECKPOINT
 from retrograd.errors import Refusal, UnsupportedTorchError, first_line
 
 #: the releases that all tests ran under.
@@ -106,45 +108,62 @@ class _Listener:
         return self
 
 
-def collected_nodes() -> list[str]:
-    """The nodes that the engine tells of for the backward of ``x.sin()``, on a thread without modes.
-
-    Raises:
-        Exception: whatever the engine or our side of its protocol raised.
-    """
-    listener: Any = _Listener()
-
-    def run() -> None:
-        root = torch.ones((), device="cpu", requires_grad=True).sin()
-        request = EngineRequest((root,), (torch.ones((), device="cpu"),), False, False, accumulate_grad=True)
-        collect(request, lambda: EngineProtocol(listener), lambda _: None)
-        clear_engine_cache()  # the engine would give the listener to the next such backward
-
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(run).result()
-    nodes: list[str] = listener.nodes
-    return nodes
-
-
 def unlike_backward() -> Iterator[str]:
-    """What the engine does otherwise in a small backward."""
+    """What the engine does otherwise in the backward of ``x.sin()``."""
+    listener: Any = _Listener()
+    request = EngineRequest((_leaf().sin(),), (_leaf().detach(),), False, False, accumulate_grad=True)
     try:
-        if (found := collected_nodes()) != _SINE:
-            yield f"the engine's protocol as it was (of {', '.join(_SINE)} it tells {', '.join(found)})"
+        collect(request, lambda: EngineProtocol(listener), lambda _: None)
+        if listener.nodes != _SINE:
+            yield f"the engine's protocol as it was (of {_SINE} it tells {listener.nodes})"
     except Refusal:
         pass  # another thread is in a backward: not to be asked now
     except Exception as error:
         yield f"the engine's protocol as it was ({first_line(error)})"
+    finally:
+        clear_engine_cache()  # the engine would give the listener to the next such backward
 
 
 _SINE = ["torch::autograd::GraphRoot", "SinBackward0", "torch::autograd::AccumulateGrad"]
+
+
+def unused_entrances() -> Iterator[str]:
+    """Functions that we replace because torch comes by them, and by which it no longer comes."""
+    for name, go in _ENTRANCES.items():
+        seen: list[str] = []
+
+        def passed(original: Any, *args: Any, seen: list[str] = seen, **kwargs: Any) -> Any:
+            seen.append("")
+            return original(*args, **kwargs)
+
+        with handled_here(name, passed):
+            go(_leaf())
+        if not seen:
+            yield f"{name.replace(':', '.')} where it was (nothing calls it)"
+
+
+_ENTRANCES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "torch.autograd:_engine_run_backward": lambda x: x.sin().backward(),
+    "torch.utils.checkpoint:CheckpointFunction.apply": lambda x: checkpoint(torch.sin, x, use_reentrant=True),
+    CHECKPOINT: lambda x: checkpoint(torch.sin, x, use_reentrant=False),
+}
+
+
+def _leaf() -> torch.Tensor:
+    return torch.ones((), device="cpu", requires_grad=True)
+
+
+def _unlike_in_use() -> list[str]:
+    """What is otherwise in use, seen on a thread of its own, which has no modes."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: [*unlike_backward(), *unused_entrances()]).result()
 
 
 @functools.cache
 def check_supported() -> None:
     """Raise `UnsupportedTorchError` unless this torch offers the protocol. Runs once per process.
 
-    The backward is run for untested releases only: before it, a process with devices may still fork.
+    Backwards are run for untested releases only: before them, a process with devices may still fork.
 
     Raises:
         UnsupportedTorchError: a private name is missing, or the engine's protocol is another one.
@@ -152,7 +171,7 @@ def check_supported() -> None:
     is_tested = torch.__version__.startswith(tuple(f"{release}." for release in TESTED))
     missing = [*missing_names(), *unlike_calls()]
     if not missing and not is_tested:
-        missing += unlike_backward()
+        missing += _unlike_in_use()
     if missing:
         raise UnsupportedTorchError(torch.__version__, missing)
     if not is_tested:

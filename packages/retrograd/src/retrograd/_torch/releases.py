@@ -12,9 +12,20 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
 T = TypeVar("T")
+
+#: what every checkpoint without reentry runs in: since 2.15 another function, beside which the old one stays.
+CHECKPOINT = "torch.utils.checkpoint:_checkpoint_without_reentrant_generator" + (
+    "_impl" if hasattr(torch_checkpoint, "_checkpoint_without_reentrant_generator_impl") else ""
+)
+
+
+def checkpoint_contexts(*args: Any, **kwargs: Any) -> Any:
+    """The ``context_fn`` in a call of `CHECKPOINT`: since 2.15 by its name."""
+    return kwargs["context_fn"] if CHECKPOINT.endswith("_impl") else args[2]
 
 
 def gradients_of(args: Sequence[Any]) -> tuple[list[Any], bool]:
