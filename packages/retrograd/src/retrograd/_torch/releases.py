@@ -17,14 +17,14 @@ from torch.utils.checkpoint import SelectiveCheckpointContext
 
 T = TypeVar("T")
 
-#: what every checkpoint without reentry runs in: since 2.15 another function, beside which the old one stays.
+#: what every checkpoint without reentry runs in: since 2.14 another function, beside which the old one stays.
 CHECKPOINT = "torch.utils.checkpoint:_checkpoint_without_reentrant_generator" + (
     "_impl" if hasattr(torch_checkpoint, "_checkpoint_without_reentrant_generator_impl") else ""
 )
 
 
 def checkpoint_contexts(*args: Any, **kwargs: Any) -> Any:
-    """The ``context_fn`` in a call of `CHECKPOINT`: since 2.15 by its name."""
+    """The ``context_fn`` in a call of `CHECKPOINT`: since 2.14 by its name."""
     return kwargs["context_fn"] if CHECKPOINT.endswith("_impl") else args[2]
 
 
@@ -63,7 +63,7 @@ def unseen(make: Callable[[], T]) -> T:
 
 
 def policy_context(result: Any) -> SelectiveCheckpointContext:
-    """What policies of selective checkpoints are told: since 2.13 also the operator's result."""
+    """What policies of selective checkpoints are told: since 2.12 also the operator's result."""
     return SelectiveCheckpointContext(is_recompute=False, **_known(_CONTEXT, op_output=result))
 
 
