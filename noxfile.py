@@ -20,7 +20,7 @@ nox.options.error_on_missing_interpreters = True
 PINS = ("-c", "requirements/pins.txt")
 DISTRIBUTIONS = ("-e", "./packages/retrograd", "-e", "./harness")
 SOURCES = os.pathsep.join(("packages/retrograd/src", "harness/src"))
-TORCH_VERSIONS = ("2.11.0", "2.12.0", "2.13.0")
+TORCH_VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 JOBS = str(min(os.cpu_count() or 1, 8))
 FIXED = ("--device", "auto", "-n", JOBS, "--expected", "suites/parity/expected.toml")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ from unit.retrograd.aot.joint_graphs import Joint, joint, joint_by_hand, text
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
+
+
+#: a saved result, kept without its history: `detach` as torch traced it once, `alias` in newer releases.
+ALIASED = re.compile(r"\balias(_\d+)?\b")
 
 
 def before_and_after(graph: Joint, one: JointPass, is_exact: bool = True) -> str:
@@ -337,7 +342,7 @@ def test_recompute_by_policy() -> None:
     graph = joint(fn, leaf(2, 3), parameter(3, 3))
     marked = functools.partial(recompute_by_policy, selective=policy)
     assert_expected_inline(
-        before_and_after(graph, marked),
+        ALIASED.sub(r"detach\1", before_and_after(graph, marked)),
         """\
 mm = mm(arg0_1, arg1_1)
 sigmoid = sigmoid(mm)

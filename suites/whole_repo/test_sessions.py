@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from retrograd._torch.probe import TESTED
+
 SESSIONS = {"parity", "tests", "lint", "types", "imports", "bench"}
 
 
@@ -61,6 +63,7 @@ def test_one_torch_is_pinned_everywhere(root: Path) -> None:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TORCH_VERSIONS"
     )
     assert pinned in versions
+    assert tuple(version.rpartition(".")[0] for version in versions) == TESTED
 
 
 def test_every_pin_is_exact(root: Path) -> None:

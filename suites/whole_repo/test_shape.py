@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from retrograd._torch.probe import required_names
 
 LONGEST_FILE = 450
 LONGEST_FUNCTION = 70
@@ -72,6 +75,23 @@ def test_private_torch_is_reached_through_one_door(sources: list[Path], root: Pa
     outside = [path for path in sources if home in path.parents and home / "_torch" not in path.parents]
     found = {str(path.relative_to(root)): private_torch(ast.parse(path.read_text())) for path in outside}
     assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_the_probe_asks_for_all_private_torch_that_is_named(root: Path) -> None:
+    """What differs between releases may be absent, and so may CUDA."""
+    home = root / "packages/retrograd/src/retrograd/_torch"
+    trees = [
+        ast.parse(path.read_text())
+        for path in home.rglob("*.py")
+        if path.name != "releases.py" and path.parent.name != "cuda"
+    ]
+    chains = {dotted(node) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used = {name for name in chains if re.match(r"torch\.(_C\.(_\w+\.)*\w+|_[a-z]\w*)", name)}
+    asked = {name.replace(":", ".") + "." for name in required_names()}
+    is_asked = {
+        name: any(f"{name}.".startswith(one) or one.startswith(f"{name}.") for one in asked) for name in used
+    }
+    assert [name for name, asked in is_asked.items() if not asked] == []
 
 
 def test_the_door_to_private_torch_names_all_that_is_behind_it(root: Path) -> None:

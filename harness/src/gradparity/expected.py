@@ -3,20 +3,23 @@
 In: a file with `[[expected]]` tables (subject and case as globs, verdict, reason, link, date) and
 `[[fallback]]` tables (subject as a glob, a list of globs of cases, code, reason, date), and rows. Out: rows
 with the known divergences marked and the unknown fallbacks named, and the stale entries: those that matched
-executed cases of which none diverged, or fell back, as the entry says.
+executed cases of which none diverged, or fell back, as the entry says. An entry may be of some releases of
+torch only, `torch = "2.14.."` or `torch = "2.11..2.13"`; under others it is not there.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from gradparity.errors import ExpectedFileError
 from gradparity.verdict import Row, Verdict
+from gradparity.versions import is_within
 
 TABLES = {"expected", "fallback"}
 FIELDS = ("subject", "case", "verdict", "reason", "link", "date")
@@ -119,9 +122,19 @@ def load(path: Path) -> Known:
         raise ExpectedFileError(
             f"{path}: unknown tables {sorted(set(data) - TABLES)}; only {sorted(TABLES)} are known"
         )
-    divergences = [_divergence(path, n, entry) for n, entry in enumerate(data.get("expected", []), 1)]
-    fallbacks = [_fallbacks(path, n, entry) for n, entry in enumerate(data.get("fallback", []), 1)]
+    divergences = [_divergence(path, n, entry) for n, entry in _of_this_torch(path, "expected", data)]
+    fallbacks = [_fallbacks(path, n, entry) for n, entry in _of_this_torch(path, "fallback", data)]
     return Known(tuple(divergences), tuple(chain.from_iterable(fallbacks)))
+
+
+def _of_this_torch(path: Path, table: str, data: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The entries of a table, with their numbers, that are of the installed release of torch."""
+    for number, entry in enumerate(data.get(table, []), 1):
+        try:
+            if is_within(str(entry.pop("torch", ".."))):
+                yield number, entry
+        except ValueError as error:
+            raise ExpectedFileError(f"{path}, [[{table}]] {number}: torch: {error}") from error
 
 
 def _divergence(path: Path, number: int, data: dict[str, object]) -> Expected:

@@ -30,6 +30,24 @@ def row(index: int, verdict: Verdict, set_aside: bool = False, subject: str = "r
     return Row(f"op_db::add::{index}", 0, "op_db", subject, verdict, set_aside=set_aside)
 
 
+@pytest.mark.parametrize(
+    ("span", "is_there"),
+    [("2.14..", True), ("..2.14", False), ("2.15..2.15", True), ("2.11..2.13", False), ("2.9..2.16", True)],
+)
+def test_an_entry_may_be_of_some_releases_of_torch(
+    span: str, is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.__version__", "2.15.0+cpu")
+    known = entries(tmp_path, f'{ENTRY}torch = "{span}"\n')
+    assert bool(known.divergences) == is_there
+    assert [item.expected for item in known.mark([row(0, Verdict.DIVERGE)])] == [is_there]
+
+
+def test_a_range_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExpectedFileError, match=r"\[\[expected\]\] 1: torch: '>=2.14' is no range"):
+        entries(tmp_path, f'{ENTRY}torch = ">=2.14"\n')
+
+
 def test_explained_rows_are_marked(tmp_path: Path) -> None:
     rows = [row(0, Verdict.DIVERGE), row(1, Verdict.CRASH), row(2, Verdict.DIVERGE, subject="stock-ca:eager")]
     marked = entries(tmp_path).mark(rows)

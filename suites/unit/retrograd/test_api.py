@@ -1,4 +1,4 @@
-"""The public surface: names, laziness, arguments, reports, and the probe of the installed torch."""
+"""The public surface: names, laziness, arguments and reports."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 import retrograd
-from retrograd._torch import probe
 from unit.retrograd.programs import leaf
 
 
@@ -62,28 +60,3 @@ def test_the_process_report_is_bounded_by_its_structures() -> None:
             w.sin().sum().backward()
     (backward,) = retrograd.explain().backwards
     assert backward.runs == 5
-
-
-@pytest.mark.parametrize("version", ["2.10.1", "2.14.0", "3.0", "unknown"])
-def test_an_unsupported_torch_is_one_clear_error(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", version)
-    probe.check_supported.cache_clear()
-    with pytest.raises(retrograd.UnsupportedTorchError, match=f"torch {version} is not supported"):
-        with retrograd.compiled_autograd("eager"):
-            pass
-    probe.check_supported.cache_clear()
-
-
-def test_a_missing_private_name_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(probe.REQUIRED, "torch._C", ("_no_such_name",))
-    assert probe.missing_names() == ("torch._C._no_such_name",)
-    probe.check_supported.cache_clear()
-    with pytest.raises(retrograd.UnsupportedTorchError, match=r"missing  torch\._C\._no_such_name"):
-        probe.check_supported()
-    probe.check_supported.cache_clear()
-
-
-def test_the_installed_torch_is_supported() -> None:
-    probe.check_supported.cache_clear()
-    probe.check_supported()
-    assert probe.missing_names() == ()

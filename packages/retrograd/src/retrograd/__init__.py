@@ -10,6 +10,7 @@ Names are imported at first use: ``import retrograd`` is quick and does not impo
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from retrograd.version import VERSION
@@ -74,10 +75,21 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "aot":
-        return importlib.import_module("retrograd.aot")
+        return _imported("retrograd.aot")
     if name not in __all__:
         raise AttributeError(f"module 'retrograd' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES.get(name, "retrograd.errors")), name)
+    return getattr(_imported(_HOMES.get(name, "retrograd.errors")), name)
+
+
+def _imported(module: str) -> Any:
+    """A module of ours. What it cannot import of torch is missing in this release."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        if not (error.name or "").startswith("torch."):
+            raise
+        errors = importlib.import_module("retrograd.errors")
+        raise errors.UnsupportedTorchError(importlib.metadata.version("torch"), [str(error)]) from error
 
 
 def __dir__() -> list[str]:

@@ -5,6 +5,7 @@ In: what was found, where, and the way out. Out: exceptions and warnings whose t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -124,10 +125,9 @@ class OptionError(RetrogradError, ValueError):
 class UnsupportedTorchError(RetrogradError):
     """The installed torch does not offer the private protocol that retrograd stands on."""
 
-    def __init__(self, version: str, missing: tuple[str, ...]) -> None:
-        found = f"torch {version} is not supported by retrograd"
-        detail = f"\n  missing  {', '.join(missing)}" if missing else ""
-        super().__init__(f"{found}{detail}\n  try      a torch release with 2.11 <= version < 2.14")
+    def __init__(self, version: str, missing: Sequence[str]) -> None:
+        found = f"torch {version} is not supported by retrograd\n  missing  {', '.join(missing)}"
+        super().__init__(f"{found}\n  try      another release of torch, or a newer one of retrograd")
 
 
 class ContextError(RetrogradError):

@@ -16,7 +16,7 @@ import torch
 import retrograd
 from retrograd._torch.autograd.capture_turns import window
 from retrograd.live.capture.recorder import BackwardRecorder
-from unit.retrograd import forks
+from unit.retrograd._torch import forks
 from unit.retrograd._torch.forks import Meeting, another_thread, compiled_square
 from unit.retrograd.programs import Square, leaf
 

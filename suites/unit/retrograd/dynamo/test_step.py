@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import retrograd
 from unit.retrograd.dynamo.twins import Program, assert_compiled, run_twins
@@ -464,6 +465,20 @@ def test_a_function_of_the_users_on_a_leaf(is_bound_before):
     assert_compiled(run_twins(build))
 
 
+def leaves_grad_to_python() -> bool:
+    """Whether Dynamo compiles no part of a function that calls ``requires_grad_`` and ``autograd.grad``: so
+    since 2.15."""
+    counter = CompileCounter()
+
+    def norm(x):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0].norm()
+
+    torch.compile(norm, backend=counter)(torch.ones(2))
+    torch._dynamo.reset()
+    return counter.frame_count == 0
+
+
 def test_grad_of_inner_values_and_gradients_of_gradients():
     def build():
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -480,7 +495,9 @@ def test_grad_of_inner_values_and_gradients_of_gradients():
 
         return Program(step, batches(), [model], [opt])
 
-    assert_compiled(run_twins(build))
+    compiled = run_twins(build)
+    if not leaves_grad_to_python():
+        assert_compiled(compiled)
 
 
 def test_checkpointed_layers():

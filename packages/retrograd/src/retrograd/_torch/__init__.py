@@ -9,5 +9,5 @@ Each sub-package is reached through its own ``__init__``, which says what goes i
 - `subclass`, `state`, `tensor`, `fx`, `cuda`, `log`: what these need
 
 At the top: `patches` is the one table of attributes of torch that we replace, `probe` refuses a torch that
-lacks what we need, `pytree` takes containers apart.
+lacks what we need, `releases` holds what differs between the releases, `pytree` takes containers apart.
 """

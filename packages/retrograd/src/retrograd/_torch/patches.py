@@ -19,6 +19,7 @@ from typing import Any
 
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
+from retrograd._torch.releases import CHECKPOINT
 from retrograd.process import ForkSafeLock
 
 #: is given the original and the arguments of a call, and answers it.
@@ -36,9 +37,7 @@ TABLE: Mapping[str, str] = {
     "torch.autograd.function:_HookMixin._register_hook": "the same, for hooks of nodes",
     "torch.utils.hooks:RemovableHandle.remove": "a hook that is removed in a running backward must not run",
     "torch.cuda:set_stream": "nobody tells which streams a program uses, and a plan must wait for them",
-    "torch.utils.checkpoint:_checkpoint_without_reentrant_generator": (
-        "a trace marks what is to be recomputed; saved-tensor hooks would compute it at once"
-    ),
+    CHECKPOINT: ("a trace marks what is to be recomputed; saved-tensor hooks would compute it at once"),
     "torch.utils.checkpoint:CheckpointFunction.apply": "the same",
     "torch._functorch.partitioners:_extract_fwd_bwd_modules": (
         "the minimum cut is wanted, not the two graphs made of it, which take as long again"

@@ -1,82 +1,179 @@
-"""Is the installed torch one whose private engine protocol we know?
+"""Does the installed torch do what the package stands on? Asked of what it can do, not of its number.
 
-In: the imported torch. Out: nothing, or one `UnsupportedTorchError` that names what is missing.
+In: the imported torch. Out: nothing; for a release that no test has seen, one warning; or one
+`UnsupportedTorchError` that names what is missing. What modules import at their top is named by
+``retrograd.__init__``: without it they cannot be imported.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import re
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch._dynamo.compiled_autograd import AutogradCompilerInstance
+from torch.utils.checkpoint import checkpoint
 
-from retrograd.errors import UnsupportedTorchError
+from retrograd._torch.autograd.collection import clear_engine_cache, collect
+from retrograd._torch.autograd.engine import EngineRequest
+from retrograd._torch.autograd.protocol import EngineProtocol
+from retrograd._torch.patches import TABLE, handled_here, owner_and_attribute
+from retrograd._torch.releases import CHECKPOINT
+from retrograd.errors import Refusal, UnsupportedTorchError, first_line
 
-OLDEST, NEWEST = (2, 11), (2, 13)
+#: the releases that all tests ran under.
+TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
-#: module -> names that the package uses from it; found in 2.11, 2.12 and 2.13.
-REQUIRED: dict[str, tuple[str, ...]] = {
-    "torch._C._dynamo.compiled_autograd": (
-        "set_autograd_compiler",
-        "clear_cache",
-        "call_cpp_tensor_pre_hooks",
-    ),
-    "torch._C": (
-        "_current_graph_task_id",
-        "_current_autograd_node",
-        "_will_engine_execute_node",
-        "_get_dispatch_mode",
-        "_is_any_autocast_enabled",
-        "_DisableAutocast",
-    ),
-    "torch._functorch._aot_autograd.subclass_utils": ("wrap_tensor_subclasses",),
-    "torch._dynamo.output_graph": ("OutputGraph",),
-    "torch.autograd.function": ("FunctionMeta",),
-    "torch._dynamo.compiled_autograd": ("ops", "compiled_autograd_enabled"),
-    "torch._dynamo.eval_frame": ("_stance",),
-    "torch.autograd.graph": ("_engine_run_backward",),
-    "torch.autograd": ("_engine_run_backward",),
-    "torch.fx.graph": ("_BoxedCodeGen", "_Namespace", "_FindNodesLookupTable"),
-    "torch._C._dynamo.guards": ("TensorGuards",),
+#: what is neither imported by name nor replaced, but asked for when it is needed: owner -> attributes.
+REQUIRED = {
+    "torch:": "_foreach_add_ _foreach_copy_ _from_functional_tensor _functionalize_has_data_mutation "
+    "_functionalize_are_all_mutations_hidden_from_autograd _functionalize_has_metadata_mutation "
+    "_functionalize_are_all_mutations_under_no_grad_or_inference_mode _functionalize_was_storage_changed "
+    "_functionalize_was_inductor_storage_resized _is_functional_tensor _mirror_autograd_meta_to _sync",
+    "torch:_C.": "DisableTorchFunction DisableTorchFunctionSubclass _AutoDispatchBelowAutograd "
+    "_DisableAutocast _FunctionBase _TorchDispatchModeKey _current_graph_task_id _dispatch_keys "
+    "_get_deterministic_algorithms _get_deterministic_algorithms_warn_only _get_dispatch_mode "
+    "_get_tracing_state _is_any_autocast_enabled _len_torch_dispatch_stack _len_torch_function_stack "
+    "_set_grad_enabled _storage_Use_Count",
+    "torch:_C._autograd.": "CreationMeta SavedTensor _get_creation_meta _get_current_graph_task_keep_graph "
+    "_get_sequence_nr _profiler_enabled _set_creation_meta _top_saved_tensors_default_hooks",
+    "torch:_C._dynamo.compiled_autograd.": "call_cpp_tensor_pre_hooks clear_cache set_autograd_compiler",
+    "torch:_C._dynamo.guards.": "TensorGuards",
+    "torch:_C._functorch.": "is_functorch_wrapped_tensor is_legacy_batchedtensor maybe_current_level",
+    "torch._dynamo:": "optimize",
+    "torch._dynamo.compiled_autograd:": "compiled_autograd_enabled ops",
+    "torch._dynamo.eval_frame:": "_optimize _stance",
+    "torch._ops:": "HigherOrderOperator OpOverload OperatorBase",
+    "torch._subclasses:": "FakeTensor",
+    "torch.fx.graph:": "_BoxedCodeGen _FindNodesLookupTable _Namespace",
 }
 
 
-def torch_release(version: str | None = None) -> tuple[int, int]:
-    """The (major, minor) release of `version`, by default of the imported torch."""
-    found = re.match(r"(\d+)\.(\d+)", version or torch.__version__)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+def required_names() -> tuple[str, ...]:
+    """What must be there, as `owner_and_attribute` takes it."""
+    return (*TABLE, *(owner + each for owner, names in REQUIRED.items() for each in names.split()))
 
 
-def missing_names() -> tuple[str, ...]:
+def missing_names() -> Iterator[str]:
     """The private names that this torch does not have, fully qualified."""
-    missing: list[str] = []
-    for module_name, names in REQUIRED.items():
-        module = _find(module_name)
-        if module is None:
-            missing.append(module_name)
-        else:
-            missing += [f"{module_name}.{name}" for name in names if not hasattr(module, name)]
-    return tuple(missing)
+    for name in required_names():
+        try:
+            owner_and_attribute(name)
+        except (ImportError, AttributeError):
+            yield name.replace(":", ".")
 
 
-def _find(module_name: str) -> Any:
-    """A module, also one inside the C extension, which the import system does not know."""
+def unlike_calls() -> Iterator[str]:
+    """The calls of the protocol that torch's own capture object takes with other arguments than ours."""
+    for name, ours in vars(EngineProtocol).items():
+        theirs = getattr(AutogradCompilerInstance, name, None)
+        if not name.startswith("_") and theirs is not None:
+            try:
+                inspect.signature(ours).bind(*inspect.signature(theirs).parameters)
+            except TypeError as error:
+                yield f"AutogradCompilerInstance.{name} as it was ({error})"
+
+
+class _Listener:
+    """A recorder and an artifact that only notes which nodes it is told of."""
+
+    n_outputs, needs_engine_frame = 0, False
+
+    def __init__(self) -> None:
+        self.nodes: list[str] = []
+
+    def __call__(self, _: Any) -> list[None]:
+        return []
+
+    def begin(self, inputs: int, sizes: int, scalars: int) -> tuple[list[int], ...]:
+        return list(range(inputs)), list(range(sizes)), list(range(scalars))
+
+    def enter_node(self, index: int, name: str) -> None:
+        self.nodes.append(name)
+
+    def node(self, name: str, fn: Any, grads: Any, args: Any, wanted: list[bool]) -> list[Any]:
+        return [name if want else None for want in wanted]
+
+    def validate(self, fn: Any, outputs: list[Any], args: Any) -> list[Any]:
+        return outputs
+
+    def accumulate(self, variable: Any, grad: Any, has_post_hooks: bool) -> Any:
+        return grad
+
+    def finish(self, outputs: list[Any]) -> Any:
+        return self
+
+
+def unlike_backward() -> Iterator[str]:
+    """What the engine does otherwise in the backward of ``x.sin()``."""
+    listener: Any = _Listener()
+    request = EngineRequest((_leaf().sin(),), (_leaf().detach(),), False, False, accumulate_grad=True)
     try:
-        return importlib.import_module(module_name)
-    except ImportError:
-        parent, _, name = module_name.rpartition(".")
-        return getattr(_find(parent), name, None) if parent else None
+        collect(request, lambda: EngineProtocol(listener), lambda _: None)
+        if listener.nodes != _SINE:
+            yield f"the engine's protocol as it was (of {_SINE} it tells {listener.nodes})"
+    except Refusal:
+        pass  # another thread is in a backward: not to be asked now
+    except Exception as error:
+        yield f"the engine's protocol as it was ({first_line(error)})"
+    finally:
+        clear_engine_cache()  # the engine would give the listener to the next such backward
+
+
+_SINE = ["torch::autograd::GraphRoot", "SinBackward0", "torch::autograd::AccumulateGrad"]
+
+
+def unused_entrances() -> Iterator[str]:
+    """Functions that we replace because torch comes by them, and by which it no longer comes."""
+    for name, go in _ENTRANCES.items():
+        seen: list[str] = []
+
+        def passed(original: Any, *args: Any, seen: list[str] = seen, **kwargs: Any) -> Any:
+            seen.append("")
+            return original(*args, **kwargs)
+
+        with handled_here(name, passed):
+            go(_leaf())
+        if not seen:
+            yield f"{name.replace(':', '.')} where it was (nothing calls it)"
+
+
+_ENTRANCES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "torch.autograd:_engine_run_backward": lambda x: x.sin().backward(),
+    "torch.utils.checkpoint:CheckpointFunction.apply": lambda x: checkpoint(torch.sin, x, use_reentrant=True),
+    CHECKPOINT: lambda x: checkpoint(torch.sin, x, use_reentrant=False),
+}
+
+
+def _leaf() -> torch.Tensor:
+    return torch.ones((), device="cpu", requires_grad=True)
+
+
+def _unlike_in_use() -> list[str]:
+    """What is otherwise in use, seen on a thread of its own, which has no modes."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: [*unlike_backward(), *unused_entrances()]).result()
 
 
 @functools.cache
 def check_supported() -> None:
     """Raise `UnsupportedTorchError` unless this torch offers the protocol. Runs once per process.
 
+    Backwards are run for untested releases only: before them, a process with devices may still fork.
+
     Raises:
-        UnsupportedTorchError: the release is outside 2.11 to 2.13, or a private name is missing.
+        UnsupportedTorchError: a private name is missing, or the engine's protocol is another one.
     """
-    missing = missing_names()
-    if missing or not OLDEST <= torch_release() <= NEWEST:
+    is_tested = torch.__version__.startswith(tuple(f"{release}." for release in TESTED))
+    missing = [*missing_names(), *unlike_calls()]
+    if not missing and not is_tested:
+        missing += _unlike_in_use()
+    if missing:
         raise UnsupportedTorchError(torch.__version__, missing)
+    if not is_tested:
+        text = f"torch {torch.__version__} is untested with retrograd, which knows {', '.join(TESTED)}"
+        warnings.warn(f"{text}; all that it asks of torch is there", stacklevel=3)

@@ -2,7 +2,7 @@
 
 In: the context (which is the autograd node) of such a function. Out: `AotBackward`, or `Refusal`
 with the reason why this backward is better left to the function itself. Read from
-``torch/_functorch/_aot_autograd/runtime_wrappers.py`` of torch 2.11 to 2.13.
+``torch/_functorch/_aot_autograd/runtime_wrappers.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch._functorch._aot_autograd.schemas import OutputType, SubclassCreationM
 from torch._functorch._aot_autograd.subclass_utils import wrap_tensor_subclasses
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from retrograd._torch.releases import wants_gradient
 from retrograd.errors import Refusal
 from retrograd.graph.aot_backward import AotBackward, BuiltGradient, Tangent
 
@@ -93,7 +94,7 @@ def _loaded_with_seed(load: Callable[[], Any], seed: int) -> Any:
 
 def _obstacles(module: fx.GraphModule, metadata: Any) -> Iterator[str]:
     """What stands against laying the graph into another one."""
-    if metadata.is_rng_op_functionalized or getattr(metadata, "num_graphsafe_rng_states", 0):
+    if metadata.is_rng_op_functionalized or metadata.num_graphsafe_rng_states:
         yield "it replays random numbers of the forward from saved generator states"
     if metadata.num_backward_tokens:
         yield "it orders side effects by tokens"
@@ -167,8 +168,7 @@ def _slots_with_tangent(metadata: Any) -> list[int]:
 
 def _has_tangent(info: Any) -> bool:
     kinds = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
-    wanted = getattr(info, "requires_grad_for_backward", info.requires_grad)
-    return info.output_type in kinds and issubclass(info.raw_type, torch.Tensor) and bool(wanted)
+    return info.output_type in kinds and issubclass(info.raw_type, torch.Tensor) and wants_gradient(info)
 
 
 def _leaves(meta: Any) -> int:

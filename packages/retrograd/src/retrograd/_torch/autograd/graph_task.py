@@ -8,6 +8,7 @@ eager, and grad mode, ``keep_graph`` and the validity of reentrant checkpointing
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch
 
 from retrograd._torch.autograd.capture_turns import window
 from retrograd._torch.autograd.engine import EngineRequest, run_stock
+from retrograd._torch.releases import unseen
 
 
 class _Body(threading.local):
@@ -48,14 +50,17 @@ class _RunBody(torch.autograd.Function):
         return None, None
 
 
+def _leaf_and_root(bodies: list[Callable[[], None]]) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.enable_grad(), torch.inference_mode(False):
+        leaf = torch.zeros((), requires_grad=True, device="cpu")
+        root: torch.Tensor = _RunBody.apply(leaf, bodies)
+        return leaf, root
+
+
 def run_in_graph_task(body: Callable[[], None], request: EngineRequest) -> None:
     """Run `body` as the one node of a backward like `request`."""
-    if _body.root is None:
-        with torch.enable_grad(), torch.inference_mode(False):
-            _body.leaf = torch.zeros((), requires_grad=True, device="cpu")
-            _body.root = _RunBody.apply(_body.leaf, _body.stack)
-    assert _body.root is not None
-    assert _body.leaf is not None
+    if _body.root is None or _body.leaf is None:
+        _body.leaf, _body.root = unseen(functools.partial(_leaf_and_root, _body.stack))
     only_leaf = (_body.leaf,) if request.inputs or not request.accumulate_grad else ()
     task = replace(
         request,

@@ -11,7 +11,8 @@ import torch
 
 from retrograd._torch.autograd.capture_turns import window
 from retrograd._torch.autograd.engine import EngineRequest, run_stock
-from retrograd._torch.tensor import layout_contract_enforced, obeys_layout_contract
+from retrograd._torch.releases import is_layout_enforced
+from retrograd._torch.tensor import obeys_layout_contract
 
 #: whether torch was made to warn already, by grad mode: it has one warning for each branch of its code.
 _warned: set[bool] = set()
@@ -23,7 +24,7 @@ def warn_of_layout(existing: torch.Tensor, grad: torch.Tensor, variable: torch.T
     create_graph = torch.is_grad_enabled()
     if total is None or (create_graph in _warned and not torch.is_warn_always_enabled()):
         return
-    if not _is_dense(total, existing, grad, variable) or not layout_contract_enforced():
+    if not _is_dense(total, existing, grad, variable) or not is_layout_enforced():
         return
     if obeys_layout_contract(total, variable):
         return

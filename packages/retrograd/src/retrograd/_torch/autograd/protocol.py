@@ -1,4 +1,4 @@
-"""The object that the engine talks to when it meets a new structure, for torch 2.11 to 2.13.
+"""The object that the engine talks to when it meets a new structure.
 
 In: the engine's calls, whose forms differ by release, with placeholder tensors of ours for everything
 lifted. Out: the same calls in one form to a `Recorder`, with the recorder's own values.
@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from retrograd._torch.autograd.aot_functions import is_aot_function, read_aot_backward
 from retrograd._torch.autograd.collection import runtime_wrapper
+from retrograd._torch.releases import accumulated
 from retrograd._torch.tensor import zeros_of_slot
 from retrograd.errors import Refusal
 from retrograd.graph.aot_backward import AotBackward, AotCall
@@ -251,14 +252,13 @@ class EngineProtocol:
         return self._answer((True,), lambda: [self._recorder.add(self._read(old), self._read(new))])[0]
 
     def accumulate_grad(self, variable: Any, *rest: Any) -> torch.Tensor | None:
-        # 2.11 and 2.12: (grad, has_post_hooks), returns nothing; 2.13: (old .grad, grad, has_post_hooks).
-        *old, grad, has_post_hooks = rest
+        grad, has_post_hooks, is_answered = accumulated(rest)
 
         def recorded() -> list[Value]:
-            return [self._recorder.accumulate(self._read(variable), self._read(grad), bool(has_post_hooks))]
+            return [self._recorder.accumulate(self._read(variable), self._read(grad), has_post_hooks)]
 
         result = self._answer((True,), recorded)[0]
-        return result if old else None
+        return result if is_answered else None
 
     def tensor_pre_hook(self, grads: list[Any], hook: int, slot: int) -> list[Any]:
         return self._tensor_hook(HookKind.TENSOR_PRE, grads, hook, slot)

@@ -23,6 +23,7 @@ from torch import fx
 
 from retrograd._torch.fx import copied
 from retrograd._torch.patches import handle
+from retrograd._torch.releases import gradients_of
 from retrograd._torch.tensor import zeros_for_slot
 
 
@@ -118,9 +119,7 @@ def _make_differentiable(
         return result
 
     def backward_with_graph(ctx: Any, *grads: Any) -> Any:
-        # From torch 2.12 on the gradients come as one list.
-        boxed = len(grads) == 1 and isinstance(grads[0], list)
-        flat = grads[0] if boxed else list(grads)
+        flat, boxed = gradients_of(grads)
         if torch.is_grad_enabled() and is_active():
             result = _differentiate(graph, cls.metadata, ctx._retrograd_inputs, flat)
             if result is not None:

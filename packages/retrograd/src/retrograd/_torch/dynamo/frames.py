@@ -11,7 +11,6 @@ most frames on. That needs no patch of torch and no setting of the process: othe
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 from torch._dynamo.types import ConvertFrameReturn
 
 from retrograd._torch.dynamo.guards import guard_environment
+from retrograd._torch.releases import frame_limits
 
 #: how often the conversion of one piece of code may fail: a first failure may be an accident, such as another
 #: thread that changes what Dynamo has just looked at.
@@ -110,15 +110,12 @@ def compiled_frames(
     Args:
         fn, backend, dynamic: as ``torch.compile`` takes them.
         watch: is asked, and told.
-        recompile_limit: heeded from torch 2.13 on; before, it is that of ``torch._dynamo.config``.
+        recompile_limit: heeded if torch takes it; else it is that of ``torch._dynamo.config``.
         are_numbers_exact: whether arithmetic of Python numbers that change from call to call must be
             Python's.
     """
-    known = inspect.signature(eval_frame._optimize).parameters
-    options = {"recompile_limit": recompile_limit, "isolate_recompiles": True}
-    context: Any = torch._dynamo.optimize(
-        backend=backend, dynamic=dynamic, **{name: options[name] for name in options if name in known}
-    )
+    limits = frame_limits(eval_frame._optimize, recompile_limit)
+    context: Any = torch._dynamo.optimize(backend=backend, dynamic=dynamic, **limits)
     context.callback = _Callback(context.callback, watch, are_numbers_exact)
     compiled: Callable[..., Any] = context(fn)
     return compiled

@@ -3,7 +3,7 @@
 In: the graph that is being written, and a call or a node to copy. Out: the node that ``create_node`` or
 ``node_copy`` would have made, with the same name in the same place. Left out are the search of the arguments
 for symbolic numbers and the callbacks of a module that owns the graph: a deep model's backward has tens of
-thousands of nodes, and these graphs have neither. Source: ``torch/fx/graph.py``, alike in 2.11 to 2.13.
+thousands of nodes, and these graphs have neither. Source: ``torch/fx/graph.py``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from retrograd._torch.tensor.ownership import (
     accumulate_in_node,
     clone_for_layout_contract,
     graph_is_kept,
-    layout_contract_enforced,
     obeys_layout_contract,
     zeros_for_slot,
     zeros_of_slot,

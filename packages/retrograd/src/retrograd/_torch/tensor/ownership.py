@@ -12,12 +12,6 @@ from typing import Any
 import torch
 
 
-def layout_contract_enforced() -> bool:
-    """Whether gradients must have their parameter's layout (may be switched off from 2.13 on)."""
-    asked = getattr(torch._C, "_is_grad_layout_enforcement_enabled", None)
-    return True if asked is None else bool(asked())
-
-
 def is_non_overlapping_and_dense(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements fill a block of memory, each once."""
     if tensor.is_contiguous():

@@ -17,6 +17,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from retrograd._torch.patches import handled_here
+from retrograd._torch.releases import CHECKPOINT, checkpoint_contexts
 
 
 class _Marks(Protocol):
@@ -29,15 +30,8 @@ def checkpoints_marked(tracer: _Marks) -> Iterator[None]:
     """Checkpoints that run inside, on this thread, only mark."""
     groups = itertools.count(1)
 
-    def without_reentry(
-        original: Any,
-        fn: Any,
-        preserve_rng_state: bool = True,
-        context_fn: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Iterator[None]:
-        return _marked(tracer, _policy(context_fn), next(groups))
+    def without_reentry(original: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        return _marked(tracer, _policy(checkpoint_contexts(*args, **kwargs)), next(groups))
 
     def reentrant(original: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         """In place of ``CheckpointFunction.apply``: gradients only if an argument requires grad."""
@@ -46,7 +40,7 @@ def checkpoints_marked(tracer: _Marks) -> Iterator[None]:
             return function(*args)
 
     with (
-        handled_here("torch.utils.checkpoint:_checkpoint_without_reentrant_generator", without_reentry),
+        handled_here(CHECKPOINT, without_reentry),
         handled_here("torch.utils.checkpoint:CheckpointFunction.apply", reentrant),
     ):
         yield

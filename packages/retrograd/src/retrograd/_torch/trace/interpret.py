@@ -16,13 +16,9 @@ from torch import fx
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS,
-    CheckpointPolicy,
-    SelectiveCheckpointContext,
-    _CachingTorchDispatchMode,
-)
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, _CachingTorchDispatchMode
 
+from retrograd._torch.releases import policy_context
 from retrograd._torch.trace.graph_tracer import noted
 from retrograd.errors import Refusal
 
@@ -100,21 +96,13 @@ class _Tagging(TorchDispatchMode):
             return func(*args, **kwargs)
         with _new_nodes() as made:
             result = func(*args, **kwargs)
-        policy = self._policy(_context(result), func, *args, **kwargs)
+        policy = self._policy(policy_context(result), func, *args, **kwargs)
         if isinstance(policy, bool):
             policy = CheckpointPolicy.MUST_SAVE if policy else CheckpointPolicy.PREFER_RECOMPUTE
         for node in made:
             if "recompute" not in node.meta:  # the innermost checkpoint decides
                 node.meta["recompute"], node.meta["ac_graph_id"] = policy, self._number
         return result
-
-
-def _context(result: Any) -> Any:
-    """What policies are told; the result since torch 2.13."""
-    context = SelectiveCheckpointContext(is_recompute=False)
-    if hasattr(context, "op_output"):
-        context.op_output = result
-    return context
 
 
 @contextmanager

@@ -12,11 +12,11 @@ from sys import getrefcount
 import torch
 
 from retrograd._torch.autograd import warn_of_layout
+from retrograd._torch.releases import is_layout_enforced
 from retrograd._torch.state import without_torch_functions
 from retrograd._torch.tensor import (
     accumulate_in_node,
     clone_for_layout_contract,
-    layout_contract_enforced,
     obeys_layout_contract,
 )
 
@@ -98,7 +98,7 @@ def _may_be_taken_over(variable: torch.Tensor, grad: torch.Tensor) -> bool:
         return True
     if grad.layout is not torch.strided or variable.layout is torch.sparse_csr:
         return False
-    return not layout_contract_enforced() or obeys_layout_contract(grad, variable)
+    return not is_layout_enforced() or obeys_layout_contract(grad, variable)
 
 
 def _parts_are_contiguous(grad: torch.Tensor) -> bool:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from retrograd._torch.releases import is_layout_enforced
 from retrograd._torch.state import torch_functions_off
-from retrograd._torch.tensor import layout_contract_enforced
 from retrograd._torch.trace import InputGuard, add_each
 from retrograd.live.calls.gradients import OWN_REFERENCES, accumulate_grad
 
@@ -41,7 +41,7 @@ class Accumulator:
                 be stolen.
         """
         with torch_functions_off():
-            is_plain = not torch.is_grad_enabled() and layout_contract_enforced()
+            is_plain = not torch.is_grad_enabled() and is_layout_enforced()
             if is_plain and self._are_as_before(variables, grads):
                 self._write(variables, grads)
             else:

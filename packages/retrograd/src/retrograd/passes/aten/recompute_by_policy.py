@@ -7,7 +7,6 @@ is never made twice.
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -15,9 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import fx
 from torch.fx.node import map_arg
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.fx import has_effect, is_operator_overload
+from retrograd._torch.releases import policy_context
 from retrograd.errors import PassError, Reason
 from retrograd.graph.dependence import cotangents_reaching
 from retrograd.passes.aten.edit import signature_of
@@ -33,7 +33,6 @@ _KNOWN = frozenset(
 )
 #: policies are not asked about these, which share the mark of what they are taken from.
 _PARTS = frozenset({operator.getitem, torch.ops.aten.detach.default, torch.ops.aten.alias.default})
-_TAKES_OUTPUT = "op_output" in inspect.signature(SelectiveCheckpointContext.__init__).parameters
 
 
 def recompute_by_policy(
@@ -87,10 +86,8 @@ def _asked(node: fx.Node, policy: Policy) -> CheckpointPolicy | None:
 def _asked_selective(node: fx.Node, selective: Any) -> CheckpointPolicy | None:
     if not is_operator_overload(node.target):
         return None
-    more = {"op_output": node.meta.get("val")} if _TAKES_OUTPUT else {}
-    context = SelectiveCheckpointContext(is_recompute=False, **more)
     args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda value: value.meta.get("val"))
-    answer = selective(context, node.target, *args, **kwargs)
+    answer = selective(policy_context(node.meta.get("val")), node.target, *args, **kwargs)
     answer = _BOOLEANS[answer] if isinstance(answer, bool) else answer
     if answer not in _KNOWN:
         way_out = "answer MUST_ or PREFER_, SAVE or RECOMPUTE"
