@@ -6,7 +6,6 @@ would return.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 
 import torch
@@ -27,20 +26,17 @@ from retrograd.errors import CaptureError, Reason, Refusal, first_line
 from retrograd.events import live_log
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.live.capture.retained_graph import collect_and_release
-from retrograd.live.capture.structure import first_difference
 from retrograd.live.capture.unreached import raise_as_eager
 from retrograd.live.captured import CapturedBackward
 from retrograd.live.inlined.consumed_parts import use_up
 from retrograd.live.inlined.request_inlined import with_compiled_functions
 from retrograd.live.lower.determinism import operations_may_warn
+from retrograd.live.repetition import Repetition
 from retrograd.live.run.plan import Plan
 from retrograd.live.run.running_backward import RunningBackward
-from retrograd.report import BackwardReport, Report
+from retrograd.report import Report
 
 Grads = tuple[torch.Tensor | None, ...]
-
-#: after so many new structures in a row that were met only once, a new one is interpreted when first met.
-NOTHING_REPEATS = 16
 
 
 class Session:
@@ -53,10 +49,12 @@ class Session:
 
     def __init__(self, config: Config, report: Report) -> None:
         self.config, self._report = config, report
-        self._recent: deque[BackwardReport] = deque(maxlen=NOTHING_REPEATS)
+        self._repetition = Repetition()
 
     def run(self, asked: EngineRequest) -> Grads:
         """Run one backward."""
+        if not self.config.strict and (reason := self._repetition.why_not(asked)):
+            return self._fall_back(asked, reason)
         request = with_compiled_functions(asked)
         if obstacle := why_not_collectable(request):
             return self._fall_back(asked, _reason(*obstacle))
@@ -90,19 +88,10 @@ class Session:
     def _plan(self, captured: CapturedBackward, request: EngineRequest) -> Plan:
         plan, is_new = captured.plan(self.config, request)
         if is_new:
-            self._postpone_if_nothing_repeats(plan)
             self._report.captured(plan.report)
             live_log.info("%s", plan.report)
             plan.log.laid_out()
         return plan
-
-    def _postpone_if_nothing_repeats(self, plan: Plan) -> None:
-        """Where every backward has a structure of its own, compile those only that are met again."""
-        recent = self._recent
-        if len(recent) == recent.maxlen and all(report.runs <= 1 for report in recent):
-            difference = first_difference(recent[-1].graph, plan.report.graph)
-            plan.postpone(f"the last {len(recent)} structures were met once each: {difference}")
-        recent.append(plan.report)
 
     # run
 
@@ -119,6 +108,7 @@ class Session:
 
     def _run_plan(self, call: Collected, request: EngineRequest) -> Grads:
         plan = self._plan(call.artifact, request)
+        self._repetition.runs(plan)
         running = RunningBackward(request)
         use_up(call.artifact.backward, request, lambda: running.node_calls)
         results: list[Grads] = []
