@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.fx import boxed, copied
+from retrograd._torch.fx import boxed
 from retrograd.backends.base import SEGMENT, Boxed, Half
 
 
@@ -22,7 +22,7 @@ class EagerBackend:
         return {}
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
-        return boxed(copied(gm.graph), gm)
+        return boxed(gm)
 
 
 class AtenBackend(EagerBackend):

@@ -74,7 +74,7 @@ class SpecialisedPlan:
         self._calls = tuple(number for number, step in steps if isinstance(step, OpaqueCall))
         self._modes = ThreadModes.now()
         self._written: GeneratedSource = write(laid)
-        self._code = self._written.function()
+        self._code = self._written.emit.function()
         self.left = 0
 
     def run(
@@ -132,7 +132,7 @@ class SpecialisedPlan:
             if number >= step
             for pair in zip(nodes, found[name], strict=True)
         )
-        values = {node: found[name] for name, node in self._written.values.items() if name in found}
+        values = self._written.values(found)
         found.clear()
         return Bailout(step, values, versions, modes)
 
