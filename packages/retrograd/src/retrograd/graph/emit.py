@@ -127,6 +127,23 @@ def boxed_calls(
     emit.unpack(inputs, "args")
     emit.line("args.clear()")
     emit.let_go(dying.get(-1, ()))
+    let_go = [value for i in range(len(calls)) for value in dying.get(i, ())]
+    emit_calls(emit, calls, let_go, root)
+    emit.line(f"return {emit.expression(results)}")
+    return emit.function()
+
+
+def emit_calls(
+    emit: Emitter, calls: Sequence[fx.Node], let_go: Iterable[fx.Node], root: object = None
+) -> None:
+    """Lines that make `calls` in order, and delete the values `let_go` after the last of them that reads each.
+
+    Args:
+        root: has the constants that ``get_attr`` nodes name.
+    """
+    gone = set(let_go)
+    reads = ((i, (node, *node.all_input_nodes)) for i, node in enumerate(calls))
+    dying = last_uses((i, [value for value in values if value in gone]) for i, values in reads)
     for i, node in enumerate(calls):
         if node.op == "get_attr":
             value = emit.refer("held", attrgetter(str(node.target))(root))
@@ -135,8 +152,6 @@ def boxed_calls(
             value = f"{_function(emit, node, root)}({', '.join(items)})"
         emit.line(f"{emit.name(node)} = {value}")
         emit.let_go(dying.get(i, ()))
-    emit.line(f"return {emit.expression(results)}")
-    return emit.function()
 
 
 def _function(emit: Emitter, node: fx.Node, root: object) -> str:

@@ -117,7 +117,9 @@ class Session:
             with answering(running), event("retrograd.run", plan.log.compile_id), in_order_with_streams():
                 results.append(tuple(plan.run(call, running)))
 
-        if plan.runs_user_code or operations_may_warn():
+        # The engine warns of a backward with create_graph.
+        warns = operations_may_warn() or (request.create_graph and request.accumulate_grad)
+        if plan.runs_user_code or warns:
             run_in_graph_task(body, request)
         else:
             with torch.set_grad_enabled(request.create_graph):
@@ -150,6 +152,10 @@ class Session:
         if self.config.strict:
             raise CaptureError(reason) from error
 
+    def leave_to_transform(self) -> None:
+        """``torch.func`` differentiates tensors of its own, by a backward that is part of the transform."""
+        self._report.noted(_TRANSFORM, warn=False)
+
     def note(self, reason: Reason) -> None:
         """A backward has run on the stock engine."""
         self._report.fell_back(reason, "a backward ran on the stock engine")
@@ -178,6 +184,13 @@ _WAY_OUT = {
     "cpp-function-kept": "declare `static constexpr bool is_traceable = true` if it keeps no state",
     "engine-busy": "run the backwards of several threads one after the other to have them compiled",
 }
+
+_TRANSFORM = Reason(
+    "transform",
+    "torch.func (grad, vjp, jacrev, …) differentiated inside the context: that backward was not captured",
+    "live.capture",
+    way_out="torch.autograd.grad, or .backward()",
+)
 
 _NO_HISTORY = _reason(
     "create-graph-through-unpack-hooks",

@@ -102,6 +102,9 @@ def edge_of(root: Any) -> tuple[Any, int]:
     if isinstance(root, GradientEdge):
         return root.node, root.output_nr
     if isinstance(root, torch.Tensor) and (root.grad_fn is not None or root.requires_grad):
+        if root.grad_fn is None and root.layout is not torch.strided:  # torch asks a view, which has none
+            with torch.enable_grad():
+                return root.clone().grad_fn.next_functions[0]  # type: ignore[union-attr]
         edge = get_gradient_edge(root)
         return edge.node, edge.output_nr
     return None, 0

@@ -7,6 +7,7 @@ In: gradients (None is undefined). Out: their sum, or the parameter's ``.grad``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from sys import getrefcount
 
 import torch
@@ -43,8 +44,7 @@ def sum_gradients(*grads: Grad) -> Grad:
     return total
 
 
-@without_torch_functions
-def accumulate_grad(variable: torch.Tensor, box: list[Grad], kept_for_post_hooks: bool = False) -> None:
+def accumulate_quietly(variable: torch.Tensor, box: list[Grad], kept_for_post_hooks: bool = False) -> None:
     """Write a gradient into ``variable.grad`` with eager's rules: steal, copy, or add.
 
     Args:
@@ -57,7 +57,9 @@ def accumulate_grad(variable: torch.Tensor, box: list[Grad], kept_for_post_hooks
     grad = box.pop()
     if grad is None or not variable.requires_grad:
         return
-    existing = variable.grad
+    if variable.grad_dtype is not None and grad.dtype is not variable.grad_dtype:
+        grad = grad.to(variable.grad_dtype)
+    existing = grad_of(variable)
     if existing is None:
         # Asked here, not in a function of its own: a call to Python holds one more reference where Dynamo's
         # evaluation of frames is installed.
@@ -74,11 +76,21 @@ def accumulate_grad(variable: torch.Tensor, box: list[Grad], kept_for_post_hooks
     warn_of_layout(existing, grad, variable)
 
 
+accumulate_grad = without_torch_functions(accumulate_quietly)
+accumulate_grad.__name__ = accumulate_grad.__qualname__ = "accumulate_grad"
+
+
+#: torch's own: a subclass may have a property of that name, which eager's C++ does not call.
+_grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+grad_of: Callable[[torch.Tensor], Grad] = _grad.__get__
+set_grad: Callable[[torch.Tensor, torch.Tensor], None] = _grad.__set__
+
+
 def _write(variable: torch.Tensor, total: torch.Tensor, grad: torch.Tensor) -> None:
     """Make `total` the ``.grad``. Python refuses one of another size, dtype or layout than the leaf, which
     eager's C++ does not: then torch's own node accumulates `grad`."""
     try:
-        variable.grad = total
+        set_grad(variable, total)
     except RuntimeError:
         accumulate_in_node(variable, grad)
 

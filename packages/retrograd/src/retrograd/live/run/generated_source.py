@@ -17,13 +17,16 @@ from torch import fx
 from retrograd._torch.autograd import versions_of
 from retrograd._torch.state import torch_functions_off
 from retrograd.graph.backward_graph import Source, SourceKind, call_of
-from retrograd.graph.emit import Emitter
+from retrograd.graph.emit import Emitter, emit_calls
 from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment
-from retrograd.live.calls.gradients import accumulate_grad
+from retrograd.live.calls.gradients import accumulate_quietly
 from retrograd.live.calls.many_gradients import Accumulator
 
 Check = Callable[[Sequence[Any]], bool]
+
+#: calls in which no class of tensors written in Python has a say: the engine's own closures, and ours.
+_NATIVE = frozenset({CallKind.NODE, CallKind.VALIDATE, CallKind.PROJECT, CallKind.SUM, CallKind.COPY_SLICES})
 
 _LISTS = {
     SourceKind.INPUT: "inputs",
@@ -60,12 +63,12 @@ class GeneratedSource:
     Attributes:
         emit: its lines and variables.
         steps: by line number, the step whose code is called there.
-        watched: by step, the local variable of the versions that it expects, and the nodes that have them.
+        watched: by step, saved tensors with the places of their versions in the local variable `versions`.
     """
 
     emit: Emitter
     steps: dict[int, int] = field(default_factory=dict)
-    watched: dict[int, tuple[str, tuple[fx.Node, ...]]] = field(default_factory=dict)
+    watched: dict[int, list[tuple[int, fx.Node]]] = field(default_factory=dict)
 
     def values(self, found: Mapping[str, Any]) -> dict[fx.Node, Any]:
         """The values of nodes among the local variables of a run."""
@@ -117,9 +120,9 @@ class _Writer:
 
     def _begin(self) -> None:
         self._emit.names.update(
-            versions=versions_of,
+            versions_of=versions_of,
             quiet=torch_functions_off,
-            accumulate_one=accumulate_grad,
+            accumulate_one=accumulate_quietly,
         )
         bound = {(source.kind, source.index): node for node, source in self._laid.placeholders if node.users}
         unused = False
@@ -139,48 +142,57 @@ class _Writer:
         self._take_versions()
 
     def _take_versions(self) -> None:
-        """The versions of saved tensors that are read after user code has run."""
-        had_user_code = False
+        """The versions of saved tensors that are read after something may have changed them: user code, or an
+        addition to a ``.grad`` that shares their memory."""
+        may_be_changed = False
+        watched: list[fx.Node] = []
         for number, step in enumerate(self._laid.schedule.steps):
             read: Sequence[fx.Node] = ()
             if isinstance(step, Segment):
                 read = step.inputs
             elif isinstance(step, OpaqueCall) and call_of(step.node).kind is CallKind.FUNCTION:
                 read = step.node.all_input_nodes
-            saved = tuple(node for node in read if node in self._laid.saved)
-            if saved and had_user_code:
-                self.written.watched[number] = (f"w{number}", saved)
-                self._emit.line(f"w{number} = versions({self._emit.listed(saved)})")
-            had_user_code |= isinstance(step, OpaqueCall)
+            saved = [node for node in read if node in self._laid.saved] if may_be_changed else []
+            if saved:
+                self.written.watched[number] = list(enumerate(saved, len(watched)))
+                watched += saved
+            may_be_changed |= not isinstance(step, Segment)
+        if watched:
+            self._emit.line(f"versions = versions_of({self._emit.listed(watched)})")
+            self._emit.line("if None in versions: return 0, locals()")
 
     def _leave_if_changed(self, number: int) -> None:
-        if number in self.written.watched:
-            name, saved = self.written.watched[number]
-            self._emit.line(f"if versions({self._emit.listed(saved)}) != {name}: return {number}, locals()")
+        if saved := self.written.watched.get(number):
+            tests = (f"{self._emit.name(node)}._version != versions[{place}]" for place, node in saved)
+            self._emit.line(f"if {' or '.join(tests)}: return {number}, locals()")
 
     # the steps
 
     def _stretch(self, number: int) -> int:
         """Steps without user code; returns the number of the step after them."""
         steps = self._laid.schedule.steps
-        code = self._laid.codes.get(number)
-        if code is not None and not code.is_compiled:
-            self._segment(number, code)
+        if self._is_loud(number):
+            self._segment(number, self._laid.codes[number])
             return number + 1
         with self._emit.block("with quiet():"):
             while number < len(steps):
                 step = steps[number]
-                if isinstance(step, OpaqueCall):
+                if isinstance(step, OpaqueCall) or self._is_loud(number):
                     break
                 if isinstance(step, Accumulation):
                     number = self._accumulations(number)
                     continue
-                code = self._laid.codes[number]
-                if not code.is_compiled:
-                    break
-                self._segment(number, code)
+                self._segment(number, self._laid.codes[number])
                 number += 1
         return number
+
+    def _is_loud(self, number: int) -> bool:
+        """Whether the step is a segment that calls Python functions as they are: Python's classes of tensors
+        may have a say in them."""
+        step = self._laid.schedule.steps[number]
+        if not isinstance(step, Segment) or self._laid.codes[number].is_compiled:
+            return False
+        return any(call_of(node).kind not in _NATIVE for node in step.nodes)
 
     def _segment(self, number: int, code: Code) -> None:
         step = self._laid.schedule.steps[number]
@@ -189,6 +201,10 @@ class _Writer:
         if code.check is not None:
             check = self._emit.refer("check", code.check)
             self._emit.line(f"if not {check}({self._emit.listed(step.inputs)}): return {number}, locals()")
+        if not code.is_compiled and not self._is_loud(number):
+            gone = [node for node in step.inputs if node in self._laid.schedule.dying[number]]
+            emit_calls(self._emit, step.nodes, [*gone, *(set(step.nodes) - set(step.outputs))])
+            return
         self._emit.line(f"args = {self._emit.listed(step.inputs[i] for i in code.fed)}")
         self._emit.let_go(node for node in step.inputs if node in self._laid.schedule.dying[number])
         pairs = list(zip(step.outputs, code.given, strict=True))
@@ -217,8 +233,12 @@ class _Writer:
         grads: list[fx.Node] = [node.args[1] for node in accumulations]  # type: ignore[misc]
         self._emit.line(f"grads = {self._emit.listed(grads)}")
         self._emit.let_go(node for node in gone if node in grads)
-        if accumulations[0].args[2]:
-            kept = grads[0] not in gone and is_only_for_post_hooks(accumulations[0])
+        if len(batch) == 1:
+            kept = (
+                bool(accumulations[0].args[2])
+                and grads[0] not in gone
+                and is_only_for_post_hooks(accumulations[0])
+            )
             self._emit.line(f"accumulate_one({self._emit.name(variables[0])}, grads, {kept})")
         else:
             accumulator = self._emit.refer("accumulate", Accumulator())
