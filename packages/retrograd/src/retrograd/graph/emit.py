@@ -136,7 +136,7 @@ def boxed_calls(
 def emit_calls(
     emit: Emitter, calls: Sequence[fx.Node], let_go: Iterable[fx.Node], root: object = None
 ) -> None:
-    """Lines that make `calls` in order, and delete the values `let_go` after the last of them that reads each.
+    """Lines that make `calls` in order, and delete each of the values `let_go` after the last that reads it.
 
     Args:
         root: has the constants that ``get_attr`` nodes name.

@@ -142,7 +142,7 @@ class CapturedBackward:
 
 
 def _refuse_hooks_of_frozen_leaves(nodes: Sequence[Any]) -> None:
-    """Eager calls the hooks of a leaf that does not require grad any more; the engine does not hand them over."""
+    """Eager calls the hooks of a leaf that does not require grad any more; the engine hands none over."""
     leaves = (None if node is None else leaf_of(node) for node in nodes)
     for leaf in leaves:
         if leaf is None or leaf.requires_grad:

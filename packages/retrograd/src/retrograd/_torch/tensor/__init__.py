@@ -17,9 +17,11 @@ from retrograd._torch.tensor.addresses import (
 from retrograd._torch.tensor.ownership import (
     accumulate_in_node,
     clone_for_layout_contract,
+    grad_of,
     graph_is_kept,
     layout_contract_enforced,
     obeys_layout_contract,
+    set_grad,
     zeros_for_slot,
     zeros_of_slot,
 )

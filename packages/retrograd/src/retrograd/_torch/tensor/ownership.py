@@ -52,6 +52,11 @@ def clone_for_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> tor
     return grad.clone(memory_format=torch.contiguous_format)
 
 
+#: torch's own: a subclass may have a property called ``grad``, which eager's C++ does not call.
+grad_of: Callable[[torch.Tensor], torch.Tensor | None] = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]
+set_grad: Callable[[torch.Tensor, torch.Tensor], None] = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
+
+
 def accumulate_in_node(variable: torch.Tensor, grad: torch.Tensor) -> None:
     """Have the AccumulateGrad node of `variable` write its ``.grad``, without any hook."""
     leaf: Any = variable

@@ -7,7 +7,6 @@ In: gradients (None is undefined). Out: their sum, or the parameter's ``.grad``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from sys import getrefcount
 
 import torch
@@ -17,8 +16,10 @@ from retrograd._torch.state import without_torch_functions
 from retrograd._torch.tensor import (
     accumulate_in_node,
     clone_for_layout_contract,
+    grad_of,
     layout_contract_enforced,
     obeys_layout_contract,
+    set_grad,
 )
 
 #: references to a gradient that may be stolen: a local variable, and `getrefcount`'s argument. The rule is
@@ -57,8 +58,9 @@ def accumulate_quietly(variable: torch.Tensor, box: list[Grad], kept_for_post_ho
     grad = box.pop()
     if grad is None or not variable.requires_grad:
         return
-    if variable.grad_dtype is not None and grad.dtype is not variable.grad_dtype:
-        grad = grad.to(variable.grad_dtype)
+    asked = variable.grad_dtype
+    if asked is not variable.dtype and asked is not None and grad.dtype is not asked:
+        grad = grad.to(asked)
     existing = grad_of(variable)
     if existing is None:
         # Asked here, not in a function of its own: a call to Python holds one more reference where Dynamo's
@@ -78,12 +80,6 @@ def accumulate_quietly(variable: torch.Tensor, box: list[Grad], kept_for_post_ho
 
 accumulate_grad = without_torch_functions(accumulate_quietly)
 accumulate_grad.__name__ = accumulate_grad.__qualname__ = "accumulate_grad"
-
-
-#: torch's own: a subclass may have a property of that name, which eager's C++ does not call.
-_grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
-grad_of: Callable[[torch.Tensor], Grad] = _grad.__get__
-set_grad: Callable[[torch.Tensor, torch.Tensor], None] = _grad.__set__
 
 
 def _write(variable: torch.Tensor, total: torch.Tensor, grad: torch.Tensor) -> None:

@@ -50,7 +50,7 @@ class Accumulator:
     def _are_as_before(self, variables: Sequence[torch.Tensor], grads: Sequence[Grad]) -> bool:
         """Whether all are plain, and each gradient has the layout that its ``.grad`` owes."""
         values = [*variables, *grads]
-        if not all([variable.grad_dtype is variable.dtype for variable in variables]):
+        if not all(map(_has_plain_grads, variables)):
             return False
         if self._pairs is not None and self._pairs.check(values):
             return True
@@ -109,6 +109,11 @@ def _fits(grad: Grad, variable: torch.Tensor) -> bool:
         and 0 not in grad.stride()
         and not _is_lazy(grad)
     )
+
+
+def _has_plain_grads(variable: torch.Tensor) -> bool:
+    """Whether nobody asked for a ``.grad`` of another dtype."""
+    return variable.grad_dtype is variable.dtype
 
 
 def _is_lazy(tensor: Grad) -> bool:

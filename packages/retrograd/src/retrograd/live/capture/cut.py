@@ -2,11 +2,12 @@
 
 In: a `BackwardGraph` in eager's order, and which built-in nodes must stay opaque. Out: a `Schedule`.
 
-An accumulation into ``.grad`` is visible to few until the next opaque call, so it does not end a segment that
-is compiled: it waits for the next opaque call, the end, or the end of the region that makes its gradient. That
-keeps a backward without hooks in one segment, unless what repeats itself in it is to be compiled once. Segments
-that are interpreted end with each accumulation, as eager has it: a gradient that was added is let go, a failure
-later on finds it written, and what shares memory with a ``.grad`` is read after it was changed.
+An accumulation into ``.grad`` is visible to few until the next opaque call, so it does not end a segment
+that is compiled: it waits for the next opaque call, the end, or the end of the region that makes its
+gradient. That keeps a backward without hooks in one segment, unless what repeats itself in it is to be
+compiled once. Segments that are interpreted end with each accumulation, as eager has it: a gradient that was
+added is let go, a failure later on finds it written, and what shares memory with a ``.grad`` is read after it
+was changed.
 """
 
 from __future__ import annotations
