@@ -29,6 +29,7 @@ from .host_time import host_time
 from .kernels import kernel_seconds
 from .models import Workload, workload
 from .steps import compiled_otherwise, first_step, load_compilers, steady
+from .structures import cost_of_new_structures, growth_by_structures
 from .subjects import SUBJECTS, Context
 
 
@@ -154,6 +155,8 @@ MEASUREMENTS: dict[str, Callable[..., Any]] = {
         kernel_seconds,
         host_time,
         growth,
+        cost_of_new_structures,
+        growth_by_structures,
     )
 }
 

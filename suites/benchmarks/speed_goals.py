@@ -15,6 +15,10 @@ STEADY_LIMIT = 1.05
 PEAK_LIMIT = 1.02
 #: of what is still allocated after 1,000 more steps; the C library's allocator keeps a little for itself.
 GROWTH_LIMIT = 1.001
+#: of a backward of a structure that is met once.
+NEW_LIMIT = 1.10
+#: the engine keeps a hundred bytes of each structure for ever, and its keys share an arena with us.
+GROWN_LIMIT = 1.02
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,11 @@ def overhead() -> Iterable[Goal]:
             part = f"growth:{subject}"
             title = f"{count} after 1,000 more steps, {subject}"
             yield Goal(title, f"{part}/{count} after", f"{part}/{count} before", GROWTH_LIMIT)
+    title = "a backward that never repeats, after a dozen, against eager"
+    yield Goal(title, "new:live/retrograd-eager", "new:live/eager", NEW_LIMIT, CPU)
+    for count in ("bytes", "objects", "objects held"):
+        title = f"{count} after 2,048 more structures"
+        yield Goal(title, f"new:growth/{count} after", f"new:growth/{count} before", GROWN_LIMIT, CPU)
 
 
 def sweep() -> Iterable[Goal]:

@@ -123,6 +123,9 @@ def overhead_rows() -> Iterable[Part]:
             yield Part(row, subject, "peak_memory", arguments, is_long=subject in STOCK.values(), unit="B")
     for subject in ("retrograd-eager", LIVE, AHEAD):
         yield Part("growth", subject, "growth", {"subject": subject}, unit="1")
+    yield Part("new", "live", "cost_of_new_structures", {"subject": "retrograd-eager"}, devices=CPU)
+    arguments = {"subject": "retrograd-eager-strict"}
+    yield Part("new", "growth", "growth_by_structures", arguments, devices=CPU, unit="1")
     yield Part("warm12", "retrograd", "first_backward", {"subject": LIVE, "model": "transformer12"}, "filled")
     arguments = {"subject": STOCK["static"], "model": "transformer12"}
     yield Part("warm12", "stock-static", "first_backward", arguments, "filled", is_long=True)

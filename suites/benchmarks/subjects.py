@@ -59,6 +59,7 @@ SUBJECTS: dict[str, Callable[[], Context]] = {
     "eager": lambda: nullcontext,
     "retrograd-trace": lambda: retrograd_with(without_compile),
     "retrograd-eager": lambda: retrograd_with("eager"),
+    "retrograd-eager-strict": lambda: retrograd_with("eager", strict=True),
     "retrograd-inductor": lambda: retrograd_with("inductor"),
     "retrograd-inductor-whole": lambda: retrograd_with("inductor", regions=False),
     "retrograd-inductor-cudagraphs": lambda: retrograd_with("inductor", strict=True, cudagraphs=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 import retrograd
 from retrograd._torch.autograd import collection as collect
+from retrograd.live.captured import CapturedBackward
 from retrograd.live.lower import sharing
 
 Step = Callable[[Tensor, Tensor, float], Tensor]
@@ -165,10 +167,10 @@ def test_structures_that_never_repeat_are_compiled_no_more() -> None:
         for length in range(1, 25):
             gradient(lambda w, length=length: chain(w, length))
     assert retrograd.counters["captures"] == 24
-    assert retrograd.counters["lowerings"] == 16
+    assert retrograd.counters["lowerings"] == 12
     (last,) = context.explain().backwards[-1].lowerings
     assert last.how == "interpreted"
-    assert last.because.startswith("the last 16 structures were met once each: call ")
+    assert last.because.startswith("of the last backwards, 12 or more had a new structure: call ")
     assert ", now " in last.because
 
 
@@ -178,8 +180,55 @@ def test_a_structure_that_comes_again_is_compiled_after_all() -> None:
         for length in range(1, 20):
             gradient(lambda w, length=length: chain(w, length))
         gradient(lambda w: chain(w, 19))
-    assert retrograd.counters["lowerings"] == 17
+    assert retrograd.counters["lowerings"] == 13
     assert [low.how for low in context.explain().backwards[-1].lowerings] == ["interpreted", "aten"]
+
+
+@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
+def test_a_program_that_never_repeats_is_left_to_the_engine_after_a_dozen_backwards() -> None:
+    context = retrograd.compiled_autograd("eager")
+    for length in range(1, 101):
+        expected = gradient(lambda w, length=length: chain(w, length))
+        with context:
+            assert torch.equal(gradient(lambda w, length=length: chain(w, length)), expected)
+    assert retrograd.counters["captures"] <= 13
+    (reason,) = context.explain().fallbacks
+    assert reason.code == "nothing-repeats"
+    assert ", now " in reason.text
+
+
+@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
+def test_structures_that_come_back_are_captured_again() -> None:
+    context = retrograd.compiled_autograd("eager")
+    with context:
+        for length in range(1, 40):
+            gradient(lambda w, length=length: chain(w, length))
+        fallbacks = retrograd.counters["fallbacks"]
+        for _ in range(40):
+            gradient(lambda w: chain(w, 1000))
+    assert retrograd.counters["fallbacks"] - fallbacks < 40
+    assert context.explain().backwards[-1].runs > 1
+
+
+def test_some_new_structures_among_many_known_ones_are_captured() -> None:
+    with retrograd.compiled_autograd("eager", strict=False):
+        for step in range(200):
+            gradient(lambda w, step=step: chain(w, step if step % 20 == 0 else 1))
+    assert retrograd.counters["fallbacks"] == 0
+
+
+def test_reset_frees_every_captured_structure() -> None:
+    with retrograd.compiled_autograd("aten", strict=True):
+        for length in range(1, 20):
+            gradient(lambda w, length=length: chain(w, length))
+    assert alive() == 19
+    retrograd.reset()
+    assert alive() == 0
+
+
+def alive() -> int:
+    gc.collect()
+    return sum(type(one) is CapturedBackward for one in gc.get_objects())
 
 
 def test_the_engine_does_not_remember_structures_without_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def state_left() -> dict[str, object]:
     left = {
         "compiler": engine_protocol.set_autograd_compiler(None, False)[0],
         "queries": queries._stack.running,
-        "watch": hook_changes._watched.changes,
+        "watch": hook_changes._watched,
         "autocast": torch.is_autocast_enabled("cpu"),
         "grad mode": not torch.is_grad_enabled(),
         "graph task": torch._C._current_graph_task_id() != -1,

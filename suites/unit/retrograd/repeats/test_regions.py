@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from retrograd._torch.fx.boxed_modules import boxed, copied
+from retrograd._torch.fx.boxed_modules import boxed
 from retrograd.repeats.calls import call_of
 from retrograd.repeats.compile import compile_in_regions
 from retrograd.repeats.divide import divided
@@ -38,7 +38,7 @@ class Compiler:
         assert len(examples) == len(gm.graph.find_nodes(op="placeholder"))
         self.graphs.append(gm)
         self.pinned.append(visible)
-        return boxed(copied(gm.graph), gm)
+        return boxed(gm)
 
 
 def agree(
@@ -292,7 +292,7 @@ def test_values_are_let_go_before_the_last_call_that_reads_them() -> None:
     seen: list[weakref.ref[torch.Tensor]] = []
 
     def compile_part(part: fx.GraphModule, fakes: Sequence[Any], visible: int | None) -> Any:
-        code = boxed(copied(part.graph), part)
+        code = boxed(part)
 
         def run(args: list[Any]) -> Sequence[Any]:
             results = code(args)

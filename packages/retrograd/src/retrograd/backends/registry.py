@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.fx import boxed, copied
+from retrograd._torch.fx import boxed
 from retrograd._torch.inductor import compile_graph, decompositions, patched
 from retrograd.backends.base import SEGMENT, Backend, Boxed, Half
 from retrograd.errors import BackendError, OptionError
@@ -23,7 +23,7 @@ class AtenBackend(Backend):
     name = "aten"
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
-        return boxed(copied(gm.graph), gm)
+        return boxed(gm)
 
 
 class EagerBackend(AtenBackend):

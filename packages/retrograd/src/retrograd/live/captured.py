@@ -17,6 +17,7 @@ from retrograd._torch.autograd import (
     OrderCheck,
     edge_of,
     forward_line,
+    leaf_of,
     read_live_graph,
     read_ranks,
     saved_name,
@@ -24,7 +25,7 @@ from retrograd._torch.autograd import (
 from retrograd._torch.log import event
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
-from retrograd.errors import VerificationError
+from retrograd.errors import Refusal, VerificationError
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph, Source, source_of
 from retrograd.graph.eager_order import ROOT, eager_walk, engine_walk, with_steps
@@ -64,6 +65,7 @@ class CapturedBackward:
     def __init__(self, backward: BackwardGraph, request: EngineRequest) -> None:
         counters["captures"] += 1
         running = RunningBackward(request)
+        _refuse_hooks_of_frozen_leaves(running.node_calls)
         self.backward = _with_sources(backward, running.node_calls)
         _return_totals(self.backward, running, request)
         self.needs_engine_frame = backward.needs_engine_frame
@@ -99,7 +101,7 @@ class CapturedBackward:
         while len(self._plans) >= KEPT_PLANS:
             self._plans.pop(next(iter(self._plans)), None)
         with event("retrograd.lay_out"):
-            backward = self._laid_out(read_live_graph(request)) if ordered else self.backward
+            backward = self._laid_out(read_live_graph(request))
             backward = without_last_outputs(backward, request.added)
             plan = self._plans[key] = Plan(backward, config, find_backend(config.backend))
         return plan, True
@@ -137,6 +139,16 @@ class CapturedBackward:
     @functools.cached_property
     def _as_captured(self) -> Plan:
         return Plan(self.backward, Config(backend="eager"), find_backend("eager"))
+
+
+def _refuse_hooks_of_frozen_leaves(nodes: Sequence[Any]) -> None:
+    """Eager calls the hooks of a leaf that does not require grad any more; the engine hands none over."""
+    leaves = (None if node is None else leaf_of(node) for node in nodes)
+    for leaf in leaves:
+        if leaf is None or leaf.requires_grad:
+            continue
+        if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+            raise Refusal("hooks-of-frozen-leaf", "a leaf that was frozen after the forward has hooks")
 
 
 def _return_totals(backward: BackwardGraph, running: RunningBackward, request: EngineRequest) -> None:

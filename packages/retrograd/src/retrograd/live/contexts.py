@@ -126,6 +126,8 @@ def _claimed(request: EngineRequest) -> _EnteredContext | None:
 
 def _run(entry: _EnteredContext | None, request: EngineRequest) -> Grads:
     if entry is None or compile_stance() == "force_eager" or is_traced() or is_transformed(request):
+        if entry is not None and is_transformed(request):
+            entry.session.leave_to_transform()
         with window.stock():
             return run_stock(request)
     _engine_cache.is_ours = True

@@ -6,7 +6,6 @@ would return.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 
 import torch
@@ -27,20 +26,17 @@ from retrograd.errors import CaptureError, Reason, Refusal, first_line
 from retrograd.events import live_log
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.live.capture.retained_graph import collect_and_release
-from retrograd.live.capture.structure import first_difference
 from retrograd.live.capture.unreached import raise_as_eager
 from retrograd.live.captured import CapturedBackward
 from retrograd.live.inlined.consumed_parts import use_up
 from retrograd.live.inlined.request_inlined import with_compiled_functions
 from retrograd.live.lower.determinism import operations_may_warn
+from retrograd.live.repetition import Repetition
 from retrograd.live.run.plan import Plan
 from retrograd.live.run.running_backward import RunningBackward
-from retrograd.report import BackwardReport, Report
+from retrograd.report import Report
 
 Grads = tuple[torch.Tensor | None, ...]
-
-#: after so many new structures in a row that were met only once, a new one is interpreted when first met.
-NOTHING_REPEATS = 16
 
 
 class Session:
@@ -53,10 +49,12 @@ class Session:
 
     def __init__(self, config: Config, report: Report) -> None:
         self.config, self._report = config, report
-        self._recent: deque[BackwardReport] = deque(maxlen=NOTHING_REPEATS)
+        self._repetition = Repetition()
 
     def run(self, asked: EngineRequest) -> Grads:
         """Run one backward."""
+        if not self.config.strict and (reason := self._repetition.why_not(asked)):
+            return self._fall_back(asked, reason)
         request = with_compiled_functions(asked)
         if obstacle := why_not_collectable(request):
             return self._fall_back(asked, _reason(*obstacle))
@@ -90,19 +88,10 @@ class Session:
     def _plan(self, captured: CapturedBackward, request: EngineRequest) -> Plan:
         plan, is_new = captured.plan(self.config, request)
         if is_new:
-            self._postpone_if_nothing_repeats(plan)
             self._report.captured(plan.report)
             live_log.info("%s", plan.report)
             plan.log.laid_out()
         return plan
-
-    def _postpone_if_nothing_repeats(self, plan: Plan) -> None:
-        """Where every backward has a structure of its own, compile those only that are met again."""
-        recent = self._recent
-        if len(recent) == recent.maxlen and all(report.runs <= 1 for report in recent):
-            difference = first_difference(recent[-1].graph, plan.report.graph)
-            plan.postpone(f"the last {len(recent)} structures were met once each: {difference}")
-        recent.append(plan.report)
 
     # run
 
@@ -119,6 +108,7 @@ class Session:
 
     def _run_plan(self, call: Collected, request: EngineRequest) -> Grads:
         plan = self._plan(call.artifact, request)
+        self._repetition.runs(plan)
         running = RunningBackward(request)
         use_up(call.artifact.backward, request, lambda: running.node_calls)
         results: list[Grads] = []
@@ -127,7 +117,9 @@ class Session:
             with answering(running), event("retrograd.run", plan.log.compile_id), in_order_with_streams():
                 results.append(tuple(plan.run(call, running)))
 
-        if plan.runs_user_code or operations_may_warn():
+        # The engine warns of a backward with create_graph.
+        warns = operations_may_warn() or (request.create_graph and request.accumulate_grad)
+        if plan.runs_user_code or warns:
             run_in_graph_task(body, request)
         else:
             with torch.set_grad_enabled(request.create_graph):
@@ -160,6 +152,10 @@ class Session:
         if self.config.strict:
             raise CaptureError(reason) from error
 
+    def leave_to_transform(self) -> None:
+        """``torch.func`` differentiates tensors of its own, by a backward that is part of the transform."""
+        self._report.noted(_TRANSFORM, warn=False)
+
     def note(self, reason: Reason) -> None:
         """A backward has run on the stock engine."""
         self._report.fell_back(reason, "a backward ran on the stock engine")
@@ -188,6 +184,13 @@ _WAY_OUT = {
     "cpp-function-kept": "declare `static constexpr bool is_traceable = true` if it keeps no state",
     "engine-busy": "run the backwards of several threads one after the other to have them compiled",
 }
+
+_TRANSFORM = Reason(
+    "transform",
+    "torch.func (grad, vjp, jacrev, …) differentiated inside the context: that backward was not captured",
+    "live.capture",
+    way_out="torch.autograd.grad, or .backward()",
+)
 
 _NO_HISTORY = _reason(
     "create-graph-through-unpack-hooks",

@@ -6,9 +6,11 @@ straight-line Python: a value is let go before the call that reads it last, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from retrograd.graph.emit import Emitter, last_uses
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -56,44 +58,23 @@ class Border:
 
 def straight_line(border: Border, steps: Sequence[EmittedCall]) -> Boxed:
     """A callable of a list, which it empties, that makes `steps` in order and gives a list."""
-    last = _last_uses(border, steps)
-    known: dict[str, Any] = dict(border.held)
-    lines = ["def run(args):"]
+    emit = Emitter("run(args)")
+    for name, value in border.held.items():
+        emit.local[name] = emit.refer("held", value)
+    kept = {*border.held, *(result for result in border.results if isinstance(result, Name))}
+    came = (*border.inputs, *(size.name for size in border.sizes))
+    reads = [(-1, came), *((i, (*step.reads, *step.makes)) for i, step in enumerate(steps))]
+    last = last_uses((place, [name for name in names if name not in kept]) for place, names in reads)
     if border.inputs:
-        lines.append(f"    {', '.join(border.inputs)}, = args")
-    lines.append("    args.clear()")
-    lines += [f"    {size.name} = {size.tensor}.size({size.dim})" for size in border.sizes]
-    lines += _let_go(last.get(-1, ()))
+        emit.unpack(border.inputs, "args")
+    emit.line("args.clear()")
+    for size in border.sizes:
+        emit.line(f"{emit.name(size.name)} = {emit.name(size.tensor)}.size({size.dim})")
+    emit.let_go(last.get(-1, ()))
     for i, step in enumerate(steps):
-        known[f"call_{i}"] = step.run
-        lines.append(f"    args = [{', '.join(step.reads)}]")
-        lines += _let_go(name for name in last.get(i, ()) if name in step.reads)
-        made = f"{', '.join(step.makes)}, = " if step.makes else ""
-        lines.append(f"    {made}call_{i}(args)")
-    given = []
-    for i, result in enumerate(border.results):
-        if not isinstance(result, Name):
-            known[f"constant_{i}"] = result
-        given.append(result if isinstance(result, Name) else f"constant_{i}")
-    lines.append(f"    return [{', '.join(given)}]")
-    exec(compile("\n".join(lines), "<regions of a graph>", "exec"), known)
-    run: Boxed = known["run"]
-    return run
-
-
-def _let_go(names: Iterable[str]) -> list[str]:
-    listed = ", ".join(names)
-    return [f"    del {listed}"] if listed else []
-
-
-def _last_uses(border: Border, steps: Sequence[EmittedCall]) -> dict[int, list[str]]:
-    """By step (-1: before the first) the names that nothing reads after it."""
-    last = dict.fromkeys([*border.inputs, *(size.name for size in border.sizes)], -1)
-    for i, step in enumerate(steps):
-        last.update(dict.fromkeys((*step.reads, *step.makes), i))
-    for name in (*border.held, *(result for result in border.results if isinstance(result, Name))):
-        last.pop(name, None)
-    places: dict[int, list[str]] = {}
-    for name, place in last.items():
-        places.setdefault(place, []).append(name)
-    return places
+        emit.line(f"args = {emit.listed(step.reads)}")
+        emit.let_go(name for name in last.get(i, ()) if name in step.reads)
+        emit.unpack(step.makes, f"{emit.refer('call', step.run)}(args)")
+    given = [emit.name(one) if isinstance(one, Name) else emit.refer("c", one) for one in border.results]
+    emit.line(f"return [{', '.join(given)}]")
+    return emit.function()

@@ -6,7 +6,7 @@ In: arguments of a backward, autograd nodes and hooks. Out: what the engine coll
 from retrograd._torch.autograd.aot_functions import is_aot_node, tensors_on_context
 from retrograd._torch.autograd.capture_blockers import is_traced, is_transformed, why_not_collectable
 from retrograd._torch.autograd.capture_turns import window
-from retrograd._torch.autograd.collection import Collected, clear_engine_cache, collect
+from retrograd._torch.autograd.collection import Collected, Kept, clear_engine_cache, collect
 from retrograd._torch.autograd.engine import GATEWAYS, EngineRequest, run_stock
 from retrograd._torch.autograd.free_saved import keeps_saved_tensors, release, request_to_release
 from retrograd._torch.autograd.function_entry import entry_of
@@ -19,6 +19,7 @@ from retrograd._torch.autograd.live_graph import (
     edge_of,
     forward_line,
     graph_below,
+    names_of_nodes,
     read_live_graph,
     read_ranks,
 )

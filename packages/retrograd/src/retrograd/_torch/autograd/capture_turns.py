@@ -57,7 +57,8 @@ class Window:
         """
         me = threading.get_ident()
         with self._condition:
-            self._condition.wait_for(lambda: self._owner in (None, me))
+            if self._owner not in (None, me):
+                self._condition.wait_for(lambda: self._owner in (None, me))
             self._entering[me] = self._entering.get(me, 0) + 1
             self._running[me] += 1
         entered = False
@@ -71,9 +72,11 @@ class Window:
         try:
             yield has_entered
         finally:
-            has_entered()
             with self._condition:
-                self._running -= Counter({me: 1})
+                has_entered()
+                self._running[me] -= 1
+                if not self._running[me]:
+                    del self._running[me]
 
     def _leave(self, thread: int) -> None:
         with self._condition:

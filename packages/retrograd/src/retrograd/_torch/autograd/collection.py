@@ -47,6 +47,29 @@ class Collected:
     packed: list[Any]
 
 
+class Kept:
+    """What the engine keeps of a structure. It never lets go of it, even when its cache is dropped: it leaks
+    the tuple that ``end_capture`` returns. So the artifact is taken out by us.
+
+    Args:
+        artifact: of the structure; None once it was dropped.
+    """
+
+    __slots__ = ("artifact",)
+
+    def __init__(self, artifact: Any) -> None:
+        self.artifact: Any = artifact
+        _kept.append(self)
+
+    def __call__(self, call: Collected) -> Any:
+        """What the artifact returns; the engine demands something that can be called."""
+        return self.artifact(call)
+
+
+#: of all structures in the engine's cache.
+_kept: list[Kept] = []
+
+
 class _Collection(threading.local):
     """What the engine hands over on this thread, while a window is open."""
 
@@ -116,10 +139,9 @@ def collect(
     return collected[0] if collected else None
 
 
-def runtime_wrapper(
-    artifact: Any, inputs: Any, sizes: Any, scalars: Any, hooks: Any, packed: Any
-) -> list[None]:
-    """Called by the engine with a structure's artifact and this backward's lifted values."""
+def runtime_wrapper(kept: Kept, inputs: Any, sizes: Any, scalars: Any, hooks: Any, packed: Any) -> list[None]:
+    """Called by the engine with what it keeps of a structure, and this backward's lifted values."""
+    artifact = kept.artifact
     call = Collected(artifact, list(inputs), list(sizes), list(scalars), list(hooks), list(packed))
     inputs.clear()
     if _collection.receive is not None:
@@ -135,6 +157,8 @@ def clear_engine_cache() -> None:
     global _structures
     _structures = 0
     engine_protocol.clear_cache()
+    while _kept:
+        _kept.pop().artifact = None
 
 
 def _forget_foreign_captures() -> None:

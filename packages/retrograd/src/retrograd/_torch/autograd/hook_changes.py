@@ -1,13 +1,12 @@
 """Hooks that user code registers or removes while a backward is running.
 
-In: registrations and removals on this thread, seen at torch's Python entry points to them. Out:
+In: registrations and removals on any thread, seen at torch's Python entry points to them. Out:
 `HookChanges`. Eager looks hooks up when it reaches a node; a plan knows the hooks that were there when it was
 collected, and must be told of what changed since.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ class LateHook:
     number: int
 
 
-@dataclass
+@dataclass(eq=False)
 class HookChanges:
     """What changed since the last look.
 
@@ -78,31 +77,25 @@ class HookChanges:
                         yield LateHook(kind, node, 0, hook, number)
 
 
-class _Watched(threading.local):
-    """The plans under way on this thread, innermost last: a hook may concern any of them."""
-
-    def __init__(self) -> None:
-        self.changes: list[HookChanges] = []
-
-
 class _FoundError(Exception):
     def __init__(self, hooks: Any) -> None:
         self.hooks = hooks
 
 
-_watched = _Watched()
+#: of the plans under way, on all threads: a hook may concern any of them.
+_watched: list[HookChanges] = []
 _ASKING = object()
 
 
 @contextmanager
 def watching() -> Iterator[HookChanges]:
-    """Collect the changes on this thread until the end of the block, those of nested blocks included."""
+    """Collect the changes until the end of the block."""
     changes = HookChanges()
-    _watched.changes.append(changes)
+    _watched.append(changes)
     try:
         yield changes
     finally:
-        _watched.changes.pop()
+        _watched.remove(changes)
 
 
 def _dict_behind(register: Callable[..., Any]) -> Any:
@@ -116,14 +109,14 @@ def _dict_behind(register: Callable[..., Any]) -> Any:
 
 def _note(kind: HookKind, tensor: torch.Tensor, hook: Callable[..., Any], number: int) -> None:
     edge = get_gradient_edge(tensor)
-    for changes in _watched.changes:
+    for changes in tuple(_watched):
         changes.late.append(LateHook(kind, edge.node, edge.output_nr, hook, number))
 
 
 def _registering(kind: HookKind) -> Handler:
     def register(original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
         handle = original(tensor, hook)
-        if _watched.changes:
+        if _watched:
             _note(kind, tensor, hook, handle.id)
         return handle
 
@@ -134,22 +127,22 @@ def _registering_on_node(original: Callable[..., Any], hooks: Any, hook: Any) ->
     if hook is _ASKING:
         raise _FoundError(hooks)
     hooks, handle = original(hooks, hook)
-    for changes in _watched.changes:
+    for changes in tuple(_watched):
         changes._unplaced.append((hooks, hook, handle.id))
     return hooks, handle
 
 
 def _removing(original: Callable[..., Any], handle: Any) -> None:
-    if _watched.changes:
+    if _watched:
         hooks = handle.hooks_dict_ref()
         if hooks is not None and handle.id in hooks:
-            for changes in _watched.changes:
+            for changes in tuple(_watched):
                 changes.went(hooks[handle.id], handle.id)
     original(handle)
 
 
 def watch_hooks() -> None:
-    """From here on, see the hooks that user code registers or removes while a plan of its thread runs."""
+    """From here on, see the hooks that user code registers or removes while a plan runs."""
     handle("torch:Tensor.register_hook", _registering(HookKind.TENSOR_PRE))
     handle("torch:Tensor.register_post_accumulate_grad_hook", _registering(HookKind.POST_ACCUMULATE))
     handle("torch.autograd.function:_HookMixin._register_hook", _registering_on_node)

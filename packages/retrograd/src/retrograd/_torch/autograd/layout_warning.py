@@ -12,7 +12,7 @@ import torch
 from retrograd._torch.autograd.capture_turns import window
 from retrograd._torch.autograd.engine import EngineRequest, run_stock
 from retrograd._torch.releases import is_layout_enforced
-from retrograd._torch.tensor import obeys_layout_contract
+from retrograd._torch.tensor import grad_of, obeys_layout_contract
 
 #: whether torch was made to warn already, by grad mode: it has one warning for each branch of its code.
 _warned: set[bool] = set()
@@ -20,7 +20,7 @@ _warned: set[bool] = set()
 
 def warn_of_layout(existing: torch.Tensor, grad: torch.Tensor, variable: torch.Tensor) -> None:
     """Have torch warn, if eager would have when it added `grad` to the ``.grad`` that was `existing`."""
-    total = variable.grad
+    total = grad_of(variable)
     create_graph = torch.is_grad_enabled()
     if total is None or (create_graph in _warned and not torch.is_warn_always_enabled()):
         return

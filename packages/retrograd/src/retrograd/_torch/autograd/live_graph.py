@@ -25,6 +25,16 @@ def read_ranks(request: EngineRequest) -> tuple[int, ...]:
     Two backwards of equal structure run in the same eager order if these are equal. Read on every backward
     whose order is visible, so it reads nothing else.
     """
+    numbers = [handle._sequence_nr() for handle in _discovered(request)]
+    return tuple(sorted(range(len(numbers)), key=numbers.__getitem__))
+
+
+def names_of_nodes(request: EngineRequest) -> tuple[str, ...]:
+    """The names of all nodes of `request`, in order of discovery: equal for backwards of equal structure."""
+    return tuple([handle.name() for handle in _discovered(request)])
+
+
+def _discovered(request: EngineRequest) -> list[Any]:
     seen: dict[Any, None] = dict.fromkeys(edge_of(root)[0] for root in request.tensors)
     handles = list(seen)
     for handle in handles:  # grows while it is read
@@ -32,8 +42,7 @@ def read_ranks(request: EngineRequest) -> tuple[int, ...]:
             if node is not None and node not in seen:
                 seen[node] = None
                 handles.append(node)
-    numbers = [handle._sequence_nr() for handle in handles]
-    return tuple(sorted(range(len(numbers)), key=numbers.__getitem__))
+    return handles
 
 
 def graph_below(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> LiveGraph:
@@ -93,6 +102,9 @@ def edge_of(root: Any) -> tuple[Any, int]:
     if isinstance(root, GradientEdge):
         return root.node, root.output_nr
     if isinstance(root, torch.Tensor) and (root.grad_fn is not None or root.requires_grad):
+        if root.grad_fn is None and root.layout is not torch.strided:  # torch asks a view, which has none
+            with torch.enable_grad():
+                return root.clone().grad_fn.next_functions[0]  # type: ignore[union-attr]
         edge = get_gradient_edge(root)
         return edge.node, edge.output_nr
     return None, 0

@@ -59,9 +59,15 @@ def modified_error(tensor: torch.Tensor, expected: int) -> str:
     """What eager says when a saved tensor is not at the `expected` version."""
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
-        f"expected version {expected} instead."
+        f"[{tensor.type()} {list(tensor.shape)}]{_history(tensor)} is at version {tensor._version}; "
+        f"expected version {expected} instead. Hint: enable anomaly detection to find the operation that "
+        "failed to compute its gradient, with torch.autograd.set_detect_anomaly(True, check_nan=False)."
     )
+
+
+def _history(tensor: torch.Tensor) -> str:
+    node = tensor.grad_fn
+    return "" if node is None else f", which is output {tensor.output_nr} of {node.name()},"
 
 
 def versions_of(values: Sequence[Any]) -> list[int | None]:

@@ -1,15 +1,14 @@
-"""FX graph modules that take their inputs as one list and let each go after its last use."""
+"""FX graphs as functions that take their inputs as one list and let each go after its last use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
-from torch.fx.graph import _BoxedCodeGen
 
 from retrograd._torch.fx.nodes import add_copy
+from retrograd.graph.emit import boxed_calls
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
@@ -20,7 +19,8 @@ def copied(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-def boxed(graph: fx.Graph, root: torch.nn.Module | None = None) -> Callable[[list[Any]], Sequence[Any]]:
-    """A callable that runs `graph`, which is its own from now on; `root` has its constants."""
-    graph.set_codegen(_BoxedCodeGen())
-    return fx.GraphModule(root or torch.nn.Module(), graph).forward
+def boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """A function that runs the graph of `gm`, as it is now."""
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    *calls, output = [node for node in gm.graph.nodes if node.op != "placeholder"]
+    return boxed_calls(inputs, calls, output.args[0], gm)

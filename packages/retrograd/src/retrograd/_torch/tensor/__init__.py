@@ -17,8 +17,10 @@ from retrograd._torch.tensor.addresses import (
 from retrograd._torch.tensor.ownership import (
     accumulate_in_node,
     clone_for_layout_contract,
+    grad_of,
     graph_is_kept,
     obeys_layout_contract,
+    set_grad,
     zeros_for_slot,
     zeros_of_slot,
 )

@@ -46,6 +46,12 @@ def clone_for_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> tor
     return grad.clone(memory_format=torch.contiguous_format)
 
 
+#: torch's own: a subclass may have a property called ``grad``, which eager's C++ does not call.
+_grad: Any = torch._C.TensorBase.grad
+grad_of: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
+set_grad: Callable[[torch.Tensor, torch.Tensor], None] = _grad.__set__
+
+
 def accumulate_in_node(variable: torch.Tensor, grad: torch.Tensor) -> None:
     """Have the AccumulateGrad node of `variable` write its ``.grad``, without any hook."""
     leaf: Any = variable

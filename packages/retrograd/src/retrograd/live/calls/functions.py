@@ -7,6 +7,7 @@ input of the forward. The checks and their texts are those of ``PyNode::apply`` 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -38,11 +39,15 @@ class FunctionContext:
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
         """The saved tensors; one that was changed in place since raises what eager raises."""
+        if self._saved is None:  # torch says that they are gone
+            return self._ctx.saved_tensors
         return tuple(v.unpack() if isinstance(v, ModifiedTensor) else v for v in self._saved)
 
     @property
     def saved_variables(self) -> tuple[Any, ...]:
         """Deprecated name of `saved_tensors`."""
+        text = "'saved_variables' is deprecated; use 'saved_tensors'"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
         return self.saved_tensors
 
     @property  # type: ignore[misc]
@@ -52,7 +57,7 @@ class FunctionContext:
     def maybe_clear_saved_tensors(self) -> None:
         """Drop this context's saved tensors, if torch would."""
         if not graph_is_kept():
-            object.__setattr__(self, "_saved", ())
+            object.__setattr__(self, "_saved", None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)

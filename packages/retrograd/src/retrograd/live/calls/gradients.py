@@ -17,7 +17,9 @@ from retrograd._torch.state import without_torch_functions
 from retrograd._torch.tensor import (
     accumulate_in_node,
     clone_for_layout_contract,
+    grad_of,
     obeys_layout_contract,
+    set_grad,
 )
 
 #: references to a gradient that may be stolen: a local variable, and `getrefcount`'s argument. The rule is
@@ -43,8 +45,7 @@ def sum_gradients(*grads: Grad) -> Grad:
     return total
 
 
-@without_torch_functions
-def accumulate_grad(variable: torch.Tensor, box: list[Grad], kept_for_post_hooks: bool = False) -> None:
+def accumulate_quietly(variable: torch.Tensor, box: list[Grad], kept_for_post_hooks: bool = False) -> None:
     """Write a gradient into ``variable.grad`` with eager's rules: steal, copy, or add.
 
     Args:
@@ -57,7 +58,10 @@ def accumulate_grad(variable: torch.Tensor, box: list[Grad], kept_for_post_hooks
     grad = box.pop()
     if grad is None or not variable.requires_grad:
         return
-    existing = variable.grad
+    asked = variable.grad_dtype
+    if asked is not variable.dtype and asked is not None and grad.dtype is not asked:
+        grad = grad.to(asked)
+    existing = grad_of(variable)
     if existing is None:
         # Asked here, not in a function of its own: a call to Python holds one more reference where Dynamo's
         # evaluation of frames is installed.
@@ -74,11 +78,15 @@ def accumulate_grad(variable: torch.Tensor, box: list[Grad], kept_for_post_hooks
     warn_of_layout(existing, grad, variable)
 
 
+accumulate_grad = without_torch_functions(accumulate_quietly)
+accumulate_grad.__name__ = accumulate_grad.__qualname__ = "accumulate_grad"
+
+
 def _write(variable: torch.Tensor, total: torch.Tensor, grad: torch.Tensor) -> None:
     """Make `total` the ``.grad``. Python refuses one of another size, dtype or layout than the leaf, which
     eager's C++ does not: then torch's own node accumulates `grad`."""
     try:
-        variable.grad = total
+        set_grad(variable, total)
     except RuntimeError:
         accumulate_in_node(variable, grad)
 

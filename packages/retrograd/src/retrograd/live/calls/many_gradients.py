@@ -50,6 +50,8 @@ class Accumulator:
     def _are_as_before(self, variables: Sequence[torch.Tensor], grads: Sequence[Grad]) -> bool:
         """Whether all are plain, and each gradient has the layout that its ``.grad`` owes."""
         values = [*variables, *grads]
+        if not all(map(_has_plain_grads, variables)):
+            return False
         if self._pairs is not None and self._pairs.check(values):
             return True
         if not all(map(_fits, grads, variables)):
@@ -60,7 +62,8 @@ class Accumulator:
     def _write(self, variables: Sequence[torch.Tensor], grads: list[Any]) -> None:
         """Of gradients that fit."""
         before: list[Any] = [variable.grad for variable in variables]
-        if before.count(None) == len(before):
+        missing = sum([total is None for total in before])
+        if missing == len(before):
             grads.reverse()
             for variable in variables:
                 grad = grads.pop()
@@ -68,7 +71,7 @@ class Accumulator:
                     variable.grad = grad.detach()
                 else:
                     accumulate_grad(variable, [grad])
-        elif None not in before and self._can_be_added_to(before, variables) and _are_apart(before, grads):
+        elif not missing and self._can_be_added_to(before, variables) and _are_apart(before, grads):
             add_each(before, grads)
             grads.clear()
         else:
@@ -106,6 +109,11 @@ def _fits(grad: Grad, variable: torch.Tensor) -> bool:
         and 0 not in grad.stride()
         and not _is_lazy(grad)
     )
+
+
+def _has_plain_grads(variable: torch.Tensor) -> bool:
+    """Whether nobody asked for a ``.grad`` of another dtype."""
+    return variable.grad_dtype is variable.dtype
 
 
 def _is_lazy(tensor: Grad) -> bool:

@@ -2,9 +2,12 @@
 
 In: a `BackwardGraph` in eager's order, and which built-in nodes must stay opaque. Out: a `Schedule`.
 
-An accumulation into ``.grad`` is visible to nobody until the next opaque call, so it does not end a
-segment: it waits for the next opaque call, the end, or the end of the region that makes its gradient. That
-keeps a backward without hooks in one segment, unless what repeats itself in it is to be compiled once.
+An accumulation into ``.grad`` is visible to few until the next opaque call, so it does not end a segment
+that is compiled: it waits for the next opaque call, the end, or the end of the region that makes its
+gradient. That keeps a backward without hooks in one segment, unless what repeats itself in it is to be
+compiled once. Segments that are interpreted end with each accumulation, as eager has it: a gradient that was
+added is let go, a failure later on finds it written, and what shares memory with a ``.grad`` is read after it
+was changed.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ def cut(
     opaque: Mapping[fx.Node, str],
     apart: Mapping[fx.Node, str] | None = None,
     divide: Divide = whole,
+    at_once: bool = False,
 ) -> Schedule:
     """Cut `backward` into steps.
 
@@ -42,9 +46,10 @@ def cut(
         opaque: functional calls that are nevertheless to run as eager runs them, with the reason.
         apart: functional calls that are to be segments of their own, interpreted, with the reason.
         divide: divides a run of functional calls into the segments that it is to become.
+        at_once: whether each accumulation ends a segment.
     """
     apart = apart or {}
-    runs = _Cutter(opaque, apart, divide).run(backward)
+    runs = _Cutter(opaque, apart, divide, at_once).run(backward)
     last_use = _last_uses(runs, backward.outputs())
     steps = tuple(
         _segment(step, number, last_use, apart) if isinstance(step, list) else step
@@ -63,8 +68,10 @@ _Run = list[fx.Node] | OpaqueCall | Accumulation
 class _Cutter:
     """Splits the calls into runs of functional ones and everything else."""
 
-    def __init__(self, opaque: Mapping[fx.Node, str], apart: Mapping[fx.Node, str], divide: Divide) -> None:
-        self._opaque, self._apart, self._divide = opaque, apart, divide
+    def __init__(
+        self, opaque: Mapping[fx.Node, str], apart: Mapping[fx.Node, str], divide: Divide, at_once: bool
+    ) -> None:
+        self._opaque, self._apart, self._divide, self._at_once = opaque, apart, divide, at_once
         self._runs: list[_Run] = []
         self._current: list[fx.Node] = []
         self._accumulations: list[Accumulation] = []
@@ -76,6 +83,8 @@ class _Cutter:
                 continue
             if call.kind is CallKind.ACCUMULATE:
                 self._accumulations.append(Accumulation(node))
+                if self._at_once:
+                    self._flush()
             elif node in self._apart:
                 self._flush()
                 self._runs.append([node])

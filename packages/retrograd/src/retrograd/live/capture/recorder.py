@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from retrograd._torch.autograd import Kept
 from retrograd.graph.aot_backward import AotBackward, AotCall, InlinedCall
 from retrograd.graph.backward_graph import BackwardGraph, Call, NodeCall, SourceKind
 from retrograd.graph.hook_kind import CallKind, HookKind
@@ -214,11 +215,12 @@ class BackwardRecorder:
 
     # the end
 
-    def finish(self, outputs: list[Value]) -> Any:
+    def finish(self, outputs: list[Value]) -> Kept:
         self._calls.graph.output(tuple(self._captured(value) for value in outputs))
         node_calls = tuple(self._calls.node_calls)
         graph = self._calls.graph
-        return self._finished(BackwardGraph(graph, node_calls, self._needs_engine_frame, self._inlined))
+        backward = BackwardGraph(graph, node_calls, self._needs_engine_frame, self._inlined)
+        return Kept(self._finished(backward))
 
     def _captured(self, value: Value) -> Value:
         """What ``autograd.grad`` returns for an input of a node that is also executed: the gradient

@@ -8,8 +8,7 @@ where a step must be left to the plan, the number of that step and the values at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +17,16 @@ from torch import fx
 from retrograd._torch.autograd import versions_of
 from retrograd._torch.state import torch_functions_off
 from retrograd.graph.backward_graph import Source, SourceKind, call_of
+from retrograd.graph.emit import Emitter, emit_calls
 from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment
-from retrograd.live.calls.gradients import accumulate_grad
+from retrograd.live.calls.gradients import accumulate_quietly
 from retrograd.live.calls.many_gradients import Accumulator
 
 Check = Callable[[Sequence[Any]], bool]
+
+#: calls in which no class of tensors written in Python has a say: the engine's own closures, and ours.
+_NATIVE = frozenset({CallKind.NODE, CallKind.VALIDATE, CallKind.PROJECT, CallKind.SUM, CallKind.COPY_SLICES})
 
 _LISTS = {
     SourceKind.INPUT: "inputs",
@@ -58,23 +61,18 @@ class GeneratedSource:
     """A function as text.
 
     Attributes:
-        lines: the text. names: what it refers to. values: the FX node of each local variable.
+        emit: its lines and variables.
         steps: by line number, the step whose code is called there.
-        watched: by step, the local variable of the versions that it expects, and the nodes that have them.
+        watched: by step, saved tensors with the places of their versions in the local variable `versions`.
     """
 
-    lines: list[str] = field(default_factory=list)
-    names: dict[str, Any] = field(default_factory=dict)
-    values: dict[str, fx.Node] = field(default_factory=dict)
+    emit: Emitter
     steps: dict[int, int] = field(default_factory=dict)
-    watched: dict[int, tuple[str, tuple[fx.Node, ...]]] = field(default_factory=dict)
+    watched: dict[int, list[tuple[int, fx.Node]]] = field(default_factory=dict)
 
-    def function(self) -> Callable[..., Any]:
-        """The function itself."""
-        scope = dict(self.names)
-        exec(compile("\n".join(self.lines), "<settled plan>", "exec"), scope)
-        made: Callable[..., Any] = scope["settled"]
-        return made
+    def values(self, found: Mapping[str, Any]) -> dict[fx.Node, Any]:
+        """The values of nodes among the local variables of a run."""
+        return {node: found[name] for node, name in self.emit.local.items() if name in found}
 
 
 @dataclass(frozen=True)
@@ -107,9 +105,8 @@ def write(laid: PlanLayout) -> GeneratedSource:
 class _Writer:
     def __init__(self, laid: PlanLayout) -> None:
         self._laid = laid
-        self.written = GeneratedSource()
-        self._local: dict[fx.Node, str] = {}
-        self._indent = 0
+        self._emit = emit = Emitter("settled(call, running, changes, user)")
+        self.written = GeneratedSource(emit)
         self._begin()
         number = 0
         steps = laid.schedule.steps
@@ -117,142 +114,106 @@ class _Writer:
             number = (
                 self._stretch(number) if not isinstance(steps[number], OpaqueCall) else self._opaque(number)
             )
-        self._line(f"return [{', '.join('None' if n is None else self._name(n) for n in laid.outputs)}]")
-
-    # text
-
-    def _line(self, text: str, step: int | None = None) -> None:
-        self.written.lines.append("    " * self._indent + text)
-        if step is not None:
-            self.written.steps[len(self.written.lines)] = step
-
-    @contextmanager
-    def _block(self, head: str) -> Iterator[None]:
-        self._line(head)
-        self._indent += 1
-        yield
-        self._indent -= 1
-
-    def _name(self, node: fx.Node) -> str:
-        if node not in self._local:
-            self._local[node] = name = f"v{len(self._local)}"
-            self.written.values[name] = node
-        return self._local[node]
-
-    def _refer(self, prefix: str, value: Any) -> str:
-        name = f"{prefix}{len(self.written.names)}"
-        self.written.names[name] = value
-        return name
-
-    def _listed(self, nodes: Iterable[fx.Node]) -> str:
-        return f"[{', '.join(map(self._name, nodes))}]"
-
-    def _delete(self, nodes: Iterable[fx.Node]) -> None:
-        names = [self._local[node] for node in nodes if node in self._local]
-        if names:
-            self._line(f"del {', '.join(names)}")
-
-    def _expression(self, argument: Any) -> str:
-        """An FX argument, with local variables for its nodes."""
-        if isinstance(argument, fx.Node):
-            return self._name(argument)
-        if isinstance(argument, list):
-            return f"[{', '.join(map(self._expression, argument))}]"
-        if isinstance(argument, tuple):
-            return f"({''.join(self._expression(item) + ', ' for item in argument)})"
-        if isinstance(argument, dict):
-            items = (f"{self._refer('k', k)}: {self._expression(v)}" for k, v in argument.items())
-            return f"{{{', '.join(items)}}}"
-        return repr(argument) if type(argument) in (int, bool, type(None)) else self._refer("c", argument)
+        emit.line(f"return [{', '.join('None' if n is None else emit.name(n) for n in laid.outputs)}]")
 
     # the beginning
 
     def _begin(self) -> None:
-        self.written.names.update(
-            versions=versions_of,
+        self._emit.names.update(
+            versions_of=versions_of,
             quiet=torch_functions_off,
-            accumulate_one=accumulate_grad,
+            accumulate_one=accumulate_quietly,
         )
-        self._line("def settled(call, running, changes, user):")
-        self._indent = 1
         bound = {(source.kind, source.index): node for node, source in self._laid.placeholders if node.users}
         unused = False
         for kind, name in _LISTS.items():
             length = self._laid.lengths[kind]
             nodes = [bound.get((kind, i)) for i in range(length)]
             if any(nodes):
-                targets = ", ".join("_" if node is None else self._name(node) for node in nodes)
-                self._line(f"{targets}, = call.{name}")
+                targets = ", ".join("_" if node is None else self._emit.name(node) for node in nodes)
+                self._emit.line(f"{targets}, = call.{name}")
                 unused |= None in nodes
         if unused:
-            self._line("del _")
+            self._emit.line("del _")
         if self._laid.guard is not None:
-            guard = self._refer("guard", self._laid.guard)
-            self._line(f"if not {guard}({self._listed(self._laid.guarded)}): return None")
-        self._line("; ".join(f"call.{name}.clear()" for name in _LISTS.values()))
+            guard = self._emit.refer("guard", self._laid.guard)
+            self._emit.line(f"if not {guard}({self._emit.listed(self._laid.guarded)}): return None")
+        self._emit.line("; ".join(f"call.{name}.clear()" for name in _LISTS.values()))
         self._take_versions()
 
     def _take_versions(self) -> None:
-        """The versions of saved tensors that are read after user code has run."""
-        had_user_code = False
+        """The versions of saved tensors that are read after something may have changed them: user code, or an
+        addition to a ``.grad`` that shares their memory."""
+        may_be_changed = False
+        watched: list[fx.Node] = []
         for number, step in enumerate(self._laid.schedule.steps):
             read: Sequence[fx.Node] = ()
             if isinstance(step, Segment):
                 read = step.inputs
             elif isinstance(step, OpaqueCall) and call_of(step.node).kind is CallKind.FUNCTION:
                 read = step.node.all_input_nodes
-            saved = tuple(node for node in read if node in self._laid.saved)
-            if saved and had_user_code:
-                self.written.watched[number] = (f"w{number}", saved)
-                self._line(f"w{number} = versions({self._listed(saved)})")
-            had_user_code |= isinstance(step, OpaqueCall)
+            saved = [node for node in read if node in self._laid.saved] if may_be_changed else []
+            if saved:
+                self.written.watched[number] = list(enumerate(saved, len(watched)))
+                watched += saved
+            may_be_changed |= not isinstance(step, Segment)
+        if watched:
+            self._emit.line(f"versions = versions_of({self._emit.listed(watched)})")
+            self._emit.line("if None in versions: return 0, locals()")
 
     def _leave_if_changed(self, number: int) -> None:
-        if number in self.written.watched:
-            name, saved = self.written.watched[number]
-            self._line(f"if versions({self._listed(saved)}) != {name}: return {number}, locals()")
+        if saved := self.written.watched.get(number):
+            tests = (f"{self._emit.name(node)}._version != versions[{place}]" for place, node in saved)
+            self._emit.line(f"if {' or '.join(tests)}: return {number}, locals()")
 
     # the steps
 
     def _stretch(self, number: int) -> int:
         """Steps without user code; returns the number of the step after them."""
         steps = self._laid.schedule.steps
-        code = self._laid.codes.get(number)
-        if code is not None and not code.is_compiled:
-            self._segment(number, code)
+        if self._is_loud(number):
+            self._segment(number, self._laid.codes[number])
             return number + 1
-        with self._block("with quiet():"):
+        with self._emit.block("with quiet():"):
             while number < len(steps):
                 step = steps[number]
-                if isinstance(step, OpaqueCall):
+                if isinstance(step, OpaqueCall) or self._is_loud(number):
                     break
                 if isinstance(step, Accumulation):
                     number = self._accumulations(number)
                     continue
-                code = self._laid.codes[number]
-                if not code.is_compiled:
-                    break
-                self._segment(number, code)
+                self._segment(number, self._laid.codes[number])
                 number += 1
         return number
+
+    def _is_loud(self, number: int) -> bool:
+        """Whether the step is a segment that calls Python functions as they are: Python's classes of tensors
+        may have a say in them."""
+        step = self._laid.schedule.steps[number]
+        if not isinstance(step, Segment) or self._laid.codes[number].is_compiled:
+            return False
+        return any(call_of(node).kind not in _NATIVE for node in step.nodes)
 
     def _segment(self, number: int, code: Code) -> None:
         step = self._laid.schedule.steps[number]
         assert isinstance(step, Segment)
         self._leave_if_changed(number)
         if code.check is not None:
-            check = self._refer("check", code.check)
-            self._line(f"if not {check}({self._listed(step.inputs)}): return {number}, locals()")
-        self._line(f"args = {self._listed(step.inputs[i] for i in code.fed)}")
-        self._delete(node for node in step.inputs if node in self._laid.schedule.dying[number])
+            check = self._emit.refer("check", code.check)
+            self._emit.line(f"if not {check}({self._emit.listed(step.inputs)}): return {number}, locals()")
+        if not code.is_compiled and not self._is_loud(number):
+            gone = [node for node in step.inputs if node in self._laid.schedule.dying[number]]
+            emit_calls(self._emit, step.nodes, [*gone, *(set(step.nodes) - set(step.outputs))])
+            return
+        self._emit.line(f"args = {self._emit.listed(step.inputs[i] for i in code.fed)}")
+        self._emit.let_go(node for node in step.inputs if node in self._laid.schedule.dying[number])
         pairs = list(zip(step.outputs, code.given, strict=True))
-        made = [self._name(node) for node, is_given in pairs if is_given]
-        targets = f"{', '.join(made)}, = " if made else ""
-        self._line(f"{targets}{self._refer('run', code.run)}(args)", step=number)
-        self._line("del args")
+        made = (node for node, is_given in pairs if is_given)
+        self.written.steps[self._emit.unpack(made, f"{self._emit.refer('run', code.run)}(args)")] = number
+        self._emit.line("del args")
         for node, is_given in pairs:
             if not is_given:
-                self._line(f"{self._name(node)} = None")
+                self._emit.line(f"{self._emit.name(node)} = None")
 
     def _accumulations(self, number: int) -> int:
         """Consecutive accumulations; returns the number of the step after them."""
@@ -270,34 +231,38 @@ class _Writer:
         accumulations = [step.node for step in steps[batch[0] : number] if isinstance(step, Accumulation)]
         variables: list[fx.Node] = [node.args[0] for node in accumulations]  # type: ignore[misc]
         grads: list[fx.Node] = [node.args[1] for node in accumulations]  # type: ignore[misc]
-        self._line(f"grads = {self._listed(grads)}")
-        self._delete(node for node in gone if node in grads)
-        if accumulations[0].args[2]:
-            kept = grads[0] not in gone and is_only_for_post_hooks(accumulations[0])
-            self._line(f"accumulate_one({self._name(variables[0])}, grads, {kept})")
+        self._emit.line(f"grads = {self._emit.listed(grads)}")
+        self._emit.let_go(node for node in gone if node in grads)
+        if len(batch) == 1:
+            kept = (
+                bool(accumulations[0].args[2])
+                and grads[0] not in gone
+                and is_only_for_post_hooks(accumulations[0])
+            )
+            self._emit.line(f"accumulate_one({self._emit.name(variables[0])}, grads, {kept})")
         else:
-            accumulator = self._refer("accumulate", Accumulator())
-            self._line(f"{accumulator}(({', '.join(map(self._name, variables))},), grads)")
-        self._delete(node for node in gone if node not in grads)
+            accumulator = self._emit.refer("accumulate", Accumulator())
+            self._emit.line(f"{accumulator}(({', '.join(map(self._emit.name, variables))},), grads)")
+        self._emit.let_go(node for node in gone if node not in grads)
         return number
 
     def _opaque(self, number: int) -> int:
         step, dying = self._laid.schedule.steps[number], self._laid.schedule.dying[number]
         assert isinstance(step, OpaqueCall)
         self._leave_if_changed(number)
-        self._line(f"running.node_call = {call_of(step.node).node_call}")
-        self._line(f"args = {self._expression(list(step.node.args))}")
+        self._emit.line(f"running.node_call = {call_of(step.node).node_call}")
+        self._emit.line(f"args = {self._emit.expression(list(step.node.args))}")
         made = [step.node, *step.projections]
-        self._delete(node for node in dying if node not in made)
-        self._line(f"result = user.call({self._refer('call', step.node.target)}, args)")
-        self._line("del args")
+        self._emit.let_go(node for node in dying if node not in made)
+        self._emit.line(f"result = user.call({self._emit.refer('call', step.node.target)}, args)")
+        self._emit.line("del args")
         for node in step.projections:
             if node not in dying:
-                self._line(f"{self._name(node)} = result[{self._expression(node.args[1])}]")
+                self._emit.line(f"{self._emit.name(node)} = result[{self._emit.expression(node.args[1])}]")
         if step.node not in dying:
-            self._line(f"{self._name(step.node)} = result")
-        self._line("del result")
-        self._line(f"if changes or user.has_changed_modes(): return {number + 1}, locals()")
+            self._emit.line(f"{self._emit.name(step.node)} = result")
+        self._emit.line("del result")
+        self._emit.line(f"if changes or user.has_changed_modes(): return {number + 1}, locals()")
         return number + 1
 
 

@@ -107,11 +107,12 @@ class Plan:
             partial(regions_of, smallest=smallest, copies=config.fewest_copies)
             if backend.traces and smallest
             else whole,
+            at_once=not backend.traces,
         )
         self.report = BackwardReport(backward, self.schedule, backend.name)
         self._placeholders = tuple(backward.placeholders())
         self._outputs = backward.outputs()
-        self._saved = _saved_tensors(backward) if self.schedule.opaque_calls else frozenset()
+        self._saved = _saved_tensors(backward)
         number = itertools.count()
         self.log = PlanLog(self.report)
         self._settled: list[SpecialisedPlan] = []

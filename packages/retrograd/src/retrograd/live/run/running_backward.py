@@ -9,9 +9,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from retrograd._torch.autograd import EngineRequest, read_live_graph
+from retrograd._torch.autograd import EngineRequest, leaf_of, read_live_graph
 from retrograd.graph.eager_order import ROOT, eager_walk, engine_walk
 from retrograd.graph.live_graph import LiveGraph
+
+_NOT_OF_LEAVES = (
+    "A leaf node was passed to _will_engine_execute_node but we are currently running autograd.grad(). "
+    "This is currently not supported."
+)
 
 
 class RunningBackward:
@@ -45,7 +50,13 @@ class RunningBackward:
         return self.node_calls[self.node_call]
 
     def will_execute(self, node: Any) -> bool:
-        """Whether eager executes `node` in this backward."""
+        """Whether eager executes `node` in this backward.
+
+        Raises:
+            RuntimeError: eager does not say so of leaves inside ``autograd.grad``.
+        """
+        if self._request is not None and not self._request.accumulate_grad and leaf_of(node) is not None:
+            raise RuntimeError(_NOT_OF_LEAVES)
         index = next((i for i, live in enumerate(self._live.nodes) if live.handle is node), None)
         return index is not None and (self._live.wanted is None or index in self._live.wanted)
 

@@ -9,15 +9,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from torch import fx
-
-from retrograd._torch.fx import add_copy, add_placeholder, boxed
 from retrograd._torch.log import profiling
 from retrograd._torch.trace import Traced
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
 from retrograd.events import counters
 from retrograd.graph.backward_graph import call_of
+from retrograd.graph.emit import boxed_calls
 from retrograd.graph.schedule import Segment
 from retrograd.live.capture.structure import family_of, numbers_of, structure_of
 from retrograd.live.lower.background import Later
@@ -68,12 +66,9 @@ class SegmentRunner(BoxedRunner):
     # Most segments of a deep model are never interpreted: they run the code of an equal one.
 
     @functools.cached_property
-    def _graph(self) -> fx.Graph:
-        return _segment_graph(self._segment)
-
-    @functools.cached_property
     def _boxed(self) -> Boxed:
-        return boxed(self._graph)
+        segment = self._segment
+        return boxed_calls(segment.inputs, segment.nodes, segment.outputs)
 
     def _interpreted(self, args: list[Any]) -> Sequence[Any]:
         return self._boxed(args)
@@ -91,11 +86,11 @@ class SegmentRunner(BoxedRunner):
 
     def run_in_modes(self, args: list[Any], left: LeakedModes) -> Sequence[Any]:
         """As `run`, where user code has left modes switched for a part of the segment."""
-        return step_through(self._graph, args, left.around)
+        return step_through(self._segment, args, left.around)
 
     def _interpret(self, args: list[Any]) -> Sequence[Any]:
         if profiling():
-            return step_through(self._graph, args, self._log.node_ranges)
+            return step_through(self._segment, args, self._log.node_ranges)
         return self._run_as_captured(args)
 
     def _run(self, lowered: Lowered, args: list[Any], flat: list[Any]) -> Sequence[Any]:
@@ -106,7 +101,7 @@ class SegmentRunner(BoxedRunner):
 
     def _run_noted(self, args: list[Any]) -> Sequence[Any]:
         """As captured, while it is traced: ATen nodes get the names of their autograd nodes."""
-        return step_through(self._graph, args, self._log.node_noted)
+        return step_through(self._segment, args, self._log.node_noted)
 
 
 def runner_of(segment: Segment, number: int, config: Config, backend: Backend, log: PlanLog) -> SegmentRunner:
@@ -143,13 +138,3 @@ def _why_interpreted(segment: Segment, backend: Backend) -> str | None:
 
 def _names(segment: Segment) -> tuple[str, ...]:
     return tuple(getattr(node.target, "__name__", str(node.target)) for node in segment.nodes)
-
-
-def _segment_graph(segment: Segment) -> fx.Graph:
-    """The segment as a graph of its own: its inputs in, a tuple of its outputs out."""
-    graph = fx.Graph()
-    values = {node: add_placeholder(graph, node.name) for node in segment.inputs}
-    for node in segment.nodes:
-        values[node] = add_copy(graph, node, values.__getitem__)
-    graph.output(tuple(values[node] for node in segment.outputs))
-    return graph

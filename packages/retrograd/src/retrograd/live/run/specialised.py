@@ -74,7 +74,7 @@ class SpecialisedPlan:
         self._calls = tuple(number for number, step in steps if isinstance(step, OpaqueCall))
         self._modes = ThreadModes.now()
         self._written: GeneratedSource = write(laid)
-        self._code = self._written.function()
+        self._code = self._written.emit.function()
         self.left = 0
 
     def run(
@@ -128,11 +128,11 @@ class SpecialisedPlan:
     def _left(self, step: int, found: dict[str, Any], modes: KeptModes | None) -> Bailout:
         versions = Versions.taken(
             pair
-            for number, (name, nodes) in self._written.watched.items()
+            for number, watched in self._written.watched.items()
             if number >= step
-            for pair in zip(nodes, found[name], strict=True)
+            for pair in ((node, found["versions"][place]) for place, node in watched)
         )
-        values = {node: found[name] for name, node in self._written.values.items() if name in found}
+        values = self._written.values(found)
         found.clear()
         return Bailout(step, values, versions, modes)
 
@@ -224,7 +224,7 @@ class Specialising:
 
     def settled(self) -> SpecialisedPlan | None:
         """The plan, settled; None if it cannot be: a segment has to decide when it runs what it runs."""
-        if self._failed:
+        if self._failed or len(self._codes) < len(self._schedule.segments):  # hooks that came cut it short
             return None
         laid = PlanLayout(
             self._schedule,

@@ -1,6 +1,6 @@
 """Run a captured segment one call at a time, with something around each call.
 
-In: the segment as a graph, its values, and a context manager per call. Out: the segment's outputs. Slower
+In: the segment, its values, and a context manager per call. Out: the segment's outputs. Slower
 than the graph's generated code, so it is used only to trace and under a profiler.
 """
 
@@ -12,25 +12,27 @@ from typing import Any
 
 from torch import fx
 
+from retrograd.graph.emit import last_uses
+from retrograd.graph.schedule import Segment
+
 Around = Callable[[fx.Node], AbstractContextManager[Any]]
 
 
-def step_through(graph: fx.Graph, args: list[Any], around: Around) -> tuple[Any, ...]:
-    """The outputs of `graph`; `args` is emptied, and values are let go after their last use."""
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    values = dict(zip(placeholders, args, strict=True))
+def step_through(segment: Segment, args: list[Any], around: Around) -> tuple[Any, ...]:
+    """The outputs of `segment`; `args` is emptied, and values are let go after their last use."""
+    values = dict(zip(segment.inputs, args, strict=True))
     args.clear()
-    dying = _last_uses(graph)
-    for node in graph.nodes:
-        if node.op == "call_function":
-            with around(node):
-                args, kwargs = argument_values((node.args, node.kwargs), values)
-                values[node] = node.target(*args, **kwargs)
-        elif node.op == "output":
-            return tuple(argument_values(item, values) for item in node.args[0])
-        for value in dying.get(node, ()):
+    reads = [(i, (node, *node.all_input_nodes)) for i, node in enumerate(segment.nodes)]
+    dying = last_uses([*reads, (len(reads), segment.outputs)])
+    for i, node in enumerate(segment.nodes):
+        with around(node):
+            args, kwargs = argument_values((node.args, node.kwargs), values)
+            assert callable(node.target)
+            values[node] = node.target(*args, **kwargs)
+            del args, kwargs
+        for value in dying.get(i, ()):
             del values[value]
-    raise AssertionError("a segment's graph has an output")
+    return tuple(values[node] for node in segment.outputs)
 
 
 def argument_values(argument: Any, values: dict[fx.Node, Any]) -> Any:
@@ -44,16 +46,3 @@ def argument_values(argument: Any, values: dict[fx.Node, Any]) -> Any:
     if isinstance(argument, dict):
         return {name: argument_values(item, values) for name, item in argument.items()}
     return argument
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each call, the values that nobody reads after it."""
-    last: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        last[node] = node
-        last.update(dict.fromkeys(node.all_input_nodes, node))
-    dying: dict[fx.Node, list[fx.Node]] = {}
-    for value, node in last.items():
-        if node.op == "call_function":
-            dying.setdefault(node, []).append(value)
-    return dying

@@ -79,7 +79,7 @@ def joined(laid: PlanLayout) -> JoinedSegments | None:
         outputs=gives,
         guard=None,
     )
-    function = write(inner).function()
+    function = write(inner).emit.function()
 
     def run(values: list[Any]) -> Sequence[Any]:
         results: Sequence[Any] = function(Collected(None, values, [], [], [], []), None, None, None)

@@ -1,0 +1,180 @@
+"""Straight-line Python: what runs a graph, a plan or a chain of compiled parts, without an interpreter.
+
+In: values (FX nodes, or anything that names one), calls and constants. Out: a function. It stands in no
+module and no cache of source lines, so it is freed with its last user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+from torch import fx
+
+#: types whose values are written as they are.
+_LITERALS = frozenset({int, bool, type(None)})
+
+
+class Emitter:
+    """A function under way.
+
+    Args:
+        head: its name and parameters.
+
+    Attributes:
+        lines: the text. names: what it refers to. local: the variable of each value.
+    """
+
+    def __init__(self, head: str) -> None:
+        self.lines = [f"def {head}:"]
+        self.names: dict[str, Any] = {}
+        self.local: dict[Any, str] = {}
+        self._head = head
+        self._indent = 1
+
+    def line(self, text: str) -> int:
+        """Add a line; returns its number, as tracebacks count."""
+        self.lines.append("    " * self._indent + text)
+        return len(self.lines)
+
+    @contextmanager
+    def block(self, head: str) -> Iterator[None]:
+        """Lines that stand below `head`."""
+        self.line(head)
+        self._indent += 1
+        yield
+        self._indent -= 1
+
+    def name(self, value: Hashable) -> str:
+        """The local variable of a value."""
+        if value not in self.local:
+            self.local[value] = f"v{len(self.local)}"
+        return self.local[value]
+
+    def refer(self, prefix: str, value: Any) -> str:
+        """A name for something that is not made here."""
+        name = f"{prefix}_{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def listed(self, values: Iterable[Hashable]) -> str:
+        """The variables of `values` as a list."""
+        return f"[{', '.join(map(self.name, values))}]"
+
+    def unpack(self, values: Iterable[Hashable], source: str) -> int:
+        """Bind `values` to what is in `source`."""
+        targets = "".join(f"{self.name(value)}, " for value in values)
+        return self.line(f"{targets}= {source}" if targets else source)
+
+    def let_go(self, values: Iterable[Hashable]) -> None:
+        """Delete the variables of `values`, if they have any."""
+        names = [self.local[value] for value in values if value in self.local]
+        if names:
+            self.line(f"del {', '.join(names)}")
+
+    def expression(self, argument: Any) -> str:
+        """An argument of an FX node, with local variables for its nodes."""
+        if isinstance(argument, fx.Node):
+            return self.name(argument)
+        if isinstance(argument, list):
+            return f"[{', '.join(map(self.expression, argument))}]"
+        if isinstance(argument, tuple):
+            return f"({''.join(self.expression(item) + ', ' for item in argument)})"
+        if isinstance(argument, dict):
+            items = (f"{self.refer('k', key)}: {self.expression(item)}" for key, item in argument.items())
+            return f"{{{', '.join(items)}}}"
+        if isinstance(argument, slice):
+            parts = map(self.expression, (argument.start, argument.stop, argument.step))
+            return f"{self.refer('c', slice)}({', '.join(parts)})"
+        return repr(argument) if type(argument) in _LITERALS else self.refer("c", argument)
+
+    def function(self) -> Callable[..., Any]:
+        """The function itself."""
+        scope = dict(self.names)
+        name = self._head.split("(", 1)[0]
+        exec(compile("\n".join(self.lines), f"<retrograd {name}>", "exec"), scope)
+        made: Callable[..., Any] = scope[name]
+        return made
+
+
+def last_uses(reads: Iterable[tuple[int, Iterable[Hashable]]]) -> dict[int, list[Any]]:
+    """By place, the values that are read there last; `reads` come in order."""
+    last: dict[Any, int] = {}
+    for place, values in reads:
+        last.update(dict.fromkeys(values, place))
+    places: dict[int, list[Any]] = {}
+    for value, place in last.items():
+        places.setdefault(place, []).append(value)
+    return places
+
+
+def boxed_calls(
+    inputs: Sequence[fx.Node], calls: Sequence[fx.Node], results: Any, root: object = None
+) -> Callable[[list[Any]], Any]:
+    """A function of a list of inputs, which it empties: it makes `calls` in order and returns `results`.
+
+    Args:
+        inputs: nodes whose values are in the list.
+        calls: nodes. Others must not read what they make, but for `results`.
+        results: an FX argument.
+        root: has the constants that ``get_attr`` nodes name.
+    """
+    emit = Emitter("run(args)")
+    reads = [(-1, inputs), *((i, (node, *node.all_input_nodes)) for i, node in enumerate(calls))]
+    dying = last_uses([*reads, (len(calls), _nodes_in(results))])
+    emit.unpack(inputs, "args")
+    emit.line("args.clear()")
+    emit.let_go(dying.get(-1, ()))
+    let_go = [value for i in range(len(calls)) for value in dying.get(i, ())]
+    emit_calls(emit, calls, let_go, root)
+    emit.line(f"return {emit.expression(results)}")
+    return emit.function()
+
+
+def emit_calls(
+    emit: Emitter, calls: Sequence[fx.Node], let_go: Iterable[fx.Node], root: object = None
+) -> None:
+    """Lines that make `calls` in order, and delete each of the values `let_go` after the last that reads it.
+
+    Args:
+        root: has the constants that ``get_attr`` nodes name.
+    """
+    gone = set(let_go)
+    reads = ((i, (node, *node.all_input_nodes)) for i, node in enumerate(calls))
+    dying = last_uses((i, [value for value in values if value in gone]) for i, values in reads)
+    for i, node in enumerate(calls):
+        if node.op == "get_attr":
+            value = emit.refer("held", attrgetter(str(node.target))(root))
+        else:
+            items = [*map(emit.expression, node.args), *_keywords(emit, node.kwargs)]
+            value = f"{_function(emit, node, root)}({', '.join(items)})"
+        emit.line(f"{emit.name(node)} = {value}")
+        emit.let_go(dying.get(i, ()))
+
+
+def _function(emit: Emitter, node: fx.Node, root: object) -> str:
+    target: Any = node.target
+    if node.op == "call_method":
+        target = _Method(target)
+    return emit.refer("call", attrgetter(target)(root) if node.op == "call_module" else target)
+
+
+class _Method(str):
+    """Calls the method of that name."""
+
+    __slots__ = ()
+
+    def __call__(self, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(owner, self)(*args, **kwargs)
+
+
+def _keywords(emit: Emitter, kwargs: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={emit.expression(value)}" for name, value in kwargs.items()]
+
+
+def _nodes_in(argument: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(argument, found.append)
+    return found
