@@ -69,3 +69,11 @@ def test_every_pin_is_exact(root: Path) -> None:
     ]
     assert [line for line in lines if line.count("==") != 1] == []
     assert lines == sorted(set(lines), key=str.lower)
+
+
+def test_pre_commit_runs_the_pinned_versions(root: Path) -> None:
+    pins = (root / "requirements/pins.txt").read_text().splitlines()
+    pinned = {name: version for name, _, version in (line.partition("==") for line in pins)}
+    hooks = (root / ".pre-commit-config.yaml").read_text()
+    for name, repository in (("ruff", "ruff-pre-commit"), ("codespell", "codespell")):
+        assert f"/{repository}\n    rev: v{pinned[name]}\n" in hooks

@@ -254,8 +254,9 @@ def explain(
     graphs that were compiled ahead of time; and what ran as eager runs it, with the reason.
 
     Args:
-        fn: something that runs backwards; it is called with `args` and `kwargs` inside a context of its
-            own. Without it, the report is that of the whole process so far.
+        fn: a function that runs backwards. It is called inside a context of its own. Without it, the report
+            is that of the whole process so far.
+        args, kwargs: what `fn` is called with.
         backend: as in `compiled_autograd`.
 
     Returns:
