@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -61,6 +62,20 @@ def test_one_torch_is_pinned_everywhere(root: Path) -> None:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TORCH_VERSIONS"
     )
     assert pinned in versions
+
+
+def test_the_workflows_test_every_torch_of_the_noxfile(root: Path) -> None:
+    noxfile, workflow = (root / "noxfile.py").read_text(), (root / ".github/workflows/ci.yml").read_text()
+    (versions,) = re.findall(r"^TORCH_VERSIONS = \((.*)\)$", noxfile, re.MULTILINE)
+    assert f"torch: [{versions}]\n" in workflow
+
+
+def test_the_workflows_only_call_nox(root: Path) -> None:
+    workflows = sorted((root / ".github/workflows").glob("*.yml"))
+    commands = [line for path in workflows for line in re.findall(r"\brun: (.*)", path.read_text())]
+    assert workflows
+    install = "python -m pip install -c requirements/pins.txt nox"
+    assert [command for command in commands if not command.startswith("nox ") and command != install] == []
 
 
 def test_every_pin_is_exact(root: Path) -> None:
