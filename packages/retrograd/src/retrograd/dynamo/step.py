@@ -91,7 +91,7 @@ class CompiledStep:
         with self._pace.timed(is_compiled, self._report):
             return run(*args, **kwargs)
 
-    # what Dynamo asks about frames (`_torch.frames.FrameWatch`)
+    # what Dynamo asks about frames (`FrameWatch` in `_torch.dynamo.frames`)
 
     def runs_as_it_is(self, code: types.CodeType) -> bool:
         """Optimizers, where they are to compute as eager does."""
