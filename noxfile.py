@@ -198,7 +198,7 @@ def bench_compare(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """The pages of `docs`, built strictly into `site` (`-- serve` shows them while you write)."""
     session.install(*PINS, "-r", "requirements/docs.txt")
-    session.run("mkdocs", *(session.posargs or ("build", "--strict")))
+    session.run("mkdocs", *(session.posargs or ("build", "--strict")), env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session(venv_backend="none", requires=["env"])
