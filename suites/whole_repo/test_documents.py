@@ -1,7 +1,7 @@
 """The Python in documents runs: the blocks of a page one after the other, in one process.
 
-A block after the line `<!-- not run: WHY -->` does not run. One whose output stands in README.md does not run here:
-`test_readme.py` runs it and compares.
+A block after the line `<!-- not run: WHY -->` does not run. One whose output stands in README.md does not run
+here: `test_readme.py` runs it and compares.
 """
 
 from __future__ import annotations
