@@ -216,15 +216,14 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
     """Capture and compile `fn` for each kind of input that it is called with.
 
     `fn` must be a pure function of its arguments, as for ``jax.jit`` and torch's ``aot_function``. Its Python
-    runs once for each kind of input. What it reads in Python besides its arguments is a constant. What it does
-    in Python besides calling torch happens at capture only. For other functions, use
-    ``torch.compile(backend="retrograd")``: Dynamo knows what Python reads.
+    runs once for each kind of input. What it reads in Python besides its arguments is a constant. What it
+    does in Python besides calling torch happens at capture only. ``torch.compile(backend="retrograd")`` is
+    for other functions: Dynamo knows what Python reads.
 
     Every call checks again:
 
     - tensors: their metadata, and how they share memory if `fn` writes to one of them;
-    - numbers, strings and NumPy arrays by value, containers and dataclasses by their contents, other
-      objects by identity;
+    - numbers, strings and NumPy arrays by value, containers by their contents, other objects by identity;
     - modules that `fn` is given, or is: structure, ``training`` flags, hooks, attributes with plain values;
     - the thread's modes.
 
@@ -245,7 +244,7 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
 
     Raises:
         OptionError: an option has a value that it cannot have.
-        CaptureError: on a call, if `strict`: it cannot be captured.
+        CaptureError: in a call that cannot be captured, if `strict`.
     """
     if not callable(fn):
         raise OptionError("fn", f"got {fn!r}", "a function or another callable")
