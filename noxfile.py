@@ -10,6 +10,7 @@
 # and once, whichever sessions were named. Sessions that need no torch keep a small environment of their own.
 
 import os
+import pathlib
 
 import nox
 
@@ -21,6 +22,17 @@ PINS = ("-c", "requirements/pins.txt")
 DISTRIBUTIONS = ("-e", "./packages/retrograd", "-e", "./harness")
 SOURCES = os.pathsep.join(("packages/retrograd/src", "harness/src"))
 TORCH_VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+DOCSTRINGS = "DOC102,DOC202,DOC403"  # pydoclint's: no parameter, return or yield that the signature lacks
+SPELLED = (
+    "packages",
+    "harness",
+    "suites",
+    "docs",
+    "README.md",
+    "CONTRIBUTING.md",
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+)
 JOBS = str(min(os.cpu_count() or 1, 8))
 FIXED = ("--device", "auto", "-n", JOBS, "--expected", "suites/parity/expected.toml")
 
@@ -91,12 +103,16 @@ def settings(session: nox.Session) -> dict[str, str]:
     }
 
 
-def run(session: nox.Session, program: str, *arguments: str, silent: bool = False) -> None:
-    """Run a program of the shared environment; what it starts finds that environment first on PATH too."""
+def run(session: nox.Session, program: str, *arguments: str, silent: bool = False) -> str:
+    """Run a program of the shared environment; what it starts finds that environment first on PATH too.
+
+    Returns what the program printed, if `silent`.
+    """
     programs = session.cache_dir.absolute().parent / "env" / "bin"
     path = os.pathsep.join((str(programs), os.environ.get("PATH", "")))
     variables = {**settings(session), "PATH": path}
-    session.run(str(programs / program), *arguments, env=variables, external=True, silent=silent)
+    printed = session.run(str(programs / program), *arguments, env=variables, external=True, silent=silent)
+    return printed if isinstance(printed, str) else ""
 
 
 def words(leg: Leg) -> list[str]:
@@ -147,11 +163,16 @@ def findings(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def lint(session: nox.Session) -> None:
-    """Lint and formatting (`-- --fix` repairs what can be repaired)."""
-    session.install(*PINS, "ruff")
+    """Lint, formatting, docstrings, workflows (`-- --fix` repairs what can be repaired)."""
+    session.install(*PINS, "-r", "requirements/lint.txt")
     fix = "--fix" in session.posargs
     session.run("ruff", "check", *(["--fix"] if fix else []))
     session.run("ruff", "format", *([] if fix else ["--check"]))
+    session.run("ruff", "check", "--preview", "--select", DOCSTRINGS, "packages", "harness")
+    session.run("codespell", *SPELLED)
+    workflows = sorted(str(path) for path in pathlib.Path(".github/workflows").glob("*.yml"))
+    session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
+    session.run("zizmor", "--offline", "--no-progress", "--config", ".github/zizmor.yml", *workflows)
 
 
 @nox.session(venv_backend="none", requires=["env"])
@@ -173,6 +194,36 @@ def bench(session: nox.Session) -> None:
     run(session, "asv", "machine", "--yes", silent=True)
     commit = [] if "--quick" in session.posargs else ["--set-commit-hash", "HEAD"]
     run(session, "asv", "run", "--python=same", "--show-stderr", *commit, *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def bench_compare(session: nox.Session) -> None:
+    """Benchmarks of two commits (`-- main HEAD`), compared in `.asv/comparison.txt`."""
+    base, tip = session.posargs or ("main", "HEAD")
+    run(session, "asv", "machine", "--yes", silent=True)
+    failed = False
+    try:
+        run(session, "asv", "continuous", "--show-stderr", base, tip)
+    except nox.command.CommandFailed:
+        failed = True  # something is slower, or a benchmark failed: the comparison says which
+    text = run(session, "asv", "compare", "--split", base, tip, silent=True)
+    pathlib.Path(".asv/comparison.txt").write_text(text)
+    session.log(text)
+    if failed:
+        session.error("something is slower than before, or a benchmark failed")
+
+
+@nox.session(reuse_venv=True)
+def docs(session: nox.Session) -> None:
+    """The pages of `docs`, built strictly into `site` (`-- serve` shows them while you write)."""
+    session.install(*PINS, "-r", "requirements/docs.txt")
+    session.run("mkdocs", *(session.posargs or ("build", "--strict")), env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def house(session: nox.Session) -> None:
+    """The measures of the code, as a table (`-- --details` lists what was counted)."""
+    run(session, "python", "suites/whole_repo/house.py", *session.posargs)
 
 
 @nox.session

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -66,9 +67,31 @@ def test_one_torch_is_pinned_everywhere(root: Path) -> None:
     assert tuple(version.rpartition(".")[0] for version in versions) == TESTED
 
 
+def test_the_workflows_test_every_torch_of_the_noxfile(root: Path) -> None:
+    noxfile, workflow = (root / "noxfile.py").read_text(), (root / ".github/workflows/ci.yml").read_text()
+    (versions,) = re.findall(r"^TORCH_VERSIONS = \((.*)\)$", noxfile, re.MULTILINE)
+    assert f"torch: [{versions}]\n" in workflow
+
+
+def test_the_workflows_only_call_nox(root: Path) -> None:
+    workflows = sorted((root / ".github/workflows").glob("*.yml"))
+    commands = [line for path in workflows for line in re.findall(r"\brun: (.*)", path.read_text())]
+    assert workflows
+    install = "python -m pip install -c requirements/pins.txt nox"
+    assert [command for command in commands if not command.startswith("nox ") and command != install] == []
+
+
 def test_every_pin_is_exact(root: Path) -> None:
     lines = [
         line for line in (root / "requirements/pins.txt").read_text().splitlines() if line and line[0] != "#"
     ]
     assert [line for line in lines if line.count("==") != 1] == []
     assert lines == sorted(set(lines), key=str.lower)
+
+
+def test_pre_commit_runs_the_pinned_versions(root: Path) -> None:
+    pins = (root / "requirements/pins.txt").read_text().splitlines()
+    pinned = {name: version for name, _, version in (line.partition("==") for line in pins)}
+    hooks = (root / ".pre-commit-config.yaml").read_text()
+    for name, repository in (("ruff", "ruff-pre-commit"), ("codespell", "codespell")):
+        assert f"/{repository}\n    rev: v{pinned[name]}\n" in hooks

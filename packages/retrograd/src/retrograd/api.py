@@ -33,8 +33,9 @@ _compiled_forwards = CompiledForwards(is_anything_open)
 class CompiledAutograd:
     """A context, also usable as a decorator, that compiles every backward of this thread inside it.
 
-    Made by `compiled_autograd`. May be entered again, nested (the innermost wins, also among contexts of
-    stock compiled autograd) and shared by threads. Each thread and each asyncio task enters for itself.
+    `compiled_autograd` makes it. It may be entered again, nested, and shared by threads; each thread and
+    each asyncio task enters for itself. Of nested contexts the innermost wins. That holds for contexts of
+    stock compiled autograd too.
     """
 
     def __init__(self, config: Config) -> None:
@@ -55,18 +56,18 @@ class CompiledAutograd:
         return decorated(self, fn)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for what is compiled in the background (``background=True``), of all contexts.
+        """Wait until all contexts have compiled what they compile in the background (``background=True``).
 
         Args:
-            timeout: for how many seconds; None: for as long as it takes.
+            timeout: how many seconds to wait; None waits as long as it takes.
 
         Returns:
-            Whether all of it is there: the next backward runs it.
+            Whether all code is there. If so, the next backward runs it.
         """
         return wait_for_all(timeout)
 
     def explain(self) -> Report:
-        """What this context captured and what not."""
+        """What this context captured, what it did not capture, and why."""
         return self.report
 
 
@@ -87,18 +88,19 @@ def compiled_autograd(  # noqa: PLR0913 - as many parameters as there are choice
         backend: ``"inductor"``; ``"eager"`` (interprets the captured calls; gradients equal eager's bit for
             bit); ``"aten"`` (interprets the traced ATen graph); or a callable
             ``(gm, example_inputs) -> callable`` that is given the ATen graph of each segment.
-        strict: raise instead of running as eager does what cannot be captured or compiled.
+        strict: raise an error where something cannot be captured or compiled, instead of running it as eager
+            does.
         dynamic: None: sizes are static until they change; True: symbolic from the start; False: always
             static.
-        recompile_limit: lowerings of one segment after which it is interpreted.
-        opaque: names of autograd nodes (``"MulBackward0"``) to be run as opaque calls.
-        regions: compile structure that repeats itself, such as the layers of a deep model, once, where that
-            is worth it. A number: from so many autograd nodes on it is. False: never.
-        background: compile on another thread. Backwards run interpreted, as eager runs them, until one begins
-            after the code is there; `CompiledAutograd.wait` waits for that. Under
-            ``torch.use_deterministic_algorithms`` the first backward waits.
-        cudagraphs: record what compiled segments do on a CUDA device, and replay it where that is safe; where
-            it is not, the report says why.
+        recompile_limit: how often one segment is lowered. After that it is interpreted.
+        opaque: names of autograd nodes, such as ``"MulBackward0"``, that run as opaque calls.
+        regions: compile repeated structure, such as the layers of a deep model, once where that pays. A
+            number is the smallest size that pays, in autograd nodes. False turns this off.
+        background: compile on another thread. Backwards run interpreted, as eager runs them, until the code
+            is there; `CompiledAutograd.wait` waits for it. Under ``torch.use_deterministic_algorithms`` the
+            first backward waits.
+        cudagraphs: record what compiled segments do on a CUDA device, and replay it where that is safe. The
+            report says why a segment is not recorded.
 
     Returns:
         A context manager, also usable as a decorator.
@@ -144,18 +146,18 @@ def compile(
 ) -> Any:
     """Compile a module or function by ``torch.compile(backend="retrograd")``, its backward by the live path.
 
-    A backward belongs to the callable if it comes by an output of one of its calls, whenever and on
-    whichever thread it runs; what else hangs from the loss is compiled with it. Other backwards run as if
-    nothing were there, and a context of `compiled_autograd`, or `enable`, wins where it is open. With the
-    callable ends its hold on backwards.
+    A backward belongs to the callable if it reaches an output of one of its calls, at any time and on any
+    thread. Everything else that hangs from the loss is compiled with it. Other backwards run as if nothing
+    were there. Where a context of `compiled_autograd` is open, or `enable` is set, that one wins. When the
+    callable is deleted, it owns no backwards any more.
 
     Args:
         target: a module, which stays as it is, or a function; without it, the result is a decorator.
         backend: as in `compiled_autograd`, for forward and backward.
         fullgraph, dynamic, mode: as in ``torch.compile``.
         options: as in ``torch.compile(backend="retrograd", options=...)``, without ``"backend"``;
-            see ``retrograd.dynamo.list_options()``. ``"strict"``, ``"regions"`` and CUDA graphs hold for the
-            live path too.
+            see ``retrograd.dynamo.list_options()``. ``"strict"``, ``"regions"`` and ``"cudagraphs"`` also
+            hold for the live path.
 
     Returns:
         What ``torch.compile`` returns: for a module, a module.
@@ -216,9 +218,9 @@ def _claiming(call: Callable[..., Any], session: Session) -> Callable[..., Any]:
 
 
 def enable(backend: str | Callable[..., Any] = "inductor", **options: Any) -> None:
-    """Compile every backward of this process, on all threads, also on those started later.
+    """Compile every backward of this process, on all threads, including threads that start later.
 
-    A context that is open on a thread wins there. A second call replaces the setting of the first.
+    Where a context is open on a thread, the context wins. A second call replaces the setting of the first.
 
     Args:
         backend: as in `compiled_autograd`.
@@ -239,7 +241,7 @@ def enable(backend: str | Callable[..., Any] = "inductor", **options: Any) -> No
 
 
 def disable() -> None:
-    """End what `enable` began. Contexts that are open go on; without `enable` it does nothing."""
+    """End what `enable` began. Open contexts stay open. Without `enable` this does nothing."""
     ProcessWide.switch(None)
 
 
@@ -250,12 +252,15 @@ def explain(
     backend: str | Callable[..., Any] = "eager",
     **kwargs: Any,
 ) -> Report:
-    """Say what was captured and compiled: backwards with their segments, opaque calls, guards and recompiles;
-    graphs that were compiled ahead of time; and what ran as eager runs it, with the reason.
+    """Report what was captured and compiled, and what ran as eager runs it, with the reason.
+
+    The report lists backwards with their segments, opaque calls, guards and recompiles, and the graphs that
+    were compiled ahead of time.
 
     Args:
-        fn: something that runs backwards; it is called with `args` and `kwargs` inside a context of its
-            own. Without it, the report is that of the whole process so far.
+        fn: a function that runs backwards. It is called inside a context of its own. Without it, the report
+            is that of the whole process so far.
+        args, kwargs: what `fn` is called with.
         backend: as in `compiled_autograd`.
 
     Returns:

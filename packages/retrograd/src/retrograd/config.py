@@ -2,8 +2,8 @@
 
 In: the keyword arguments of ``compiled_autograd``, ``compile``, ``compile_step``, ``aot.function`` and
 ``aot.module``, and the ``options`` of ``torch.compile(backend="retrograd")``. Out: a checked `Config`. An
-option has one name and one meaning wherever it is accepted; an option that a way in does not accept is not
-among its parameters, and keeps its default here.
+option has one name and one meaning wherever it is accepted. If a way in does not have an option among its
+parameters, the option keeps its default.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ PARTITIONERS = ("min_cut", "recompute_all", "save_all")
 #: a name, or a partitioner in torch's form: ``(gm, inputs, *, num_fwd_outputs) -> (forward, backward)``.
 Policy = str | Callable[..., Any]
 
-#: a repeated part that is compiled once has at least this many autograd nodes: with fewer, the call costs
-#: more than the compilation saves.
+#: the smallest repeated part that is compiled once, in autograd nodes. Below that, the extra call costs more
+#: than the saved compilation.
 _SMALLEST_REPEAT = 16
 
-#: a repeated part has at least this many copies: two or three are compiled as quickly in one piece.
+#: the fewest copies of a repeated part. Two or three are compiled just as quickly in one piece.
 _FEWEST_COPIES = 4
 
 
@@ -90,14 +90,15 @@ class Config:
         backward: the same for the backward graphs; None: as `backend`.
         partitioner: what the forward saves for the backward; see ``aot.partition``.
         passes: applied to the joint graph, in order: names, or callables ``(gm, example_inputs) -> gm``.
-        strict: raise instead of running as eager does what cannot be captured or compiled.
+        strict: raise an error where something cannot be captured or compiled, instead of running it as eager
+            does.
         dynamic: ``None``: sizes are static until they change, then symbolic; ``True``: symbolic from
             the start; ``False``: always static.
-        recompile_limit: compilations of one piece of code, after which it runs as eager runs it.
-        cache_size: kinds of input whose code is kept; the one unused for longest is dropped first.
-        opaque: names of autograd nodes (``"MulBackward0"``) to be run as opaque calls; a frozenset.
-        regions: whether structure that repeats itself is compiled once, where that pays; a number: from how
-            many autograd nodes on it does.
+        recompile_limit: how often one piece of code is compiled. After that it runs as eager runs it.
+        cache_size: for how many kinds of input code is kept. The least recently used is dropped first.
+        opaque: names of autograd nodes, such as ``"MulBackward0"``, that run as opaque calls; a frozenset.
+        regions: whether repeated structure is compiled once where that pays. A number is the smallest size
+            that pays, in autograd nodes.
         single_region: differentiate all outputs together, as stock AOTAutograd does.
         background: compile on another thread, and interpret until the code is there.
         cudagraphs: record what compiled code does on a CUDA device, and replay it where that is safe.
@@ -120,7 +121,7 @@ class Config:
     background: bool = False
     cudagraphs: bool = False
 
-    #: callables need not be hashable: each is equal to itself only.
+    #: stands for the callables in comparisons: they need not be hashable, and each equals only itself.
     _identities: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -135,22 +136,22 @@ class Config:
 
     @property
     def smallest_repeat(self) -> int:
-        """How many autograd nodes a part has at least that is compiled once; 0: nothing is."""
+        """The smallest repeated part that is compiled once, in autograd nodes; 0 if none is."""
         return _SMALLEST_REPEAT if self.regions is True else int(self.regions)
 
     @property
     def fewest_copies(self) -> int:
-        """How many copies of such a part there are at least."""
+        """The fewest copies that such a part has."""
         return _FEWEST_COPIES if self.regions is True else 2
 
     @staticmethod
     def default_of(name: str) -> Any:
-        """The value that an option has if nobody gives it."""
+        """The value of an option that the user does not give."""
         return next(option.default for option in fields(Config) if option.name == name)
 
 
 def _collected(value: Any, kind: Callable[[Iterable[Any]], Any]) -> Any:
-    """A collection in its frozen form; a string is no collection of names."""
+    """A collection in its frozen form. A string is not a collection of names, and stays as it is."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         return value
     return kind(value)

@@ -1,4 +1,4 @@
-"""Every failure this package can report, one class each; each owns its message.
+"""The failures that this package reports: one class for each, which writes its own message.
 
 In: what was found, where, and the way out. Out: exceptions and warnings whose text says all three.
 """
@@ -40,13 +40,13 @@ class Reason:
 
 
 def first_line(error: Exception) -> str:
-    """`error` in one line: its class, unless it is a Refusal, and the first line of its text."""
+    """The first line of the text of `error`, after the name of its class unless it is a `Refusal`."""
     text = (str(error).strip().splitlines() or [""])[0]
     return text if isinstance(error, Refusal) else f"{type(error).__name__}: {text}"
 
 
 class Refusal(Exception):
-    """Something cannot be captured, traced, inlined or recorded. Whoever catches it makes a `Reason` of it.
+    """Something cannot be captured, traced, inlined or recorded. The caller that catches it makes a `Reason`.
 
     Args:
         code: as in `Reason`.
@@ -74,11 +74,11 @@ class CaptureError(_ReasonedError):
 
 
 class CallError(_ReasonedError):
-    """A compiled joint graph was called with inputs unlike those that it was captured for."""
+    """A compiled joint graph was called with inputs that differ from those of its capture."""
 
 
 class UnlikeTracedError(_ReasonedError):
-    """Real operators gave other shapes or types than torch's fake ones: code compiled for these is not right.
+    """An operator returned another shape or type than torch's fake operator predicted, so the code is wrong.
     Raised in strict mode only; otherwise such a function runs eagerly."""
 
 
@@ -92,16 +92,16 @@ class VerificationError(_ReasonedError):
 
 
 class ExportError(_ReasonedError):
-    """A joint graph holds what a program that outlives its process cannot; or a program was called with what
-    it does not take."""
+    """A joint graph contains something that cannot be written to a file, or a program was called with inputs
+    that do not fit."""
 
 
 class LoadError(_ReasonedError):
-    """A file that is no exported program, is damaged, or does not fit what is installed."""
+    """A file is not an exported program, is damaged, or does not fit what is installed."""
 
 
 class PassError(_ReasonedError):
-    """A pass raised, or was asked for what it cannot do."""
+    """A pass raised, or was asked for something that it cannot do."""
 
 
 class BackendError(RetrogradError):
@@ -109,7 +109,7 @@ class BackendError(RetrogradError):
 
 
 class OptionError(RetrogradError, ValueError):
-    """An option that does not exist, or has a value that it cannot have.
+    """An option does not exist, or has a value that is not allowed.
 
     Args:
         name: of the option.
@@ -123,7 +123,7 @@ class OptionError(RetrogradError, ValueError):
 
 
 class UnsupportedTorchError(RetrogradError):
-    """The installed torch does not offer the private protocol that retrograd stands on."""
+    """The installed torch does not offer the private protocol that retrograd needs."""
 
     def __init__(self, version: str, missing: Sequence[str]) -> None:
         found = f"torch {version} is not supported by retrograd\n  missing  {', '.join(missing)}"
@@ -131,7 +131,7 @@ class UnsupportedTorchError(RetrogradError):
 
 
 class ContextError(RetrogradError):
-    """A context was left where it had not been entered."""
+    """A context was left on a thread or task that had not entered it."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -142,4 +142,4 @@ class ContextError(RetrogradError):
 
 
 class FallbackWarning(UserWarning):
-    """Something ran as eager runs it instead of compiled; given once per reason."""
+    """Something ran as eager runs it, not compiled. Given once per reason."""

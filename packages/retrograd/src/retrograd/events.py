@@ -1,8 +1,8 @@
 """Counters and loggers: what happened, for people and for tests.
 
-In: increments and texts from the stages. Out: `counters`, and the loggers below ``retrograd.live``. They are
-switched by ``TORCH_LOGS="+retrograd.live"`` like those of any importable module, by ``logging`` itself, or by
-``RETROGRAD_LOGS=graph,schedule,guards,recompiles``, which writes the named ones to the standard error stream.
+In: increments and texts from the stages. Out: `counters`, and the loggers below ``retrograd.live``. Three
+things switch a logger on: ``TORCH_LOGS="+retrograd.live"``, as for any importable module; ``logging`` itself;
+and ``RETROGRAD_LOGS=graph,schedule,guards,recompiles``, which writes the named logs to standard error.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ LOGS = {name: live_log.getChild(name) for name in ("graph", "schedule", "guards"
 
 
 def switch_logs(names: str) -> None:
-    """Write the logs named in `names` (separated by commas) to the standard error stream.
+    """Write the logs in `names`, separated by commas, to standard error.
 
-    Warns of unknown names: a misspelt setting must not end a training run.
+    An unknown name gives a warning, because a misspelt setting must not end a training run.
     """
     wanted = [name.strip().lstrip("+") for name in names.split(",") if name.strip()]
     if unknown := sorted(set(wanted) - set(LOGS)):

@@ -1,7 +1,7 @@
-"""State of the whole process: ``reset`` forgets it, and a forked child can go on with it.
+"""State of the whole process: ``reset`` forgets it, and a forked child can use it.
 
-In: each module that keeps something for the process says here how it is forgotten, and takes its locks from
-here. Out: `forget_everything`, and locks that do not outlive the thread that holds them.
+In: each module that keeps something for the process registers here how it is forgotten, and takes its locks
+from here. Out: `forget_everything`, and locks that a forked child finds free.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _forgets: list[Callable[[], object]] = []
 
 
 def forgotten_by_reset(forget: Forget) -> Forget:
-    """Have ``reset`` call `forget`; returns it, so that it may stand as a decorator."""
+    """Have ``reset`` call `forget`. Returns `forget`, so this may be used as a decorator."""
     _forgets.append(forget)
     return forget
 
 
 def forget_everything() -> None:
-    """Call all that was registered."""
+    """Call everything that was registered."""
     for forget in list(_forgets):
         forget()
 
@@ -32,7 +32,7 @@ def forget_everything() -> None:
 class ForkSafeLock:
     """A reentrant lock that is free in a forked child, unless the thread that forked holds it.
 
-    In a forked child only the thread that forked is left; a lock that another one held would stay locked.
+    A forked child has one thread, the one that forked. A lock that another thread held would never be freed.
     """
 
     __slots__ = ("__weakref__", "_lock")
@@ -42,7 +42,7 @@ class ForkSafeLock:
         _locks.add(self)
 
     def renew(self) -> None:
-        """In a forked child: be free, if another thread of the parent held it."""
+        """Free the lock in a forked child, if another thread of the parent held it."""
         if not self._lock._is_owned():  # type: ignore[attr-defined]
             self._lock = threading.RLock()
 
@@ -63,8 +63,8 @@ def _renew_locks() -> None:
 
 os.register_at_fork(after_in_child=_renew_locks)
 
-#: held while a function is traced: torch's tracers keep their state in globals of modules.
+#: held while a function is traced, because torch's tracers keep state in module globals.
 tracing = ForkSafeLock()
 
-#: held while a graph is given to Inductor, which keeps its state in the same way. Tracing goes on meanwhile.
+#: held while Inductor compiles a graph, because it keeps state in the same way. Other threads may trace.
 compiling = ForkSafeLock()

@@ -59,9 +59,9 @@ class LoweringReport:
 
 @dataclass
 class BackwardReport:
-    """One captured backward: a structure of the autograd graph together with its eager order.
+    """One captured backward: a structure of the autograd graph, with its eager order.
 
-    `notes` say what runs otherwise than asked.
+    `notes` say what runs in another way than the user asked for.
     """
 
     graph: BackwardGraph
@@ -110,8 +110,8 @@ class GraphReport:
         name: of the function.
         forward, backward: how many ATen calls each half has.
         regions: how many autograd nodes stand for it.
-        saved_bytes: memory that lives between forward and backward, besides inputs and outputs.
-        ended_by: why Dynamo ended the graph where it did; empty if nothing was left, or nobody knows.
+        saved_bytes: memory that is held between forward and backward, without inputs and outputs.
+        ended_by: why Dynamo ended the graph; empty if the function ended there, or the reason is unknown.
     """
 
     name: str
@@ -134,11 +134,11 @@ class Report:
     """What was captured, what ran as eager runs it, and why.
 
     Attributes:
-        backwards: one entry per backward structure and order that the live path captured; the last `KEPT`.
-        graphs: one entry per graph that was compiled ahead of time; the last `KEPT`.
-        fallbacks: how often something ran as eager runs it for each reason.
-        notes: what was compiled, or runs, otherwise than asked.
-        above: the report of something larger, which is told everything too.
+        backwards: one entry for each structure and order that the live path captured; the last `KEPT`.
+        graphs: one entry for each graph that was compiled ahead of time; the last `KEPT`.
+        fallbacks: for each reason, how often something ran as eager runs it.
+        notes: what was compiled, or runs, in another way than the user asked for.
+        above: a larger report, to which everything is passed on.
     """
 
     backwards: deque[BackwardReport] = field(default_factory=lambda: deque(maxlen=KEPT))
@@ -175,7 +175,7 @@ class Report:
             warnings.warn(text, FallbackWarning, stacklevel=_users_level())
 
     def noted(self, reason: Reason, *, warn: bool = True) -> None:
-        """Something is compiled, or runs, otherwise than asked."""
+        """Something is compiled, or runs, in another way than the user asked for."""
         is_new = reason not in self.notes
         for report in self._all():
             report.notes.setdefault(reason)
@@ -214,7 +214,7 @@ forgotten_by_reset(_warned.clear)
 
 
 def reason_of(error: Exception, stage: str, code: str = "compile-failed") -> Reason:
-    """Why something runs as eager runs it that raised `error` in `stage`."""
+    """The reason why something that raised `error` in `stage` runs as eager runs it."""
     reason = getattr(error, "reason", None)
     if isinstance(reason, Reason):
         return reason
@@ -222,7 +222,7 @@ def reason_of(error: Exception, stage: str, code: str = "compile-failed") -> Rea
 
 
 def _first(reason: Reason, what: str) -> str | None:
-    """The text of a warning; None if it has been given."""
+    """The text of a warning; None if the same warning was given before."""
     key = (reason.code, reason.text)
     with _lock:
         if key in _warned:

@@ -4,7 +4,8 @@
 >>> joint = aot.capture(aot.create_state(fn, args))
 >>> fn = aot.compile(aot.partition(joint, "min_cut"), forward="inductor")
 
-Every stage is a plain function from one frozen value to another; nothing has to be kept open between them.
+Every stage is a plain function from one frozen value to another. You may stop after any stage and go on
+later.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """All stages in one call, with a cache.
 
 In: a function or module, and the user's choices. Out: a callable that captures and compiles itself for each
-kind of input that it meets, and runs eagerly, saying why, what cannot be captured.
+kind of input. What cannot be captured runs eagerly, and the report says why.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from retrograd.specialize import CallGuard, Specialized, Variant
 
 _STAGE = "aot.function"
 
-#: how arguments are nested: how many there are if none is, else their spec.
+#: how arguments are nested: their number if no argument is a container, else their spec.
 _Form = int | pytree.TreeSpec
 
 _FLAT = frozenset({torch.Tensor, nn.Parameter, int, float, bool, str, type(None)})
 
-#: for so many groups of modules among the arguments their state is kept.
+#: how many groups of modules, as they occur among the arguments, have their state kept.
 _KEPT_STATES = 16
 
 
@@ -55,12 +55,12 @@ def _spec(form: _Form) -> pytree.TreeSpec:
 
 
 class AotFunction:
-    """A function that compiles itself. Made by `function` and `module`.
+    """A function that compiles itself. `function` and `module` make it.
 
     Args:
         fn: the function.
         config: the choices.
-        report: is told what was compiled and what ran eagerly.
+        report: receives what was compiled and what ran eagerly.
     """
 
     def __init__(self, fn: Callable[..., Any], config: Config, report: Report = process_report) -> None:
@@ -100,7 +100,7 @@ class AotFunction:
         self._states.clear()
 
     def _state_of(self, flat: Sequence[Any]) -> ModuleState:
-        """The state of all modules that the call is given; forgets what was compiled if that has changed.
+        """The state of all modules in this call. If it has changed, what was compiled is forgotten.
 
         Raises:
             CaptureError: a module is not initialised yet.
@@ -130,7 +130,7 @@ class AotFunction:
             return Variant(CallGuard.exact(leaves), None, reason_of(error, "aot.compile"))
 
     def _dynamic(self, leaves: Sequence[Any], known: Sequence[Variant]) -> Dynamic:
-        """Sizes that changed since the inputs that were compiled before are symbolic from now on."""
+        """Sizes that differ from those of earlier inputs are symbolic from now on."""
         if self.config.dynamic is not None or not known:
             return self.config.dynamic
         changed: dict[int, frozenset[int]] = {}
@@ -180,8 +180,8 @@ class AotFunction:
 
 
 class AotModule(nn.Module):
-    """A module whose calls are compiled. It is the given module in everything else: it shares its attributes,
-    parameters, buffers, submodules and hooks, and is an instance of its class. Made by `module`."""
+    """A module whose calls are compiled. In everything else it is the given module: it shares attributes,
+    parameters, buffers, submodules and hooks, and is an instance of the same class. `module` makes it."""
 
     _compiled: AotFunction
 
@@ -195,7 +195,7 @@ class AotModule(nn.Module):
         return self._compiled
 
     def __reduce__(self) -> Any:
-        """A copy, or a pickle, is one of the module, compiled anew by the same choices."""
+        """A copy or a pickle holds the module and the choices, and is compiled anew."""
         return _module_of, (self._compiled.fn, self._compiled.config)
 
 
@@ -224,15 +224,19 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
 ) -> AotFunction:
     """Capture and compile `fn` for each kind of input that it is called with.
 
-    `fn` is to be a pure function of its arguments, as for ``jax.jit`` and torch's ``aot_function``. Its
-    Python runs once for each kind of input. Looked at again in every call are: the metadata of tensors, how
-    inputs share memory if `fn` writes to one, numbers, strings and NumPy arrays by value, any other object by
-    identity, containers and dataclasses by their contents; of modules that `fn` is given, or is, their
-    structure, ``training`` flags, hooks, and attributes that are plain values; and the thread's modes.
-    Anything else that `fn` reads in Python is a constant, and what it does in Python besides calling torch
-    happens at capture only. For functions that are not like that there is
-    ``torch.compile(backend="retrograd")``, where Dynamo knows what Python read. Tensors that `fn` closes over
-    are inputs like others, also if they require grad.
+    `fn` must be a pure function of its arguments, as for ``jax.jit`` and torch's ``aot_function``. Its Python
+    runs once for each kind of input. What it reads in Python besides its arguments is a constant. What it
+    does in Python besides calling torch happens at capture only. ``torch.compile(backend="retrograd")`` is
+    for other functions: Dynamo knows what Python reads.
+
+    Every call checks again:
+
+    - tensors: their metadata, and how they share memory if `fn` writes to one of them;
+    - numbers, strings and NumPy arrays by value, containers by their contents, other objects by identity;
+    - modules that `fn` is given, or is: structure, ``training`` flags, hooks, attributes with plain values;
+    - the thread's modes.
+
+    Tensors that `fn` closes over are inputs like any other, and get gradients if they require them.
 
     Args:
         fn: of pytrees and dataclasses of tensors and constants.
@@ -241,17 +245,15 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
         dynamic: ``None``: sizes are static until they change; ``True``: symbolic from the start; ``False``:
             always static.
         passes: applied to the joint graph, in order: names, or ``pass(gm, example_inputs) -> gm``.
-        strict: raise instead of running eagerly what cannot be captured.
-        recompile_limit: kinds of input that are compiled; others run eagerly.
+        strict: raise an error where something cannot be captured, instead of running it eagerly.
+        recompile_limit: for how many kinds of input `fn` is compiled. Others run eagerly.
         single_region: differentiate all outputs together, as stock AOTAutograd does.
-        cache_size: kinds of input whose code is kept; the one that was not used for longest is given up
-            first.
-        cudagraphs: as in ``aot.compile``.
-        regions: as in ``aot.compile``.
+        cache_size: for how many kinds of input code is kept. The least recently used is dropped first.
+        cudagraphs, regions: as in ``aot.compile``.
 
     Raises:
         OptionError: an option has a value that it cannot have.
-        CaptureError: on a call, if `strict`: it cannot be captured.
+        CaptureError: in a call that cannot be captured, if `strict`.
     """
     if not callable(fn):
         raise OptionError("fn", f"got {fn!r}", "a function or another callable")
@@ -278,14 +280,14 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
 
 
 def module(mod: nn.Module, **options: Any) -> AotModule:
-    """The same for a module: parameters and buffers are inputs, tied ones once.
+    """Capture and compile a module. Parameters and buffers are inputs; tied ones are one input.
 
-    The contract is that of `function`: the module's Python runs once for each kind of input, and its
-    structure, ``training`` flags, hooks and plain attributes are looked at again in every call. The result
-    shares its state with `mod`, is an instance of its class, and can be copied and pickled like it.
+    The contract is that of `function`. The module's Python runs once for each kind of input. Every call
+    checks its structure, ``training`` flags, hooks and plain attributes again. The result shares its state
+    with `mod`, is an instance of its class, and can be copied and pickled like it.
 
     Args:
-        mod: the module; it stays as it is.
+        mod: the module. It is not changed.
         options: those of `function`.
 
     Raises:

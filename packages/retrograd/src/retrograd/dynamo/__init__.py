@@ -2,8 +2,8 @@
 
 >>> torch.compile(model, backend="retrograd", options={"backend": "eager", "partitioner": "save_all"})
 
-Importing this package registers the backend where the distribution, whose entry point does so, is not
-installed.
+The entry point of the installed distribution registers the backend. Importing this package registers it where
+the distribution is not installed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The ``torch.compile`` backend ``retrograd``.
 
-In: a graph that Dynamo made, its example inputs, the user's mode and options. Out: a callable over real
-inputs, with eager's autograd structure. All stages run while Dynamo lowers, on Dynamo's own fakes, so that
-each guard that they need stands in Dynamo's shape environment and is installed with Dynamo's.
+In: a graph from Dynamo, its example inputs, the user's mode and options. Out: a callable over real inputs,
+with eager's autograd structure. All stages run while Dynamo lowers, on Dynamo's own fake tensors. So every
+guard that they add is in Dynamo's shape environment, and Dynamo installs it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from retrograd.dynamo.options import config_of
 from retrograd.errors import CaptureError
 from retrograd.report import Report, process_report, reason_of
 
-#: answers of input checks: a wrong call of the backend, never a reason to run eagerly.
+#: codes of input checks. They mean that the backend was called wrongly, and are no reason to run eagerly.
 _ERRORS = ("fake-input", "real-input")
 
 
@@ -41,9 +41,10 @@ class RetrogradBackend:
         """Compile `gm`.
 
         Args:
-            gm: what Dynamo made.
-            example_inputs: as Dynamo gives them. Under a fake mode each tensor must be fake, or one of which
-                Dynamo made a fake; without one, the result is an ``aot.function``, which guards itself.
+            gm: the graph from Dynamo.
+            example_inputs: as Dynamo passes them. Under a fake mode each tensor must be fake, or one that
+                Dynamo has a fake for. Without a fake mode the result is an `AotFunction`, which has guards of
+                its own.
             mode: see `list_mode_options`.
             options: see `list_options`.
 
@@ -60,7 +61,7 @@ class RetrogradBackend:
     def compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, report: Report
     ) -> Callable[..., Any]:
-        """The same for choices that are checked already; `report` is told what comes of it."""
+        """The same for choices that are checked already. `report` receives the result."""
         fake_mode = fake_mode_for(example_inputs)
         if fake_mode is None:
             return AotFunction(gm, replace(config, dynamic=None))
@@ -75,7 +76,7 @@ class RetrogradBackend:
             return gm.forward
 
     def reset(self) -> None:
-        """Called by ``torch._dynamo.reset()``, which forgets the code: forget what was reported of it."""
+        """Forget what was reported. ``torch._dynamo.reset()`` calls this when it forgets the code."""
         process_report.graphs.clear()
 
 

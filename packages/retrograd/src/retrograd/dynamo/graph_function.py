@@ -1,7 +1,7 @@
-"""A graph that Dynamo made, compiled at once, with Dynamo's fakes and for Dynamo's guards.
+"""A graph from Dynamo, compiled at once, with Dynamo's fake tensors and guards.
 
-In: the graph module, its inputs (fake as Dynamo traced them) and the user's choices. Out: `GraphFunction`,
-called with real inputs that Dynamo's guards have let through.
+In: the graph module, its inputs (fake, as Dynamo traced them) and the user's choices. Out: `GraphFunction`.
+It is called with real inputs that have passed Dynamo's guards.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from retrograd.specialize import ANYTHING, MemoryGuard, Specialized, Variant
 
 
 class GraphFunction:
-    """The compiled form of one graph of Dynamo's.
+    """The compiled form of one graph from Dynamo.
 
     Args:
         gm: the graph.
         inputs: one per placeholder.
         mode: the fake mode that Dynamo compiles in.
-        config: the choices; ``dynamic`` and ``recompile_limit`` are Dynamo's affair.
-        report: is told what was compiled and what ran eagerly.
+        config: the choices. ``dynamic`` and ``recompile_limit`` are left to Dynamo.
+        report: receives what was compiled and what ran eagerly.
 
     Raises:
         CaptureError: an input is not fake, or is a fake of another mode.
@@ -72,8 +72,8 @@ class GraphFunction:
             self._state = state_of_graph(gm, inputs, self._module, self._mode, config)
             self._guard_duplicates(inputs)
             code = self._compiled(self._state)
-        # What is changed in place must not begin to share memory, nor share it otherwise. Dynamo guards
-        # nothing of the kind: ``StorageOverlap`` compares offsets only.
+        # If an input is changed in place, inputs must keep sharing memory as they did. Dynamo does not guard
+        # that: its ``StorageOverlap`` compares offsets only.
         moving = [i for i, item in enumerate(inputs) if not item.is_static]
         writes = any(update.value is not None for update in code.partition.joint.updates)
         self._memory = MemoryGuard([item.given for item in inputs], moving) if writes else None
@@ -96,7 +96,7 @@ class GraphFunction:
         return outputs
 
     def _eagerly(self, *args: Any) -> Any:
-        """What the graph computes. Dynamo has traced what modes and classes make of torch's functions."""
+        """Run the graph itself. Function modes and classes are off: Dynamo has traced their effect."""
         with torch_functions_off():
             return self._gm(*args)
 
@@ -106,11 +106,11 @@ class GraphFunction:
                 guard_same(inputs[leaf.same_as - self._offset], item)
 
     def _leafness(self, args: Sequence[Any]) -> tuple[bool, ...]:
-        """Dynamo does not guard on whether an input has a history; eager's order depends on it."""
+        """Which inputs are leaves. Eager's order depends on it, and Dynamo does not guard it."""
         return tuple([args[i].is_leaf for i in self._inner])
 
     def _recompiled(self, key: Any, leaves: Sequence[Any], known: Sequence[Variant]) -> Variant:
-        """For inputs of which other ones are leaves."""
+        """The code for inputs among which other ones are leaves."""
         described = list(self._state.leaves)
         for i in self._inner:
             place = self._offset + i
@@ -130,7 +130,7 @@ class GraphFunction:
         for change in config.passes:
             joint = joint.apply(change)
         parts = partition(joint, config.partitioner)
-        # Code that is made when it is first needed cannot add guards to those that Dynamo installs now.
+        # Code that is compiled later cannot add guards, because Dynamo installs its guards now.
         lazy = not has_symbols(state.fake_mode)
         code = compile_partition(
             parts,
@@ -147,7 +147,7 @@ class GraphFunction:
 def state_of_graph(
     gm: fx.GraphModule, inputs: Sequence[GraphInput], module: ModuleState, mode: Any, config: Config
 ) -> CaptureState:
-    """The `CaptureState` of a graph of Dynamo's: tensors that the graph holds, then its inputs.
+    """The `CaptureState` of a graph from Dynamo: first the tensors that the graph holds, then its inputs.
 
     Raises:
         CaptureError: an input is not fake, or is a fake of another mode, or Dynamo has changed it.
@@ -158,7 +158,7 @@ def state_of_graph(
     count = len(module.tensors)
 
     def call(values: Sequence[Any]) -> Any:
-        # A switch of grad mode that the graph leaves behind is made after each call, not inside of a capture.
+        # If the graph leaves grad mode switched, that is done after each call, and not during the capture.
         with module.replaced(values[:count]), torch.set_grad_enabled(torch.is_grad_enabled()):
             return run_graph(gm, values[count:])
 
@@ -188,7 +188,7 @@ def state_of_graph(
 
 
 def _as_given(group: AliasGroup, given: Sequence[Any]) -> AliasGroup:
-    """The group with the history of its base as it is, not as it was when Dynamo had traced the graph."""
+    """The group with the true history of its base; Dynamo's trace may have changed that of the fake."""
     base = common_base([given[member.leaf] for member in group.members])
     if base is None or group.base is None:
         return replace(group, base=None)

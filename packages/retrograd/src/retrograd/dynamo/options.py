@@ -1,7 +1,7 @@
 """The ``mode`` and ``options`` of ``torch.compile(backend="retrograd")``.
 
-In: what the user gave to ``torch.compile``. Out: a `Config`. Options that are not ours are settings of
-Inductor, as stock takes them.
+In: what the user gave to ``torch.compile``. Out: a `Config`. Other options are settings of Inductor, in the
+form that stock accepts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from retrograd.config import Config
 from retrograd.errors import OptionError
 from retrograd.passes.aten import pass_named
 
-#: what options mean that are ours; any other must be one of Inductor's.
+#: our own options and what they mean. Any other option must be one of Inductor's.
 OPTIONS: Mapping[str, str] = {
     "backend": "'inductor', 'eager', 'aten', or a callable (gm, example_inputs) -> callable, for the graphs",
     "backward": "the same for the backward graphs, if another one",

@@ -1,8 +1,8 @@
 """Is a compiled step worth it?
 
-In: the times of some calls, compiled and eager in turn, once nothing is compiled any more. Out: whether the
-step goes on compiled. Only steps that are so short that the host's time counts are measured: what is long is
-computing, and to run it eagerly may take memory that there is not.
+In: the times of some calls, compiled and eager in turn, taken after the last compilation. Out: whether the
+step stays compiled. Only short steps are measured, where the time of the host counts. A long step spends its
+time in kernels, and running it eagerly might need more memory than there is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from retrograd.errors import Reason
 
 #: a step is measured if it takes less than this many seconds.
 SHORT = 0.02
-#: so many calls in a row without a compilation, and it is steady.
+#: a step is steady after this many calls in a row without a compilation.
 STEADY = 3
 #: how many calls of each kind are measured.
 SAMPLES = 6

@@ -1,11 +1,11 @@
 """A whole training step: forward, backward, hooks and optimizers behind one callable.
 
 In: a function that makes a training step, and the user's choices. Out: a callable that does the same. Dynamo
-compiles the step's Python, and so knows what it reads and changes; where the step calls ``backward``, Dynamo
-leaves its code, and the live path runs the backward.
+compiles the Python of the step, so it knows what the step reads and changes. Where the step calls
+``backward``, Dynamo's graph ends, and the live path runs the backward.
 
-Under ``backend="eager"`` torch's optimizers run as they are: traced by Dynamo they compute otherwise (step
-counts as tensors, another order of operations), which shows in last bits.
+Under ``backend="eager"`` torch's optimizers are not traced. Traced by Dynamo they use tensors as step counts
+and another order of operations, so the last bits of their results differ from eager's.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from retrograd.report import process_report, reason_of
 
 
 class CompiledStep:
-    """A step that compiles itself. Made by `compile_step`.
+    """A step that compiles itself. `compile_step` makes it.
 
     Attributes:
-        fn: the step. config: the choices.
+        fn: the step.
+        config: the choices.
     """
 
     def __init__(self, fn: Callable[..., Any], config: Config) -> None:
@@ -48,7 +49,7 @@ class CompiledStep:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was compiled, and the report."""
+        """Forget the report and everything that was compiled."""
         self._report = StepReport(self.__name__)
         self._session = Session(self.config, self._report.pieces)
         self._pace = Pace()
@@ -62,11 +63,11 @@ class CompiledStep:
         )
 
     def explain(self) -> StepReport:
-        """How its calls ran, of which pieces it is made, and why."""
+        """How the calls ran, which pieces the step has, and why."""
         return self._report
 
     def __get__(self, owner: Any, cls: type | None = None) -> Any:
-        """A step that is a method."""
+        """The step as a bound method, if it is defined in a class."""
         return self if owner is None else types.MethodType(self, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,17 +92,17 @@ class CompiledStep:
         with self._pace.timed(is_compiled, self._report):
             return run(*args, **kwargs)
 
-    # what Dynamo asks about frames (`_torch.frames.FrameWatch`)
+    # what Dynamo asks about frames (`FrameWatch` in `_torch.dynamo.frames`)
 
     def runs_as_it_is(self, code: types.CodeType) -> bool:
-        """Optimizers, where they are to compute as eager does."""
+        """Whether the code is left to Python: an optimizer that has to compute as eager does."""
         if not (self._computes_like_eager and is_optimizer_code(code)):
             return False
         self._report.left_to_python.add("optimizer")
         return True
 
     def failed(self, code: types.CodeType, error: Exception) -> None:
-        """Dynamo could not convert a part of the step; Python runs it."""
+        """Report a part of the step that Dynamo could not convert. Python runs it."""
         found = user_error_behind(error)
         if self.config.strict:
             raise found
@@ -110,7 +111,7 @@ class CompiledStep:
 
 
 def _backend_for(config: Config, report: weakref.ref[StepReport]) -> Callable[..., Any]:
-    """Dynamo's backend for the graphs of a step. Dynamo keeps it for ever, so it must not hold the step."""
+    """The backend for the graphs of a step. Dynamo never lets go of it, so it must not refer to the step."""
 
     def compile_graph(gm: Any, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         found = report()
@@ -132,22 +133,23 @@ def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
 ) -> Any:
     """Compile a training step: forward, backward, hooks and optimizers.
 
-    The step is what ``torch.compile`` makes of it, with our backend for its graphs and the live path for its
-    backwards. It may do what Python may do: print, log, keep lists, use NumPy, read a value with ``.item()``,
-    call a scheduler. Where Dynamo cannot follow, the step consists of pieces, and ``step.explain()`` says
-    which and why. With ``backend="eager"`` parameters, states, gradients and results equal eager's bit for
-    bit; torch's optimizers run as they are then. Other backends compile them too.
+    Dynamo compiles the step as ``torch.compile`` does, with our backend for its graphs. The live path runs
+    its backwards. The step may print, log, keep lists, use NumPy, call ``.item()`` or a scheduler. Where
+    Dynamo cannot follow, the step is divided into pieces, and ``step.explain()`` lists them with the reasons.
+    With ``backend="eager"``, parameters, optimizer states, gradients and results equal eager's bit for bit,
+    and torch's optimizers are not compiled. Other backends compile optimizers too.
 
-    The first call runs eagerly, so that optimizers and lazy modules make their state and gradients exist. A
-    small step that turns out slower compiled than eager runs eagerly from then on, and the report says so;
-    under ``torch.use_deterministic_algorithms`` it stays compiled.
+    The first call runs eagerly, so that the states of optimizers and lazy modules, and the gradients, exist.
+    A short step that is slower compiled than eager runs eagerly from then on, and the report says so. Under
+    ``torch.use_deterministic_algorithms`` it stays compiled.
 
     Args:
         step: the function or method; without it, a decorator is returned.
         backend: as in `compiled_autograd`, for all graphs.
         dynamic: as in ``torch.compile``.
-        strict: raise instead of running eagerly what cannot be compiled. A break between pieces is no error.
-        recompile_limit: compilations of one piece, after which it runs eagerly.
+        strict: raise an error where something cannot be compiled, instead of running it eagerly. A break
+            between pieces is no error.
+        recompile_limit: how often one piece is compiled. After that it runs eagerly.
         regions: as in `compiled_autograd`.
         cudagraphs: record what each piece does on a CUDA device, and replay it where that is safe.
 

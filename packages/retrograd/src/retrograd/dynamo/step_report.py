@@ -1,4 +1,4 @@
-"""What became of a training step: how its calls ran, the pieces of which it is made, and why.
+"""The report of a training step: how its calls ran, which pieces it has, and why.
 
 In: filled in by the step while it runs. Out: read by people, tests and benchmarks.
 """
@@ -17,10 +17,10 @@ class StepReport:
 
     Attributes:
         name: of the step.
-        eager, compiled: how many calls ran which way.
-        pieces: graphs of Dynamo's, backwards, and what ran as eager runs it.
-        left_to_python: what runs as it is because it computes otherwise when it is traced.
-        aside: why the step runs eagerly from some call on; None if it does not.
+        eager, compiled: how many calls ran eagerly, and how many compiled.
+        pieces: the graphs from Dynamo, the backwards, and what ran as eager runs it.
+        left_to_python: what is not traced, because its results would differ from eager's.
+        aside: why the step runs eagerly from now on; None if it does not.
     """
 
     name: str
@@ -32,12 +32,12 @@ class StepReport:
 
     @property
     def calls(self) -> int:
-        """How many there were."""
+        """How many calls there were."""
         return self.eager + self.compiled
 
     @property
     def compilations(self) -> int:
-        """How many graphs and backwards were captured: while this grows, the step is not steady."""
+        """How many graphs and backwards were captured. While this grows, the step is not steady."""
         lowerings = sum(len(backward.lowerings) for backward in self.pieces.backwards)
         return len(self.pieces.graphs) + len(self.pieces.backwards) + lowerings
 

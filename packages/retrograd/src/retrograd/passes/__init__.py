@@ -1,1 +1,1 @@
-"""Passes: a value of one kind in, a value of the same kind out. One file each, named for its effect."""
+"""Passes take a value of one kind and return one of the same kind. Each has a file, named for its effect."""

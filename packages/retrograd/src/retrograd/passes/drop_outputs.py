@@ -1,7 +1,7 @@
 """Drop what a backward computes only for its last outputs.
 
-In: a `BackwardGraph`, and how many of its outputs nobody wants. Out: the same without them: those outputs are
-None, hooks on their gradients are not called, and functional calls that nothing else reads are gone.
+In: a `BackwardGraph`, and how many of its last outputs nobody wants. Out: the same, where those outputs are
+None. Hooks on their gradients are not called, and functional calls that only they read are removed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Take hooks into a backward that is half run, and others out of it.
+"""Add hooks to a backward that is half run, and remove hooks from it.
 
-In: the calls of a `BackwardGraph` that are still to be run, the hooks that came (by node call), and the hook
-values that went. Out: a `BackwardGraph` of the remaining calls, in which what has been computed already is
-a placeholder.
+In: the calls of a `BackwardGraph` that have not run yet, the hooks that were registered since (by node call),
+and the hooks that were removed since. Out: a `BackwardGraph` of the remaining calls. What has been computed
+already is a placeholder in it.
 
-Law: a hook that came runs where eager would call it, after those of its kind that were there before.
+Law: a new hook runs where eager would call it, after the older hooks of its kind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from retrograd.graph.hook_kind import CallKind, HookKind
 
 @dataclass(frozen=True)
 class Insertion:
-    """A hook to be taken in: its kind, the gradient it is for, and its number among those that came."""
+    """A hook to be added: its kind, the gradient that it is for, and its number among the new hooks."""
 
     kind: HookKind
     slot: int
@@ -51,13 +51,13 @@ def insert_hooks(
 
     Args:
         backward: in eager's order.
-        computed: the values at hand. done: the calls that have been run.
-        came: hooks by node call. went: hook calls that are not to be made.
+        computed: the values that are there. done: the calls that have run.
+        came: new hooks, by node call. went: hook calls that must not be made.
         targets: what calls a hook.
 
     Returns:
-        The remaining backward, and the placeholders that stand for `computed`, followed by one per hook
-        that came, by its number.
+        The remaining backward, and its placeholders: those for `computed`, then one for each new hook, in the
+        order of their numbers.
     """
     return _Rest(backward, targets).run(computed, done, came, went)
 
@@ -92,7 +92,7 @@ class _Rest:
         return node
 
     def _blocks(self, done: Collection[fx.Node]) -> list[tuple[int, list[fx.Node]]]:
-        """What is left of each node call, and of each step of those that were inlined."""
+        """The remaining part of each node call, and of each step of an inlined node."""
         blocks: dict[tuple[int, int], list[fx.Node]] = {}
         for node, call in self._backward.calls():
             if node not in done:
@@ -122,7 +122,7 @@ class _Rest:
                 self._copy(node)
 
     def _insert_at_entry(self, node: fx.Node, own: Sequence[fx.Node], waiting: list[Insertion]) -> None:
-        """Hooks on a gradient that enters an inlined node: before it does so, or after those that it has."""
+        """Insert hooks on a gradient that enters an inlined node: before that, or after its older hooks."""
         call = call_of(node)
         hooks = [n for n in own if call_of(n).hook is not None and call_of(n).enters == call.enters]
         if call.enters is None or node is not (hooks[-1] if hooks else node):
@@ -134,7 +134,7 @@ class _Rest:
             self._rename(grad, self._call(self._targets.tensor, args, call, hook.kind))
 
     def _insert_before(self, node: fx.Node, stage: int, waiting: list[Insertion]) -> list[Insertion]:
-        """Insert the hooks whose turn is before `node`; returns those still waiting."""
+        """Insert the hooks that run before `node`, and return the others."""
         for hook in [hook for hook in waiting if _STAGES[hook.kind] < stage]:
             waiting.remove(hook)
             self._hook_gradients(node, hook)
@@ -182,7 +182,7 @@ class _Rest:
         return node
 
     def _leave_out(self, node: fx.Node) -> None:
-        """A hook call that is not made: its results are what it would have been given."""
+        """Leave out a hook call: its results are the values that it would have been given."""
         before = node.args[1]
         if isinstance(before, tuple):
             for user in node.users:
@@ -202,7 +202,7 @@ class _Rest:
             self._new[node] = self._graph.node_copy(node, lambda arg: self._new[arg])
 
 
-#: in which order the hooks around a node are called; the node itself stands at 2.
+#: the order of the hooks around a node; the node itself is at 2.
 _STAGES = {
     HookKind.TENSOR_PRE: 0,
     HookKind.RETAIN_GRAD: 0,
@@ -214,7 +214,7 @@ _STAGES = {
 
 
 def _stage(node: fx.Node) -> int | None:
-    """The place of a call that has gradients going in; None for all others."""
+    """The place of a call that takes gradients; None for other calls."""
     call = call_of(node)
     if call.kind.is_node and node.target is not None and _gradients(node):
         return 2
@@ -222,7 +222,7 @@ def _stage(node: fx.Node) -> int | None:
 
 
 def _gradients(node: fx.Node) -> tuple[Any, ...]:
-    """The gradients that go into a call."""
+    """The gradients that a call takes."""
     call = call_of(node)
     if call.kind is CallKind.ACCUMULATE:
         return (node.args[1],)
@@ -232,7 +232,7 @@ def _gradients(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _results(nodes: Sequence[fx.Node]) -> tuple[Any, ...]:
-    """The gradients that come out of a node call, after its checks and the post hooks that were there."""
+    """The gradients that a node call returns, after its checks and its older post hooks."""
     last = [n for n in nodes if call_of(n).kind is CallKind.VALIDATE or call_of(n).hook is HookKind.NODE_POST]
     if not last:
         return ()

@@ -1,9 +1,8 @@
-"""Lay a captured backward out in the order in which eager would execute it.
+"""Put a captured backward into the order in which eager would execute it.
 
 In: a `BackwardGraph` in the engine's order, and the position in eager's order of every node call and of every
-step of those that were inlined.
-Out: the same calls, block by block in eager's order; gradients that meet in one buffer are summed in
-the order in which eager's producers deliver them, each as soon as it is there.
+step of an inlined node. Out: the same calls, block by block in eager's order. Gradients that meet in one
+buffer are added in the order in which eager's nodes deliver them, each as soon as it is there.
 
 Law: every call that has an effect is there exactly once, and every value is defined before it is used.
 """
@@ -78,9 +77,9 @@ class _Layout:
         return call.place if call.place in self._position else (call.node_call, 0)
 
     def _contributions(self, sums: Sequence[fx.Node]) -> dict[Place, list[tuple[fx.Node, fx.Node]]]:
-        """By producing place: the (sum, gradient) pairs that it delivers, in the order of its outputs.
+        """For each producing place, the (sum, gradient) pairs that it delivers, in the order of its outputs.
 
-        A buffer that received a third gradient left its sum of two behind; only the last one counts.
+        When a buffer receives a third gradient, its sum of two is left unused. Only the last sum counts.
         """
         waiting: dict[Place, list[tuple[fx.Node, fx.Node]]] = {}
         for total in sums:
@@ -100,7 +99,7 @@ class _Layout:
         self._partial[total] = self._new[total] = value
 
     def _producer(self, grad: fx.Node) -> Place:
-        """The place that delivered `grad`; the roots' gradients come from node call 0."""
+        """The place that delivered `grad`. The gradients of the roots come from node call 0."""
         return (0, 0) if grad.op == "placeholder" else self._place(call_of(grad))
 
     def _value(self, node: fx.Node | None) -> fx.Node | None:
@@ -117,7 +116,7 @@ class _Layout:
 
 
 def _is_prefix(total: fx.Node) -> bool:
-    """Whether `total` was extended by a further gradient and is not used otherwise.
+    """Whether `total` was extended by another gradient and has no other use.
 
     The recorder extends a sum by naming all its parts again, so an extended sum has no user.
     """

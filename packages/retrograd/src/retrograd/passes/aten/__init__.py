@@ -1,8 +1,8 @@
 """Passes over a joint graph of ATen operators: ``pass(gm, example_inputs, **kw) -> gm``.
 
-One file each, named for its effect; `run` applies and checks them. Those that change results call
-``gm.recompile()`` themselves; the others leave that to the runner, for what the code before computes is still
-right.
+Each has a file, named for its effect. `run` applies and checks them. A pass that changes results calls
+``gm.recompile()`` itself. The others leave that to `run`, because the old code still computes the right
+results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
     "run_passes",
 ]
 
-#: bitwise the same results, in the order in which they are applied by default.
+#: these give bitwise the same results. This is the order in which they are applied.
 NUMERICS_PRESERVING: tuple[JointPass, ...] = (
     fold_constants,
     normalise_views,
@@ -45,7 +45,7 @@ NUMERICS_PRESERVING: tuple[JointPass, ...] = (
     remove_dead_code,
     order_collectives,
 )
-#: these change results, or need to be told something; give them by `functools.partial`.
+#: these change results, or need arguments, which `functools.partial` gives them.
 OPT_IN: tuple[AnyPass, ...] = (recompute_by_policy, accumulate_in_fp32, clip_gradients)
 
 

@@ -1,13 +1,13 @@
 """Add contributions to half-precision gradients in single precision.
 
-In: a joint graph. Out: the same, where sums of gradients in float16 or bfloat16 are made in float32 and
-rounded once. This changes numerics (for the better), so it is opt-in.
+In: a joint graph. Out: the same, where sums of gradients in float16 or bfloat16 are computed in float32 and
+rounded once. The results are more accurate, but not the same, so this pass is opt-in.
 
-- a sum of three or more contributions, which would round at each step, rounds at its end;
-- the reductions that a parameter's gradient ends in (``sum`` over many elements, the scatter of an embedding)
-  are made in float32, and their results are added before they are rounded.
+- A sum of three or more contributions is rounded at its end, not at each step.
+- The reductions that end in a parameter's gradient (``sum`` over many elements, the scatter of an embedding)
+  are computed in float32. Their results are added before they are rounded.
 
-Dtypes and layouts of the graph's outputs stay.
+Dtypes and layouts of the graph's outputs do not change.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def accumulate_in_fp32(
     Args:
         gm: a joint graph with its signature and ``meta["val"]``.
         example_inputs: unused.
-        many: a ``sum`` over at least so many elements is made in float32.
+        many: a ``sum`` over at least this many elements is computed in float32.
 
     Raises:
         PassError: the graph has no signature.
@@ -147,7 +147,7 @@ class _Rules:
 
 
 def _rewritten(root: fx.Node, tree: Sequence[fx.Node]) -> bool:
-    """Replace `root` by the sum in float32, rounded; not where that would have another layout."""
+    """Replace `root` by the sum in float32, rounded, unless that would have another layout."""
     made: list[fx.Node] = []
     try:
         rounded = _rounded(root, tree, made)

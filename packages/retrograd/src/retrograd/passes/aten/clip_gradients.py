@@ -1,10 +1,10 @@
 """Clip the gradients of the parameters by their norm, inside the graph.
 
 In: a joint graph with one region. Out: the same, where the gradients of parameters are scaled so that their
-norm, taken over all of them, is at most ``max_norm``: what ``torch.nn.utils.clip_grad_norm_`` does right
-after a backward that starts without gradients, by the same operations (those of ``get_total_norm`` and
-``clip_grads_with_norm_``). Norms are added up in the order of the parameters. So are torch's, if all have one
-dtype and one device; else torch adds up group by group, in an order that it leaves to a hash table.
+common norm is at most ``max_norm``. ``torch.nn.utils.clip_grad_norm_`` does this right after a backward that
+starts without gradients. The operations are the same (those of ``get_total_norm`` and
+``clip_grads_with_norm_``). Norms are added in the order of the parameters. torch does so too if all
+parameters have one dtype and one device. Otherwise torch adds them by group, in the order of a hash table.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ def clip_gradients(
         norm_type: which norm; ``float("inf")`` for the largest element.
 
     Raises:
-        PassError: the graph has several regions (each runs when its own cotangent is there, and the norm
-            needs all gradients); or it has gradients, but none of a parameter; or a value of another kind
-            than a strided tensor among them.
+        PassError: the graph has several regions, which run at different times, while the norm needs all
+            gradients; or it has gradients, but none of a parameter; or one is not a strided tensor.
     """
     outputs = list(output_values(gm.graph))
     positions = [n for n in _positions(signature_of(gm, _NAME)) if outputs[n] is not None]
@@ -57,7 +56,7 @@ def clip_gradients(
 
 
 def _positions(signature: JointSignature) -> list[int]:
-    """Where the gradients of parameters stand among the outputs, in the order of the parameters."""
+    """The positions of parameters' gradients among the outputs, in the order of the parameters."""
     gradients = [(n, role) for n, role in enumerate(signature.outputs) if isinstance(role, Gradient)]
     gradients.sort(key=lambda found: found[1].of.index)
     if len(signature.regions) > 1:

@@ -1,7 +1,7 @@
 """Put calls into a joint graph, with the metadata that later stages read.
 
-In: a graph, an operator, arguments, and the node whose place and origin the new call takes over. Out: the new
-node, with ``meta["val"]`` computed from those of its arguments.
+In: a graph, an operator, arguments, and the node whose place and origin the new call takes. Out: the new
+node. Its ``meta["val"]`` is computed from that of its arguments.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def call(
 
 
 def fake_value(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the call gives for the fake values of its arguments; None if one of them has none."""
+    """The fake result for the fake values of the arguments; None if an argument has no fake value."""
     found: list[fx.Node] = []
     map_arg((args, kwargs), found.append)
     if any("val" not in node.meta for node in found):

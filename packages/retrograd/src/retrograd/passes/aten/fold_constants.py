@@ -1,13 +1,12 @@
-"""Compute at once what depends on literals only.
+"""Compute ahead of time what depends on literals only.
 
-In: a joint graph. Out: the same, where a call whose arguments are all literals, or results of such calls, is
-replaced: a number by the literal, a tensor with one value everywhere by one ``full``, any other small tensor
-by a constant of the module.
+In: a joint graph. Out: the same, where each call is replaced whose arguments are all literals, or results of
+such calls. A number becomes a literal, a tensor with one value everywhere becomes one ``full``, and any other
+small tensor becomes a constant of the module.
 
-Large tensors, random and uninitialised ones stay, and so do tensors that the module already holds (they may
-change between calls). A constant lives as long as the module, so a tensor whose memory an output shares is
-never
-one: the user may write to it.
+Not replaced: large tensors; random and uninitialised ones; and tensors that the module already holds, because
+they may change between calls. A constant lives as long as the module, and the user may write to an output. So
+a tensor that shares memory with an output never becomes a constant.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def fold_constants(
     Args:
         gm: a graph of functional ATen operators.
         example_inputs: unused.
-        largest: the most elements that a folded tensor, or one on the way to it, may have.
+        largest: how many elements a folded tensor, or a tensor that it is computed from, may have.
     """
     with real_tensors():
         _fold(gm, largest)
@@ -48,7 +47,7 @@ def _fold(gm: fx.GraphModule, largest: int) -> None:
     for node in reversed(list(gm.graph.nodes)):
         if node not in values:
             continue
-        if node.users:  # by calls that are no constants, or that stay
+        if node.users:  # by calls that are not constant, or that stay
             _replace(gm, node, values[node], node in seen_outside)
         if not node.users:
             gm.graph.erase_node(node)

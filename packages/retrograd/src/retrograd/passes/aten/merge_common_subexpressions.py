@@ -1,12 +1,17 @@
-"""Make calls once that give the same value.
+"""Make only one of several calls that give the same value.
 
 In: a joint graph. Out: the same, where a call equal to an earlier one is replaced by it.
 
-Not merged: calls with an effect; random ones; uninitialised memory; operators of higher order; calls on
-different sides of a write to a primal; values that share memory with an output (two equal outputs are two
-tensors, as are two equal gradients, and an output that the user changes is not what the backward reads);
-calls that a policy marked differently for recomputation. A call that a cotangent reaches has an argument that
-a cotangent of its own region reaches, so it is never equal to one of the forward or of another region.
+Not merged:
+
+- calls with an effect, random calls, uninitialised memory, operators of higher order;
+- calls on different sides of a write to a primal;
+- values that share memory with an output: two equal outputs, or gradients, have to be two tensors, and if the
+  user changes an output the backward must not see it;
+- calls that a policy marked differently for recomputation.
+
+A call in the backward of a region depends on a cotangent of that region. So it never equals a call of the
+forward or of another region.
 """
 
 from __future__ import annotations

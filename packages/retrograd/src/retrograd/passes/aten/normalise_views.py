@@ -1,14 +1,14 @@
-"""Say each view once: no chains of views, no views that change nothing, no pairs that undo each other.
+"""Shorten views: no chains, no views that change nothing, no pairs that undo each other.
 
-In: a joint graph. Out: the same values in the same memory through fewer views.
+In: a joint graph. Out: the same values in the same memory, with fewer views.
 
 - a view of a view becomes one view (view, reshape, _unsafe_view; expand; t, transpose and permute);
 - a view that gives its input's sizes and strides is replaced by that input.
 
-Permutations compose by arithmetic. Every other rewriting is tried on the fake values first, and made only if
-sizes, strides and offset stay the same. That keeps copies copies: where the chain copies, its result is
-contiguous, and a view of the source with the same strides would mean that nothing had to be copied. A view
-that is itself an output stays a tensor of its own. Other chains over symbolic sizes stay: trying them would
+Permutations are composed by arithmetic. Every other change is tried on the fake values first, and made only
+if sizes, strides and offset stay the same. So a chain that copies still copies: its result is contiguous, and
+a view of the source with the same strides would mean that there was nothing to copy. A view that is itself an
+output stays a tensor of its own. Other chains over symbolic sizes are left alone, because trying them would
 add guards.
 """
 
@@ -29,7 +29,7 @@ _EXPANDS = frozenset({_aten.expand.default})
 _PERMUTES = frozenset({_aten.t.default, _aten.transpose.int, _aten.permute.default})
 _SAME = frozenset({_aten.alias.default, _aten.detach.default})
 _VIEWS = _SHAPES | _EXPANDS | _PERMUTES | _SAME
-#: a chain takes the operator of its outer link, unless an inner one may copy.
+#: a chain becomes the operator of its outer view, unless an inner one may copy.
 _FAMILIES = (_SHAPES, _EXPANDS, _PERMUTES)
 
 
@@ -66,7 +66,7 @@ def _changes_nothing(node: fx.Node) -> bool:
 
 
 def _shorten(node: fx.Node) -> None:
-    """Let `node` read what its source is a view of, if that gives the same."""
+    """Let `node` read the source of its own source, if that gives the same."""
     inner = _source(node)
     family = next((family for family in _FAMILIES if node.target in family), frozenset())
     if inner.target not in family or not _has_tensors(inner):
@@ -78,7 +78,7 @@ def _shorten(node: fx.Node) -> None:
 
 
 def _composed(node: fx.Node, inner: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """The operator and the arguments after the source that stand for both."""
+    """One operator, with its arguments after the source, that does what both do."""
     if node.target in _PERMUTES:
         order = [_order(inner)[dim] for dim in _order(node)]
         is_trivial = order == sorted(order)

@@ -1,8 +1,8 @@
-"""Start communication as early as its input is there, and wait for it as late as its value is needed.
+"""Start communication as soon as its input is there, and wait for it when its value is needed.
 
-In: a joint graph with functional collectives. Out: the same calls in another order: computation stands
-between the start of a collective and its wait. The collectives keep their order among themselves (all ranks
-must agree on it), and so does everything else; nothing moves across a call with another effect.
+In: a joint graph with functional collectives. Out: the same calls in another order, with computation between
+the start of a collective and its wait. The collectives keep their order among themselves, because all ranks
+must agree on it. The other calls keep theirs too. Nothing moves across a call with another effect.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ def order_collectives(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) ->
 
 
 def _is_barrier(node: fx.Node) -> bool:
-    """Whether nothing may pass the call. Drawing random numbers and communicating do not disturb one
-    another."""
+    """Whether nothing may move across the call. Random numbers and communication do not affect each other."""
     return is_mutating(node) or (has_effect(node) and not is_wait(node) and not is_random(node))
 
 
 def _start_early(graph: fx.Graph) -> None:
-    """Move each collective behind the last of: its inputs, the collective before it, a barrier."""
+    """Move each collective after its inputs, the collective before it, and the last barrier."""
     place: dict[fx.Node, tuple[int, int]] = {}  # of its anchor in the old order, and its number behind that
     limit = (-1, 0)
     for number, node in enumerate(graph.nodes):
@@ -54,7 +53,7 @@ def _start_early(graph: fx.Graph) -> None:
 
 
 def _wait_late(graph: fx.Graph) -> None:
-    """Move each wait before the first of: what reads its value, a barrier. One that nothing reads stays."""
+    """Move each wait before the first reader of its value, or a barrier before that. Unread waits stay."""
     place = {node: float(number) for number, node in enumerate(graph.nodes)}
     first_before: dict[fx.Node, fx.Node] = {}  # the first of the waits that were moved before each node
     fence = graph.output_node()

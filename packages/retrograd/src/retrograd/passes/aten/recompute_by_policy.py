@@ -1,8 +1,8 @@
-"""Say which values of the forward are saved for the backward and which are computed again there.
+"""Choose which values of the forward are saved, and which are computed again in the backward.
 
-In: a joint graph and a policy. Out: the same graph with ``meta["recompute"]`` (a ``CheckpointPolicy``) on the
-nodes that the policy has an opinion on, for the partitioner. What draws random numbers or has another effect
-is never made twice.
+In: a joint graph and a policy. Out: the same graph, with ``meta["recompute"]`` (a ``CheckpointPolicy``) on
+the nodes that the policy decides about. The partitioner reads it. A call that draws random numbers, or has
+another effect, is never made twice.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def recompute_by_policy(
     Args:
         gm: a joint graph with its signature.
         example_inputs: unused.
-        policy: called with each call of the forward; says "save", "recompute", or None for no opinion.
+        policy: is given each call of the forward, and returns "save", "recompute", or None to leave it open.
         selective: a policy as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it,
             called as ``fn(ctx, op, *args, **kwargs)`` with the fake values of the arguments.
             ``PREFER_RECOMPUTE`` means "save" for what has an effect, where torch would replay the generator.
 
     Raises:
-        PassError: not exactly one policy is given, it answers something unknown, or it says that a call with
-            an effect must be made again.
+        PassError: not exactly one policy is given; it returns something unknown; or it wants to make a call
+            with an effect again.
     """
     if (policy is None) == (selective is None):
         _refuse("bad-policy", "it takes either `policy` or `selective`", "give one of the two")

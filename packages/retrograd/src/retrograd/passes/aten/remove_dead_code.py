@@ -1,8 +1,9 @@
-"""Remove calls whose value nothing reads and that have no effect.
+"""Remove calls without effect whose value nothing reads.
 
-In: a joint graph. Out: the same without them; every placeholder stays. Calls that write to an argument, draw
-random numbers (they move the generator), print, assert or wait are kept, and so is whatever their arguments
-need. As in every ahead-of-time compiler, an error that only a removed call would have raised is not raised.
+In: a joint graph. Out: the same without them. Every placeholder stays. Calls are kept that write to an
+argument, draw random numbers (which moves the generator), print, assert or wait, with everything that their
+arguments need. As in every ahead-of-time compiler, an error that only a removed call would raise is not
+raised.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from retrograd.passes.aten.edit import signature_of
 
 #: ``pass(gm, example_inputs) -> gm``; it may change `gm` or return another.
 JointPass = Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]
-#: one that must be given keyword arguments first, by `functools.partial`.
+#: a pass that first needs keyword arguments, given by `functools.partial`.
 AnyPass = Callable[..., fx.GraphModule]
 
 
@@ -32,7 +32,7 @@ class PassReport:
 
     Attributes:
         name: of the pass.
-        seconds: how long it ran; without the checks after it.
+        seconds: how long it ran, without the checks after it.
         change: for each operator whose number of calls changed, by how many.
         before, after: the graph as code; empty unless the texts were asked for.
     """
@@ -58,14 +58,14 @@ def run_passes(
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
     """Apply `passes` in order.
 
-    The module that is returned is recompiled; what a pass is given may have the code of before.
+    The returned module is recompiled. A module that a pass is given may still have its old code.
 
     Args:
         gm: a joint graph with a `JointSignature` in ``meta["signature"]``; passes may change it.
         example_inputs: what each pass is given as its second argument.
         passes: callables; keyword arguments are given by `functools.partial`.
         texts: whether the reports hold the graph as code before and after.
-        earlier: names of passes that were applied before, for errors.
+        earlier: names of passes that were applied before; errors list them.
 
     Raises:
         PassError: a pass raised (its error is the cause), or did not return a graph module.

@@ -1,7 +1,7 @@
-"""Whose memory can be seen from outside the graph.
+"""Find the values whose memory is visible outside the graph.
 
-In: a graph of ATen operators. Out: the nodes whose value may share memory with an output, or with something
-that the graph writes to. They must stay tensors of their own.
+In: a graph of ATen operators. Out: the nodes whose value may share memory with an output, or with a tensor
+that the graph writes to. Each of them must stay a tensor of its own.
 """
 
 from __future__ import annotations
