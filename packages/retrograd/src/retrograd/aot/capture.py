@@ -54,9 +54,9 @@ def capture(
         attempt = _Attempt(state, plan, single_region, split_at_leaf_grads)
         try:
             with autocast_off(), state.fake_mode:
-                gm = make_graph(
-                    attempt.body, state.decompositions, JointTracer, python_kernels=state.is_symbolic
-                )
+                # A code generator is given what stock gives it, such as a dropout in one piece.
+                python_kernels = state.is_symbolic or bool(state.decompositions)
+                gm = make_graph(attempt.body, state.decompositions, JointTracer, python_kernels)
         except RetrogradError:
             raise
         except Exception as error:

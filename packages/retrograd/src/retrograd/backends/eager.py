@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.fx import boxed, copied
+from retrograd._torch.fx import boxed, copied, fill_in_place
 from retrograd.backends.base import SEGMENT, Boxed, Half
 
 
@@ -22,7 +22,9 @@ class EagerBackend:
         return {}
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
-        return boxed(copied(gm.graph), gm)
+        graph = copied(gm.graph)
+        fill_in_place(graph)
+        return boxed(graph, gm)
 
 
 class AtenBackend(EagerBackend):
