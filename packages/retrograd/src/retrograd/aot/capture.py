@@ -11,8 +11,9 @@ memory, one of which is changed), it is repeated so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,7 +33,11 @@ from retrograd.graph.joint import Boundary, Cotangent, JointSignature, Output, R
 
 
 def capture(
-    state: CaptureState, *, single_region: bool = False, split_at_leaf_grads: bool = False
+    state: CaptureState,
+    *,
+    single_region: bool = False,
+    split_at_leaf_grads: bool = False,
+    layouts: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> JointGraph:
     """Capture the function of `state`.
 
@@ -42,6 +47,8 @@ def capture(
             eager's structure.
         split_at_leaf_grads: end regions where gradients of leaves are complete, so that hooks see these one
             by one, and need not hold them all at once. Bits stay the same; each piece costs a call.
+        layouts: strides of cotangents, by boundary. Others lie in memory like their values, if these are
+            dense, else contiguously.
 
     Returns:
         The joint graph. If nothing requires grad (or grad mode is off) it has no backward half.
@@ -51,7 +58,7 @@ def capture(
     """
     plan = EntryPlan()
     while True:
-        attempt = _Attempt(state, plan, single_region, split_at_leaf_grads)
+        attempt = _Attempt(state, plan, single_region, split_at_leaf_grads, layouts)
         try:
             with autocast_off(), state.fake_mode:
                 # A code generator is given what stock gives it, such as a dropout in one piece.
@@ -95,7 +102,8 @@ class _Attempt:
     state: CaptureState
     plan: EntryPlan
     single_region: bool
-    split_at_leaf_grads: bool = False
+    split_at_leaf_grads: bool
+    layouts: Mapping[int, Sequence[int]]
     leaves_gaps: bool = False
 
     def body(self, tracer: JointTracer) -> Sequence[Any]:
@@ -109,7 +117,7 @@ class _Attempt:
             if self.amended != self.plan:
                 return (0,)
             self.backward = differentiate(
-                tracer, inputs, self.analysis, self.single_region, self.split_at_leaf_grads
+                tracer, inputs, self.analysis, self.single_region, self.split_at_leaf_grads, self.layouts
             )
             self.leaves_gaps = self.split_at_leaf_grads and self.backward.leaves_gaps()
             return self._outputs(self.analysis, self.backward)

@@ -23,6 +23,7 @@ from retrograd._torch.trace.fakes import (
     fake_mode_of,
     fake_of,
     fake_results,
+    guard_count,
     is_fake,
     laid_out_like,
     new_fake_mode,
