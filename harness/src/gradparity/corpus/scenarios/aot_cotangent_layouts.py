@@ -1,4 +1,4 @@
-"""Cotangents of every layout, at functions compiled ahead whose formulas look at how a gradient lies in memory.
+"""Cotangents of every layout, at functions whose formulas look at how a gradient lies in memory.
 
 In: a probe, whose `compile` is the identity for eager. Out: gradients and their strides. One scenario for
 each formula and each layout.

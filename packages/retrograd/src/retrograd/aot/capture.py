@@ -116,9 +116,12 @@ class _Attempt:
             self.amended = self.plan.amended(self.state, self.analysis)
             if self.amended != self.plan:
                 return (0,)
+            before = inputs.mutations(flat)
             self.backward = differentiate(
                 tracer, inputs, self.analysis, self.single_region, self.split_at_leaf_grads, self.layouts
             )
+            if inputs.mutations(flat) != before:
+                raise Refusal("backward-effect", "its backward changes a tensor that others can see")
             self.leaves_gaps = self.split_at_leaf_grads and self.backward.leaves_gaps()
             return self._outputs(self.analysis, self.backward)
 

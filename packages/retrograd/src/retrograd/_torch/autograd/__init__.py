@@ -19,6 +19,7 @@ from retrograd._torch.autograd.live_graph import (
     edge_of,
     forward_line,
     graph_below,
+    passes_through_function,
     read_live_graph,
     read_ranks,
 )

@@ -36,6 +36,7 @@ from retrograd._torch.trace.functional import (
     functional_mode,
     inner_tensors,
     is_traced,
+    mutations_of,
     plain,
     storage_key,
     to_functional,

@@ -81,6 +81,12 @@ def was_data_mutated(value: torch.Tensor) -> bool:
     return any(torch._functionalize_has_data_mutation(part.elem) for part in _parts(value))  # type: ignore[attr-defined]
 
 
+def mutations_of(value: torch.Tensor) -> tuple[Any, ...]:
+    """Something that changes with every change in place of the value or of what shares its memory."""
+    counts = [torch._functionalize_mutation_counter(part.elem) for part in _parts(value)]
+    return (*counts, *value.shape, *value.stride())
+
+
 def was_metadata_mutated(value: torch.Tensor) -> bool:
     """Whether its sizes, strides or offset were changed in place."""
     return any(torch._functionalize_has_metadata_mutation(part.elem) for part in _parts(value))

@@ -62,7 +62,10 @@ class CompiledFunction:
         self._has_effects = any(
             has_effect(node) and not draws_random_numbers(node) for node in partition.forward.graph.nodes
         )
-        self._repeatable = not any(update.value is not None or update.view for update in joint.updates)
+        changed = [joint.primals[update.primal] for update in joint.updates]
+        self._repeatable = not any(p.differentiable or p.leaf is None or p.wrapping.cls for p in changed)
+        #: primals of which a copy is kept as they were, to run the call again.
+        self._changed = [update.primal for update in joint.updates] if regions and self._repeatable else ()
 
     def _plan_primals(self) -> Callable[[Sequence[Any]], Sequence[Any]] | None:
         """How primals are taken from the sources, if each of them is one."""
@@ -106,20 +109,31 @@ class CompiledFunction:
             if isinstance(error, UnlikeTracedError):
                 raise
             raise CodeFailedError from error
+        before = {place: primals[place].clone() for place in self._changed}
         if self._joint.updates:
             self._finish.write_unseen(frame)
         if self._attaching is not None:
-            again = (
-                RepeatableCall(sources, primals, versions_of(primals), generators)
-                if self._repeatable
-                else None
-            )
+            again = self._again(sources, primals, before, generators) if self._repeatable else None
             if self._records_inside:
                 with torch.enable_grad():
                     self._attaching(frame, again)
             else:
                 self._attaching(frame, again)
         return self._rebuild(self._finish(sources, frame))
+
+    def _again(
+        self,
+        sources: Sequence[Any],
+        primals: Sequence[Any],
+        before: dict[int, torch.Tensor],
+        generators: dict[torch.device, Any],
+    ) -> RepeatableCall:
+        """The call as it was; `before` are the primals that it has changed."""
+        leaves = {self._joint.primals[place].leaf: value for place, value in before.items()}
+        if before:
+            sources = [leaves.get(i, source) for i, source in enumerate(sources)]
+            primals = [before.get(i, primal) for i, primal in enumerate(primals)]
+        return RepeatableCall(sources, primals, versions_of(primals), generators, tuple(leaves))
 
     def _frame(self, primals: Sequence[Any]) -> list[Any]:
         """The frame, with what the graph gives. Nothing of the user's has changed yet."""
