@@ -41,6 +41,10 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 1
 
 
+def _is_duration(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and value >= 0)
+
+
 def _is_compiler(value: Any) -> bool:
     return isinstance(value, str) or callable(value) or callable(getattr(value, "compile", None))
 
@@ -77,6 +81,7 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "single_region": (_is_switch, "True or False"),
     "background": (_is_switch, "True or False"),
     "cudagraphs": (_is_switch, "True or False"),
+    "compile_timeout": (_is_duration, "None, or a number of seconds, at least 0"),
 }
 
 
@@ -102,6 +107,8 @@ class Config:
         single_region: differentiate all outputs together, as stock AOTAutograd does.
         background: compile on another thread, and interpret until the code is there.
         cudagraphs: record what compiled code does on a CUDA device, and replay it where that is safe.
+        compile_timeout: seconds after which a compilation goes on in the background, while calls run as eager
+            runs them; None: calls wait.
 
     Raises:
         OptionError: an option has a value that it cannot have.
@@ -120,6 +127,7 @@ class Config:
     single_region: bool = False
     background: bool = False
     cudagraphs: bool = False
+    compile_timeout: float | None = None
 
     #: stands for the callables in comparisons: they need not be hashable, and each equals only itself.
     _identities: tuple[Any, ...] = field(init=False, repr=False)

@@ -59,8 +59,9 @@ def test_another_backend_for_the_backward() -> None:
     assert "aten.mm" in behind.graphs[0]
 
 
-@pytest.mark.parametrize(("lazy", "at_once", "later"), [(True, 1, 2), (False, 2, 2)])
+@pytest.mark.parametrize(("lazy", "at_once", "later"), [(True, 1, 2), (False, 2, 3)])
 def test_lazily_or_not(lazy: bool, at_once: int, later: int) -> None:
+    """What comes of a sum is expanded: code that is made before anything comes is made for what is dense."""
     recorder = Recorder()
     parts = aot.partition(captured(wave, leaf(3, 3), leaf(3, 3)))
     call = aot.compile(parts, recorder, lazy=lazy)

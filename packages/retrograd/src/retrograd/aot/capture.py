@@ -11,8 +11,9 @@ memory, one of which is changed), it is repeated so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ def capture(
     single_region: bool = False,
     split_at_leaf_grads: bool = False,
     sums_apart: bool = False,
+    layouts: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> JointGraph:
     """Capture the function of `state`.
 
@@ -49,6 +51,8 @@ def capture(
         sums_apart: hand over several contributions to the gradient of one input one by one, so that they are
             added in eager's order to what other functions contribute. Their memory is held until the region
             ends.
+        layouts: strides of cotangents, by boundary. Others lie in memory like their values, if these are
+            dense, else contiguously.
 
     Returns:
         The joint graph. If nothing requires grad (or grad mode is off) it has no backward half.
@@ -58,12 +62,12 @@ def capture(
     """
     plan = EntryPlan()
     while True:
-        attempt = _Attempt(state, plan, single_region, split_at_leaf_grads, sums_apart)
+        attempt = _Attempt(state, plan, single_region, split_at_leaf_grads, sums_apart, layouts)
         try:
             with autocast_off(), state.fake_mode:
-                gm = make_graph(
-                    attempt.body, state.decompositions, JointTracer, python_kernels=state.is_symbolic
-                )
+                # A code generator is given what stock gives it, such as a dropout in one piece.
+                python_kernels = state.is_symbolic or bool(state.decompositions)
+                gm = make_graph(attempt.body, state.decompositions, JointTracer, python_kernels)
         except RetrogradError:
             raise
         except Exception as error:
@@ -102,8 +106,9 @@ class _Attempt:
     state: CaptureState
     plan: EntryPlan
     single_region: bool
-    split_at_leaf_grads: bool = False
-    sums_apart: bool = False
+    split_at_leaf_grads: bool
+    sums_apart: bool
+    layouts: Mapping[int, Sequence[int]]
     leaves_gaps: bool = False
 
     def body(self, tracer: JointTracer) -> Sequence[Any]:
@@ -116,6 +121,7 @@ class _Attempt:
             self.amended = self.plan.amended(self.state, self.analysis)
             if self.amended != self.plan:
                 return (0,)
+            before = inputs.mutations(flat)
             self.backward = differentiate(
                 tracer,
                 inputs,
@@ -123,7 +129,10 @@ class _Attempt:
                 self.single_region,
                 self.split_at_leaf_grads,
                 self.sums_apart,
+                self.layouts,
             )
+            if inputs.mutations(flat) != before:
+                raise Refusal("backward-effect", "its backward changes a tensor that others can see")
             self.leaves_gaps = self.split_at_leaf_grads and self.backward.leaves_gaps()
             return self._outputs(self.analysis, self.backward)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from retrograd.aot.compiled import Compiled
 from retrograd.aot.run.call import CompiledFunction
+from retrograd.aot.run.late import is_ready
 from retrograd.aot.run.lower_half import lower
 from retrograd.aot.run.record import recorded
 from retrograd.aot.run.region import RegionCode
@@ -17,6 +18,7 @@ from retrograd.backends.base import Boxed, Half
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.graph.partition import Partition, SavedKind
+from retrograd.report import Report, process_report
 
 
 def compile(
@@ -50,17 +52,24 @@ def compile(
         Exception: whatever a backend raises.
     """
     config = Config(backend=forward, backward=backward, cudagraphs=cudagraphs, regions=regions)
-    ahead = find_backend(forward)
-    behind = ahead if backward is None else find_backend(backward)
+    return Compiled(compile_with(partition, config, process_report, lazy))
+
+
+def compile_with(partition: Partition, config: Config, report: Report, lazy: bool = True) -> CompiledFunction:
+    """The same for choices that are checked already; `report` is told what runs eagerly later."""
+    ahead = find_backend(config.backend)
+    behind = ahead if config.backward is None else find_backend(config.backward)
     half = _forward_half(partition, lazy)
     code = lower(ahead, partition.forward, partition.joint.state, half, config)
-    if cudagraphs:
+    if config.cudagraphs and is_ready(code):
         code = _recorded(code, partition)
-    backwards = [RegionCode(partition, number, behind, config) for number in range(len(partition.backwards))]
+    regions = [
+        RegionCode(partition, number, behind, config, report) for number in range(len(partition.backwards))
+    ]
     if not lazy:
-        for backward in backwards:
-            backward.compile_ahead()
-    return Compiled(CompiledFunction(partition, code, backwards))
+        for region in regions:
+            region.compile_ahead()
+    return CompiledFunction(partition, code, regions)
 
 
 def _recorded(code: Boxed, partition: Partition) -> Boxed:

@@ -18,7 +18,7 @@ from retrograd.aot.run.call import CompiledFunction
 from retrograd.errors import CallError, Reason
 from retrograd.graph.capture_state import CaptureState, Leaf
 from retrograd.graph.partition import Partition
-from retrograd.specialize import guard_as_traced
+from retrograd.specialize import CodeFailedError, NotReadyError, guard_as_traced
 
 
 class Compiled:
@@ -82,7 +82,10 @@ class Compiled:
             if self._guard is not None:
                 raise self._error("inputs", self._guard.why_not(leaves), _ANEW)
             self._guard = guard_as_traced(leaves, self._state)
-        return self.code(leaves)
+        try:
+            return self.code(leaves)
+        except (CodeFailedError, NotReadyError) as error:
+            raise error.__cause__ or error from None
 
     def _error(self, role: str, text: str, way_out: str) -> CallError:
         name = self._state.name

@@ -19,7 +19,7 @@ from retrograd._torch.state import ThreadModes, why_not_capturable_now
 from retrograd._torch.trace import changed_sizes, is_tracing_here, why_not_fakeable
 from retrograd.aot.calls import FlatCall
 from retrograd.aot.capture import capture
-from retrograd.aot.compile import compile as compile_partition
+from retrograd.aot.compile import compile_with
 from retrograd.aot.constants import constant_key
 from retrograd.aot.modules import ModuleState
 from retrograd.aot.partition import partition
@@ -168,13 +168,7 @@ class AotFunction:
         for change in config.passes:
             joint = joint.apply(change)
         parts = partition(joint, config.partitioner)
-        code = compile_partition(
-            parts,
-            config.backend,
-            config.backward,
-            cudagraphs=config.cudagraphs,
-            regions=config.regions,
-        ).code
+        code = compile_with(parts, config, self._report)
         self._report.compiled(summary(parts))
         return code
 
@@ -221,6 +215,7 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
     cache_size: int = 64,
     cudagraphs: bool = False,
     regions: bool | int = True,
+    compile_timeout: float | None = None,
 ) -> AotFunction:
     """Capture and compile `fn` for each kind of input that it is called with.
 
@@ -250,6 +245,8 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
         single_region: differentiate all outputs together, as stock AOTAutograd does.
         cache_size: for how many kinds of input code is kept. The least recently used is dropped first.
         cudagraphs, regions: as in ``aot.compile``.
+        compile_timeout: seconds after which a compilation goes on in the background, while calls run eagerly;
+            None: calls wait for it.
 
     Raises:
         OptionError: an option has a value that it cannot have.
@@ -269,6 +266,7 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
         cache_size=cache_size,
         cudagraphs=cudagraphs,
         regions=regions,
+        compile_timeout=compile_timeout,
     )
     find_backend(config.backend)
     if config.backward is not None:

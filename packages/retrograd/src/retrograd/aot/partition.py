@@ -193,10 +193,10 @@ class _Division:
                     "cotangents only",
                 )
             ) from missing
-        compute_again_late(gm.graph)
-        _follow_layouts(gm)
         order = {node: i for i, node in enumerate(saved)}
-        return RegionBackward(gm, tuple(order[node] for node in read), self._checked(number, read))
+        return RegionBackward(
+            finished_backward(gm), tuple(order[node] for node in read), self._checked(number, read)
+        )
 
     def _checked(self, number: int, read: list[fx.Node]) -> tuple[Saved, ...]:
         """What eager keeps for a region, can be changed by the user, and is not saved as it is."""
@@ -220,12 +220,15 @@ class _Division:
         return tuple(checked)
 
 
-def _follow_layouts(gm: fx.GraphModule) -> None:
-    """A cotangent may come in another layout than it was traced with: a view of it may have to be a copy."""
+def finished_backward(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph of a region, once it is cut out: what is computed again stands late; views may be copies,
+    since a backend may give what is saved another layout than tracing did."""
+    compute_again_late(gm.graph)
     for node in gm.graph.nodes:
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
     gm.recompile()
+    return gm
 
 
 def _refuse_effect(node: fx.Node) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.fx import boxed
+from retrograd._torch.fx import boxed, copied, fill_in_place, lazy_graph_module
 from retrograd._torch.inductor import compile_graph, decompositions, patched
 from retrograd.backends.base import SEGMENT, Backend, Boxed, Half
 from retrograd.errors import BackendError, OptionError
@@ -23,7 +23,9 @@ class AtenBackend(Backend):
     name = "aten"
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
-        return boxed(gm)
+        graph = copied(gm.graph)
+        fill_in_place(graph)
+        return boxed(lazy_graph_module(gm, graph))
 
 
 class EagerBackend(AtenBackend):

@@ -28,7 +28,7 @@ from retrograd._torch.dynamo import (
 from retrograd._torch.state import torch_functions_off, why_not_capturable_now
 from retrograd._torch.trace import alias_of_fake, common_base, run_graph
 from retrograd.aot.capture import capture
-from retrograd.aot.compile import compile as compile_partition
+from retrograd.aot.compile import compile_with
 from retrograd.aot.modules import ModuleState
 from retrograd.aot.partition import partition
 from retrograd.aot.run.call import CompiledFunction
@@ -132,14 +132,7 @@ class GraphFunction:
         parts = partition(joint, config.partitioner)
         # Code that is compiled later cannot add guards, because Dynamo installs its guards now.
         lazy = not has_symbols(state.fake_mode)
-        code = compile_partition(
-            parts,
-            config.backend,
-            config.backward,
-            lazy=lazy,
-            cudagraphs=config.cudagraphs,
-            regions=config.regions,
-        ).code
+        code = compile_with(parts, config, self._report, lazy)
         self._report.compiled(summary(parts, why_ended(self._gm)))
         return code
 

@@ -24,6 +24,7 @@ OPTIONS: Mapping[str, str] = {
     "cudagraphs": "record what the code does on a CUDA device, and replay it where that is safe",
     "regions": "compile what repeats itself once; a number: from so many autograd nodes on; False: never",
     "single_region": "differentiate all outputs together, as stock AOTAutograd does",
+    "compile_timeout": "seconds after which a compilation goes on in the background; None: calls wait for it",
     "strict": "raise instead of running eagerly what cannot be captured",
 }
 

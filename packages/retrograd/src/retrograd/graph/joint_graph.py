@@ -33,6 +33,7 @@ class View:
         origin: what torch says about a view of which in-place changes are refused (``CreationMeta``); None if
             it is none.
         replay: makes the view of a base as the function made it; None to go by sizes and strides.
+        is_new_leaf: whether it requires grad though its base does not.
     """
 
     size: tuple[int | SizeValue, ...]
@@ -41,6 +42,7 @@ class View:
     differentiable: bool
     replay: Callable[[Any], Any] | None = None
     origin: Any = None
+    is_new_leaf: bool = False
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,25 @@ class CodeFailedError(Exception):
     """Compiled code raised before it changed anything; the cause is what it raised."""
 
 
+class NotReadyError(Exception):
+    """There is no code yet; calls run eagerly for this reason until there is."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+def why_failed(what: str, error: BaseException, stage: str) -> Reason:
+    """The reason for running eagerly what has raised where eager does not; counts the failure."""
+    counters["run_failures"] += 1
+    return Reason(
+        "code-failed",
+        f"{what} raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}",
+        stage,
+        way_out="this is a fault of the backend: another backend may have the operator",
+    )
+
+
 @dataclass(eq=False)
 class Variant:
     """What is known about one kind of call.
@@ -90,6 +109,8 @@ class Specialized:
         except UnlikeTracedError as error:  # in the first call, before anything was changed
             variant.run, variant.reason = None, error.reason
             return self.run_eagerly(error.reason, eagerly)
+        except NotReadyError as error:
+            return self.run_eagerly(error.reason, eagerly)
         except CodeFailedError as error:
             return self._after_failure(variant, error, eagerly)
 
@@ -131,15 +152,8 @@ class Specialized:
         if self._config.strict:
             raise cause
         result = eagerly()
-        counters["run_failures"] += 1
         variant.failures += 1
-        text = (str(cause).strip().splitlines() or [""])[0]
-        reason = Reason(
-            "code-failed",
-            f"the compiled code of {self._name} raised {type(cause).__name__}: {text}",
-            self._stage,
-            way_out="this is a fault of the backend: another backend may have the operator",
-        )
+        reason = why_failed(f"the compiled code of {self._name}", cause, self._stage)
         if variant.failures >= MOST_FAILURES and not isinstance(cause, torch.OutOfMemoryError):
             variant.run, variant.reason = None, reason
         self._report.fell_back(reason, f"a call of {self._name} ran eagerly")

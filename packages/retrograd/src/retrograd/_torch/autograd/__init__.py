@@ -20,6 +20,7 @@ from retrograd._torch.autograd.live_graph import (
     forward_line,
     graph_below,
     names_of_nodes,
+    passes_through_function,
     read_live_graph,
     read_ranks,
 )

@@ -57,6 +57,13 @@ def graph_below(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> 
     return LiveGraph(tuple(nodes), roots, None)
 
 
+def passes_through_function(value: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether a Function in Python stands between the history of `value` and that of `base`."""
+    end, _ = edge_of(base) if base.requires_grad else (None, 0)
+    nodes = graph_below([edge_of(value)], (end,)).nodes if value.grad_fn is not None else ()
+    return any(hasattr(node.handle, "apply") for node in nodes if node.handle is not end)
+
+
 class _Numbers(dict[Any, int]):
     """Numbers nodes as they are asked for; `handles` are those that have one, in order."""
 

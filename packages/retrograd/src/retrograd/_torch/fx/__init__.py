@@ -9,6 +9,8 @@ from retrograd._torch.fx.nodes import add_call, add_copy, add_placeholder
 from retrograd._torch.fx.operators import (
     aliased_inputs,
     depends_on_data,
+    fill_in_place,
+    fills_with_random_numbers,
     has_effect,
     is_collective,
     is_higher_order,

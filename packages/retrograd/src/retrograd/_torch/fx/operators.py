@@ -37,6 +37,8 @@ _UNDECLARED_ALIASES = frozenset({torch.ops.aten._unsafe_view.default})
 #: called to raise if a value is wrong; newer releases of torch know that themselves.
 _RAISING = frozenset({torch.ops.aten._linalg_check_errors.default})
 _UNINITIALISED = ("empty", "new_empty")
+_FILLS = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
+_FILLING = frozenset(getattr(torch.ops.aten, name) for name in _FILLS.split())
 _DEPENDS_ON_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -50,14 +52,28 @@ def schema_of(target: Any) -> Any:
     return target._schema
 
 
-def operator_in_place(target: Any) -> Any:
-    """The in-place operator of a functional one that fills its argument with random numbers; None if there is
-    none."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-    name, overload = target._schema.name.split("::")[-1], target._overloadname
-    packet = getattr(torch.ops.aten, f"{name.removesuffix('_functional')}_", None)
-    return getattr(packet, {"p": "float"}.get(overload, overload), None)
+def fills_with_random_numbers(target: Any) -> bool:
+    """Whether the operator writes random numbers over its first argument, whatever that holds."""
+    return is_operator_overload(target) and target.overloadpacket in _FILLING
+
+
+def filled_in_place(operator: Any, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What `operator`, which fills its argument in place, writes into a tensor laid out like `value`: in what
+    order numbers are drawn depends on how the tensor lies in memory."""
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return operator(made, *args, **kwargs)
+
+
+def fill_in_place(graph: fx.Graph) -> None:
+    """Have the calls that were made in place draw their numbers so again; changes `graph`."""
+    for node in graph.nodes:
+        operator = node.meta.get("fills_by")
+        if operator is not None and is_random(node):
+            place = next((i for i, arg in enumerate(node.args) if is_operator_overload(arg)), None)
+            if place is None and is_operator_overload(node.target):
+                node.target, node.args = filled_in_place, (operator, *node.args)
+            elif place is not None:  # the state of the generator is kept, or put back, around the call
+                node.args = (*node.args[:place], filled_in_place, operator, *node.args[place + 1 :])
 
 
 def is_higher_order(target: Any) -> bool:

@@ -28,7 +28,15 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """The decompositions that Inductor expects to have been applied."""
     from torch._inductor.decomposition import select_decomp_table
 
-    return select_decomp_table()
+    return {**select_decomp_table(), torch.ops.aten.bernoulli.p: _bernoulli}
+
+
+def _bernoulli(value: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
+    """As the mask of a dropout. Inductor's own lowering for CPU draws in place, and a kernel that reads the
+    numbers may run before they are drawn, fused with others."""
+    if generator is not None:
+        return NotImplemented
+    return torch.native_dropout(torch.ones_like(value), 1 - p, True)[1].to(value.dtype)
 
 
 def settings() -> list[str]:

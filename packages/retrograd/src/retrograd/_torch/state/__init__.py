@@ -6,6 +6,7 @@ In: nothing, or a graph that draws. Out: values to compare, and to put back.
 from retrograd._torch.state.rng import (
     generator_states,
     insert_replay,
+    restore_generator_states,
     seeds_and_states,
     with_generator_states,
 )

@@ -24,6 +24,11 @@ def new_fake_mode(symbolic: bool) -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv() if symbolic else None, allow_non_fake_inputs=True)
 
 
+def guard_count(mode: Any) -> int:
+    """How many guards the shape environment of a fake mode has; 0 without one."""
+    return 0 if mode.shape_env is None else len(mode.shape_env.guards)
+
+
 def is_fake(value: torch.Tensor) -> bool:
     """Whether the tensor, or what it wraps, is fake."""
     return any(isinstance(inner, FakeTensor) for inner in inner_tensors(value))

@@ -6,7 +6,7 @@ was done to them in place.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,10 +14,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
+from retrograd._torch.fx import fills_with_random_numbers
+from retrograd._torch.trace.graph_tracer import noted
+
+
+class _Functional(FunctionalTensorMode):
+    """Notes which calls filled a tensor with random numbers in place."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with noted(fills_by=func) if fills_with_random_numbers(func) else nullcontext():
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
 
 def functional_mode() -> AbstractContextManager[Any]:
     """While open, operations on functional tensors are recorded without mutation."""
-    return FunctionalTensorMode(_allow_token_discovery=True)
+    return _Functional(_allow_token_discovery=True)
 
 
 def to_functional(value: torch.Tensor) -> torch.Tensor:
@@ -68,6 +79,12 @@ def storage_key(value: torch.Tensor) -> tuple[int, ...]:
 def was_data_mutated(value: torch.Tensor) -> bool:
     """Whether its elements were written to, also through an alias."""
     return any(torch._functionalize_has_data_mutation(part.elem) for part in _parts(value))  # type: ignore[attr-defined]
+
+
+def mutations_of(value: torch.Tensor) -> tuple[Any, ...]:
+    """Something that changes with every change in place of the value or of what shares its memory."""
+    counts = [torch._functionalize_mutation_counter(part.elem) for part in _parts(value)]
+    return (*counts, *value.shape, *value.stride())
 
 
 def was_metadata_mutated(value: torch.Tensor) -> bool:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from retrograd._torch.autograd import versions_of
-from retrograd._torch.state import generator_states, undifferentiated
+from retrograd._torch.fx import has_effect
+from retrograd._torch.state import generator_states, restore_generator_states, undifferentiated
 from retrograd._torch.subclass import built, parts_of
 from retrograd._torch.trace import common_base
 from retrograd.aot.policies import draws_random_numbers
@@ -26,9 +27,12 @@ from retrograd.aot.run.call_values import Layout, rebuilder
 from retrograd.aot.run.check_fake_metadata import expected_results, refuse_unlike_traced
 from retrograd.aot.run.eager_region import RepeatableCall
 from retrograd.aot.run.finish import Finish
+from retrograd.aot.run.late import is_ready, still_compiling
 from retrograd.aot.run.region import RegionCode
 from retrograd.backends.base import Boxed
+from retrograd.errors import UnlikeTracedError
 from retrograd.graph.partition import Partition
+from retrograd.specialize import CodeFailedError, NotReadyError
 
 
 class CompiledFunction:
@@ -41,7 +45,7 @@ class CompiledFunction:
     def __init__(self, partition: Partition, code: Boxed, regions: Sequence[RegionCode]) -> None:
         self.partition = partition
         self._joint = joint = partition.joint
-        self._run = undifferentiated(code)
+        self._code, self._run = code, undifferentiated(code)
         self._found = [primal.found for primal in joint.primals if primal.found is not None]
         self._direct = self._plan_primals()
         self._layout = layout = Layout.of(partition)
@@ -54,8 +58,14 @@ class CompiledFunction:
         self._finish, self._rebuild = Finish(joint, layout.values), rebuilder(joint.out_spec)
         self._attaching = Attaching(partition, regions, layout, self._finish) if regions else None
         self._records_inside = not joint.state.ambient.grad  # autograd was switched on by the function itself
-        self._draws = self._random_devices() if regions else ()
-        self._repeatable = not any(update.value is not None or update.view for update in joint.updates)
+        self._draws = self._random_devices()
+        self._has_effects = any(
+            has_effect(node) and not draws_random_numbers(node) for node in partition.forward.graph.nodes
+        )
+        changed = [joint.primals[update.primal] for update in joint.updates]
+        self._repeatable = not any(p.differentiable or p.leaf is None or p.wrapping.cls for p in changed)
+        #: primals of which a copy is kept as they were, to run the call again.
+        self._changed = [update.primal for update in joint.updates] if regions and self._repeatable else ()
 
     def _plan_primals(self) -> Callable[[Sequence[Any]], Sequence[Any]] | None:
         """How primals are taken from the sources, if each of them is one."""
@@ -78,10 +88,55 @@ class CompiledFunction:
         return tuple({_device(node.meta["val"]) for node in drawing})
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        """Run on flat inputs."""
+        """Run on flat inputs.
+
+        Raises:
+            CodeFailedError: the code has raised, before anything of the user's has changed.
+            NotReadyError: it is still being compiled.
+            UnlikeTracedError: torch's fake tensors were wrong.
+        """
+        if not is_ready(self._code):
+            raise NotReadyError(still_compiling(self._joint.state.name))
         sources = [*leaves, *self._found] if self._found else leaves
         primals = self._direct(sources) if self._direct is not None else self._primals(sources)
         generators = generator_states(self._draws) if self._draws else {}
+        try:
+            frame = self._frame(primals)
+        except Exception as error:
+            if self._has_effects:
+                raise
+            restore_generator_states(generators)
+            if isinstance(error, UnlikeTracedError):
+                raise
+            raise CodeFailedError from error
+        before = {place: primals[place].clone() for place in self._changed}
+        if self._joint.updates:
+            self._finish.write_unseen(frame)
+        if self._attaching is not None:
+            again = self._again(sources, primals, before, generators) if self._repeatable else None
+            if self._records_inside:
+                with torch.enable_grad():
+                    self._attaching(frame, again)
+            else:
+                self._attaching(frame, again)
+        return self._rebuild(self._finish(sources, frame))
+
+    def _again(
+        self,
+        sources: Sequence[Any],
+        primals: Sequence[Any],
+        before: dict[int, torch.Tensor],
+        generators: dict[torch.device, Any],
+    ) -> RepeatableCall:
+        """The call as it was; `before` are the primals that it has changed."""
+        leaves = {self._joint.primals[place].leaf: value for place, value in before.items()}
+        if before:
+            sources = [leaves.get(i, source) for i, source in enumerate(sources)]
+            primals = [before.get(i, primal) for i, primal in enumerate(primals)]
+        return RepeatableCall(sources, primals, versions_of(primals), generators, tuple(leaves))
+
+    def _frame(self, primals: Sequence[Any]) -> list[Any]:
+        """The frame, with what the graph gives. Nothing of the user's has changed yet."""
         frame = list(primals)
         if self._layout.is_plain:
             results = self._results([*primals])
@@ -90,20 +145,7 @@ class CompiledFunction:
                 frame += results[: self._value_count]
         else:
             self._run_on_parts(primals, frame)
-        if self._joint.updates:
-            self._finish.write_unseen(frame)
-        if self._attaching is not None:
-            again = (
-                RepeatableCall(sources, primals, versions_of(primals), generators)
-                if self._repeatable
-                else None
-            )
-            if self._records_inside:
-                with torch.enable_grad():
-                    self._attaching(frame, again)
-            else:
-                self._attaching(frame, again)
-        return self._rebuild(self._finish(sources, frame))
+        return frame
 
     def _results(self, parts: list[Any]) -> Sequence[Any]:
         """What the graph gives for `parts`, each in memory of its own where that matters."""

@@ -33,12 +33,14 @@ class RepeatableCall(NamedTuple):
         primals: the primals made of them.
         versions: of each primal; None of what tracks none.
         generators: states of the random number generators before the call.
+        changed: sources that the call changes; here they are copies, as they were.
     """
 
     sources: Sequence[Any]
     primals: Sequence[Any]
     versions: Sequence[int | None]
     generators: Mapping[torch.device, Any]
+    changed: Sequence[Any] = ()
 
 
 def rerun_region(
@@ -99,6 +101,8 @@ def _checks() -> bool:
 def _again(joint: JointValues, call: RepeatableCall, entries: Mapping[int, Any]) -> list[Any]:
     """The flat outputs of the function, run on `entries`."""
     leaves = list(call.sources[: len(joint.state.leaves)])
+    for place in call.changed:
+        leaves[place] = leaves[place].clone()
     for number, entry in entries.items():
         if (leaf := joint.primals[number].leaf) is not None:
             leaves[leaf] = entry

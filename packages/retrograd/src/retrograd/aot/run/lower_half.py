@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.trace import decomposed
+from retrograd._torch.trace import decomposed, guard_count
+from retrograd.aot.run.late import in_time
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.config import Config
 from retrograd.events import counters
@@ -28,7 +29,8 @@ def lower(
     example_inputs: Sequence[Any] | None = None,
 ) -> Boxed:
     """Compile `gm`, after the decompositions that the backend asks for unless `capture` applied them; what
-    repeats itself in it once, where `config` says so and the backend takes parts of graphs."""
+    repeats itself in it once, where `config` says so and the backend takes parts of graphs. What takes too
+    long becomes code later."""
     inputs = example_inputs or [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
     table = backend.decompositions()
     if table and not state.decompositions:
@@ -39,4 +41,7 @@ def lower(
     def compile_part(part: fx.GraphModule, examples: Sequence[Any], visible: int | None) -> Boxed:
         return backend.compile(part, examples, replace(half, visible=visible))
 
-    return compile_in_regions(gm, inputs, compile_part, least, half.visible, config.fewest_copies)
+    def compile_graph() -> Boxed:
+        return compile_in_regions(gm, inputs, compile_part, least, half.visible, config.fewest_copies)
+
+    return in_time(compile_graph, config.compile_timeout, lambda: guard_count(state.fake_mode))

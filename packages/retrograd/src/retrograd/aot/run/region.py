@@ -1,8 +1,8 @@
 """The backward of one region at run time.
 
-In: the context of a `RegionNode` and cotangents. Out: a gradient for each of the region's destinations. The
-compiled graph runs if the cotangents are what it was made for; otherwise the region runs as eager would run
-it.
+In: the context of a `RegionNode` and cotangents. Out: a gradient for each of the region's destinations.
+Compiled code runs if it was made for cotangents like these; for other layouts the region is traced again, a
+few times; what is left, and what code cannot do that eager can, runs as eager would run it.
 """
 
 from __future__ import annotations
@@ -12,65 +12,68 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
+from retrograd._torch.fx import has_effect
 from retrograd._torch.state import ThreadModes
-from retrograd._torch.subclass import PLAIN, Wrapping, built, parts_of
+from retrograd._torch.subclass import PLAIN, Wrapping, built
 from retrograd._torch.tensor import graph_is_kept
 from retrograd._torch.trace import is_batched, laid_out_like, retraced
+from retrograd.aot.run.cotangents import Expected, Strides
 from retrograd.aot.run.eager_region import rerun_region
+from retrograd.aot.run.late import LateCode, is_ready, still_compiling
 from retrograd.aot.run.lower_half import lower
 from retrograd.aot.run.record import recorded
+from retrograd.aot.run.relayout import traced_for
 from retrograd.backends.base import Backend, Boxed, Half
-from retrograd.backends.registry import find_backend
+from retrograd.backends.registry import EagerBackend
 from retrograd.config import Config
 from retrograd.events import counters
 from retrograd.graph.partition import Partition
+from retrograd.report import Report
+from retrograd.specialize import MOST_FAILURES, why_failed
 
-#: how many layouts of cotangents code is made for; others are copied.
+#: how many layouts of cotangents code is made for; with others the region runs as eager.
 MOST_LAYOUTS = 4
 #: in place of strides: cotangents of torch's older vmap (``is_grads_batched``), which no generated code
 #: takes.
 _BATCHED = ("batched",)
+#: layouts, one entry for each root.
+Layouts = tuple[Strides | str | None, ...]
 
 
-@dataclass(frozen=True)
-class _Expected:
-    """What a cotangent was traced as."""
+@dataclass(eq=False)
+class _Code:
+    """Code for one layout of the cotangents.
 
-    boundary: int
-    wrapping: Wrapping
-    shape: tuple[Any, ...]
-    strides: tuple[Any, ...]
-    dtype: torch.dtype
-    device: torch.device
+    Attributes:
+        gm: what it was made of; None: there is none for this layout.
+        run: the code. has_run: whether it ever has, without an error. failures: how often it has raised.
+    """
 
-    @property
-    def is_static(self) -> bool:
-        """Whether it is a plain tensor without symbolic sizes."""
-        numbers = (*self.shape, *self.strides)
-        return self.wrapping is PLAIN and not any(isinstance(number, torch.SymInt) for number in numbers)
+    gm: fx.GraphModule | None
+    run: Boxed | None = None
+    has_run: bool = False
+    failures: int = 0
 
 
 class RegionCode:
     """Code for the backward of region `number`, compiled when it is first needed."""
 
     def __init__(
-        self,
-        partition: Partition,
-        number: int,
-        backend: Backend,
-        config: Config,
+        self, partition: Partition, number: int, backend: Backend, config: Config, report: Report
     ) -> None:
         self._partition, self._number, self._backend, self._config = partition, number, backend, config
+        self._report = report
         joint, self._graphs = partition.joint, partition.backwards[number]
         region = joint.signature.regions[number]
         self.roots, self.destinations = region.roots, region.destinations
         self._gradients: list[Wrapping | None] = [
             joint.gradients.get((number, there)) for there in self.destinations
         ]
-        self._expected = [self._expect(root) for root in self.roots]
-        self._nothing = (None,) * len(self.roots)
-        self._plain = all(e.wrapping is PLAIN for e in self._expected) and all(
+        self._expected = [Expected.of(partition, number, root) for root in self.roots]
+        self._as_traced: Layouts = (None,) * len(self.roots)
+        self._plain = all(e.is_plain for e in self._expected) and all(
             g is None or g is PLAIN for g in self._gradients
         )
         self._places = [i for i, g in enumerate(self._gradients) if g is not None]
@@ -78,25 +81,15 @@ class RegionCode:
         saved = [partition.saved[i] for i in self._graphs.saved]
         self._numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number)
         self._tensors = len(saved) - len(self._numbers)
-        self.follows_layout = not backend.decompositions()
-        # Code for another layout would be made when nobody installs the guards of its sizes any more.
-        self._is_symbolic = not self.follows_layout and any(map(_has_symbols, self._expected))
-        self._codes: dict[tuple[Any, ...], Boxed] = {}
+        self.follows_layout = isinstance(backend, EagerBackend)
+        self._codes: dict[Layouts, _Code] = {}
         self._saves = bool(self._tensors or self._graphs.checked)
-
-    def _expect(self, root: int) -> _Expected:
-        joint = self._partition.joint
-        value = joint.values[joint.signature.boundaries[root].value]
-        nodes = [node for node in self._graphs.gm.graph.nodes if node.op == "placeholder"]
-        first = next(node for node in nodes if node.name in (f"cotangent_{root}", f"cotangent_{root}_0"))
-        fake = first.meta["val"]
-        return _Expected(
-            root, value.wrapping, tuple(fake.shape), tuple(fake.stride()), fake.dtype, fake.device
-        )
+        self._has_effects = any(map(has_effect, self._graphs.gm.graph.nodes))
 
     def compile_ahead(self) -> None:
         """Compile now, for the layouts that tracing predicted."""
-        self._codes[self._layouts(())] = self._lowered(None)
+        gm = self._graphs.gm
+        self._codes[self._as_traced] = _Code(gm, self._lowered(gm, None))
 
     def __call__(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         """Gradients for the destinations."""
@@ -111,83 +104,136 @@ class RegionCode:
         ):
             return self._as_eager(ctx, cotangents)
         layouts = self._layouts(cotangents)
-        may_add = len(self._codes) < MOST_LAYOUTS and (layouts is _BATCHED or not self._is_symbolic)
-        is_known = layouts in self._codes or may_add
-        args = self._arguments(saved, ctx.numbers, cotangents, is_known)
-        layouts = layouts if is_known else self._layouts(())
+        code = self._codes.get(layouts) or self._code_for(layouts)
+        if code.gm is None:
+            if ctx.again is not None:
+                return self._as_eager(ctx, cotangents)
+            code = self._codes.get(self._as_traced) or self._code_for(self._as_traced)
+        is_as_traced = code.gm is not self._graphs.gm or layouts in (self._as_traced, _BATCHED)
+        args = self._arguments(saved, ctx.numbers, cotangents, is_as_traced)
+        if not code.has_run:
+            del saved
+            return self._first_run(code, ctx, cotangents, args)
         del saved, cotangents
-        if not graph_is_kept():
-            ctx.maybe_clear_saved_tensors()
-            ctx.again = None
-        return self._results(self._run(layouts, args))
+        _give_up(ctx)
+        assert code.run is not None
+        return self._results(code.run(args))
 
-    def _layouts(self, cotangents: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-        """For each plain cotangent that is laid out otherwise than traced, its strides: code is made for each
-        such layout, for a backend that does not follow them by itself."""
-        if self.follows_layout:
-            return ()
+    def _layouts(self, cotangents: Sequence[torch.Tensor | None]) -> Layouts:
+        """For each cotangent that is laid out otherwise than traced, its strides."""
         if any(map(is_batched, cotangents)):
             return _BATCHED
-        return tuple(
-            [
-                cotangent.stride()
-                if cotangent is not None and e.is_static and cotangent.stride() != e.strides
-                else None
-                for cotangent, e in zip(cotangents or self._nothing, self._expected, strict=True)
-            ]
-        )
+        return tuple([e.layout(c) for c, e in zip(cotangents, self._expected, strict=True)])
+
+    def _code_for(self, layouts: Layouts) -> _Code:
+        """What is known for these layouts, from now on: a graph for them, if there is one."""
+        if layouts == self._as_traced or layouts is _BATCHED:
+            gm: fx.GraphModule | None = self._graphs.gm
+        elif len(self._codes) >= MOST_LAYOUTS:
+            return _Code(None)
+        else:
+            gm = self._retraced({r: s for r, s in zip(self.roots, layouts, strict=True) if s is not None})
+        code = self._codes[layouts] = _Code(gm)
+        return code
+
+    @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
+    def _retraced(self, layouts: dict[int, Any]) -> fx.GraphModule | None:
+        if getattr(self._partition.joint, "reports", ()):  # passes have changed the graph since it was traced
+            return self._graphs.gm
+        expected = dict(zip(self.roots, self._expected, strict=True))
+        if not all(expected[root].is_static for root in layouts):
+            if not self.follows_layout:
+                return self._graphs.gm  # code that is made now may add guards, which nobody would check
+            if any(map(any, layouts.values())):
+                return None
+        return traced_for(self._partition, self._number, layouts)
 
     def _fit(self, cotangents: Sequence[torch.Tensor | None]) -> bool:
         for cotangent, expected in zip(cotangents, self._expected, strict=True):
-            if cotangent is None:
-                if self._undefined_matters or not expected.is_static:
-                    return False
-            elif not expected.wrapping.fits(cotangent):
+            if not expected.fits(cotangent) or (cotangent is None and self._undefined_matters):
                 return False
         return True
 
     def _arguments(
-        self, saved: Sequence[Any], numbers: Sequence[Any], cotangents: Sequence[Any], is_known: bool
+        self, saved: Sequence[Any], numbers: Sequence[Any], cotangents: Sequence[Any], is_as_traced: bool
     ) -> list[Any]:
         args = list(saved[: self._tensors])
         for place, value in zip(self._numbers, numbers, strict=True):
             args.insert(place, value)
         for cotangent, expected in zip(cotangents, self._expected, strict=True):
-            if (
-                expected.wrapping is PLAIN
-                and cotangent is not None
-                and (self.follows_layout or (is_known and expected.is_static))
-            ):
+            if is_as_traced and cotangent is not None and expected.is_plain:
                 args.append(cotangent)
-            elif expected.wrapping is PLAIN:
-                args.append(_laid_out(cotangent, expected))
             else:
-                args.extend(parts_of(_defined(cotangent, expected), expected.wrapping))
+                args.extend(expected.laid_out(cotangent))
         return args
 
-    def _run(self, layouts: tuple[Any, ...], args: list[Any]) -> Sequence[Any]:
-        code = self._codes.get(layouts)
-        if code is None:
-            counters["aot_backward_lowerings"] += 1
-            code = self._codes[layouts] = self._lowered(args, layouts)
-        return code(args)
+    def _first_run(
+        self, code: _Code, ctx: Any, cotangents: Sequence[torch.Tensor | None], args: list[Any]
+    ) -> list[Any]:
+        """Gradients by code that has not run yet; what it cannot do, eager may."""
+        assert code.gm is not None
+        kept = [*args]
+        try:
+            if code.run is None:
+                counters["aot_backward_lowerings"] += 1
+                code.run = (
+                    EagerBackend().compile(code.gm, ())
+                    if self._layouts(cotangents) is _BATCHED
+                    else self._lowered(code.gm, args)
+                )
+            if not is_ready(code.run):
+                reason = still_compiling(f"the backward of {self._partition.joint.state.name}")
+                self._report.fell_back(reason, "a backward ran eagerly")
+                return self._interpreted(code.gm, kept)
+            grads = self._results(code.run(args))
+        except Exception as error:
+            if self._config.strict or self._has_effects:
+                raise
+            return self._after_failure(code, ctx, cotangents, kept, error)
+        code.has_run = True
+        _give_up(ctx)
+        return grads
+
+    def _after_failure(
+        self,
+        code: _Code,
+        ctx: Any,
+        cotangents: Sequence[torch.Tensor | None],
+        args: list[Any],
+        error: Exception,
+    ) -> list[Any]:
+        """What eager gives where code raised; if that raises as well, it is the program's error."""
+        assert code.gm is not None
+        try:
+            grads = self._interpreted(code.gm, args)
+        except Exception:
+            if ctx.again is None:
+                raise error from None
+            grads = self._as_eager(ctx, cotangents)
+        code.failures += 1
+        reason = why_failed(f"the backward code of {self._partition.joint.state.name}", error, "aot.backward")
+        self._report.fell_back(reason, "a backward ran eagerly")
+        if code.failures >= MOST_FAILURES and not isinstance(error, torch.OutOfMemoryError):
+            code.run = EagerBackend().compile(code.gm, ())
+        _give_up(ctx)
+        return grads
+
+    def _interpreted(self, gm: fx.GraphModule, args: list[Any]) -> list[Any]:
+        return self._results(EagerBackend().compile(gm, ())(args))
 
     @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
-    def _lowered(self, args: Sequence[Any] | None, layouts: tuple[Any, ...] = ()) -> Boxed:
+    def _lowered(self, gm: fx.GraphModule, args: Sequence[Any] | None) -> Boxed:
         """Code for inputs laid out as they are in `args`: a backend may have given what is saved other
         strides than tracing did."""
-        gm = self._graphs.gm
-        if layouts is _BATCHED:
-            return find_backend("eager").compile(gm, ())
         examples = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
-        if args is not None:
+        if args is not None and not self.follows_layout:
             traced = examples
             examples = [laid_out_like(fake, value) for fake, value in zip(traced, args, strict=True)]
             if any(one is not other for one, other in zip(traced, examples, strict=True)):
                 gm = retraced(gm, examples)
         half = Half(is_backward=True, visible=len(gm.graph.output_node().args[0]))  # type: ignore[arg-type]
         code = lower(self._backend, gm, self._partition.joint.state, half, self._config, examples)
-        if not self._config.cudagraphs:
+        if not self._config.cudagraphs or isinstance(code, LateCode):
             return code
         cotangents = range(len(self._graphs.saved), len(examples))
         return recorded(code, gm.graph, loose=cotangents)
@@ -210,25 +256,8 @@ class RegionCode:
         return [found[there] for there in self.destinations]
 
 
-def _has_symbols(expected: _Expected) -> bool:
-    return any(isinstance(size, torch.SymInt) for size in (*expected.shape, *expected.strides))
-
-
-def _defined(cotangent: Any, expected: _Expected) -> Any:
-    if cotangent is not None:
-        return cotangent
-    zeros = torch.zeros(expected.shape, dtype=expected.dtype, device=expected.device)
-    return built(expected.wrapping, iter([zeros.clone() for _ in range(expected.wrapping.count)]))
-
-
-def _laid_out(cotangent: Any, expected: _Expected) -> torch.Tensor:
-    """The cotangent in the layout that it was traced with."""
-    if cotangent is None:
-        return torch.zeros(expected.shape, dtype=expected.dtype, device=expected.device)
-    tensor: torch.Tensor = cotangent
-    if not expected.is_static:
-        return tensor.contiguous()
-    if tensor.stride() == expected.strides:
-        return tensor
-    made = torch.empty_strided(tensor.shape, expected.strides, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor)
+def _give_up(ctx: Any) -> None:
+    """Let go of what the region saved, unless its graph is kept."""
+    if not graph_is_kept():
+        ctx.maybe_clear_saved_tensors()
+        ctx.again = None

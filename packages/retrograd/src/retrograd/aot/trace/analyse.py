@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from retrograd._torch.autograd import passes_through_function
 from retrograd._torch.subclass import PLAIN, Wrapping, parts_of, wrapping_of
 from retrograd._torch.trace import (
     is_traced,
@@ -171,6 +172,7 @@ def _view(
         differentiable,
         replay,
         view_origin(tensor),
+        tensor.requires_grad and tensor.grad_fn is None and not base.requires_grad,
     )
 
 
@@ -244,6 +246,11 @@ class _Outputs:
     def _seen(self, output: torch.Tensor, base: torch.Tensor) -> View:
         """How `output` looks at the memory of `base`."""
         differentiable = output.requires_grad
+        if differentiable and passes_through_function(output, base):
+            raise Refusal(
+                "not-representable",
+                "a Function returns a view of what it was given, which the caller gets as well",
+            )
         if output.dtype != base.dtype or wrapping_of(output) is not PLAIN:
             if not output._is_view():
                 raise Refusal(

@@ -6,7 +6,7 @@ cotangents that they take as new inputs of the graph, and the gradients that the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,13 +83,14 @@ class Differentiated:
         return {(region, there): wrapping_of(grad) for region, there, grad in self._defined()}
 
 
-def differentiate(
+def differentiate(  # noqa: PLR0913 - as many as ways to divide
     tracer: JointTracer,
     inputs: Inputs,
     analysis: Analysis,
     single_region: bool,
-    split_at_leaf_grads: bool = False,
-    sums_apart: bool = False,
+    split_at_leaf_grads: bool,
+    sums_apart: bool,
+    layouts: Mapping[int, Sequence[int]],
 ) -> Differentiated:
     """Trace the backward of all differentiable values.
 
@@ -99,6 +100,7 @@ def differentiate(
         single_region: differentiate all values together.
         sums_apart: as in `divide`.
         split_at_leaf_grads: let gradients of leaves become visible one by one.
+        layouts: strides of cotangents, by boundary.
 
     Raises:
         Refusal: the autograd graph ends in something that is no input.
@@ -131,7 +133,7 @@ def differentiate(
             if any(tells_undefined(graph.nodes[node].handle) for node in region.nodes):
                 made.undefined_matters.add(number)
             walk = Walk(graph, structure, primals, number, partial(_noting, tracer))
-            made.grads.append(walk.run(_cotangents(tracer, roots, made.cotangents)))
+            made.grads.append(walk.run(_cotangents(tracer, roots, layouts, made.cotangents)))
     return made
 
 
@@ -167,7 +169,10 @@ def _stand_in(graph: LiveGraph, edge: Edge) -> TracedValue:
 
 
 def _cotangents(
-    tracer: JointTracer, roots: Mapping[int, TracedValue], made: list[tuple[int, Wrapping]]
+    tracer: JointTracer,
+    roots: Mapping[int, TracedValue],
+    layouts: Mapping[int, Sequence[int]],
+    made: list[tuple[int, Wrapping]],
 ) -> dict[int, Any]:
     """New inputs of the graph, one for each root."""
     found = {}
@@ -178,12 +183,16 @@ def _cotangents(
         parts = []
         for part, like in enumerate(parts_of(bare, wrapping)):
             suffix = f"_{part}" if wrapping.count > 1 else ""
-            parts.append(tracer.placeholder(f"cotangent_{root}{suffix}", _cotangent_like(like)))
+            parts.append(
+                tracer.placeholder(f"cotangent_{root}{suffix}", _cotangent_like(like, layouts.get(root)))
+            )
         found[root] = to_functional(built(wrapping, iter(parts)))
     return found
 
 
-def _cotangent_like(value: torch.Tensor) -> torch.Tensor:
-    """A fake cotangent: laid out like its value if that is dense, else contiguous."""
+def _cotangent_like(value: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor:
+    """A fake cotangent with these strides; else laid out like its value if that is dense, else contiguous."""
     with torch.no_grad():
+        if strides is not None:
+            return plain(value.detach().new_empty_strided(value.shape, strides))
         return torch.empty_like(value.detach(), memory_format=torch.preserve_format)

@@ -6,7 +6,7 @@ them, and the call itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from retrograd._torch.trace import (
     JointTracer,
     checkpoints_marked,
     functional_mode,
+    mutations_of,
     to_functional,
 )
 from retrograd.aot.trace.analyse import Analysis
@@ -106,6 +107,11 @@ class Inputs:
                 raise Refusal("not-representable", "it leaves grad mode switched")
         self.bared = free.bared
         return result
+
+    def mutations(self, outputs: Sequence[Any]) -> list[Any]:
+        """How often inputs and outputs have been written to so far, and their shapes."""
+        seen = [value for value in (*self.entered, *outputs) if isinstance(value, torch.Tensor)]
+        return [mutations_of(value) for value in seen]
 
     def _enter(self) -> None:
         based = {

@@ -1,0 +1,133 @@
+"""Code that raises where eager does not, or is not there in time: the user's step goes on."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import pytest
+import torch
+from suites.unit.retrograd.aot.against_eager import leaf, tensor
+
+import retrograd
+from retrograd import aot
+from retrograd.errors import FallbackWarning
+
+pytestmark = pytest.mark.filterwarnings("ignore::retrograd.errors.FallbackWarning")
+
+
+class Broken:
+    """Fails at one operator: when it is compiled or when it runs, always or so many times."""
+
+    def __init__(self, operator, times=100, at="run"):
+        self.operator, self.left, self.at = operator, times, at
+        self.runs = 0
+
+    def fail(self):
+        if self.left:
+            self.left -= 1
+            raise RuntimeError("no kernel")
+
+    def __call__(self, gm, inputs):
+        if not any(self.operator in str(node.target) for node in gm.graph.nodes):
+            return gm.forward
+        if self.at == "compile":
+            self.fail()
+
+        def run(*args):
+            self.runs += 1
+            if self.at == "run":
+                self.fail()
+            return gm(*args)
+
+        return run
+
+
+def fn(x):
+    return x.sin() * x
+
+
+def trained(call, steps=4):
+    x = leaf(3)
+    for _ in range(steps):
+        call(x).sum().backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("at", ["run", "compile"])
+@pytest.mark.parametrize("operator", ["sin", "cos"])
+@pytest.mark.parametrize("times", [1, 100])
+def test_an_error_that_eager_has_not_never_reaches_the_user(operator, at, times):
+    retrograd.reset()
+    call = aot.function(fn, backend=Broken(operator, times, at))
+    assert torch.equal(trained(call), trained(fn))
+    assert "no kernel" in str(retrograd.explain())
+
+
+@pytest.mark.parametrize("operator", ["sin", "cos"])
+def test_code_that_keeps_failing_is_given_up(operator):
+    backend = Broken(operator)
+    call = aot.function(fn, backend=backend)
+    assert torch.equal(trained(call, 6), trained(fn, 6))
+    assert backend.runs == 2
+
+
+@pytest.mark.parametrize("operator", ["sin", "cos"])
+def test_strict_means_that_it_reaches_the_user(operator):
+    with pytest.raises(RuntimeError, match="no kernel"):
+        trained(aot.function(fn, backend=Broken(operator), strict=True))
+
+
+def test_an_error_that_eager_has_too_leaves_what_eager_leaves():
+    def change(x, i, count):
+        count.add_(1)
+        return x[i] * 1
+
+    call, x = aot.function(change, backend="eager"), leaf(3)
+    count = torch.zeros(1)
+    call(x, torch.tensor([0]), count)
+    with pytest.raises(IndexError):
+        call(x, torch.tensor([9]), count)
+    assert count.item() == 2
+
+
+def test_numbers_that_failed_code_has_drawn_are_drawn_again():
+    def noisy(x):
+        return torch.nn.functional.dropout(x, 0.5).sin()
+
+    x = tensor(64)
+    torch.manual_seed(3)
+    out = aot.function(noisy, backend=Broken("sin"))(x)
+    torch.manual_seed(3)
+    assert torch.equal(out, noisy(x))
+
+
+def test_a_slow_compilation_goes_on_in_the_background():
+    may_end, threads = threading.Event(), []
+
+    def slow(gm, inputs):
+        threads.append(threading.current_thread())
+        assert may_end.wait(60)
+        return gm.forward
+
+    retrograd.reset()
+    call = aot.function(fn, backend=slow, compile_timeout=0.05)
+    assert torch.equal(trained(call, 2), trained(fn, 2))
+    assert any(reason.code == "compile-timeout" for reason in retrograd.explain().fallbacks)
+    may_end.set()
+    threads[0].join(60)
+    before = retrograd.counters["aot_fallbacks"]
+    x = tensor(3)
+    assert torch.equal(call(x.requires_grad_(False)), fn(x))
+    trained(call)
+    threads[-1].join(60)
+    before = retrograd.counters["aot_fallbacks"]
+    assert torch.equal(trained(call), trained(fn))
+    assert retrograd.counters["aot_fallbacks"] == before
+
+
+def test_what_is_ready_in_time_is_used_at_once():
+    call = aot.function(fn, backend=lambda gm, inputs: gm.forward, compile_timeout=60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        assert torch.equal(trained(call), trained(fn))

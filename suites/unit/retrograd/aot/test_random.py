@@ -1,0 +1,62 @@
+"""Random numbers: what a capture leaves whole, and in what order numbers are drawn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from suites.unit.retrograd.aot.against_eager import tensor
+from torch.nn import functional
+
+from retrograd import aot
+
+
+def drawn(fn, x):
+    torch.manual_seed(3)
+    return fn(x)
+
+
+@pytest.mark.parametrize("fill", ["bernoulli_", "uniform_", "normal_", "exponential_", "geometric_"])
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_numbers_are_drawn_into_memory_as_eager_lays_it_out(fill, needs_grad):
+    x = tensor(6, 8, 10, grad=needs_grad)
+
+    def noisy(x):
+        noise = torch.empty(10, 6, 8).permute(1, 2, 0)
+        return x * (noise.geometric_(0.3) if fill == "geometric_" else getattr(noise, fill)())
+
+    assert torch.equal(drawn(aot.function(noisy, backend="eager"), x), drawn(noisy, x))
+
+
+def test_numbers_that_are_drawn_again_in_the_backward_are_the_same():
+    x = tensor(6, 8, 10, grad=True)
+    call = aot.function(
+        lambda x: functional.dropout(x.mT.sin(), 0.5).exp(), backend="eager", partitioner="recompute_all"
+    )
+    out = drawn(call, x)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    kept = out.mT != 1
+    assert torch.equal(grad != 0, kept)
+    assert kept.any()
+
+
+def test_a_code_generator_gets_a_dropout_in_one_piece():
+    state = aot.create_state(
+        lambda x: functional.dropout(x, 0.1), (tensor(4),), decompositions={torch.ops.aten.silu.default: None}
+    )
+    targets = {str(node.target) for node in aot.capture(state).gm.graph.nodes}
+    assert "aten.native_dropout.default" in targets
+    assert "aten.bernoulli.p" not in targets
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [lambda a: functional.dropout(a, 0.1), lambda a: a * torch.empty_like(a).bernoulli_(0.9)],
+)
+def test_attention_with_dropout_under_inductor_is_finite(mask):
+    a, b = tensor(4, 2, 16, 16, grad=True), tensor(4, 2, 16, 8, grad=True)
+    out = aot.function(lambda a, b: mask(a.softmax(-1)) @ b)(a, b)
+    out.sum().backward()
+    assert out.isfinite().all()
+    assert out.abs().max() < 10
+    assert a.grad.isfinite().all()
+    assert b.grad.isfinite().all()
