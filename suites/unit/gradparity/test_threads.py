@@ -43,8 +43,9 @@ def found(subject: str) -> dict[str, str]:
 
 
 def record() -> None:
-    """Runs all threads under all subjects and writes the file anew."""
-    FILE.write_text(json.dumps({RELEASE: {subject: found(subject) for subject in SUBJECTS}}, indent=1) + "\n")
+    """Runs all threads under all subjects and writes what this release shows; other releases stay."""
+    records = json.loads(FILE.read_text()) | {RELEASE: {subject: found(subject) for subject in SUBJECTS}}
+    FILE.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
 
 
 def test_there_are_thirty_and_one_has_two_numbers() -> None:
