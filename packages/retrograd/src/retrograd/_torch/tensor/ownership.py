@@ -53,8 +53,9 @@ def clone_for_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> tor
 
 
 #: torch's own: a subclass may have a property called ``grad``, which eager's C++ does not call.
-grad_of: Callable[[torch.Tensor], torch.Tensor | None] = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]
-set_grad: Callable[[torch.Tensor, torch.Tensor], None] = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
+_grad: Any = torch._C.TensorBase.grad
+grad_of: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
+set_grad: Callable[[torch.Tensor, torch.Tensor], None] = _grad.__set__
 
 
 def accumulate_in_node(variable: torch.Tensor, grad: torch.Tensor) -> None:

@@ -40,7 +40,7 @@ class FunctionContext:
     def saved_tensors(self) -> tuple[Any, ...]:
         """The saved tensors; one that was changed in place since raises what eager raises."""
         if self._saved is None:  # torch says that they are gone
-            return self._ctx.saved_tensors  # type: ignore[no-any-return]
+            return self._ctx.saved_tensors
         return tuple(v.unpack() if isinstance(v, ModifiedTensor) else v for v in self._saved)
 
     @property
