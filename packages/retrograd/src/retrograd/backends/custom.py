@@ -21,6 +21,7 @@ class CustomBackend:
 
     traces = True
     takes_parts = False
+    for_speed = False
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.name = getattr(fn, "__name__", type(fn).__name__)

@@ -17,6 +17,7 @@ class EagerBackend:
     name = "eager"
     traces = False
     takes_parts = False
+    for_speed = False
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         return {}

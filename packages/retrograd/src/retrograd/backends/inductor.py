@@ -21,6 +21,7 @@ class InductorBackend:
     name = "inductor"
     traces = True
     takes_parts = True
+    for_speed = True
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         self._settings = dict(settings or {})
