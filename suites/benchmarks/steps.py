@@ -125,8 +125,8 @@ def compiled_otherwise(asked: str = "") -> list[str]:
 
     report = retrograd.explain()
     reasons: list[Any] = [*report.fallbacks, *report.notes]
-    # Some measurements are of programs that never repeat.
-    reasons = [reason for reason in reasons if reason.code != "nothing-repeats"]
+    # Some measurements are of programs that never repeat, or are too small for a compiler.
+    reasons = [reason for reason in reasons if reason.code not in ("nothing-repeats", "slower-than-eager")]
     if (
         "retrograd" in asked
         and "-cudagraphs" in asked

@@ -41,7 +41,7 @@ class CompiledAutograd:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.report = Report(above=process_report)
-        self._session = Session(config, self.report)
+        self._session = Session(config, self.report, is_paced=True)
 
     def __enter__(self) -> CompiledAutograd:
         check_supported()
@@ -183,7 +183,7 @@ def compile(
         regions=config.regions,
         cudagraphs=config.cudagraphs,
     )
-    session = Session(live, process_report)
+    session = Session(live, process_report, is_paced=True)
     check_supported()
     _compiled_forwards.watch()
     side_streams.watch()
@@ -237,7 +237,7 @@ def enable(backend: str | Callable[..., Any] = "inductor", **options: Any) -> No
     """
     config = compiled_autograd(backend, **options).config
     check_supported()
-    ProcessWide.switch(Session(config, process_report))
+    ProcessWide.switch(Session(config, process_report, is_paced=True))
 
 
 def disable() -> None:

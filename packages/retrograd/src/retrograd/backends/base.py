@@ -42,12 +42,14 @@ class Backend:
         name: shown in reports.
         traces: whether segments are traced to ATen; if not, they are interpreted as captured, which gives
             gradients equal to eager's bit for bit.
+        for_speed: whether its code is meant to be faster than eager.
         takes_parts: whether parts of a graph may be compiled, each for itself, instead of the whole.
     """
 
     name: str
     traces: bool = True
     takes_parts: bool = True
+    for_speed: bool = False
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """Decompositions to apply while tracing."""

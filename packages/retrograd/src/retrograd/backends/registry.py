@@ -44,6 +44,7 @@ class InductorBackend(Backend):
     """
 
     name = "inductor"
+    for_speed = True
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         self._settings = dict(settings or {})

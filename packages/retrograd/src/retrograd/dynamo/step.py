@@ -25,12 +25,12 @@ from retrograd._torch.trace import is_tracing_here
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.dynamo.backend import retrograd
-from retrograd.dynamo.pace import Pace
 from retrograd.dynamo.step_report import StepReport
 from retrograd.errors import OptionError
 from retrograd.live.contexts import enter, leave
 from retrograd.live.session import Session
 from retrograd.report import process_report, reason_of
+from retrograd.specialize.pace import Pace
 
 
 class CompiledStep:
@@ -52,7 +52,7 @@ class CompiledStep:
         """Forget the report and everything that was compiled."""
         self._report = StepReport(self.__name__)
         self._session = Session(self.config, self._report.pieces)
-        self._pace = Pace()
+        self._pace = Pace(self.__name__, "step")
         self._compiled = compiled_frames(
             self.fn,
             _backend_for(self.config, weakref.ref(self._report)),
@@ -79,7 +79,7 @@ class CompiledStep:
         """
         if torch.compiler.is_dynamo_compiling() or is_tracing_here() or compile_stance() == "force_eager":
             return self.fn(*args, **kwargs)
-        if self._report.calls == 0 or not self._pace.is_worth_compiling(self._report):
+        if self._report.calls == 0 or not self._pace.is_worth_compiling():
             return self._run(self.fn, args, kwargs, is_compiled=False)
         enter(self, self._session)
         try:
@@ -89,8 +89,10 @@ class CompiledStep:
 
     def _run(self, run: Callable[..., Any], args: Any, kwargs: Any, is_compiled: bool) -> Any:
         self._report.called(is_compiled)
-        with self._pace.timed(is_compiled, self._report):
-            return run(*args, **kwargs)
+        with self._pace.timed(is_compiled, lambda: self._report.compilations):
+            result = run(*args, **kwargs)
+        self._report.aside = self._pace.aside
+        return result
 
     # what Dynamo asks about frames (`FrameWatch` in `_torch.dynamo.frames`)
 

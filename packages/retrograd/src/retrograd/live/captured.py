@@ -65,7 +65,7 @@ class CapturedBackward:
     def __init__(self, backward: BackwardGraph, request: EngineRequest) -> None:
         counters["captures"] += 1
         running = RunningBackward(request)
-        _refuse_hooks_of_frozen_leaves(running.node_calls)
+        _refuse_unusual_leaves(running.node_calls)
         self.backward = _with_sources(backward, running.node_calls)
         _return_totals(self.backward, running, request)
         self.needs_engine_frame = backward.needs_engine_frame
@@ -141,14 +141,18 @@ class CapturedBackward:
         return Plan(self.backward, Config(backend="eager"), find_backend("eager"))
 
 
-def _refuse_hooks_of_frozen_leaves(nodes: Sequence[Any]) -> None:
-    """Eager calls the hooks of a leaf that does not require grad any more; the engine hands none over."""
-    leaves = (None if node is None else leaf_of(node) for node in nodes)
-    for leaf in leaves:
-        if leaf is None or leaf.requires_grad:
+def _refuse_unusual_leaves(nodes: Sequence[Any]) -> None:
+    """What the engine hands over is not all that eager does: it leaves out post-accumulate hooks of a leaf
+    that does not require grad any more, and its cache does not know the dtype that a leaf wants of its
+    gradient.
+    """
+    for leaf in (None if node is None else leaf_of(node) for node in nodes):
+        if leaf is None:
             continue
-        if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+        if not leaf.requires_grad and leaf._post_accumulate_grad_hooks:
             raise Refusal("hooks-of-frozen-leaf", "a leaf that was frozen after the forward has hooks")
+        if leaf.grad_dtype is not leaf.dtype:
+            raise Refusal("grad-dtype", "a leaf asks for a gradient of another dtype than its own")
 
 
 def _return_totals(backward: BackwardGraph, running: RunningBackward, request: EngineRequest) -> None:

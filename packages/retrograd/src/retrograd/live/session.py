@@ -6,6 +6,7 @@ would return.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,8 @@ from retrograd._torch.autograd import (
     Collected,
     EngineRequest,
     answering,
+    beginning_of,
+    plans_under_way,
     run_in_graph_task,
     run_stock,
     why_not_collectable,
@@ -21,9 +24,10 @@ from retrograd._torch.autograd import (
 )
 from retrograd._torch.cuda import in_order_with_streams
 from retrograd._torch.log import event
+from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import CaptureError, Reason, Refusal, first_line
-from retrograd.events import live_log
+from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.live.capture.retained_graph import collect_and_release
 from retrograd.live.capture.unreached import raise_as_eager
@@ -35,8 +39,12 @@ from retrograd.live.repetition import Repetition
 from retrograd.live.run.plan import Plan
 from retrograd.live.run.running_backward import RunningBackward
 from retrograd.report import Report
+from retrograd.specialize.pace import Pace
 
 Grads = tuple[torch.Tensor | None, ...]
+
+#: for so many kinds of backwards a session decides whether they are worth compiling; all others are compiled.
+KEPT_PACES = 64
 
 
 class Session:
@@ -45,14 +53,38 @@ class Session:
     Args:
         config: its settings.
         report: is told everything.
+        is_paced: whether small backwards that are slower compiled than eager are to run eagerly.
     """
 
-    def __init__(self, config: Config, report: Report) -> None:
+    def __init__(self, config: Config, report: Report, is_paced: bool = False) -> None:
         self.config, self._report = config, report
+        paced = is_paced and not config.strict and find_backend(config.backend).for_speed
+        self._paces: dict[Hashable, Pace] | None = {} if paced else None
         self._repetition = Repetition()
 
     def run(self, asked: EngineRequest) -> Grads:
         """Run one backward."""
+        pace = self._pace_of(asked)
+        if pace is None:
+            return self._run(asked)
+        is_compiled = pace.is_worth_compiling()
+        if pace.aside is not None:
+            return self._fall_back(asked, pace.aside)
+        with pace.timed(is_compiled, _compilations):
+            return self._run(asked) if is_compiled else self._run_stock(asked)
+
+    def _pace_of(self, asked: EngineRequest) -> Pace | None:
+        """What measures backwards like this one; None if nothing does. Before the engine has walked their
+        graphs, two are alike that begin alike."""
+        if self._paces is None or asked.create_graph or plans_under_way():
+            return None
+        kind = beginning_of(asked)
+        pace = self._paces.get(kind)
+        if pace is None and len(self._paces) < KEPT_PACES:
+            pace = self._paces[kind] = Pace(f"the backward below {', '.join(kind[0])}", "live.run")
+        return pace
+
+    def _run(self, asked: EngineRequest) -> Grads:
         if not self.config.strict and (reason := self._repetition.why_not(asked)):
             return self._fall_back(asked, reason)
         request = with_compiled_functions(asked)
@@ -141,11 +173,14 @@ class Session:
 
     def _fall_back(self, request: EngineRequest, reason: Reason, error: Exception | None = None) -> Grads:
         self.refuse(reason, error)
-        with window.stock():
-            grads = run_stock(request)
+        grads = self._run_stock(request)
         # Only a backward that eager can run is a fallback: an error of the user's is none.
         self.note(reason)
         return grads
+
+    def _run_stock(self, request: EngineRequest) -> Grads:
+        with window.stock():
+            return run_stock(request)
 
     def refuse(self, reason: Reason, error: Exception | None = None) -> None:
         """In strict mode, raise."""
@@ -159,6 +194,10 @@ class Session:
     def note(self, reason: Reason) -> None:
         """A backward has run on the stock engine."""
         self._report.fell_back(reason, "a backward ran on the stock engine")
+
+
+def _compilations() -> int:
+    return sum(counters[name] for name in ("captures", "plans", "lowerings", "settled_plans"))
 
 
 def _reason(code: str, text: str) -> Reason:

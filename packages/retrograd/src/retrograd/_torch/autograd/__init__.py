@@ -16,6 +16,7 @@ from retrograd._torch.autograd.hook_changes import HookChanges, LateHook, watch_
 from retrograd._torch.autograd.layout_warning import warn_of_layout
 from retrograd._torch.autograd.leaf_hooks import has_waiting_hooks
 from retrograd._torch.autograd.live_graph import (
+    beginning_of,
     edge_of,
     forward_line,
     graph_below,

@@ -34,6 +34,13 @@ def names_of_nodes(request: EngineRequest) -> tuple[str, ...]:
     return tuple([handle.name() for handle in _discovered(request)])
 
 
+def beginning_of(request: EngineRequest) -> tuple[tuple[str, ...], ...]:
+    """The names of the roots' nodes and of those below them: equal for equal backwards."""
+    roots = [edge_of(root)[0] for root in request.tensors]
+    below = [node for root in roots if root is not None for node, _ in root.next_functions]
+    return tuple(tuple("" if n is None else n.name() for n in nodes) for nodes in (roots, below))
+
+
 def _discovered(request: EngineRequest) -> list[Any]:
     seen: dict[Any, None] = dict.fromkeys(edge_of(root)[0] for root in request.tensors)
     handles = list(seen)

@@ -1,51 +1,60 @@
-"""Is a compiled step worth it?
+"""Is compiled code worth it?
 
-In: the times of some calls, compiled and eager in turn, taken after the last compilation. Out: whether the
-step stays compiled. Only short steps are measured, where the time of the host counts. A long step spends its
-time in kernels, and running it eagerly might need more memory than there is.
+In: the times of some calls, compiled and eager in turn, taken after the last compilation. Out: whether they
+stay compiled. Only short calls are measured, where the time of the host counts. A long one spends its time in
+kernels, and running it eagerly might need more memory than there is. Under deterministic algorithms nothing
+is decided by a clock.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from retrograd.dynamo.step_report import StepReport
 from retrograd.errors import Reason
 
-#: a step is measured if it takes less than this many seconds.
+#: a call is measured if it takes less than this many seconds.
 SHORT = 0.02
 #: a step is steady after this many calls in a row without a compilation.
 STEADY = 3
 #: how many calls of each kind are measured.
 SAMPLES = 6
-#: how much slower than eager a compiled step may be.
+#: how much slower than eager compiled calls may be.
 TOLERANCE = 1.02
 
 
 class Pace:
-    """Measures one step."""
+    """Measures one step, or the backwards of one kind.
 
-    def __init__(self) -> None:
+    Args:
+        name: of what is measured. stage: as in `Reason`.
+
+    Attributes:
+        aside: why it runs eagerly from now on; None if it does not.
+    """
+
+    def __init__(self, name: str, stage: str) -> None:
+        self._name, self._stage = name, stage
+        self.aside: Reason | None = None
         self._samples: dict[bool, list[float]] = {True: [], False: []}
         self._compilations = -1
         self._calm = 0
         self._is_decided = False
 
-    def is_worth_compiling(self, report: StepReport) -> bool:
+    def is_worth_compiling(self) -> bool:
         """Whether the next call runs compiled."""
-        if report.aside is not None:
+        if self.aside is not None:
             return False
         measures = not self._is_decided and self._calm > STEADY
         return not (measures and len(self._samples[False]) < len(self._samples[True]))
 
     @contextmanager
-    def timed(self, is_compiled: bool, report: StepReport) -> Iterator[None]:
-        """Around a call."""
+    def timed(self, is_compiled: bool, compilations: Callable[[], int]) -> Iterator[None]:
+        """Around a call; `compilations` tells how much was compiled so far."""
         if self._is_decided:
             yield
             return
@@ -53,10 +62,9 @@ class Pace:
         start = time.perf_counter()
         yield
         _finish_pending_work()
-        self._note(is_compiled, time.perf_counter() - start, report)
+        self._note(is_compiled, time.perf_counter() - start, compilations())
 
-    def _note(self, is_compiled: bool, seconds: float, report: StepReport) -> None:
-        compilations = report.compilations
+    def _note(self, is_compiled: bool, seconds: float, compilations: int) -> None:
         is_calm, self._compilations = compilations == self._compilations, compilations
         self._calm = self._calm + 1 if is_calm else 0
         if not is_calm:
@@ -67,16 +75,16 @@ class Pace:
                 return
             self._samples[is_compiled].append(seconds)
             if min(map(len, self._samples.values())) >= SAMPLES:
-                self._decide(report)
+                self._decide()
 
-    def _decide(self, report: StepReport) -> None:
+    def _decide(self) -> None:
         self._is_decided = True
         compiled, eager = (statistics.median(self._samples[kind]) for kind in (True, False))
         if compiled > TOLERANCE * eager:
-            report.aside = Reason(
+            self.aside = Reason(
                 "slower-than-eager",
-                f"{report.name} takes {compiled * 1e3:.2f} ms compiled and {eager * 1e3:.2f} ms eager",
-                "step",
+                f"{self._name} takes {compiled * 1e3:.2f} ms compiled and {eager * 1e3:.2f} ms eager",
+                self._stage,
                 way_out="nothing to do: it runs eagerly from now on; reset() measures again",
             )
 

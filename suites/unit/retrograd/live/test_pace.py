@@ -1,0 +1,72 @@
+"""Small backwards that are slower compiled than eager step aside, and say so."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from retrograd.backends.eager import AtenBackend
+
+import retrograd
+from retrograd.live.session import Session
+from retrograd.specialize import pace
+
+pytestmark = pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend whose code is timed, and takes longer than eager, whatever this machine does meanwhile."""
+    monkeypatch.setattr(AtenBackend, "for_speed", True)
+    run = Session._run
+    now = [0.0]
+
+    def slow(self: Any, asked: Any) -> Any:
+        now[0] += 1e-3
+        return run(self, asked)
+
+    def clock() -> float:
+        now[0] += 1e-6
+        return now[0]
+
+    monkeypatch.setattr(Session, "_run", slow)
+    monkeypatch.setattr(pace.time, "perf_counter", clock)
+
+
+def train(context: AbstractContextManager[Any], steps: int = 40) -> None:
+    w = torch.ones(3, requires_grad=True)
+    for _ in range(steps):
+        w.grad = None
+        with context:
+            (w * w).sum().backward()
+        assert torch.equal(w.grad, torch.full((3,), 2.0))
+
+
+def test_a_backward_that_is_slower_compiled_runs_eagerly_from_then_on(timed: None) -> None:
+    context = retrograd.compiled_autograd("aten")
+    train(context)
+    (reason,) = context.explain().fallbacks
+    assert reason.code == "slower-than-eager"
+    assert "below SumBackward0 takes 1.00 ms compiled and 0.00 ms eager" in reason.text
+    assert retrograd.counters["runs"] < 20
+
+
+def test_nothing_is_decided_by_a_clock_under_deterministic_algorithms(timed: None) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        context = retrograd.compiled_autograd("aten")
+        train(context)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not context.explain().fallbacks
+    assert retrograd.counters["runs"] == 40
+
+
+@pytest.mark.parametrize(("backend", "strict"), [("eager", False), ("aten", True)])
+def test_what_was_asked_for_is_not_measured(timed: None, backend: str, strict: bool) -> None:
+    """Who asks for strictness, or for the eager lowering, does not ask for speed."""
+    context = retrograd.compiled_autograd(backend, strict=strict)
+    train(context)
+    assert retrograd.counters["runs"] == 40
