@@ -61,19 +61,18 @@ class Expected:
         """Whether a cotangent is of the kind that was traced, whatever its layout."""
         if cotangent is None:
             return self.is_static
-        if not self.is_plain:
-            return self.wrapping.fits(cotangent) and all(
-                _strides(part, fake) is None and _is_ordinary(part, fake)
-                for part, fake in zip(parts_of(cotangent, self.wrapping), self.parts, strict=True)
-            )
-        return self.wrapping.fits(cotangent) and _is_ordinary(cotangent, self.parts[0])
+        return self.wrapping.fits(cotangent) and all(
+            map(_is_ordinary, parts_of(cotangent, self.wrapping), self.parts)
+        )
 
     def layout(self, cotangent: torch.Tensor | None) -> Strides | None:
-        """Strides of a cotangent that is laid out otherwise than traced; those that depend on symbolic sizes
-        as they do."""
-        if cotangent is None or not self.is_plain:
+        """Strides of a cotangent that is laid out otherwise than traced; of a subclass, of its parts."""
+        if cotangent is None:
             return None
-        return _strides(cotangent, self.parts[0])
+        if self.is_plain:
+            return _strides(cotangent, self.parts[0])
+        found = tuple(map(_strides, parts_of(cotangent, self.wrapping), self.parts))
+        return found if any(found) else None
 
     def laid_out(self, cotangent: torch.Tensor | None) -> Sequence[Any]:
         """The plain tensors of a cotangent in the layout that was traced; zeros if it is undefined."""
@@ -81,13 +80,14 @@ class Expected:
             like = self.parts[0]
             zeros = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
             return [zeros.zero_()]
-        if not self.is_plain:
-            return parts_of(cotangent, self.wrapping)
-        strides = _dense_strides(cotangent.shape, self.parts[0])
-        if _alike(cotangent.shape, cotangent.stride(), strides):
-            return [cotangent]
-        made = torch.empty_strided(cotangent.shape, strides, dtype=cotangent.dtype, device=cotangent.device)
-        return [made.copy_(cotangent)]
+        return list(map(_laid_out, parts_of(cotangent, self.wrapping), self.parts))
+
+
+def _laid_out(value: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
+    if _strides(value, fake) is None:
+        return value
+    strides = _dense_strides(value.shape, fake)
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _is_ordinary(value: torch.Tensor, fake: torch.Tensor) -> bool:

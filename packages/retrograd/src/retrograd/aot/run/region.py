@@ -141,6 +141,8 @@ class RegionCode:
         if getattr(self._partition.joint, "reports", ()):  # passes have changed the graph since it was traced
             return self._graphs.gm
         expected = dict(zip(self.roots, self._expected, strict=True))
+        if not all(expected[root].is_plain for root in layouts):
+            return None
         if not all(expected[root].is_static for root in layouts):
             if not self.follows_layout:
                 return self._graphs.gm  # code that is made now may add guards, which nobody would check
