@@ -26,7 +26,7 @@ from retrograd.aot.run.lower_half import lower
 from retrograd.aot.run.record import recorded
 from retrograd.aot.run.relayout import traced_for
 from retrograd.backends.base import Backend, Boxed, Half
-from retrograd.backends.registry import EagerBackend
+from retrograd.backends.registry import AtenBackend, EagerBackend
 from retrograd.config import Config
 from retrograd.events import counters
 from retrograd.graph.partition import Partition
@@ -81,7 +81,7 @@ class RegionCode:
         saved = [partition.saved[i] for i in self._graphs.saved]
         self._numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number)
         self._tensors = len(saved) - len(self._numbers)
-        self.follows_layout = isinstance(backend, EagerBackend)
+        self.follows_layout = isinstance(backend, AtenBackend)
         self._codes: dict[Layouts, _Code] = {}
         self._saves = bool(self._tensors or self._graphs.checked)
         self._has_effects = any(map(has_effect, self._graphs.gm.graph.nodes))
