@@ -167,7 +167,7 @@ def _with_grad_dtype(p: Probe, dtype: torch.dtype, when: int, cleared: bool) -> 
         if cleared:
             w.grad = None
         with p.backward():
-            (w.sin() * v).sum().backward()
+            (w * 2 + v.sin()).sum().backward()
         grad: Any = w.grad
         p.event("dtype", str(grad.dtype))
     p.value("w", w.grad)

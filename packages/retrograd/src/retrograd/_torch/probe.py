@@ -18,7 +18,7 @@ import torch
 from torch._dynamo.compiled_autograd import AutogradCompilerInstance
 from torch.utils.checkpoint import checkpoint
 
-from retrograd._torch.autograd.collection import clear_engine_cache, collect
+from retrograd._torch.autograd.collection import Kept, clear_engine_cache, collect
 from retrograd._torch.autograd.engine import EngineRequest
 from retrograd._torch.autograd.protocol import EngineProtocol
 from retrograd._torch.patches import TABLE, handled_here, owner_and_attribute
@@ -104,8 +104,8 @@ class _Listener:
     def accumulate(self, variable: Any, grad: Any, has_post_hooks: bool) -> Any:
         return grad
 
-    def finish(self, outputs: list[Any]) -> Any:
-        return self
+    def finish(self, outputs: list[Any]) -> Kept:
+        return Kept(self)
 
 
 def unlike_backward() -> Iterator[str]:

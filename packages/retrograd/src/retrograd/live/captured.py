@@ -143,8 +143,7 @@ class CapturedBackward:
 
 def _refuse_unusual_leaves(nodes: Sequence[Any]) -> None:
     """What the engine hands over is not all that eager does: it leaves out post-accumulate hooks of a leaf
-    that does not require grad any more, and its cache does not know the dtype that a leaf wants of its
-    gradient.
+    that does not require grad any more, and its cache does not know which dtype a leaf asks of its ``.grad``.
     """
     for leaf in (None if node is None else leaf_of(node) for node in nodes):
         if leaf is None:

@@ -11,6 +11,7 @@ pointer for the whole process: ``_torch.window`` keeps threads apart.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,6 @@ from typing import Any
 
 import torch
 from torch._C._dynamo import compiled_autograd as engine_protocol
-from torch._dynamo.utils import counters as dynamo_counters
 
 from retrograd._torch.autograd.capture_turns import window
 from retrograd._torch.autograd.engine import EngineRequest, run_stock
@@ -164,7 +164,8 @@ def clear_engine_cache() -> None:
 def _forget_foreign_captures() -> None:
     """The engine's cache does not know who filled it: drop it when stock compiled autograd captured since."""
     global _stock_captures
-    captures = dynamo_counters["compiled_autograd"]["captures"]
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    captures = dynamo.counters["compiled_autograd"]["captures"] if dynamo else 0
     if captures != _stock_captures:
         clear_engine_cache()
         _stock_captures = captures
