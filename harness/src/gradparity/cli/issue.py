@@ -81,7 +81,7 @@ def sweep(
 
     \b
     Example:
-      gradparity sweep repro_1f2e3d4c.py --torch 2.12.0 --torch 2.13.0
+      gradparity sweep repro_1f2e3d4c.py --torch 2.13.0 --torch 2.15.0
     """
     console = options.console()
     differs = False

@@ -2,8 +2,8 @@
 
 In: nothing; importing this package registers every scenario. Out: `TOPICS`, its modules.
 
-Which scenarios show the known differences between eager and stock PyTorch 2.13. AOT: with a forward under
-`torch.compile`; CA: with stock compiled autograd around the backward.
+Which scenarios show the known differences between eager and stock PyTorch, 2.13 to 2.15. AOT: with a
+forward under `torch.compile`; CA: with stock compiled autograd around the backward.
 
     output not used in the loss (AOT)   output_outside_the_loss, output_outside_the_loss_and_adamw,
                                         hook_on_an_unused_output, expert_left_out_and_momentum,
