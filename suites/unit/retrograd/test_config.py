@@ -26,6 +26,7 @@ WRONG: dict[str, list[Any]] = {
     "single_region": ["no", None],
     "background": ["yes", None],
     "cudagraphs": ["off", 1, None],
+    "compile_timeout": ["1", -1, True],
 }
 
 

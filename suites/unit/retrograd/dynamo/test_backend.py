@@ -101,8 +101,8 @@ def test_an_unknown_option_is_refused_with_the_sorted_valid_ones():
         retrograd(torch.fx.GraphModule({}, torch.fx.Graph()), [], options={"partitoner": "min_cut"})
     assert str(refused.value) == (
         "option 'partitoner': there is no such option\n"
-        "  expected  one of backend, backward, cudagraphs, partitioner, passes, regions, single_region, "
-        "strict, or one of torch._inductor.list_options()"
+        "  expected  one of backend, backward, compile_timeout, cudagraphs, partitioner, passes, regions, "
+        "single_region, strict, or one of torch._inductor.list_options()"
     )
 
 
@@ -149,7 +149,17 @@ def test_modes_and_options_are_listed():
         "reduce-overhead",
     }
     listed = list_options()
-    own = ["backend", "backward", "cudagraphs", "partitioner", "passes", "regions", "single_region", "strict"]
+    own = [
+        "backend",
+        "backward",
+        "compile_timeout",
+        "cudagraphs",
+        "partitioner",
+        "passes",
+        "regions",
+        "single_region",
+        "strict",
+    ]
     assert listed[: len(own)] == own
     assert "max_autotune" in listed
     assert "triton.cudagraphs" not in listed

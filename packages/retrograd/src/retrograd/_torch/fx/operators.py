@@ -9,11 +9,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 from torch._higher_order_ops.effects import _get_effect
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.node import _side_effectful_functions
 from torch.utils._python_dispatch import _disable_current_modes
@@ -64,16 +66,26 @@ def filled_in_place(operator: Any, value: torch.Tensor, *args: Any, **kwargs: An
     return operator(made, *args, **kwargs)
 
 
+def _filled_and_state(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    return run_and_save_rng_state(partial(filled_in_place, operator), *args, **kwargs)
+
+
+def _filled_from_state(state: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    return run_with_rng_state(state, partial(filled_in_place, operator), *args, **kwargs)
+
+
 def fill_in_place(graph: fx.Graph) -> None:
     """Have the calls that were made in place draw their numbers so again; changes `graph`."""
     for node in graph.nodes:
         operator = node.meta.get("fills_by")
-        if operator is not None and is_random(node):
-            place = next((i for i, arg in enumerate(node.args) if is_operator_overload(arg)), None)
-            if place is None and is_operator_overload(node.target):
-                node.target, node.args = filled_in_place, (operator, *node.args)
-            elif place is not None:  # the state of the generator is kept, or put back, around the call
-                node.args = (*node.args[:place], filled_in_place, operator, *node.args[place + 1 :])
+        if operator is None:
+            continue
+        if node.target is run_and_save_rng_state:
+            node.target, node.args = _filled_and_state, (operator, *node.args[1:])
+        elif node.target is run_with_rng_state:
+            node.target, node.args = _filled_from_state, (node.args[0], operator, *node.args[2:])
+        elif is_operator_overload(node.target) and is_random(node):
+            node.target, node.args = filled_in_place, (operator, *node.args)
 
 
 def is_higher_order(target: Any) -> bool:

@@ -4,6 +4,7 @@ In: nothing, or a graph that draws. Out: values to compare, and to put back.
 """
 
 from retrograd._torch.state.rng import (
+    draws_again,
     generator_states,
     insert_replay,
     restore_generator_states,

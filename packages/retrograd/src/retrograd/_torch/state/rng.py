@@ -39,6 +39,11 @@ def insert_replay(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.
     return state, value, again
 
 
+def draws_again(graph: fx.Graph) -> bool:
+    """Whether numbers are drawn in it from a state that was kept."""
+    return any(node.target is run_with_rng_state for node in graph.nodes)
+
+
 def _fake_state(node: fx.Node) -> torch.Tensor:
     """A fake of the state of the generator that a call draws from."""
     value = node.meta["val"]

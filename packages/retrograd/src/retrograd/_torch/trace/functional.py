@@ -7,6 +7,7 @@ was done to them in place.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,17 +19,18 @@ from retrograd._torch.fx import fills_with_random_numbers
 from retrograd._torch.trace.graph_tracer import noted
 
 
-class _Functional(FunctionalTensorMode):
-    """Notes which calls filled a tensor with random numbers in place."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with noted(fills_by=func) if fills_with_random_numbers(func) else nullcontext():
-            return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 def functional_mode() -> AbstractContextManager[Any]:
-    """While open, operations on functional tensors are recorded without mutation."""
-    return _Functional(_allow_token_discovery=True)
+    """While open, operations on functional tensors are recorded without mutation; calls that filled a tensor
+    with random numbers in place are noted. (Operators of higher order know torch's class of mode only.)"""
+    mode: Any = FunctionalTensorMode(_allow_token_discovery=True)
+    run = mode.__torch_dispatch__
+
+    def dispatch(_: Any, func: Any, *args: Any) -> Any:
+        with noted(fills_by=func) if fills_with_random_numbers(func) else nullcontext():
+            return run(func, *args)
+
+    mode.__torch_dispatch__ = MethodType(dispatch, mode)
+    return mode
 
 
 def to_functional(value: torch.Tensor) -> torch.Tensor:

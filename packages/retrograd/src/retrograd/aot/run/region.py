@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.fx import has_effect
-from retrograd._torch.state import ThreadModes
+from retrograd._torch.state import ThreadModes, draws_again
 from retrograd._torch.subclass import PLAIN, Wrapping, built
 from retrograd._torch.tensor import graph_is_kept
 from retrograd._torch.trace import is_batched, laid_out_like, retraced
@@ -140,6 +140,8 @@ class RegionCode:
     def _retraced(self, layouts: dict[int, Any]) -> fx.GraphModule | None:
         if getattr(self._partition.joint, "reports", ()):  # passes have changed the graph since it was traced
             return self._graphs.gm
+        if draws_again(self._graphs.gm.graph):
+            return self._graphs.gm  # the states from which it draws are in no other trace
         expected = dict(zip(self.roots, self._expected, strict=True))
         if not all(expected[root].is_plain for root in layouts):
             return None
