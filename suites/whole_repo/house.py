@@ -163,7 +163,7 @@ def patches(found: list[Module]) -> Iterator[Row]:
     """Attributes of torch that are replaced: in the table, and outside of it."""
     (table,) = (module for module in found if module.name == "_torch/patches.py")
     entries = next(
-        [ast.literal_eval(key) for key in node.value.keys if key is not None]
+        [ast.unparse(key) for key in node.value.keys if key is not None]
         for node in table.tree.body
         if isinstance(node, ast.AnnAssign)
         and ast.unparse(node.target) == "TABLE"

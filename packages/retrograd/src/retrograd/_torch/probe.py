@@ -39,6 +39,7 @@ REQUIRED = {
     "_get_deterministic_algorithms _get_deterministic_algorithms_warn_only _get_dispatch_mode "
     "_get_tracing_state _is_any_autocast_enabled _len_torch_dispatch_stack _len_torch_function_stack "
     "_set_grad_enabled _storage_Use_Count",
+    "torch:_C.TensorBase.": "grad",
     "torch:_C._autograd.": "CreationMeta SavedTensor _get_creation_meta _get_current_graph_task_keep_graph "
     "_get_sequence_nr _profiler_enabled _set_creation_meta _top_saved_tensors_default_hooks",
     "torch:_C._dynamo.compiled_autograd.": "call_cpp_tensor_pre_hooks clear_cache set_autograd_compiler",
@@ -49,7 +50,7 @@ REQUIRED = {
     "torch._dynamo.eval_frame:": "_optimize _stance",
     "torch._ops:": "HigherOrderOperator OpOverload OperatorBase",
     "torch._subclasses:": "FakeTensor",
-    "torch.fx.graph:": "_BoxedCodeGen _FindNodesLookupTable _Namespace",
+    "torch.fx.graph:": "_FindNodesLookupTable _Namespace",
 }
 
 

@@ -237,16 +237,9 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
         fn: of pytrees and dataclasses of tensors and constants.
         backend, backward: as in ``aot.compile``.
         partitioner: as in ``aot.partition``.
-        dynamic: ``None``: sizes are static until they change; ``True``: symbolic from the start; ``False``:
-            always static.
         passes: applied to the joint graph, in order: names, or ``pass(gm, example_inputs) -> gm``.
-        strict: raise an error where something cannot be captured, instead of running it eagerly.
-        recompile_limit: for how many kinds of input `fn` is compiled. Others run eagerly.
-        single_region: differentiate all outputs together, as stock AOTAutograd does.
-        cache_size: for how many kinds of input code is kept. The least recently used is dropped first.
         cudagraphs, regions: as in ``aot.compile``.
-        compile_timeout: seconds after which a compilation goes on in the background, while calls run eagerly;
-            None: calls wait for it.
+        dynamic, strict, recompile_limit, single_region, cache_size, compile_timeout: as in `Config`.
 
     Raises:
         OptionError: an option has a value that it cannot have.
