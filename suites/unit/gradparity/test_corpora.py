@@ -34,6 +34,7 @@ def test_names() -> None:
         "module_db:float64",
         "demo",
         "generated",
+        "zoo",
     ]
     assert all(corpus(name).name == name for name in NAMED)
     with pytest.raises(UnknownNameError, match=r"(?s)unknown corpus 'x'.*op_db"):

@@ -137,8 +137,11 @@ def test_what_cannot_be_written_says_why() -> None:
 
 
 def test_every_scenario_can_be_written() -> None:
+    """But those that are rows of a table: their bodies read it."""
     refused = {}
     for name, item in registered().items():
+        if item.body.__qualname__.startswith("_register"):
+            continue
         try:
             compile(text_of(Program(Case("scenarios", name), item.body, item.doc)), name, "exec")
         except (ReproError, SyntaxError) as error:

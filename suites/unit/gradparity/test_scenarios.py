@@ -93,7 +93,8 @@ def test_every_public_function_of_a_topic_is_registered_under_its_name():
     for topic in scenarios.TOPICS:
         functions = inspect.getmembers(topic, inspect.isfunction)
         own = {name for name, fn in functions if fn.__module__ == topic.__name__ and not name.startswith("_")}
-        assert own
+        rows = [item for item in SCENARIOS.values() if item.body.__module__ == topic.__name__]
+        assert own or rows
         assert own <= SCENARIOS.keys(), topic.__name__
 
 

@@ -84,6 +84,7 @@ def test_which_subjects_promise_bits_and_which_answer_for_divergences(fake) -> N
         "retrograd-live+retrograd-aot:eager",
         "retrograd-compile:eager",
         "retrograd-compile+live:eager",
+        "retrograd-step:eager",
     }
     assert {name for name, subject in made.items() if subject.accountable} == {
         name for name in NAMED if name.startswith("retrograd-")
@@ -91,7 +92,9 @@ def test_which_subjects_promise_bits_and_which_answer_for_divergences(fake) -> N
     assert {name for name, subject in made.items() if subject.may_refuse and subject.accountable} == {
         name
         for name in NAMED
-        if name.startswith(("retrograd-compile", "retrograd-live+aot", "retrograd-live+ind"))
+        if name.startswith(
+            ("retrograd-compile", "retrograd-step", "retrograd-live+aot", "retrograd-live+ind")
+        )
     }
     assert {name: subject.stock.name for name, subject in made.items() if subject.stock} == {
         "retrograd-live+aot_eager:eager": "stock-compile:aot_eager",
@@ -102,6 +105,8 @@ def test_which_subjects_promise_bits_and_which_answer_for_divergences(fake) -> N
         "retrograd-compile+live:eager": "stock-compile:eager",
         "retrograd-compile+live:inductor": "stock-compile:eager",
         "retrograd-compile:inductor": "stock-compile:eager",
+        "retrograd-step:eager": "stock-compile:eager",
+        "retrograd-step:inductor": "stock-compile:eager",
     }
     assert all(subject.name == name for name, subject in made.items())
 

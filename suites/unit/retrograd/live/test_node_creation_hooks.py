@@ -1,4 +1,4 @@
-"""Hooks on the making of autograd nodes (torch 2.14): they see the user's nodes, and none of ours."""
+"""Hooks on the making of autograd nodes (torch 2.14) see the user's nodes and none of ours; queue_callback (2.15)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import torch
 import retrograd
 
 graph: Any = torch.autograd.graph
-pytestmark = pytest.mark.skipif(not hasattr(graph, "node_creation_hook"), reason="this torch has none")
+
+
+def there(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not hasattr(graph, name), reason=f"this torch has no {name}")
 
 
 def seen(is_live: bool) -> list[str]:
@@ -29,10 +32,12 @@ def seen(is_live: bool) -> list[str]:
     return events
 
 
+@there("node_creation_hook")
 def test_they_see_what_they_see_in_eager() -> None:
     assert seen(is_live=True) == seen(is_live=False)
 
 
+@there("queue_callback")
 def test_callbacks_queued_by_the_public_name_run_at_the_end() -> None:
     events: list[str] = []
     w = torch.ones(3, requires_grad=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from retrograd.backends.eager import AtenBackend
 
 import retrograd
+from retrograd.backends.registry import AtenBackend
 from retrograd.live.session import Session
 from retrograd.specialize import pace
 

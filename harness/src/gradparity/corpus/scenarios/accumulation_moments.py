@@ -67,7 +67,7 @@ def one_tensor_is_the_gradient_of_two_leaves(p: Probe) -> None:
             ((x @ w + b).sin() * c).sum().backward()
 
 
-@scenario(tags=("accumulation", "errors"))
+@scenario(tags=("accumulation",))
 def one_accumulation_of_a_layer_fails(p: Probe) -> None:
     """What was added before an accumulation fails is there; what would have been added later is not."""
     x, w, b = _linear(p)
@@ -78,7 +78,7 @@ def one_accumulation_of_a_layer_fails(p: Probe) -> None:
     p.value("bias", b.grad)
 
 
-@scenario(tags=("accumulation", "errors"))
+@scenario(tags=("accumulation",))
 def accumulation_of_the_bias_fails(p: Probe) -> None:
     """The same where the bias comes first."""
     x, w, b = _linear(p)
@@ -89,7 +89,7 @@ def accumulation_of_the_bias_fails(p: Probe) -> None:
     p.value("weight", w.grad)
 
 
-@scenario(tags=("accumulation", "errors"))
+@scenario(tags=("accumulation",))
 def native_node_fails_after_an_accumulation(p: Probe) -> None:
     """A built-in node that fails leaves the gradients that were written before it."""
     a = p.leaf("a", p.randn(3, requires_grad=True))
@@ -114,7 +114,7 @@ def gradient_shares_the_memory_of_an_earlier_weight(p: Probe) -> None:
         h.sum().backward()
 
 
-@scenario(tags=("accumulation", "aliasing", "errors"))
+@scenario(tags=("accumulation", "aliasing"))
 def gradient_shares_the_version_of_an_earlier_weight(p: Probe) -> None:
     """A `.grad` that is a detached weight: eager sees that a saved tensor was changed, each time."""
     ws = [p.leaf(f"w{i}", p.randn(3, 3, requires_grad=True)) for i in range(3)]
@@ -173,19 +173,19 @@ def _with_grad_dtype(p: Probe, dtype: torch.dtype, when: int, cleared: bool) -> 
     p.value("w", w.grad)
 
 
-@scenario(tags=("accumulation", "dtypes"))
+@scenario(tags=("accumulation", "dtypes"), fp64=False)
 def grad_dtype_from_the_start(p: Probe) -> None:
     """The `.grad` of a leaf has the dtype that the leaf asks for."""
     _with_grad_dtype(p, torch.float64, 0, cleared=True)
 
 
-@scenario(tags=("accumulation", "dtypes", "steps"))
+@scenario(tags=("accumulation", "dtypes", "steps"), fp64=False)
 def grad_dtype_after_some_steps(p: Probe) -> None:
     """The same where the leaf asks for it between two steps."""
     _with_grad_dtype(p, torch.float64, 3, cleared=True)
 
 
-@scenario(tags=("accumulation", "dtypes", "steps"))
+@scenario(tags=("accumulation", "dtypes", "steps"), fp64=False)
 def grad_dtype_while_accumulating(p: Probe) -> None:
     """The same where steps add to what is there."""
     _with_grad_dtype(p, torch.float64, 2, cleared=False)

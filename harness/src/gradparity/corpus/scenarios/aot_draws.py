@@ -38,10 +38,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "normal_in_place": lambda x: x * torch.empty_like(x).normal_(),
     "exponential_in_place": lambda x: x * torch.empty_like(x).exponential_(),
     "noise_of_the_same_strides": lambda x: x * (x.detach() * 1).mT.normal_(1.0, 2.0).mT,
-    "noise_into_a_view": lambda x: x[..., 1:] * torch.zeros(4, 6, 8, 40)[: x.shape[0], : x.shape[1],
-                                                                       : x.shape[2], 1 : 2 * x.shape[3] : 2][
-        ..., 1:
-    ].uniform_(),
+    "noise_into_a_view": lambda x: x * torch.zeros(*x.shape[:-1], 2 * x.shape[-1])[..., ::2].uniform_(),
     "like_functions": lambda x: x * torch.rand_like(x) + torch.randn_like(x),
 }  # fmt: skip
 

@@ -152,7 +152,7 @@ def hook_returns_a_flipped_gradient(p: Probe) -> None:
     _relaid(p, lambda grad: torch.cat([grad, grad])[grad.shape[0] :])
 
 
-@scenario(tags=("function", "errors"))
+@scenario(tags=("function",))
 def function_clears_its_saved_tensors(p: Probe) -> None:
     """What a Function has cleared it cannot read any more."""
 
