@@ -1,4 +1,4 @@
-"""Hooks on the making of autograd nodes (torch 2.14) see the user's nodes and none of ours; queue_callback (2.15)."""
+"""Hooks on the making of autograd nodes (torch 2.14) see the user's nodes only; `queue_callback` (2.15)."""
 
 from __future__ import annotations
 
