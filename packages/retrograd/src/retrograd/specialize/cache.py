@@ -7,10 +7,11 @@ When there are too many entries, the one that was not used for longest is given 
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
+
+from retrograd.process import ForkSafeLock
 
 
 class Guard(Protocol):
@@ -63,7 +64,7 @@ class GuardedCache(Generic[E]):
         self._size = size
         self._kept: dict[Hashable, list[_Kept[E]]] = {}
         self._clock = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
 
     def find(self, key: Hashable, values: Sequence[Any]) -> E | None:
         """The entry for `values`; None if there is none."""

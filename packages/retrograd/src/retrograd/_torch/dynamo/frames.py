@@ -11,7 +11,6 @@ most frames on. That needs no patch of torch and no setting of the process: othe
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,6 +28,7 @@ from torch._dynamo.types import ConvertFrameReturn
 
 from retrograd._torch.dynamo.guards import guard_environment
 from retrograd._torch.releases import frame_limits
+from retrograd.process import ForkSafeLock
 
 #: how often the conversion of one piece of code may fail: a first failure may be an accident, such as another
 #: thread that changes what Dynamo has just looked at.
@@ -59,7 +59,7 @@ class _Callback:
         self.hooks = convert.hooks
         self._convert, self._watch, self._are_numbers_exact = convert, watch, are_numbers_exact
         self._failures: weakref.WeakKeyDictionary[CodeType, int] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
 
     def __call__(self, frame: Any, cache_entry: Any, frame_state: Any) -> ConvertFrameReturn:
         code = frame.f_code

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from retrograd.backends.base import Boxed
+from retrograd.process import ForkSafeLock
 
 
 class Later:
@@ -38,7 +38,7 @@ class Later:
 
 #: what has begun and was not taken yet.
 _pending: list[Later] = []
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 
 
 def begin(compile: Callable[[], Boxed]) -> Later:
@@ -74,8 +74,6 @@ def _thread() -> ThreadPoolExecutor:
 
 def _after_fork() -> None:
     """The thread is not there in a child; what it was compiling stays interpreted."""
-    global _lock
-    _lock = threading.Lock()
     _pending.clear()
     _thread.cache_clear()
 
