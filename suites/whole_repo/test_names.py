@@ -34,24 +34,6 @@ PATH = re.compile(r"^\.?[\w*-]+(?:/[\w.*-]+)*/?$|^[\w*-]+\.(?:py|md|toml|txt|jso
 SESSIONS = re.compile(r"nox (?:-R )?-s ((?:\"[^\"]+\"|[a-z_]+)(?: [a-z_]+)*)")
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#]+)")
 
-#: docstrings that were stale when this test was written, in files that were being changed elsewhere. None is
-#: added here; each goes with its docstring.
-KNOWN = {
-    "_torch/autograd/collection.py": {"_torch.window"},
-    "aot/compile.py": {"aot.explain"},
-    "aot/run/attach.py": {"run_forward"},
-    "aot/run/record.py": {"aot.explain"},
-    "graph/aot_backward.py": {"_torch.aot_functions", "live.inline"},
-    "graph/joint_graph.py": {"_torch.wrappers.Wrapping"},
-    "graph/live_graph.py": {"_torch.live_graph.read"},
-    "graph/schedule.py": {"live.cut", "live.plan"},
-    "live/capture/recorder.py": {"_torch.protocol"},
-    "live/capture/retained_graph.py": {"_torch.collect.collect"},
-    "live/lower/pieces.py": {"live.sharing"},
-    "live/run/running_backward.py": {"_torch.queries"},
-    "live/run/specialised.py": {"live.joined_segments", "live.settled_source"},
-}
-
 
 def documents(root: Path) -> list[Path]:
     """The documents that people read, but for the list of changes: it names what is gone."""
@@ -192,7 +174,7 @@ def test_what_docstrings_name_exists() -> None:
     for path in HOMES["retrograd"].rglob("*.py"):
         name = path.relative_to(HOMES["retrograd"]).as_posix()
         for text, is_module in docstrings(ast.parse(path.read_text())):
-            if wrong := stale(text, is_module) - KNOWN.get(name, set()):
+            if wrong := stale(text, is_module):
                 found.setdefault(name, set()).update(wrong)
     assert found == {}
 

@@ -39,7 +39,7 @@ def compile(
         lazy: compile each region's backward when it first runs, for the layout of what was saved; else at
             once.
         cudagraphs: record what the code does on a CUDA device, and replay it where that is safe; what the
-            forward saves stays in the recording's memory. Where it is not, ``aot.explain()`` says why.
+            forward saves stays in the recording's memory. Where it is not, ``retrograd.explain()`` says why.
         regions: compile structure that repeats itself, such as the layers of a deep model, once, where that
             is worth it; a number: from so many autograd nodes on it is. User-written backends get whole
             graphs.

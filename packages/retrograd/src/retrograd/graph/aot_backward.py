@@ -1,6 +1,7 @@
 """The backward of a function that AOTAutograd compiled, as a graph that can be laid into a captured backward.
 
-In: made by ``_torch.aot_functions`` from the context of such a function. Out: read by ``live.inline``.
+In: made by ``_torch.autograd.aot_functions`` from the context of such a function. Out: read by
+``live.inlined.lay_in``.
 """
 
 from __future__ import annotations

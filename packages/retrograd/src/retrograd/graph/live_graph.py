@@ -1,6 +1,6 @@
 """The autograd graph as it hangs from the roots of one backward, as plain indices.
 
-In: filled by ``_torch.live_graph.read``. Out: read by the simulation of the engine's walks.
+In: filled by ``_torch.autograd.live_graph``. Out: read by the simulation of the engine's walks.
 """
 
 from __future__ import annotations

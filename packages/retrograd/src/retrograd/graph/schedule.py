@@ -1,6 +1,6 @@
 """A backward cut into steps: what is compiled together, what runs as eager runs it, and when values die.
 
-In: made by ``live.cut`` from a `BackwardGraph` in eager's order. Out: read by ``live.plan``.
+In: made by ``live.capture.cut`` from a `BackwardGraph` in eager's order. Out: read by ``live.run.plan``.
 """
 
 from __future__ import annotations

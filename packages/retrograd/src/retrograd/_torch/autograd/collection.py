@@ -5,7 +5,7 @@ lifted out of the autograd graph, and the artifact that the capture object made 
 (kept by the engine in its structural cache: a later backward of equal structure returns the same one).
 
 The engine's compiler is installed here and nowhere else, and only while the window is open. It is one
-pointer for the whole process: ``_torch.window`` keeps threads apart.
+pointer for the whole process: ``_torch.autograd.capture_turns`` keeps threads apart.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Give the values of a call eager's history.
 
-In: the frame of a call (see `run_forward`). Out: the same, its differentiable values with a ``grad_fn``.
+In: the frame of a call (see `call`). Out: the same, its differentiable values with a ``grad_fn``.
 
 A region's node is applied after those of the regions that take gradients from it, so that its sequence number
 is lower. A leaf whose gradient must wait for its turn gets a *barrier*: an alias, made at its place in the

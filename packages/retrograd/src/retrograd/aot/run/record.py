@@ -1,7 +1,7 @@
 """Code of a half, recorded as a CUDA graph where that is safe.
 
 In: compiled code and the graph that it was compiled from. Out: code. Why something is not recorded stands in
-``aot.explain()``; there is a warning where it never will be.
+``retrograd.explain()``; there is a warning where it never will be.
 """
 
 from __future__ import annotations

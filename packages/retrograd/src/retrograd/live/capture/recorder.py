@@ -1,6 +1,6 @@
 """Record one backward, as the engine walks it, into a `BackwardGraph`.
 
-In: the calls of ``_torch.protocol`` (this is its `Recorder`), with FX nodes as values. Out: a
+In: the calls of ``_torch.autograd.protocol`` (this is its `Recorder`), with FX nodes as values. Out: a
 `BackwardGraph` in the order of the engine's walk. Nothing is computed, traced or compiled here, and no
 tensor metadata is baked in.
 """

@@ -54,7 +54,7 @@ forgotten_by_reset(_kept_classes.clear)
 def collect_and_release(
     request: EngineRequest, finished: Finished, run_in_frame: Callable[[Collected], None]
 ) -> Collected | None:
-    """As ``_torch.collect.collect``, for any request.
+    """As ``_torch.autograd.collect``, for any request.
 
     Args:
         finished: makes the artifact of a new structure.

@@ -2,7 +2,7 @@
 
 In: a run of calls, in eager's order. Out: the same calls as consecutive pieces: the copies of what repeats
 (the layers of a deep model) and what stands before, between and after them. Pieces of equal structure share
-their code (see `live.sharing`).
+their code (see `live.lower.sharing`).
 """
 
 from __future__ import annotations

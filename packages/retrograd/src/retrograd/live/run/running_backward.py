@@ -1,7 +1,7 @@
 """A plan under way, as user code may ask about it.
 
-In: the request, and which node call the plan is entering. Out: answers for ``_torch.queries``. The live
-graph is read only if somebody asks.
+In: the request, and which node call the plan is entering. Out: answers for ``_torch.autograd.queries``. The
+live graph is read only if somebody asks.
 """
 
 from __future__ import annotations

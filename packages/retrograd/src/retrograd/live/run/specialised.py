@@ -1,9 +1,9 @@
 """A plan that has settled: its segments have their code, and what is left is to call one after the other.
 
 In: a `Plan` that has run before, and one more run of it, watched by a `Specialising`. Out: a
-`SpecialisedPlan`, whose steps are one generated function (see `live.settled_source`) behind one guard. Where
-a step needs more than that (a guard that fails, a hook that registers a hook, a mode left switched, a saved
-tensor that was changed), the function hands over to the plan in the middle.
+`SpecialisedPlan`, whose steps are one generated function (see `live.run.generated_source`) behind one guard.
+Where a step needs more than that (a guard that fails, a hook that registers a hook, a mode left switched, a
+saved tensor that was changed), the function hands over to the plan in the middle.
 
 What need not be asked anew in each segment: before any user code has run, a segment's inputs are what the
 engine collected and what static code made of it. After user code, segments ask their own guards, and saved
@@ -58,7 +58,7 @@ class SpecialisedPlan:
 
     Args:
         laid: the plan with its code. A plan without opaque calls may first be given other code for all of its
-            segments together: ``joined(laid).around(run)`` (see `live.joined_segments`).
+            segments together: ``joined(laid).around(run)`` (see `live.run.whole_backward_function`).
         runners: by step of the plan; whose code it is. None for steps that are no segments.
 
     Attributes:
@@ -142,7 +142,6 @@ class Specialising:
 
     Args:
         schedule, placeholders, outputs, saved: of the plan. runners: of its segments, by step.
-        traces: whether segments are compiled at all.
         call: the run's values, not yet bound.
         record: given a function of all segments and the graphs that they were compiled from, returns one that
             is replayed as a CUDA graph where that is safe; None if that is not wanted.
