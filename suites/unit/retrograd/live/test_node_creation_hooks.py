@@ -1,4 +1,4 @@
-"""Hooks on the making of autograd nodes (torch 2.14), and the public name of callbacks (2.15): the hooks see the user's nodes, and none of ours."""
+"""Hooks on the making of autograd nodes (torch 2.14) see none of ours; callbacks have a public name."""
 
 from __future__ import annotations
 
