@@ -81,6 +81,7 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "single_region": (_is_switch, "True or False"),
     "background": (_is_switch, "True or False"),
     "cudagraphs": (_is_switch, "True or False"),
+    "stock_dynamo": (_is_switch, "True or False"),
     "compile_timeout": (_is_duration, "None, or a number of seconds, at least 0"),
 }
 
@@ -109,6 +110,8 @@ class Config:
         cudagraphs: record what compiled code does on a CUDA device, and replay it where that is safe.
         compile_timeout: seconds after which a compilation goes on in the background, while calls run as eager
             runs them; None: calls wait.
+        stock_dynamo: behind Dynamo, leave to it what it would lose: take each ``autograd.Function`` apart, and
+            do not look for hooks of modules that were set after the first call.
 
     Raises:
         OptionError: an option has a value that it cannot have.
@@ -128,6 +131,7 @@ class Config:
     background: bool = False
     cudagraphs: bool = False
     compile_timeout: float | None = None
+    stock_dynamo: bool = False
 
     #: stands for the callables in comparisons: they need not be hashable, and each equals only itself.
     _identities: tuple[Any, ...] = field(init=False, repr=False)

@@ -46,6 +46,12 @@ TABLE: Mapping[str, str] = {
         "the graph that a stock backend was given, to differentiate its backward"
     ),
     "torch.autograd.function:FunctionMeta.__init__": "the Function that AOTAutograd makes of that graph",
+    "torch._dynamo.variables.misc:AutogradFunctionVariable.call_apply": (
+        "Dynamo takes Functions apart before it calls a backend, and loses what they say to autograd"
+    ),
+    "torch._dynamo.utils:_get_fake_value_impl": (
+        "what raises on fake tensors must raise where eager raises, after all that eager does before"
+    ),
 }
 
 

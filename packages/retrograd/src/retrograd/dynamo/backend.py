@@ -65,7 +65,7 @@ class RetrogradBackend:
         fake_mode = fake_mode_for(example_inputs)
         if fake_mode is None:
             return AotFunction(gm, replace(config, dynamic=None))
-        guard_what_dynamo_does_not()
+        guard_what_dynamo_does_not(module_hooks=not config.stock_dynamo)
         try:
             return GraphFunction(gm, graph_inputs(gm, example_inputs), fake_mode, config, report)
         except Exception as error:
@@ -74,6 +74,10 @@ class RetrogradBackend:
                 raise
             report.fell_back(reason, "a graph of Dynamo's runs eagerly")
             return gm.forward
+
+    def keeps_eager(self, options: Mapping[str, Any]) -> bool:
+        """Whether what Dynamo loses of eager is kept; asked while Dynamo traces."""
+        return not options.get("stock_dynamo", False)
 
     def reset(self) -> None:
         """Forget what was reported. ``torch._dynamo.reset()`` calls this when it forgets the code."""

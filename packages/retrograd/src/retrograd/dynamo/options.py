@@ -25,6 +25,7 @@ OPTIONS: Mapping[str, str] = {
     "regions": "compile what repeats itself once; a number: from so many autograd nodes on; False: never",
     "single_region": "differentiate all outputs together, as stock AOTAutograd does",
     "compile_timeout": "seconds after which a compilation goes on in the background; None: calls wait for it",
+    "stock_dynamo": "leave autograd.Functions and hooks of modules to Dynamo, which loses part of them",
     "strict": "raise instead of running eagerly what cannot be captured",
 }
 

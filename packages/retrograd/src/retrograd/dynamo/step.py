@@ -119,6 +119,7 @@ def _backend_for(config: Config, report: weakref.ref[StepReport]) -> Callable[..
         found = report()
         return retrograd.compile(gm, example_inputs, config, found.pieces if found else process_report)
 
+    compile_graph.keeps_eager = lambda _: not config.stock_dynamo  # type: ignore[attr-defined]
     return compile_graph
 
 
@@ -132,6 +133,7 @@ def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
     recompile_limit: int = 8,
     regions: bool | int = True,
     cudagraphs: bool = False,
+    stock_dynamo: bool = False,
 ) -> Any:
     """Compile a training step: forward, backward, hooks and optimizers.
 
@@ -154,6 +156,7 @@ def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
         recompile_limit: how often one piece is compiled. After that it runs eagerly.
         regions: as in `compiled_autograd`.
         cudagraphs: record what each piece does on a CUDA device, and replay it where that is safe.
+        stock_dynamo: leave ``autograd.Function`` and hooks of modules to Dynamo, which loses part of what they do.
 
     Returns:
         A `CompiledStep`: called like `step`, with ``explain()`` and ``reset()``.
@@ -178,6 +181,7 @@ def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
         recompile_limit=recompile_limit,
         regions=regions,
         cudagraphs=cudagraphs,
+        stock_dynamo=stock_dynamo,
     )
     find_backend(backend)
     check_supported()

@@ -281,6 +281,8 @@ def why_not_capturable_now(has_seen_functions: bool = False) -> tuple[str, str] 
         and any(map(_is_foreign, _get_current_function_mode_stack()))
     ):
         return "function-mode", "a TorchFunctionMode is active, which may take operations over"
+    if forward_ad._current_level >= 0:
+        return "forward-ad", "forward-mode differentiation is active"
     if torch.is_anomaly_enabled():
         return "anomaly-mode", "anomaly mode looks at the result of every autograd node"
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -1,0 +1,216 @@
+"""Does an ``autograd.Function`` do the same whenever it is given the same? Read from its code.
+
+In: the class. Out: a `Reading`: what its methods do besides computing from their arguments, and the functions of
+the user's that they call by a global name. A method may use its arguments, torch, ``math``, harmless builtins,
+and functions that are so themselves; a backward may change nothing.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import math
+import operator
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Step = dis.Instruction
+
+_METHODS = ("forward", "setup_context", "backward")
+
+#: what every function may use of Python's own: none of it depends on, or changes, anything else.
+_BUILTINS = frozenset(
+    {
+        *(abs, all, any, bool, complex, dict, divmod, enumerate, float, getattr, hasattr, int, isinstance, len),
+        *(list, max, min, pow, range, reversed, round, slice, sorted, sum, tuple, type, zip),
+        *(AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError),
+    }
+)
+
+_MODULES = (math, operator)
+
+#: what a method of a context or a tensor, or a function of torch, does that a graph cannot hold.
+_ATTRIBUTES: Mapping[str, str] = {
+    "mark_dirty": "it changes its inputs in place",
+    "item": "it reads values",
+    "tolist": "it reads values",
+    "numpy": "it reads values",
+    "data_ptr": "it asks for addresses",
+    "register_hook": "it registers hooks",
+    "is_compiling": "it asks whether it is compiled",
+    "is_dynamo_compiling": "it asks whether it is compiled",
+    "data": "it goes around autograd by .data",
+}
+
+_STORES = {
+    "STORE_GLOBAL": "changes a global",
+    "DELETE_GLOBAL": "changes a global",
+    "STORE_DEREF": "changes a variable of an outer function",
+    "IMPORT_NAME": "imports",
+    "YIELD_VALUE": "is a generator",
+}
+
+_CHANGES = ("STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR")
+
+_VALUES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_CODE = (
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType),
+    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
+)
+
+
+@dataclass
+class Reading:
+    """What the code of a Function tells.
+
+    Attributes:
+        reason: what it does besides computing from its arguments; None if nothing.
+        helpers: what it calls by a global name, which may be given another value: namespace, name, value.
+        seen: the functions that were read.
+    """
+
+    reason: str | None = None
+    helpers: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
+    seen: set[Any] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, function: Any) -> Reading:
+        """Read the methods of a Function."""
+        reading = cls()
+        reading.reason = _why_not_repeatable(function, reading)
+        return reading
+
+    def still_holds(self) -> bool:
+        """Whether the global names still stand for the functions that were read."""
+        return all(names.get(name) is value for names, name, value in self.helpers)
+
+
+def methods_of(function: Any) -> Iterator[types.FunctionType]:
+    """The Python functions that a Function defines, under their decorators too."""
+    for name in _METHODS:
+        yield from _unwrapped(getattr(function, name))
+
+
+def _unwrapped(method: Any) -> Iterator[types.FunctionType]:
+    while method is not None:
+        method = getattr(method, "__func__", method)
+        if isinstance(method, types.FunctionType) and not _is_torchs(method):
+            yield method
+        method = getattr(method, "__wrapped__", None)
+
+
+def _why_not_repeatable(function: Any, reading: Reading) -> str | None:
+    for name in _METHODS:
+        for method in _unwrapped(getattr(function, name)):
+            reason = _Reader(method, reading, is_backward=name == "backward").why_not()
+            if reason is not None:
+                return reason
+    return None
+
+
+class _Reader:
+    """Reads the code of one function.
+
+    Args:
+        function: whose code it is.
+        reading: is told of the functions that are called.
+        is_backward: whether it runs in a backward, where nothing may be changed.
+    """
+
+    def __init__(self, function: types.FunctionType, reading: Reading, is_backward: bool) -> None:
+        self._function, self._reading, self._is_backward = function, reading, is_backward
+        self._name = function.__name__
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        self._cells = {name: _content(cell) for name, cell in cells}
+
+    def why_not(self) -> str | None:
+        """What the function does besides computing from its arguments; None if nothing."""
+        if (self._function, self._is_backward) in self._reading.seen:
+            return None
+        self._reading.seen.add((self._function, self._is_backward))
+        return self._why_not_code(self._function.__code__)
+
+    def _why_not_code(self, code: types.CodeType) -> str | None:
+        own = {*code.co_cellvars, *code.co_varnames}
+        steps = list(dis.get_instructions(code))
+        for before, step, after in zip([None, *steps], steps, [*steps[1:], None], strict=False):
+            if (reason := self._why_not_step(before, step, after, own)) is not None:
+                return reason
+        inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+        return next(filter(None, map(self._why_not_code, inner)), None)
+
+    def _why_not_step(self, before: Step | None, step: Step, after: Step | None, own: set[str]) -> str | None:
+        name = step.opname
+        is_applied = after is not None and after.argval == "apply"
+        if name in ("LOAD_GLOBAL", "LOAD_NAME"):
+            return self._why_not_global(step.argval, is_applied)
+        if name.startswith("LOAD_") and step.argval in self._cells and step.argval not in own:
+            return self._why_not_value(step.argval, self._cells[step.argval], is_applied)
+        if name == "STORE_DEREF" and step.argval in own:
+            return None
+        if name in _STORES:
+            return f"its {self._name} {_STORES[name]}"
+        if name in ("LOAD_ATTR", "LOAD_METHOD"):
+            return self._why_not_attribute(step.argval)
+        if name == "STORE_ATTR" and not self._is_context(before):
+            return f"its {self._name} sets attributes"
+        return self._why_not_change(step) if self._is_backward else None
+
+    def _is_context(self, load: Step | None) -> bool:
+        """Whether the context of the Function was loaded: the first argument, by torch's convention."""
+        first = self._function.__code__.co_varnames[:1]
+        loaded = load.argval if load is not None and load.opname.startswith("LOAD_FAST") else None
+        return (loaded[-1:] if isinstance(loaded, tuple) else (loaded,)) == first
+
+    def _why_not_change(self, step: Step) -> str | None:
+        is_sum = step.opname.startswith("INPLACE_") or (step.opname == "BINARY_OP" and step.argrepr[-1:] == "=")
+        return "its backward changes something in place" if is_sum or step.opname in _CHANGES else None
+
+    def _why_not_attribute(self, name: str) -> str | None:
+        if self._is_backward and name.endswith("_") and not name.endswith("__"):
+            return "its backward changes something in place"
+        return _ATTRIBUTES.get(name)
+
+    def _why_not_global(self, name: str, is_applied: bool) -> str | None:
+        names = self._function.__globals__
+        value = names.get(name, vars(builtins).get(name, self))
+        if name in names and not isinstance(value, types.ModuleType) and not _is_torchs(value):
+            self._reading.helpers.append((names, name, value))
+        return self._why_not_value(name, value, is_applied)
+
+    def _why_not_value(self, name: str, value: Any, is_applied: bool) -> str | None:
+        if isinstance(value, types.ModuleType):
+            known = value in _MODULES or value.__name__.partition(".")[0] == "torch"
+            return None if known else f"its {self._name} uses the module {value.__name__}"
+        if _is_torchs(value) or _is_harmless(value):
+            return _ATTRIBUTES.get(getattr(value, "__name__", ""))
+        if isinstance(value, types.FunctionType):
+            return _Reader(value, self._reading, self._is_backward).why_not()
+        if is_applied and isinstance(value, type) and issubclass(value, torch.autograd.Function):
+            return _why_not_repeatable(value, self._reading)
+        return f"its {self._name} reads {name} when it runs"
+
+
+def _is_torchs(value: Any) -> bool:
+    """Whether this is a function or class of torch's, or a value like ``torch.float32``."""
+    module = getattr(value, "__module__", None)
+    is_torchs = isinstance(module, str) and module.partition(".")[0] == "torch"
+    return isinstance(value, _VALUES) or (is_torchs and isinstance(value, _CODE))
+
+
+def _is_harmless(value: Any) -> bool:
+    try:
+        return value in _BUILTINS
+    except TypeError:  # not hashable
+        return False
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return cell

@@ -1,0 +1,155 @@
+"""Keep an ``autograd.Function`` whole where Dynamo would take it apart.
+
+In: the calls of ``apply`` that Dynamo meets while it traces for a backend that wants eager kept. Out: the call
+as one node of Dynamo's graph, if the Function does the same on each run; else a break of the graph around the
+call, which then runs as eager runs it.
+
+Dynamo traces the backward of a Function once: with all gradients defined, without history, and without the
+engine's checks. What the Function says of itself to autograd (``mark_dirty``, ``set_materialize_grads``), what
+its backward changes, what it reads when it runs, a second derivative and eager's errors are lost by that.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.misc import produce_trampoline_autograd_apply
+from torch._guards import Guard
+from torch._subclasses import FakeTensor
+from torch.utils import _pytree
+
+from retrograd._torch.dynamo.function_code import Reading, methods_of
+from retrograd._torch.dynamo.tracing_for import break_graph, keeps_eager
+from retrograd._torch.patches import handle, hidden_from_dynamo
+from retrograd._torch.trace import fake_mode_of
+
+#: what an argument may be besides a tensor: it never changes.
+_CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def keep_functions_whole() -> None:
+    """From here on, for backends that want eager kept."""
+    handle("torch._dynamo.variables.misc:AutogradFunctionVariable.call_apply", _apply)
+
+
+def _apply(original: Callable[..., Any], variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """What Dynamo makes of ``Function.apply(*args, **kwargs)``."""
+    if not keeps_eager(tx) or not _is_recorded([*args, *kwargs.values()]):
+        return original(variable, tx, args, kwargs)
+    function = variable.fn_cls
+    reading = Reading.of(function)
+    reason = _why_not_a_node(variable, args, kwargs) or reading.reason or _why_unlike_eager(function, args)
+    if reason is None:
+        _guard(variable, reading)
+        target = produce_trampoline_autograd_apply(function)
+        proxies = tuple([arg.as_proxy() for arg in args])
+        return wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", target, proxies, {}))
+    for method in methods_of(function):
+        hidden_from_dynamo(method)
+    name = function.__qualname__
+    what = "autograd.Function that has to run as it is"
+    break_graph(what, f"{name}.apply", f"{name} is kept whole: {reason}.")
+
+
+def _is_recorded(values: Sequence[Any]) -> bool:
+    """Whether autograd, or a functorch transform, sees the call. If not, only its forward counts."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        return True
+    return torch.is_grad_enabled() and any(
+        value.is_tensor() and value.requires_grad is not False for value in values
+    )
+
+
+def _why_not_a_node(variable: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    if torch._C._functorch.maybe_current_level() is not None:
+        return "a functorch transform is around it"
+    if kwargs:
+        return "it is called with keyword arguments"
+    if variable.source is None:
+        return "its class is made anew in each call"
+    return None if all(map(_is_plain, args)) else "it is given what is neither a tensor nor a constant"
+
+
+def _is_plain(variable: Any) -> bool:
+    if variable.is_tensor():
+        return isinstance(_fake(variable), FakeTensor)
+    return bool(variable.is_python_constant()) and isinstance(variable.as_python_constant(), _CONSTANTS)
+
+
+def _fake(variable: Any) -> Any:
+    return variable.as_proxy().node.meta["example_value"]
+
+
+def _sample(variable: Any) -> Any:
+    """An argument as a leaf of its own, still fake."""
+    if not variable.is_tensor():
+        return variable.as_python_constant()
+    fake = _fake(variable)
+    with torch.no_grad():
+        return torch.empty_like(fake).requires_grad_(fake.requires_grad)
+
+
+def _why_unlike_eager(function: Any, variables: Sequence[Any]) -> str | None:
+    """Run the Function on fake tensors: what speaks against its being one node of a graph."""
+    mode = next(fake_mode_of(_fake(variable)) for variable in variables if variable.is_tensor())
+    assert mode is not None
+    try:
+        with mode, torch.enable_grad():
+            return _why_unlike(function, [_sample(variable) for variable in variables])
+    except Exception as error:
+        return f"on fake tensors it raises {type(error).__name__}"
+
+
+def _why_unlike(function: Any, args: Sequence[Any]) -> str | None:
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    before = [tensor._version for tensor in tensors]
+    result = function.apply(*args)
+    given_back = [out for out in (result if isinstance(result, tuple) else (result,)) if out is not None]
+    if not all(isinstance(out, torch.Tensor) for out in given_back):
+        return "it returns what is no tensor"
+    if [tensor._version for tensor in tensors] != before:
+        return "its forward changes what it is given"
+    if any(_shares_memory(out, tensors) for out in given_back):
+        return "it returns what it was given, or a view of it"
+    roots = [out for out in given_back if out.requires_grad]
+    kept = [value for root in roots for value in _kept_by(root.grad_fn)]
+    if any(_shares_memory(value, [*tensors, *given_back]) for value in kept):
+        return "it keeps a tensor of the caller's without save_for_backward"
+    if roots:
+        leaves = [tensor for tensor in tensors if tensor.requires_grad]
+        torch.autograd.grad(roots, leaves, [torch.empty_like(root) for root in roots], allow_unused=True)
+    return None
+
+
+def _kept_by(context: Any) -> list[torch.Tensor]:
+    """The tensors among the attributes of a context."""
+    values = _pytree.tree_leaves(dict(vars(context)))
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _shares_memory(one: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    storage = one.untyped_storage()._cdata
+    return any(other.untyped_storage()._cdata == storage for other in others)
+
+
+def _guard(variable: Any, reading: Reading) -> None:
+    """Dynamo is to trace again when the Function gets other methods, or a name that they use another value."""
+    for name in ("forward", "backward", "setup_context"):
+        if inspect.isfunction(getattr(variable.fn_cls, name)):
+            install_guard(AttrSource(variable.source, name).make_guard(GuardBuilder.CLOSURE_MATCH))
+    if reading.helpers:
+        install_guard(Guard(variable.source, partial(_names_hold, reading)))
+
+
+def _names_hold(reading: Reading, builder: Any, guard: Guard) -> None:
+    parts = [f"what {guard.name} calls"]
+    builder.get_guard_manager(guard).add_lambda_guard(
+        lambda _: reading.still_holds(), parts, guard.user_stack
+    )
