@@ -110,8 +110,9 @@ class Config:
         cudagraphs: record what compiled code does on a CUDA device, and replay it where that is safe.
         compile_timeout: seconds after which a compilation goes on in the background, while calls run as eager
             runs them; None: calls wait.
-        stock_dynamo: behind Dynamo, leave to it what it would lose: take each ``autograd.Function`` apart, and
-            do not look for hooks of modules that were set after the first call.
+        stock_dynamo: behind Dynamo, leave to it what it loses: it takes each ``autograd.Function`` apart,
+            does not look for hooks of modules that were set after the first call, and raises errors of its
+            own.
 
     Raises:
         OptionError: an option has a value that it cannot have.

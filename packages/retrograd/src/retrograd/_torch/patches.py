@@ -36,6 +36,7 @@ TABLE: Mapping[str, str] = {
     "torch:Tensor.register_post_accumulate_grad_hook": "the same",
     "torch.autograd.function:_HookMixin._register_hook": "the same, for hooks of nodes",
     "torch.utils.hooks:RemovableHandle.remove": "a hook that is removed in a running backward must not run",
+    "torch.utils.hooks:RemovableHandle.__init__": "Dynamo does not look whether modules have got hooks since",
     "torch.cuda:set_stream": "nobody tells which streams a program uses, and a plan must wait for them",
     CHECKPOINT: ("a trace marks what is to be recomputed; saved-tensor hooks would compute it at once"),
     "torch.utils.checkpoint:CheckpointFunction.apply": "the same",

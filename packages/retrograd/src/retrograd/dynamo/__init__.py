@@ -8,7 +8,12 @@ the distribution is not installed.
 
 from __future__ import annotations
 
-from retrograd._torch.dynamo import keep_functions_whole, leave_errors_to_eager, register_once
+from retrograd._torch.dynamo import (
+    count_module_hooks,
+    keep_functions_whole,
+    leave_errors_to_eager,
+    register_once,
+)
 from retrograd.dynamo.backend import RetrogradBackend, retrograd
 from retrograd.dynamo.options import config_of, list_mode_options, list_options
 from retrograd.dynamo.step import CompiledStep, compile_step
@@ -28,3 +33,4 @@ __all__ = [
 register_once("retrograd", retrograd)
 keep_functions_whole()
 leave_errors_to_eager()
+count_module_hooks()

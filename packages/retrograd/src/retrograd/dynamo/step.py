@@ -156,7 +156,8 @@ def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
         recompile_limit: how often one piece is compiled. After that it runs eagerly.
         regions: as in `compiled_autograd`.
         cudagraphs: record what each piece does on a CUDA device, and replay it where that is safe.
-        stock_dynamo: leave ``autograd.Function`` and hooks of modules to Dynamo, which loses part of what they do.
+        stock_dynamo: leave each ``autograd.Function``, and hooks of modules, to Dynamo, which loses part of
+            what they do.
 
     Returns:
         A `CompiledStep`: called like `step`, with ``explain()`` and ``reset()``.

@@ -1,8 +1,8 @@
 """Leave an operation that raises on fake tensors to Python, which raises eager's own error, in its time.
 
-In: the nodes that Dynamo runs on fake tensors while it traces for a backend that wants eager kept. Out: a break
-of the graph before a node that raises. So all that eager does before the error is done, and the program gets
-the error that it may expect. With ``fullgraph`` Dynamo's own error stands.
+In: the nodes that Dynamo runs on fake tensors while it traces for a backend that wants eager kept. Out: a
+break of the graph before a node that raises. So all that eager does before the error is done, and the
+program gets the error that it may expect. With ``fullgraph`` Dynamo's own error stands.
 """
 
 from __future__ import annotations
@@ -28,4 +28,4 @@ def _fake_value(original: Callable[..., Any], node: Any, tx: Any, *args: Any, **
         if tx.one_graph or not keeps_eager(tx):
             raise
         text = str(error).partition("\n\n")[0]
-    break_graph("operation that raises on fake tensors", str(node.target), text)
+    return break_graph("operation that raises on fake tensors", str(node.target), text)

@@ -1,8 +1,8 @@
 """Does an ``autograd.Function`` do the same whenever it is given the same? Read from its code.
 
-In: the class. Out: a `Reading`: what its methods do besides computing from their arguments, and the functions of
-the user's that they call by a global name. A method may use its arguments, torch, ``math``, harmless builtins,
-and functions that are so themselves; a backward may change nothing.
+In: the class. Out: a `Reading`: what its methods do besides computing from their arguments, and the
+functions of the user's that they call by a global name. A method may use its arguments, torch, ``math``,
+harmless builtins, and functions that are so themselves; a backward may change nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,22 @@ _METHODS = ("forward", "setup_context", "backward")
 #: what every function may use of Python's own: none of it depends on, or changes, anything else.
 _BUILTINS = frozenset(
     {
-        *(abs, all, any, bool, complex, dict, divmod, enumerate, float, getattr, hasattr, int, isinstance, len),
+        *(
+            abs,
+            all,
+            any,
+            bool,
+            complex,
+            dict,
+            divmod,
+            enumerate,
+            float,
+            getattr,
+            hasattr,
+            int,
+            isinstance,
+            len,
+        ),
         *(list, max, min, pow, range, reversed, round, slice, sorted, sum, tuple, type, zip),
         *(AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError),
     }
@@ -167,7 +182,9 @@ class _Reader:
         return (loaded[-1:] if isinstance(loaded, tuple) else (loaded,)) == first
 
     def _why_not_change(self, step: Step) -> str | None:
-        is_sum = step.opname.startswith("INPLACE_") or (step.opname == "BINARY_OP" and step.argrepr[-1:] == "=")
+        is_sum = step.opname.startswith("INPLACE_") or (
+            step.opname == "BINARY_OP" and step.argrepr[-1:] == "="
+        )
         return "its backward changes something in place" if is_sum or step.opname in _CHANGES else None
 
     def _why_not_attribute(self, name: str) -> str | None:

@@ -1,12 +1,13 @@
 """Keep an ``autograd.Function`` whole where Dynamo would take it apart.
 
-In: the calls of ``apply`` that Dynamo meets while it traces for a backend that wants eager kept. Out: the call
-as one node of Dynamo's graph, if the Function does the same on each run; else a break of the graph around the
-call, which then runs as eager runs it.
+In: the calls of ``apply`` that Dynamo meets while it traces for a backend that wants eager kept. Out: the
+call as one node of Dynamo's graph, if the Function does the same on each run; else a break of the graph
+around the call, which then runs as eager runs it.
 
 Dynamo traces the backward of a Function once: with all gradients defined, without history, and without the
-engine's checks. What the Function says of itself to autograd (``mark_dirty``, ``set_materialize_grads``), what
-its backward changes, what it reads when it runs, a second derivative and eager's errors are lost by that.
+engine's checks. What the Function says of itself to autograd (``mark_dirty``, ``set_materialize_grads``),
+what its backward changes, what it reads when it runs, a second derivative and eager's errors are lost by
+that.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _apply(original: Callable[..., Any], variable: Any, tx: Any, args: Any, kwar
         hidden_from_dynamo(method)
     name = function.__qualname__
     what = "autograd.Function that has to run as it is"
-    break_graph(what, f"{name}.apply", f"{name} is kept whole: {reason}.")
+    return break_graph(what, f"{name}.apply", f"{name} is kept whole: {reason}.")
 
 
 def _is_recorded(values: Sequence[Any]) -> bool:
@@ -140,7 +141,7 @@ def _shares_memory(one: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
 
 
 def _guard(variable: Any, reading: Reading) -> None:
-    """Dynamo is to trace again when the Function gets other methods, or a name that they use another value."""
+    """Have Dynamo trace again when the Function gets other methods, or a name in them another value."""
     for name in ("forward", "backward", "setup_context"):
         if inspect.isfunction(getattr(variable.fn_cls, name)):
             install_guard(AttrSource(variable.source, name).make_guard(GuardBuilder.CLOSURE_MATCH))

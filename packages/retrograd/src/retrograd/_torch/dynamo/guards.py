@@ -5,7 +5,7 @@ without a graph. Out: more guards among them:
 
 - for the sign of a zero: Dynamo compares numbers by ``==``, and ``0.0 == -0.0``;
 - for an environment variable that was asked for and not found: a key that is missing leaves no guard;
-- for hooks of modules that are set after the first call, which Dynamo leaves open to save time.
+- for hooks of modules that are set later, see `module_hooks`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from torch._dynamo.guards import GuardBuilder
 from torch._guards import Guard, TracingContext
-from torch.nn.modules import module
+
+from retrograd._torch.dynamo.module_hooks import guard_module_hooks
 
 #: guards of Dynamo's that compare a value by ``==``.
 _BY_VALUE = ("EQUALS_MATCH", "CONSTANT_MATCH")
@@ -28,23 +28,19 @@ def guard_what_dynamo_does_not(module_hooks: bool) -> None:
     """Add them; nothing happens where nobody compiles.
 
     Args:
-        module_hooks: whether hooks of modules are guarded.
+        module_hooks: whether hooks of modules are among them.
     """
     context = TracingContext.try_get()
     if context is None:
         return
     guards: Any = context.guards_context.dynamo_guards
-    hooks = None
     for guard in list(guards):
         if guard.inner_create_fn().__name__ in _BY_VALUE:
             guards.add(Guard(guard.originating_source, _SIGN_OF_ZERO))
         elif guard.name.endswith(".environ"):
             guards.add(Guard(guard.originating_source, _ENVIRONMENT))
-        elif module_hooks and guard.inner_create_fn().__name__ == "EMPTY_NN_MODULE_HOOKS_DICT":
-            hooks = guard.originating_source
-            guards.add(Guard(hooks, GuardBuilder.SEQUENCE_LENGTH))
-    if hooks is not None:
-        guards.add(Guard(hooks, _HOOKS_OF_ALL_MODULES))
+    if module_hooks:
+        guard_module_hooks(guards)
 
 
 def _keeps(what: Callable[[Any], Any], text: str, builder: Any, guard: Guard) -> None:
@@ -70,20 +66,9 @@ def _sign_of_zero(value: Any) -> float | None:
     return math.copysign(1.0, value) if type(value) is float and value == 0.0 else None
 
 
-def _hooks_of_all_modules(_: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple([tuple(hooks) for hooks in _GLOBAL_HOOKS])
-
-
-_GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = (
-    *(module._global_forward_hooks, module._global_forward_pre_hooks),
-    *(module._global_backward_hooks, module._global_backward_pre_hooks),
-)
-
-
 def _names_in_environment(value: Any) -> frozenset[str] | None:
     return frozenset(value) if value is os.environ else None
 
 
 _SIGN_OF_ZERO = functools.partial(_keeps, _sign_of_zero, "sign")
-_HOOKS_OF_ALL_MODULES = functools.partial(_keeps, _hooks_of_all_modules, "hooks of all modules, beside those")
 _ENVIRONMENT = functools.partial(_keeps, _names_in_environment, "names")

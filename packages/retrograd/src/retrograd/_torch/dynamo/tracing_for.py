@@ -15,15 +15,17 @@ from torch._dynamo.exc import unimplemented
 
 def keeps_eager(tx: Any) -> bool:
     """Whether the backend has a method ``keeps_eager`` that says so of the user's options."""
-    compiler = tx.output.compiler_fn
+    compiler: Any = tx.output.compiler_fn
     options: Mapping[str, Any] = {}
     while True:
         if isinstance(compiler, functools.partial):
-            compiler, options = compiler.func, compiler.keywords.get("options") or options
+            options = compiler.keywords.get("options") or options
+            compiler = compiler.func
         elif hasattr(compiler, "_torchdynamo_orig_backend"):
             compiler = compiler._torchdynamo_orig_backend
         elif isinstance(compiler, torch._TorchCompileWrapper):
-            compiler, options = compiler.compiler_fn, compiler.kwargs.get("options") or options
+            options = compiler.kwargs.get("options") or options
+            compiler = compiler.compiler_fn
         else:
             asked = getattr(compiler, "keeps_eager", None)
             return asked is not None and bool(asked(options))

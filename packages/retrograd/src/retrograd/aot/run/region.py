@@ -253,6 +253,7 @@ class RegionCode:
         values = iter(results)
         return [None if wrapping is None else built(wrapping, values) for wrapping in self._gradients]
 
+    @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
     def _as_eager(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         counters["aot_eager_regions"] += 1
         given = dict(zip(self.roots, cotangents, strict=True))

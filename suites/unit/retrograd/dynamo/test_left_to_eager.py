@@ -1,0 +1,124 @@
+"""Behind Dynamo: hooks of modules that are set later, errors on fake tensors, forward-mode AD."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+import retrograd
+from retrograd._torch.dynamo import module_hooks
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    torch._dynamo.reset()
+    retrograd.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(fn, **options):
+    return torch.compile(fn, backend="retrograd", options={"backend": "eager", **options})
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+
+def tripled(module, args, output):
+    return output * 3
+
+
+@pytest.mark.parametrize("hooks_before", [False, True])
+def test_a_hook_that_is_set_later_is_noticed(hooks_before, monkeypatch):
+    monkeypatch.setattr(module_hooks, "_set", int(hooks_before))
+    plain, other = model(), model()
+    fast, x = compiled(other), torch.ones(2, 3)
+    assert torch.equal(fast(x), plain(x))
+    handles = [each[0].register_forward_hook(tripled) for each in (plain, other)]
+    assert torch.equal(fast(x), plain(x))
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(fast(x), plain(x))
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "full_backward_hook"])
+def test_a_hook_of_all_modules_is_noticed(kind):
+    module, seen = model(), []
+    fast = compiled(lambda x: module(x) * 2)
+    x = torch.ones(2, 3, requires_grad=True)
+    for expected in (0, 4, 4, 0):
+        handle = getattr(nn.modules.module, f"register_module_{kind}")(lambda m, *_: seen.append(m))
+        if not expected:
+            handle.remove()
+        seen.clear()
+        fast(x).sum().backward()
+        assert len(seen) == expected
+        handle.remove()
+
+
+def test_modules_without_hooks_have_one_guard(monkeypatch):
+    monkeypatch.setattr(module_hooks, "_set", 0)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    module = model()
+    fast = compiled(module)
+    for _ in range(2):
+        fast(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    torch.ones(2, requires_grad=True).register_hook(lambda grad: None)  # of no module
+    fast(torch.ones(2, 3, requires_grad=True))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+    assert module_hooks._set == 0
+
+
+def test_hooks_are_not_looked_for_if_dynamos_way_is_wanted(monkeypatch):
+    monkeypatch.setattr(module_hooks, "_set", 0)
+    module, x = model(), torch.ones(2, 3)
+    fast = compiled(module, stock_dynamo=True)
+    expected = fast(x)
+    module[0].register_forward_hook(tripled)
+    assert torch.equal(fast(x), expected)
+
+
+def test_an_error_is_eagers_and_comes_after_what_eager_does_before():
+    def fails(a, log):
+        a.add_(1)
+        log.append("changed")
+        return a + torch.ones(5)
+
+    a, log = torch.zeros(3), []
+    with pytest.raises(RuntimeError, match=r"size of tensor a \(3\) must match") as caught:
+        compiled(fails)(a, log)
+    assert type(caught.value) is RuntimeError
+    assert a.tolist() == [1.0] * 3
+    assert log == ["changed"]
+
+
+def test_an_error_that_the_function_expects():
+    def recovers(a):
+        try:
+            return a + torch.ones(5)
+        except RuntimeError:
+            return a * 5
+
+    assert compiled(recovers)(torch.ones(3)).tolist() == [5.0] * 3
+
+
+def test_with_fullgraph_the_error_is_dynamos():
+    fast = torch.compile(
+        lambda a: a + torch.ones(5), backend="retrograd", fullgraph=True, options={"backend": "eager"}
+    )
+    with pytest.raises(torch._dynamo.exc.TorchRuntimeError):
+        fast(torch.ones(3))
+
+
+def test_a_tangent_goes_through_and_is_reported():
+    fast = compiled(lambda x: x.sin() * 2)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.zeros(2), torch.ones(2))
+        with pytest.warns(retrograd.FallbackWarning, match="forward-mode"):
+            out = fast(dual)
+        assert forward_ad.unpack_dual(out).tangent.tolist() == [2.0] * 2
+    assert [reason.code for reason in retrograd.explain().fallbacks] == ["forward-ad"]
