@@ -102,7 +102,7 @@ def test_an_unknown_option_is_refused_with_the_sorted_valid_ones():
     assert str(refused.value) == (
         "option 'partitoner': there is no such option\n"
         "  expected  one of backend, backward, compile_timeout, cudagraphs, partitioner, passes, regions, "
-        "single_region, strict, or one of torch._inductor.list_options()"
+        "single_region, stock_dynamo, strict, or one of torch._inductor.list_options()"
     )
 
 
@@ -158,6 +158,7 @@ def test_modes_and_options_are_listed():
         "passes",
         "regions",
         "single_region",
+        "stock_dynamo",
         "strict",
     ]
     assert listed[: len(own)] == own

@@ -19,7 +19,8 @@ forward under `torch.compile`; CA: with stock compiled autograd around the backw
     Function options (AOT)              compiled_mark_non_differentiable,
                                         compiled_without_materialized_grads, compiled_function_*,
                                         func_grad_over_a_function, aot_transforms_inside,
-                                        aot_function_with_two_outputs_in_every_use
+                                        aot_function_with_two_outputs_in_every_use,
+                                        kept_whole_*
     Function on the live path (CA)      function_returns_too_few_gradients, function_keeps_tensors_on_ctx
     undefined gradients (CA)            [compiled_]same_tensor_twice_with_one_none, undefined_meets_defined,
                                         none_gradient_to_a_hooked_leaf, compiled_none_to_a_hooked_leaf,
@@ -37,7 +38,8 @@ forward under `torch.compile`; CA: with stock compiled autograd around the backw
                                         saved_tensor_hooks_around_a_compiled_forward,
                                         unpack_hooks_around_a_compiled_part
     module hooks added later (AOT)      module_hooks_added_after_the_first_call,
-                                        aot_forward_hook_that_*, aot_full_backward_hook*
+                                        aot_forward_hook_that_*, aot_full_backward_hook*,
+                                        hook_set_later_*
     queue_callback (AOT, CA)            queued_callback_runs_at_the_end and others in callbacks,
                                         callback_after_a_compiled_forward
     double backward (AOT)               double_backward_of_a_compiled_function, compiled_gradient_penalty,

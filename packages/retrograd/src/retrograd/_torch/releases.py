@@ -73,6 +73,15 @@ def frame_limits(optimize: Callable[..., Any], recompile_limit: int) -> dict[str
     return _known(names, recompile_limit=recompile_limit, isolate_recompiles=True)
 
 
+def raised_on_fakes(errors: Any) -> tuple[type[Exception], ...]:
+    """What Dynamo raises where an operation fails on fake tensors: since 2.15 what ``try`` can catch, too.
+
+    Args:
+        errors: the module ``torch._dynamo.exc``.
+    """
+    return errors.TorchRuntimeError, getattr(errors, "FakeTensorObservedException", errors.TorchRuntimeError)
+
+
 def _known(names: Any, **options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in names}
 

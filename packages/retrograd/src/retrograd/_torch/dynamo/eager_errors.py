@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch._dynamo.exc import TorchRuntimeError
+from torch._dynamo import exc
 
 from retrograd._torch.dynamo.tracing_for import break_graph, keeps_eager
 from retrograd._torch.patches import handle
+from retrograd._torch.releases import raised_on_fakes
+
+_RAISED = raised_on_fakes(exc)
 
 
 def leave_errors_to_eager() -> None:
@@ -24,7 +27,7 @@ def leave_errors_to_eager() -> None:
 def _fake_value(original: Callable[..., Any], node: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return original(node, tx, *args, **kwargs)
-    except TorchRuntimeError as error:
+    except _RAISED as error:
         if tx.one_graph or not keeps_eager(tx):
             raise
         text = str(error).partition("\n\n")[0]

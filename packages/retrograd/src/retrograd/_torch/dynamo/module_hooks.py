@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch._dynamo.guards import GuardBuilder
 from torch._guards import Guard
 from torch.nn.modules import module as all_modules
 from torch.utils.hooks import RemovableHandle
@@ -46,14 +47,13 @@ def _made(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
 
 
 def guard_module_hooks(guards: Any) -> None:
-    """Add guards where `guards` says that a module had no hooks."""
+    """Add guards where `guards` says that a module had no hooks. Dynamo guards the hooks that it has seen."""
     found = [guard for guard in guards if guard.inner_create_fn().__name__ == "EMPTY_NN_MODULE_HOOKS_DICT"]
-    modules = {guard.originating_source.base for guard in found}
-    if modules and not _set:
-        guards.add(Guard(modules.pop(), _nobody_sets_any))
-    elif modules:
-        guards.update(Guard(module, _as_many) for module in modules)
-        guards.add(Guard(modules.pop(), _as_many_of_all_modules))
+    if found and not _set:
+        guards.add(Guard(found[0].originating_source, _nobody_sets_any))
+    elif found:
+        guards.update([Guard(guard.originating_source, GuardBuilder.SEQUENCE_LENGTH) for guard in found])
+        guards.add(Guard(found[0].originating_source, _as_many_of_all_modules))
 
 
 def _nobody_sets_any(builder: Any, guard: Guard) -> None:
@@ -61,24 +61,9 @@ def _nobody_sets_any(builder: Any, guard: Guard) -> None:
     builder.guard_manager.root.add_lambda_guard(lambda _: not _set, parts, guard.user_stack)
 
 
-def _as_many(builder: Any, guard: Guard) -> None:
-    before = _numbers(builder.get(guard))
-    parts = [f"as many hooks of {guard.name}"]
-    builder.get_guard_manager(guard).add_lambda_guard(
-        lambda module: _numbers(module) == before, parts, guard.user_stack
-    )
-
-
 def _as_many_of_all_modules(builder: Any, guard: Guard) -> None:
     before = [*map(tuple, _OF_ALL_MODULES)]
     parts = ["the hooks of all modules"]
     builder.guard_manager.root.add_lambda_guard(
         lambda _: [*map(tuple, _OF_ALL_MODULES)] == before, parts, guard.user_stack
-    )
-
-
-def _numbers(module: Any) -> tuple[int, int, int, int]:
-    return (
-        *(len(module._forward_hooks), len(module._forward_pre_hooks)),
-        *(len(module._backward_hooks), len(module._backward_pre_hooks)),
     )
