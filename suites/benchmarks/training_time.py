@@ -13,6 +13,8 @@ from .trained_models import TRAINED
 from .training import WAYS
 
 MODELS = ("gpt2", "resnet50")
+#: what a GPU compiles in a minute takes a CPU ten.
+ON_CPU = ("gpt2",)
 Found = dict[str, dict[str, dict[str, float]] | str]
 
 
@@ -63,6 +65,8 @@ class Training:
 def _measured(model: str, way: str, device: str) -> dict[str, dict[str, float]] | str:
     if not TRAINED[model].is_here:
         return f"{TRAINED[model].package} is not installed"
+    if device == "cpu" and model not in ON_CPU:
+        return f"{model} is measured on a GPU"
     if device == "cpu" and way.endswith("reduce-overhead"):
         return "CUDA graphs need a GPU"
     try:
