@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from retrograd.cudagraphs import graphed_call
-from retrograd.cudagraphs.address_history import AddressHistory
-from retrograd.cudagraphs.graphed_call import MOST_RECORDINGS, WARM_UPS, GraphedCall
+from retrograd.cudagraphs.graphed_call import MOST_RECORDINGS, WARM_UPS, AddressHistory, GraphedCall
 from unit.retrograd.cudagraphs.without_device import Recorder
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from typing import Any
 from retrograd.errors import PassError, Reason
 from retrograd.graph.copies import copied
 from retrograd.graph.joint_graph import JointValues
-from retrograd.graph.render_joint import rendered
+from retrograd.graph.render import rendered
 from retrograd.passes.aten import AnyPass, PassReport, pass_named, run_passes
 
 

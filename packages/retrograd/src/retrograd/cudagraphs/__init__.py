@@ -11,7 +11,7 @@ from torch import fx
 
 from retrograd._torch.cuda import CudaRecorder
 from retrograd.cudagraphs.graphed_call import GraphedCall
-from retrograd.cudagraphs.recorder import Boxed, Recorder
+from retrograd.cudagraphs.recorded import Boxed
 from retrograd.cudagraphs.refusals import device_of, why_not_recorded
 from retrograd.errors import Reason
 
@@ -26,7 +26,7 @@ def graphed(
     kept: Collection[int] = (),
     loose: Sequence[int] = (),
     tell: Callable[[Reason], None],
-    recorder: Recorder | None = None,
+    recorder: CudaRecorder | None = None,
 ) -> Boxed:
     """`code`, replayed where that is safe.
 

@@ -12,19 +12,61 @@ forward saves for its backward): while somebody holds these, the recording that 
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
+from retrograd._torch.cuda import CudaRecorder
 from retrograd._torch.tensor import layout_of
-from retrograd.cudagraphs.address_history import AddressHistory
-from retrograd.cudagraphs.recorded import Recorded
-from retrograd.cudagraphs.recorder import Boxed, Recorder
+from retrograd.cudagraphs.recorded import Boxed, Recorded
 from retrograd.cudagraphs.refusals import HELD, NOT_NOW, refusal
 from retrograd.errors import Reason, first_line
 from retrograd.events import counters
+from retrograd.process import ForkSafeLock
+
+#: how many calls without a recording are remembered.
+REMEMBERED = 4
+
+
+class AddressHistory:
+    """The addresses of the last calls.
+
+    Attributes:
+        copied: places of inputs whose address does not matter any more.
+    """
+
+    def __init__(self) -> None:
+        self.copied: frozenset[int] = frozenset()
+        self._last: deque[list[int]] = deque(maxlen=REMEMBERED)
+
+    def note(self, addresses: list[int]) -> bool:
+        """Note a call that no recording fits; whether to record it: its addresses have come before, or they
+        have been others each time, so that those which changed are copied from now on."""
+        if any(not self._changed(addresses, before) for before in self._last):
+            return True
+        if len(self._last) < REMEMBERED - 1:
+            self._last.append(addresses)
+            return False
+        for before in self._last:
+            self.copy_what_differs(addresses, before)
+        self._last.clear()
+        return True
+
+    def forget(self, addresses: list[int]) -> None:
+        """There is a recording for these."""
+        others = [before for before in self._last if self._changed(addresses, before)]
+        self._last = deque(others, maxlen=REMEMBERED)
+
+    def copy_what_differs(self, addresses: list[int], before: list[int]) -> None:
+        """From now on, inputs whose addresses differ between the two are copied."""
+        self.copied |= self._changed(addresses, before)
+
+    def _changed(self, addresses: list[int], before: list[int]) -> set[int]:
+        pairs = enumerate(zip(addresses, before, strict=True))
+        return {i for i, (now, then) in pairs if now != then and i not in self.copied}
+
 
 #: calls that run as they are before one is recorded: they compile, choose kernels and make workspaces.
 WARM_UPS = 2
@@ -49,7 +91,7 @@ class GraphedCall:
     def __init__(
         self,
         fn: Boxed,
-        recorder: Recorder,
+        recorder: CudaRecorder,
         device: torch.device,
         *,
         kept: Collection[int] = (),
@@ -58,7 +100,7 @@ class GraphedCall:
     ) -> None:
         self._fn, self._recorder, self._device = fn, recorder, device
         self._kept, self._loose, self._tell = frozenset(kept), tuple(loose), tell
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._told: set[Reason] = set()
         self._recordings: list[Recorded] = []
         self._history = AddressHistory()
@@ -68,7 +110,7 @@ class GraphedCall:
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """The results; `inputs` is emptied."""
-        if self._refused or not self._lock.acquire(blocking=False):
+        if self._refused or not self._lock.take_if_free():
             return self._plainly(inputs)
         try:
             recorded = self._recorded_for(inputs)

@@ -15,8 +15,7 @@ from retrograd.specialize.callable import (
     Variant,
     why_failed,
 )
-from retrograd.specialize.guard import CallGuard, guard_as_traced
-from retrograd.specialize.memory import MemoryGuard
+from retrograd.specialize.guard import CallGuard, MemoryGuard, guard_as_traced
 
 __all__ = [
     "ANYTHING",

@@ -1,4 +1,4 @@
-"""Run a function inside a backward of torch's own engine.
+"""Have torch's own engine do what only it can: run a function inside a backward, or warn of a layout.
 
 In: a function, and the request that it answers. Out: nothing; the function runs exactly once, on this
 thread unless it is deeply nested. Inside, ``torch._C._current_graph_task_id()`` is set, ``queue_callback``
@@ -18,7 +18,8 @@ import torch
 
 from retrograd._torch.autograd.capture_turns import window
 from retrograd._torch.autograd.engine import EngineRequest, run_stock
-from retrograd._torch.releases import unseen
+from retrograd._torch.releases import is_layout_enforced, unseen
+from retrograd._torch.tensor import grad_of, obeys_layout_contract
 
 
 class _Body(threading.local):
@@ -91,3 +92,34 @@ def outside_of_graph_task(body: Callable[[], Any], create_graph: bool) -> Any:
     request = EngineRequest((), (), True, create_graph, accumulate_grad=True)
     run_in_graph_task(lambda: found.append(body()), request)
     return found[0]
+
+
+#: whether torch was made to warn already, by grad mode: it has one warning for each branch of its code.
+_warned: set[bool] = set()
+
+
+def warn_of_layout(existing: torch.Tensor, grad: torch.Tensor, variable: torch.Tensor) -> None:
+    """Have torch warn, if eager would have when it added `grad` to the ``.grad`` that was `existing`."""
+    total = grad_of(variable)
+    create_graph = torch.is_grad_enabled()
+    if total is None or (create_graph in _warned and not torch.is_warn_always_enabled()):
+        return
+    if not _is_dense(total, existing, grad, variable) or not is_layout_enforced():
+        return
+    if obeys_layout_contract(total, variable):
+        return
+    _warned.add(create_graph)
+    with torch.inference_mode(False), torch.enable_grad():
+        like = torch.empty_strided(variable.shape, variable.stride(), device="meta").requires_grad_()
+        like.grad = _like(existing)
+        root = like.view_as(like)
+    with window.stock():
+        run_stock(EngineRequest((root,), (_like(grad),), create_graph, create_graph, accumulate_grad=True))
+
+
+def _is_dense(*tensors: torch.Tensor) -> bool:
+    return all(tensor.layout is torch.strided and not tensor.is_nested for tensor in tensors)
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), device="meta")

@@ -1,4 +1,4 @@
-"""Autograd nodes, called by hand.
+"""Autograd nodes and Functions, called by hand.
 
 In: nodes of an autograd graph (``grad_fn``) and gradients. Out: the gradients they give for each of their
 edges, as ``Engine::evaluate_function`` and ``validate_outputs`` (``torch/csrc/autograd/engine.cpp``) would
@@ -7,12 +7,13 @@ hand them on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from retrograd._torch.autograd.function_flags import materializes_grads
 from retrograd.errors import Refusal
 
 
@@ -116,3 +117,44 @@ def _is_expanded(shape: tuple[Any, ...], larger: tuple[Any, ...]) -> bool:
         return False
     pairs = zip(reversed(shape), reversed(larger), strict=False)
     return all(small == large or small == 1 for small, large in pairs)
+
+
+class _Sample(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def materializes_grads(ctx: Any) -> bool:
+    """Whether undefined gradients reach the backward of `ctx` as zeros."""
+    return ctypes.string_at(id(ctx) + flag_offset(), 1) != b"\0"
+
+
+@functools.cache
+def flag_offset() -> int:
+    """Where in a context the flag is.
+
+    Raises:
+        LookupError: switching the flag does not change exactly one byte.
+    """
+    with torch.enable_grad(), torch.inference_mode(False):
+        ctx: Any = _Sample.apply(torch.zeros((), device="cpu", requires_grad=True)).grad_fn
+    images = []
+    for flag in (True, False, True, False):
+        ctx.materialize_grads = flag
+        images.append(ctypes.string_at(id(ctx), torch._C._FunctionBase.__basicsize__))
+    on, off, *again = images
+    changed = [i for i, (one, other) in enumerate(zip(on, off, strict=True)) if one != other]
+    if len(changed) != 1 or again != [on, off] or (on[changed[0]], off[changed[0]]) != (1, 0):
+        raise LookupError(f"torch {torch.__version__} keeps materialize_grads in a way that is not known")
+    return changed[0]
+
+
+def entry_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """What ``function.apply`` calls when no transform is active: torch's C++, bound to the class."""
+    entry: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return entry

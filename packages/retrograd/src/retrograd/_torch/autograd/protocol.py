@@ -28,7 +28,7 @@ from retrograd._torch.releases import accumulated
 from retrograd._torch.tensor import zeros_of_slot
 from retrograd.errors import Refusal
 from retrograd.graph.aot_backward import AotBackward, AotCall
-from retrograd.graph.hook_kind import HookKind
+from retrograd.graph.backward_graph import HookKind
 
 Value = Any  # a value of the recorder (an FX node); None is an undefined gradient
 

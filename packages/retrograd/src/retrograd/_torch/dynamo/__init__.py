@@ -18,6 +18,11 @@ from retrograd._torch.dynamo.bridge import (
     why_not_as_given,
 )
 from retrograd._torch.dynamo.compiled_forwards import CompiledForwards
-from retrograd._torch.dynamo.frames import compiled_frames, is_optimizer_code, place_of, user_error_behind
-from retrograd._torch.dynamo.guards import guard_what_dynamo_does_not
+from retrograd._torch.dynamo.frames import (
+    compiled_frames,
+    guard_what_dynamo_does_not,
+    is_optimizer_code,
+    place_of,
+    user_error_behind,
+)
 from retrograd._torch.dynamo.stock_compiler import installed_compiler, stock_compiler_off

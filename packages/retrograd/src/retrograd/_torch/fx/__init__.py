@@ -3,9 +3,16 @@
 In: FX graphs. Out: the same, changed or described.
 """
 
-from retrograd._torch.fx.boxed_modules import boxed, copied
-from retrograd._torch.fx.lazy_modules import lazily, lazy_graph_module
-from retrograd._torch.fx.nodes import add_call, add_copy, add_placeholder
+from retrograd._torch.fx.graphs import (
+    add_call,
+    add_copy,
+    add_placeholder,
+    boxed,
+    copied,
+    lazily,
+    lazy_graph_module,
+    with_strides,
+)
 from retrograd._torch.fx.operators import (
     aliased_inputs,
     depends_on_data,
@@ -23,4 +30,3 @@ from retrograd._torch.fx.operators import (
     same_layout,
     schema_of,
 )
-from retrograd._torch.fx.strides import with_strides

@@ -4,7 +4,6 @@ In: functions and the tensors they are called with. Out: ATen graphs, and what t
 """
 
 from retrograd._torch.trace.checkpointing import checkpoints_marked
-from retrograd._torch.trace.effects import without_tokens
 from retrograd._torch.trace.expressions import (
     Symbol,
     Tree,
@@ -20,6 +19,7 @@ from retrograd._torch.trace.expressions import (
 )
 from retrograd._torch.trace.fakes import (
     alias_of_fake,
+    bytes_of,
     fake_mode_of,
     fake_of,
     fake_results,
@@ -27,12 +27,14 @@ from retrograd._torch.trace.fakes import (
     is_fake,
     laid_out_like,
     new_fake_mode,
+    places_of_symbols,
     retraced,
     strided_fake,
+    symbols_in,
     why_not_fakeable,
 )
-from retrograd._torch.trace.free_tensors import FreeTensors
 from retrograd._torch.trace.functional import (
+    FreeTensors,
     functional_mode,
     inner_tensors,
     is_traced,
@@ -44,6 +46,7 @@ from retrograd._torch.trace.functional import (
     was_metadata_mutated,
     was_mutated_unseen_by_autograd,
     was_storage_changed,
+    without_tokens,
 )
 from retrograd._torch.trace.graph_tracer import JointTracer, is_tracing_here, make_graph, noted
 from retrograd._torch.trace.history import History, Part, saved_tensors_unseen
@@ -57,7 +60,6 @@ from retrograd._torch.trace.segment_tracer import (
     is_operator,
     trace,
 )
-from retrograd._torch.trace.symbols import bytes_of, places_of_symbols, symbols_in
 from retrograd._torch.trace.views import (
     add_each,
     common_base,

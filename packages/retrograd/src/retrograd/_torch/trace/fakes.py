@@ -1,11 +1,12 @@
 """Fake tensors of real ones, with static or symbolic sizes.
 
-In: real tensors and which of their dimensions may change. Out: fakes, all of one mode.
+In: real tensors and which of their dimensions may change. Out: fakes, all of one mode; the names of the
+symbols in their sizes, and where these can be read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_symbols
 
 from retrograd._torch.subclass import built, is_wrapper, parts_of, wrapping_of
 from retrograd._torch.trace.functional import inner_tensors
@@ -133,3 +134,47 @@ def strided_fake(mode: FakeTensorMode, size: Sequence[Any], stride: Sequence[Any
     """A fake tensor of these sizes and strides, which may be symbolic; `options` are dtype and device."""
     with mode:
         return torch.empty_strided(size, stride, **options)
+
+
+def symbols_in(value: Any) -> frozenset[str]:
+    """The names of the symbols in the sizes, strides and offset of a tensor, or in a number."""
+    if isinstance(value, torch.Tensor):
+        numbers: Sequence[Any] = (*value.shape, *value.stride(), value.storage_offset())
+    elif isinstance(value, (tuple, list)):
+        numbers = value
+    else:
+        numbers = (value,)
+    found = frozenset[str]()
+    for number in numbers:
+        if isinstance(number, torch.Tensor):
+            found |= symbols_in(number)
+        elif isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            found |= {str(symbol) for symbol in free_symbols(number)}
+    return found
+
+
+def places_of_symbols(values: Sequence[Any]) -> Mapping[str, tuple[int, int | None]]:
+    """Where symbols stand by themselves: by name, the position of a value and its dimension (None: the value
+    is the symbol)."""
+    found: dict[str, tuple[int, int | None]] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            for dim, size in enumerate(value.shape):
+                if _is_symbol(size):
+                    found.setdefault(str(size), (i, dim))
+        elif _is_symbol(value):
+            found[str(value)] = (i, None)
+    return found
+
+
+def _is_symbol(value: Any) -> bool:
+    return isinstance(value, torch.SymInt) and bool(value.node.expr.is_Symbol)
+
+
+def bytes_of(value: torch.Tensor) -> float:
+    """How many bytes the elements take; for symbolic sizes, as many as at capture."""
+    count = 1
+    for size in value.shape:
+        hint = size.node.hint if isinstance(size, torch.SymInt) else size
+        count *= 1 if hint is None else int(hint)
+    return float(count * value.element_size())

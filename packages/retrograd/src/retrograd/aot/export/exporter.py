@@ -34,7 +34,7 @@ from retrograd.graph.program import (
     ProgramSignature,
     Result,
 )
-from retrograd.graph.verify_joint import output_values, verify_joint
+from retrograd.graph.verify import output_values, verify_joint
 
 
 def export(

@@ -22,8 +22,8 @@ from retrograd.aot.trace.enter import Inputs
 from retrograd.aot.trace.run_region_nodes import Walk
 from retrograd.aot.trace.structure import Structure, divide
 from retrograd.errors import Refusal
+from retrograd.graph.eager_order import Edge, LiveGraph, LiveNode
 from retrograd.graph.joint import Destination, Gradient
-from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
 
 
 @dataclass

@@ -15,8 +15,7 @@ from torch import fx
 
 from retrograd._torch.autograd import Kept
 from retrograd.graph.aot_backward import AotBackward, AotCall, InlinedCall
-from retrograd.graph.backward_graph import BackwardGraph, Call, NodeCall, SourceKind
-from retrograd.graph.hook_kind import CallKind, HookKind
+from retrograd.graph.backward_graph import BackwardGraph, Call, CallKind, HookKind, NodeCall, SourceKind
 from retrograd.live.calls import copy_slices, functions, gradients, hooks, saved
 from retrograd.live.calls.node_function import NodeFunction, OutputCheck
 from retrograd.live.capture.call_graph import CallGraph, Value

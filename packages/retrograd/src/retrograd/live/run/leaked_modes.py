@@ -13,8 +13,7 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.state import KeptModes, modes_kept
-from retrograd.graph.backward_graph import call_of
-from retrograd.graph.schedule import Segment
+from retrograd.graph.backward_graph import Segment, call_of
 
 
 class LeakedModes:

@@ -26,9 +26,17 @@ from retrograd.backends.registry import EagerBackend
 from retrograd.config import Config
 from retrograd.cudagraphs import graphed
 from retrograd.events import counters
-from retrograd.graph.backward_graph import BackwardGraph, SourceKind, call_of, source_of
-from retrograd.graph.hook_kind import CallKind
-from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment
+from retrograd.graph.backward_graph import (
+    Accumulation,
+    BackwardGraph,
+    CallKind,
+    OpaqueCall,
+    Schedule,
+    Segment,
+    SourceKind,
+    call_of,
+    source_of,
+)
 from retrograd.live.calls.gradients import accumulate_grad
 from retrograd.live.calls.saved import ModifiedTensor
 from retrograd.live.capture.cut import cut, whole

@@ -1,4 +1,4 @@
-"""Hooks that user code registers or removes while a backward is running.
+"""Hooks: which user code registers or removes while a backward is running, and which need something special.
 
 In: registrations and removals on any thread, seen at torch's Python entry points to them. Out:
 `HookChanges`. Eager looks hooks up when it reaches a node; a plan knows the hooks that were there when it was
@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C._dynamo import compiled_autograd as engine_protocol
 from torch.autograd.graph import get_gradient_edge
 
 from retrograd._torch.patches import Handler, handle
-from retrograd.graph.hook_kind import HookKind
+from retrograd.graph.backward_graph import HookKind
 
 
 @dataclass(frozen=True)
@@ -147,3 +148,26 @@ def watch_hooks() -> None:
     handle("torch:Tensor.register_post_accumulate_grad_hook", _registering(HookKind.POST_ACCUMULATE))
     handle("torch.autograd.function:_HookMixin._register_hook", _registering_on_node)
     handle("torch.utils.hooks:RemovableHandle.remove", _removing)
+
+
+def call_cpp_tensor_pre_hooks(hook: int, grad: torch.Tensor) -> torch.Tensor:
+    """Call C++ hook number `hook` of the backward whose engine frame is alive."""
+    result = engine_protocol.call_cpp_tensor_pre_hooks(hook, grad)
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def counts_other_hooks(hook: Any) -> bool:
+    """Whether `hook` belongs to ``torch.autograd.graph.register_multi_grad_hook``."""
+    function = getattr(hook, "func", hook)
+    return getattr(
+        function, "__module__", None
+    ) == "torch.autograd.graph" and "register_multi_grad_hook" in str(getattr(function, "__qualname__", ""))
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def has_waiting_hooks(values: Iterable[Any]) -> bool:
+    """Whether one of `values` is a leaf with post-accumulate-grad hooks."""
+    return any(bool(value._post_accumulate_grad_hooks) for value in values if type(value) in _PLAIN)
