@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.subclass import PLAIN, wrapping_of
+from retrograd._torch.subclass import is_wrapper, layout_of
 from retrograd._torch.tensor import addresses_are, storage_of
 from retrograd._torch.trace import InputGuard, groups_sharing_memory
 from retrograd.graph.capture_state import CaptureState
@@ -40,11 +40,7 @@ class CallGuard:
     @staticmethod
     def for_joint(leaves: Sequence[Any], joint: JointValues) -> CallGuard:
         """For the inputs that `joint` was captured for, and all others that it is right for."""
-        wrappings = tuple(
-            (primal.leaf, primal.wrapping)
-            for primal in joint.primals
-            if primal.leaf is not None and primal.wrapping is not PLAIN
-        )
+        wrappings = tuple((i, layout_of(leaf)) for i, leaf in enumerate(leaves) if is_wrapper(leaf))
         guard = guard_as_traced(leaves, joint.state)
         return CallGuard(guard, _inner(leaves), wrappings, _memory_guard(leaves) if joint.updates else None)
 
@@ -71,7 +67,7 @@ def guard_as_traced(leaves: Sequence[Any], state: CaptureState) -> InputGuard:
     fakes = {
         i: leaf.value
         for i, leaf in enumerate(state.leaves)
-        if isinstance(leaf.value, torch.Tensor) and wrapping_of(leaf.value) is PLAIN
+        if isinstance(leaf.value, torch.Tensor) and not is_wrapper(leaf.value)
     }
     return InputGuard(leaves, list(fakes), list(fakes.values()), state.fake_mode.shape_env)
 

@@ -16,7 +16,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_symbols
 
-from retrograd._torch.subclass import built, is_wrapper, parts_of, wrapping_of
+from retrograd._torch.subclass import built, is_wrapper, layout_of, parts_of
 from retrograd._torch.trace.functional import inner_tensors
 
 
@@ -56,8 +56,8 @@ def fake_of(mode: FakeTensorMode, value: torch.Tensor, name: str, symbolic: Iter
         bare = value.detach()
     source, dims = ConstantSource(name), frozenset(symbolic)
     if is_wrapper(bare):
-        wrapping = wrapping_of(bare)
-        return built(wrapping, iter([fake_of(mode, part, name, ()) for part in parts_of(bare, wrapping)]))
+        layout = layout_of(bare)
+        return built(layout, iter([fake_of(mode, part, name, ()) for part in parts_of(bare, layout)]))
     if mode.shape_env is None:
         return mode.from_tensor(bare, static_shapes=True, source=source)
     kinds = [DimDynamic.DUCK if dim in dims else DimDynamic.STATIC for dim in range(value.dim())]

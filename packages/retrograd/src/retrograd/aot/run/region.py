@@ -16,7 +16,7 @@ from torch import fx
 
 from retrograd._torch.fx import has_effect
 from retrograd._torch.state import ThreadModes, draws_again
-from retrograd._torch.subclass import PLAIN, Wrapping, built
+from retrograd._torch.subclass import PLAIN, Layout, built
 from retrograd._torch.tensor import graph_is_kept
 from retrograd._torch.trace import is_batched, laid_out_like, retraced
 from retrograd.aot.run.cotangents import Expected, Strides
@@ -68,7 +68,7 @@ class RegionCode:
         joint, self._graphs = partition.joint, partition.backwards[number]
         region = joint.signature.regions[number]
         self.roots, self.destinations = region.roots, region.destinations
-        self._gradients: list[Wrapping | None] = [
+        self._gradients: list[Layout | None] = [
             joint.gradients.get((number, there)) for there in self.destinations
         ]
         self._expected = [Expected.of(partition, number, root) for root in self.roots]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from retrograd._torch.autograd import passes_through_function
-from retrograd._torch.subclass import PLAIN, Wrapping, parts_of, wrapping_of
+from retrograd._torch.subclass import Layout, is_wrapper, layout_of, parts_of
 from retrograd._torch.trace import (
     is_traced,
     lies_within,
@@ -66,14 +66,14 @@ class TracedValue:
     is_seen: bool = True
 
     @property
-    def wrapping(self) -> Wrapping:
+    def wrapping(self) -> Layout:
         """How it is made up."""
-        return wrapping_of(self.value)
+        return layout_of(self.value)
 
     def parts(self) -> list[Any]:
         """The plain values that the graph gives."""
         bare = plain(self.value)
-        return parts_of(bare, wrapping_of(bare))
+        return parts_of(bare, layout_of(bare))
 
     @property
     def is_new_leaf(self) -> bool:
@@ -85,7 +85,7 @@ class TracedValue:
 
     def described(self) -> ForwardValue:
         """What later stages need to know of it."""
-        return ForwardValue(wrapping_of(plain(self.value)), None, self.is_visible, self.is_new_leaf)
+        return ForwardValue(layout_of(plain(self.value)), None, self.is_visible, self.is_new_leaf)
 
 
 @dataclass
@@ -232,7 +232,7 @@ class _Outputs:
         return next((source for source in sources if lies_within(output, entries[source])), sources[0])
 
     def _computed(self, output: torch.Tensor, sharing: Sequence[torch.Tensor]) -> OutputPlan:
-        if len(sharing) == 1 or wrapping_of(output) is not PLAIN or _is_empty(output):
+        if len(sharing) == 1 or is_wrapper(output) or _is_empty(output):
             return ComputedOutput(self.analysis.add(TracedValue(output)))
         base = next((other for other in sharing if other._is_view() and other.requires_grad), sharing[0])
         base = next((other for other in sharing if not other._is_view() and other.requires_grad), base)
@@ -251,7 +251,7 @@ class _Outputs:
                 "not-representable",
                 "a Function returns a view of what it was given, which the caller gets as well",
             )
-        if output.dtype != base.dtype or wrapping_of(output) is not PLAIN:
+        if output.dtype != base.dtype or is_wrapper(output):
             if not output._is_view():
                 raise Refusal(
                     "not-representable", "an output shares memory with a tensor of another dtype or class"

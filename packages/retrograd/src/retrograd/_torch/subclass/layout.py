@@ -1,7 +1,7 @@
-"""What a wrapper subclass is besides its inner tensors: its context and attributes, as guards see them.
+"""How a tensor is made up: plain, or a wrapper subclass (the ``__tensor_flatten__`` protocol).
 
-In: a tensor that follows the ``__tensor_flatten__`` protocol. Out: `Metadata`, frozen in time, to be compared
-with the same of another tensor and put on one that is rebuilt.
+In: values, some of them wrapper subclasses. Out: a `Layout`: class, metadata and inner values, frozen in
+time, to be compared with another value, and from which an equal one can be built of other inner tensors.
 """
 
 from __future__ import annotations
@@ -9,29 +9,19 @@ from __future__ import annotations
 import copy
 import enum
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from retrograd.errors import Refusal
 
 _ATOMS = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    type,
-    enum.Enum,
-)
+    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, type, enum.Enum,
+)  # fmt: skip
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -187,3 +177,143 @@ def _copied(value: Any, what: str) -> Any:
         return copy.deepcopy(value)
     except Exception as error:
         raise Refusal("subclass-metadata", f"{what} cannot be copied: {type(error).__name__}") from error
+
+
+def is_wrapper(value: Any) -> bool:
+    """Whether `value` is a subclass tensor that can be flattened."""
+    if type(value) is torch.Tensor or not is_traceable_wrapper_subclass(value):
+        return False
+    tensor: torch.Tensor = value  # type: ignore[assignment]
+    return not tensor.is_nested and tensor.layout is torch.strided
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An inner value that is no tensor."""
+
+    value: Any = field(compare=False)
+    count = 0
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A plain tensor."""
+
+    cls = None
+    count = 1
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value is made up like this."""
+        return not is_wrapper(value)
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A subclass tensor.
+
+    Attributes:
+        cls, metadata: what it is besides its parts.
+        requires_grad: whether it requires grad; None if that does not matter.
+        parts: name and layout of each inner value.
+        geometry: outer sizes and strides; None where the number is a flat value.
+    """
+
+    cls: Any
+    metadata: Metadata = field(compare=False)
+    requires_grad: bool | None
+    parts: tuple[tuple[str, Plain | Wrapper | Constant], ...]
+    geometry: tuple[Any, ...]
+
+    @property
+    def count(self) -> int:
+        """How many plain tensors it takes."""
+        return sum(part.count for _, part in self.parts)
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value is made up like this; its strides may differ."""
+        return taken(self, value, [])
+
+
+Layout = Plain | Wrapper
+PLAIN = Plain()
+
+
+def wrapper_layout(
+    value: Any, part_of: Callable[[Any], Layout], requires_grad: bool | None, geometry: Any = None
+) -> Wrapper:
+    """The layout of a subclass tensor.
+
+    Args:
+        part_of: gives that of an inner tensor. requires_grad, geometry: as in `Wrapper`; by default its own
+            geometry.
+
+    Raises:
+        Refusal: it cannot be taken apart without loss.
+    """
+    names, context = value.__tensor_flatten__()
+    inner = {name: getattr(value, name) for name in names}
+    parts = tuple(
+        (name, part_of(part) if isinstance(part, torch.Tensor) else Constant(part))
+        for name, part in inner.items()
+    )
+    rebuilt = type(value).__tensor_unflatten__(inner, context, value.shape, value.stride())
+    if type(rebuilt) is not type(value):
+        raise Refusal("subclass-metadata", f"{type(value).__name__} is rebuilt as {type(rebuilt).__name__}")
+    metadata = Metadata.of(value, names, context, rebuilt)
+    numbers = (*value.shape, *value.stride()) if geometry is None else geometry
+    return Wrapper(type(value), metadata, requires_grad, parts, numbers)
+
+
+def layout_of(value: Any) -> Layout:
+    """How `value` is made up, whether or not it requires grad.
+
+    Raises:
+        Refusal: it cannot be taken apart without loss.
+    """
+    return wrapper_layout(value, layout_of, None) if is_wrapper(value) else PLAIN
+
+
+def parts_of(value: Any, layout: Layout | Constant) -> list[Any]:
+    """The plain tensors inside `value`."""
+    if isinstance(layout, Wrapper):
+        return [inner for name, part in layout.parts for inner in parts_of(getattr(value, name), part)]
+    return [value] * layout.count
+
+
+def taken(layout: Layout | Constant, value: Any, flat: list[Any]) -> bool:
+    """Put the flat values of `value` into `flat`, if it has this layout."""
+    if isinstance(layout, Constant):
+        return not isinstance(value, torch.Tensor) and bool(value is layout.value or value == layout.value)
+    if isinstance(layout, Plain):
+        flat.append(value)
+        return not is_wrapper(value)
+    if type(value) is not layout.cls or layout.requires_grad not in (None, value.requires_grad):
+        return False
+    names, context = value.__tensor_flatten__()
+    if list(names) != [name for name, _ in layout.parts] or 2 * value.dim() != len(layout.geometry):
+        return False
+    if any(known not in (None, size) for known, size in zip(layout.geometry, value.shape, strict=False)):
+        return False
+    if not layout.metadata.holds_for(value, names, context):
+        return False
+    if not all(taken(part, getattr(value, name), flat) for name, part in layout.parts):
+        return False
+    numbers = zip(layout.geometry, (*value.shape, *value.stride()), strict=True)
+    flat += [number for known, number in numbers if known is None]
+    return True
+
+
+def built(layout: Layout | Constant, flat: Iterator[Any]) -> Any:
+    """Put a value together of the next flat values."""
+    if isinstance(layout, Constant):
+        return layout.value
+    if isinstance(layout, Plain):
+        return next(flat)
+    inner = {name: built(part, flat) for name, part in layout.parts}
+    geometry = [next(flat) if number is None else number for number in layout.geometry]
+    rank = len(geometry) // 2
+    size, stride = torch.Size(geometry[:rank]), tuple(geometry[rank:])
+    made: Any = layout.cls.__tensor_unflatten__(inner, layout.metadata.own_context(), size, stride)
+    layout.metadata.put_on(made)
+    wanted = layout.requires_grad
+    return made if wanted in (None, made.requires_grad) else made.requires_grad_(wanted)
