@@ -144,14 +144,9 @@ def accumulate_in_node(variable: torch.Tensor, grad: torch.Tensor) -> None:
         hooks.update(kept)
 
 
-def zeros_for_slot(node: Any, slot: int) -> torch.Tensor:
-    """Zeros in place of an undefined gradient for the differentiable output number `slot` of an
-    ``autograd.Function``."""
-    return zeros_of_slot(node, slot)()
-
-
 def zeros_of_slot(node: Any, slot: int) -> Callable[[], torch.Tensor]:
-    """Makes such zeros later, without holding on to `node`."""
+    """Makes zeros in place of an undefined gradient for the differentiable output number `slot` of the
+    forward of `node`; does not hold on to `node`."""
     metadata = node._input_metadata[slot]
     return functools.partial(torch.zeros, metadata.shape, dtype=metadata.dtype, device=metadata.device)
 

@@ -19,14 +19,15 @@ from retrograd._torch.autograd import (
     EngineRequest,
     answer_queries,
     clear_engine_cache,
+    installed_compiler,
     is_traced,
     is_transformed,
     plans_under_way,
     run_stock,
+    stock_compiler_off,
     watch_hooks,
     window,
 )
-from retrograd._torch.dynamo import installed_compiler, stock_compiler_off
 from retrograd._torch.patches import handle
 from retrograd._torch.state import compile_stance
 from retrograd.errors import ContextError

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch._C._dynamo import compiled_autograd as engine_protocol
+from torch._dynamo import compiled_autograd as stock
 
 from retrograd._torch.autograd.capture_turns import window
 from retrograd._torch.autograd.engine import EngineRequest, run_stock
@@ -185,3 +186,25 @@ def _compiler(factory: Callable[[], Any] | None) -> Iterator[None]:
         yield
     finally:
         engine_protocol.set_autograd_compiler(*prior)
+
+
+def installed_compiler() -> Any | None:
+    """The compiler that stock compiled autograd has installed, another one each time that it is switched on;
+    None if it is off. Ours is never seen here."""
+    if not stock.compiled_autograd_enabled:
+        return None
+    with window.stock():  # no capture of ours is under way on another thread
+        compiler, dynamic = engine_protocol.set_autograd_compiler(None, False)
+        engine_protocol.set_autograd_compiler(compiler, dynamic)
+    return compiler
+
+
+@contextmanager
+def stock_compiler_off() -> Iterator[None]:
+    """Switch stock compiled autograd off, and on again at the end."""
+    with _compiler(None):
+        stock.compiled_autograd_enabled = False
+        try:
+            yield
+        finally:
+            stock.compiled_autograd_enabled = True

@@ -6,7 +6,6 @@ In: the arguments of ``torch.autograd.graph._engine_run_backward``, the one Pyth
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -50,24 +49,17 @@ class EngineRequest:
     @classmethod
     def of(
         cls,
-        tensors: Iterable[Any],
-        grad_tensors: Iterable[Any],
+        tensors: Any,
+        grad_tensors: Any,
         keep_graph: bool,
         create_graph: bool,
-        inputs: Iterable[Any] | None = (),
-        allow_unreachable: bool = False,
-        accumulate_grad: bool = False,
+        inputs: Any = (),
+        *flags: bool,
+        **named: bool,
     ) -> EngineRequest:
         """Read the arguments as the gateway receives them."""
-        return cls(
-            tuple(tensors),
-            tuple(grad_tensors),
-            keep_graph,
-            create_graph,
-            tuple(inputs or ()),
-            allow_unreachable,
-            accumulate_grad,
-        )
+        given = tuple(inputs or ())
+        return cls(tuple(tensors), tuple(grad_tensors), keep_graph, create_graph, given, *flags, **named)
 
 
 def run_stock(request: EngineRequest) -> tuple[torch.Tensor | None, ...]:

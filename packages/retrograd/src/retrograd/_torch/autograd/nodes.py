@@ -14,12 +14,8 @@ from typing import Any
 
 import torch
 
+from retrograd._torch.tensor import zeros_of_slot
 from retrograd.errors import Refusal
-
-
-def edges_of(node: Any) -> tuple[tuple[Any, int] | None, ...]:
-    """One entry per gradient of the node."""
-    return tuple(None if below is None else (below, slot) for below, slot in node.next_functions)
 
 
 def leaf_of(node: Any) -> torch.Tensor | None:
@@ -35,12 +31,6 @@ def input_count(node: Any) -> int:
 def tells_undefined(node: Any) -> bool:
     """Whether the node is a Function that wants None, not zeros, for undefined gradients."""
     return hasattr(node, "apply") and not materializes_grads(node)
-
-
-def zeros_like_input(node: Any, slot: int) -> torch.Tensor:
-    """Zeros of the shape, dtype and device that the node's input `slot` has."""
-    metadata = node._input_metadata[slot]
-    return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
 
 
 def fitted(node: Any, slot: int, grad: torch.Tensor) -> torch.Tensor:
@@ -73,7 +63,7 @@ def call_node(node: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Ten
         results = node(*grads)
         return list(results) if isinstance(results, tuple) else [results]
     if materializes_grads(node):
-        grads = [zeros_like_input(node, i) if grad is None else grad for i, grad in enumerate(grads)]
+        grads = [zeros_of_slot(node, i)() if grad is None else grad for i, grad in enumerate(grads)]
     before = dict(vars(node))
     results = node.apply(*grads)
     if vars(node) != before:
@@ -102,7 +92,7 @@ def _by_edge(node: Any, results: Sequence[Any]) -> list[torch.Tensor | None]:
             f"got {len(results)})",
         )
     values = iter([result for result, want in zip(results, wanted, strict=False) if want])
-    grads = [None if edge is None else next(values) for edge in edges_of(node)]
+    grads = [None if below is None else next(values) for below, _ in node.next_functions]
     for grad in grads:
         if grad is not None and not isinstance(grad, torch.Tensor):
             raise Refusal(

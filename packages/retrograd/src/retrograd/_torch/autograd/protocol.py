@@ -1,7 +1,7 @@
 """The object that the engine talks to when it meets a new structure.
 
 In: the engine's calls, whose forms differ by release, with placeholder tensors of ours for everything
-lifted. Out: the same calls in one form to a `Recorder`, with the recorder's own values.
+lifted. Out: the same calls in one form to a recorder, with the recorder's own values.
 
 The engine never computes with a placeholder; it only passes it on, so an empty CPU tensor per value is
 enough: no fake tensors, no proxies. Source: ``torch/csrc/dynamo/python_compiled_autograd.cpp`` and the
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._dynamo import compiled_autograd as stock
@@ -27,48 +27,10 @@ from retrograd._torch.autograd.collection import runtime_wrapper
 from retrograd._torch.releases import accumulated
 from retrograd._torch.tensor import zeros_of_slot
 from retrograd.errors import Refusal
-from retrograd.graph.aot_backward import AotBackward, AotCall
+from retrograd.graph.aot_backward import AotCall
 from retrograd.graph.backward_graph import HookKind
 
 Value = Any  # a value of the recorder (an FX node); None is an undefined gradient
-
-
-class Recorder(Protocol):
-    """What the protocol tells. Lists of values are gradients; None in them is an undefined gradient."""
-
-    def begin(
-        self, inputs: int, sizes: int, scalars: int
-    ) -> tuple[list[Value], list[Value], list[Value]]: ...
-    def enter_node(self, index: int, name: str) -> None: ...
-    def node(
-        self, name: str, fn: Callable[..., Any], grads: list[Value], args: Any, wanted: list[bool]
-    ) -> list[Value]: ...
-    def cpp_function(
-        self, name: str, fn: Callable[..., Any], grads: list[Value], args: Any, wanted: list[bool]
-    ) -> list[Value]: ...
-    def validate(self, fn: Callable[..., Any], outputs: list[Value], args: Any) -> list[Value]: ...
-    def copy_slices_prologue(self, grads: list[Value], base: Any, view: Any) -> list[Value]: ...
-    def copy_slices_epilogue(
-        self, needs: list[bool], result: Value, grads: list[Value], slice_: Value
-    ) -> list[Value]: ...
-    def function(
-        self,
-        context: int,
-        grads: list[Value],
-        saved: list[Value],
-        wanted: list[bool],
-        zeros: tuple[Value, ...],
-        note: str,
-    ) -> list[Value]: ...
-    def aot_backward(self, aot: AotBackward, call: AotCall) -> list[Value]: ...
-    def add(self, old: Value, new: Value) -> Value: ...
-    def accumulate(self, variable: Value, grad: Value, has_post_hooks: bool) -> Value: ...
-    def tensor_hook(self, kind: HookKind, grads: list[Value], hook: int, slot: int) -> list[Value]: ...
-    def node_pre_hook(self, grads: list[Value], hook: int) -> list[Value]: ...
-    def node_post_hook(self, outputs: list[Value], grads: list[Value], hook: int) -> list[Value]: ...
-    def post_accumulate_hook(self, variable: Value, hook: int) -> None: ...
-    def unpack(self, hook: int, packed: int) -> Value: ...
-    def finish(self, outputs: list[Value]) -> Any: ...
 
 
 class EngineProtocol:
@@ -79,10 +41,11 @@ class EngineProtocol:
     something to walk on with, and the exception is raised where nothing is swapped: before the next node.
 
     Args:
-        recorder: is told everything; the artifact it returns from ``finish`` goes into the engine's cache.
+        recorder: is told everything, as ``live.capture.recorder`` is; lists of values are gradients. The
+            artifact that it returns from ``finish`` goes into the engine's cache.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
         self._values: dict[int, Value] = {}
         self._kept: list[torch.Tensor] = []

@@ -25,4 +25,3 @@ from retrograd._torch.dynamo.frames import (
     place_of,
     user_error_behind,
 )
-from retrograd._torch.dynamo.stock_compiler import installed_compiler, stock_compiler_off

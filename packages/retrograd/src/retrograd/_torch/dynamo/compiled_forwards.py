@@ -21,10 +21,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from retrograd._torch.autograd import versions_of
 from retrograd._torch.fx import copied
 from retrograd._torch.patches import handle
 from retrograd._torch.releases import gradients_of
-from retrograd._torch.tensor import zeros_for_slot
+from retrograd._torch.state import generator_states
+from retrograd._torch.tensor import zeros_of_slot
 
 
 class _Compiling(threading.local):
@@ -48,7 +50,7 @@ class _Inputs:
         """Remember `args`, tensors weakly."""
         return cls(
             tuple(weakref.ref(a) if isinstance(a, torch.Tensor) else a for a in args),
-            tuple(a._version if _has_version(a) else None for a in args),
+            tuple(versions_of(args)),
         )
 
     def unchanged(self) -> list[Any] | None:
@@ -126,7 +128,7 @@ def _make_differentiable(
                 return result
         for i, grad in enumerate(flat):
             if grad is None:
-                flat[i] = zeros_for_slot(ctx, i)
+                flat[i] = zeros_of_slot(ctx, i)()
         return backward(ctx, flat) if boxed else backward(ctx, *flat)
 
     cls.forward = staticmethod(forward_that_remembers)
@@ -177,12 +179,5 @@ def _is_repeatable(graph: fx.GraphModule, metadata: Any, n_inputs: int) -> bool:
 def _random_states(values: Sequence[Any]) -> list[bytes]:
     """The states of the generators that the graph could draw from."""
     devices = {v.device for v in values if isinstance(v, torch.Tensor) and v.device.type == "cuda"}
-    states = [
-        torch.get_rng_state(),
-        *(torch.cuda.get_rng_state(device) for device in sorted(devices, key=str)),
-    ]
-    return [state.numpy().tobytes() for state in states]
-
-
-def _has_version(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_inference()
+    states = generator_states([torch.device("cpu"), *sorted(devices, key=str)])
+    return [state.numpy().tobytes() for state in states.values()]

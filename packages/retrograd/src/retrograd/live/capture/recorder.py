@@ -1,8 +1,8 @@
 """Record one backward, as the engine walks it, into a `BackwardGraph`.
 
-In: the calls of ``_torch.autograd.protocol`` (this is its `Recorder`), with FX nodes as values. Out: a
-`BackwardGraph` in the order of the engine's walk. Nothing is computed, traced or compiled here, and no
-tensor metadata is baked in.
+In: the calls of ``_torch.autograd.protocol``, with FX nodes as values: lists of them are gradients, and None
+is an undefined one. Out: a `BackwardGraph` in the order of the engine's walk. Nothing is computed, traced or
+compiled here, and no tensor metadata is baked in.
 """
 
 from __future__ import annotations
