@@ -9,7 +9,6 @@ Eager restores grad mode and autocast before each node of a backward (``ThreadLo
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,8 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
-from torch import fx
-from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -298,52 +295,10 @@ def _is_foreign(mode: Any) -> bool:
     return type(mode) is not DeviceContext
 
 
-def insert_replay(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Replace a call that draws random numbers by one that also keeps the generator's state.
-
-    Returns:
-        The state, what the call gives (which is read in place of `node`), and a call that gives it again.
-    """
-    draw: tuple[Any, ...] = (node.target, *node.args)
-    with graph.inserting_before(node):
-        both = graph.call_function(run_and_save_rng_state, draw, dict(node.kwargs))
-        state = graph.call_function(operator.getitem, (both, 0))
-        value = graph.call_function(operator.getitem, (both, 1))
-        again = graph.call_function(run_with_rng_state, (state, *draw), dict(node.kwargs))
-    for made in (both, value, again):
-        made.meta = dict(node.meta)
-    value.name, again.name = f"{node.name}_drawn", f"{node.name}_again"
-    state.meta["val"] = _fake_state(node)
-    node.replace_all_uses_with(value)
-    graph.erase_node(node)
-    return state, value, again
-
-
-def draws_again(graph: fx.Graph) -> bool:
-    """Whether numbers are drawn in it from a state that was kept."""
-    return any(node.target is run_with_rng_state for node in graph.nodes)
-
-
-def _fake_state(node: fx.Node) -> torch.Tensor:
-    """A fake of the state of the generator that a call draws from."""
-    value = node.meta["val"]
-    while isinstance(value, (tuple, list)):
-        value = value[0]
-    with real_tensors():
-        cuda = value.device.type == "cuda" and torch.cuda.is_available()
-        size = (torch.cuda.get_rng_state() if cuda else torch.random.get_rng_state()).numel()
-    with value.fake_mode:
-        return torch.empty(size, dtype=torch.uint8)
-
-
 def generator_states(devices: Iterable[torch.device]) -> dict[torch.device, Any]:
     """The states of the default generators of these devices."""
-    states: dict[torch.device, Any] = {}
-    for device in devices:
-        states[device] = (
-            torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.random.get_rng_state()
-        )
-    return states
+    cuda, cpu = torch.cuda.get_rng_state, torch.random.get_rng_state
+    return {device: cuda(device) if device.type == "cuda" else cpu() for device in devices}
 
 
 def seeds_and_states() -> tuple[Any, ...]:
@@ -353,23 +308,19 @@ def seeds_and_states() -> tuple[Any, ...]:
         return bytes(torch.random.get_rng_state().numpy()), seeds
 
 
-def restore_generator_states(states: dict[torch.device, Any]) -> None:
-    """Put generators back into states from `generator_states`."""
-    _set(states)
-
-
 @contextmanager
 def with_generator_states(states: dict[torch.device, Any]) -> Iterator[None]:
     """Inside, the default generators are in `states`; afterwards as they were before."""
     before = generator_states(states)
     try:
-        _set(states)
+        restore_generator_states(states)
         yield
     finally:
-        _set(before)
+        restore_generator_states(before)
 
 
-def _set(states: dict[torch.device, Any]) -> None:
+def restore_generator_states(states: dict[torch.device, Any]) -> None:
+    """Put generators back into states from `generator_states`."""
     for device, state in states.items():
         if device.type == "cuda":
             torch.cuda.set_rng_state(state, device)

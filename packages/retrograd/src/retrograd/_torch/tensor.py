@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch._C._dynamo import guards
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 Size = tuple[int, ...]
 
@@ -63,11 +62,6 @@ def same_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.data
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill the memory between the first and the last, each place once."""
-    return bool(is_non_overlapping_and_dense_or_false(tensor))
-
-
 def new_memory(device: torch.device) -> Callable[[Size, Size, torch.dtype], torch.Tensor]:
     """What makes tensors of a size, strides and a dtype on `device`, as quickly as is possible now."""
     if device.type == "cpu":
@@ -90,8 +84,8 @@ def _end(tensor: torch.Tensor) -> int:
     return begin + 1 + sum(int((size - 1) * stride) for size, stride in pairs) if tensor.numel() else begin
 
 
-def is_non_overlapping_and_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements fill a block of memory, each once."""
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill the memory between the first and the last, each place once."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -106,7 +100,7 @@ def obeys_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> bool:
     """Whether a dense `grad` has the strides that ``variable.grad`` owes."""
     if grad.is_nested or variable.layout is not torch.strided:
         return False
-    if not is_non_overlapping_and_dense(variable):
+    if not is_dense(variable):
         return grad.is_contiguous()
     return all(
         stride == owed if size != 1 else stride != 0
@@ -116,7 +110,7 @@ def obeys_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> bool:
 
 def clone_for_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> torch.Tensor:
     """A copy of `grad` with the strides that ``variable.grad`` owes; differentiable in grad mode."""
-    if variable.layout is torch.strided and is_non_overlapping_and_dense(variable):
+    if variable.layout is torch.strided and is_dense(variable):
         empty = grad.new_empty_strided(
             variable.shape, variable.stride(), dtype=grad.dtype, device=variable.device
         )

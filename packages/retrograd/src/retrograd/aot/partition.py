@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import has_effect, is_mutating, lazy_graph_module
-from retrograd._torch.state import insert_replay
+from retrograd._torch.fx import has_effect, insert_replay, is_mutating, lazy_graph_module
 from retrograd.aot.extract import extract, needed_between
 from retrograd.aot.policies import choose_saved, draws_random_numbers
 from retrograd.aot.sink_recompute import compute_again_late

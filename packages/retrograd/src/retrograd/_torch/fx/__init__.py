@@ -16,9 +16,11 @@ from retrograd._torch.fx.graphs import (
 from retrograd._torch.fx.operators import (
     aliased_inputs,
     depends_on_data,
+    draws_again,
     fill_in_place,
     fills_with_random_numbers,
     has_effect,
+    insert_replay,
     is_collective,
     is_higher_order,
     is_mutating,

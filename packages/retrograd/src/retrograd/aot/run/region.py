@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import has_effect
-from retrograd._torch.state import ThreadModes, draws_again
+from retrograd._torch.fx import draws_again, has_effect
+from retrograd._torch.state import ThreadModes
 from retrograd._torch.subclass import PLAIN, Layout, built
 from retrograd._torch.tensor import graph_is_kept
 from retrograd._torch.trace import is_batched, laid_out_like, retraced
