@@ -101,7 +101,7 @@ class Inputs:
     def call(self) -> Any:
         """Run the function."""
         count = len(self.state.leaves)
-        with self.state.ambient.restored(), FreeTensors(self.found) as free, checkpoints_marked(self.tracer):
+        with self.state.ambient.restored(), FreeTensors(self.found) as free, checkpoints_marked():
             result = self.state.call(self.entries[:count])
             if torch.is_grad_enabled() != self.state.ambient.grad:
                 raise Refusal("not-representable", "it leaves grad mode switched")
