@@ -9,6 +9,7 @@ from retrograd._torch.fx.graphs import (
     add_placeholder,
     boxed,
     copied,
+    copied_module,
     lazily,
     lazy_graph_module,
     with_strides,

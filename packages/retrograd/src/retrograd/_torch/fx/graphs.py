@@ -31,6 +31,15 @@ def copied(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
+def copied_module(
+    gm: fx.GraphModule, module: Callable[[nn.Module, fx.Graph, str], fx.GraphModule] = fx.GraphModule
+) -> fx.GraphModule:
+    """A copy of `gm`, made by `module`; tensors and submodules are shared, ``meta`` dictionaries are not."""
+    copy = module(gm, copied(gm.graph), "joint")
+    copy.meta = dict(gm.meta)
+    return copy
+
+
 def boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     """A function that runs the graph of `gm`, as it is now."""
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]

@@ -16,7 +16,7 @@ from torch._functorch import partitioners
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.utils.checkpoint import CheckpointPolicy
 
-from retrograd._torch.fx import lazily, lazy_graph_module
+from retrograd._torch.fx import copied, lazily, lazy_graph_module
 from retrograd._torch.patches import handled_here
 
 #: what torch's partitioner gives a backward besides values of the joint graph: cotangents, and states of
@@ -40,18 +40,15 @@ def cut_by(
         pinned: calls that must not be made again; if one gives several values, each is kept, whatever its
             mark says.
     """
-    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in gm.graph.nodes:
-        copy = made[node] = graph.node_copy(node, made.__getitem__)
-        copy.meta = dict(node.meta)
+    graph = copied(gm.graph)
+    for node in graph.nodes:
         if node.name in cotangents:
-            copy.target = f"tangents_{node.name}"  # how torch tells them from primals
+            node.target = f"tangents_{node.name}"  # how torch tells them from primals
         if node.name in pinned or (node.target is operator.getitem and node.args[0].name in pinned):
-            copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            copy.meta.setdefault("ac_graph_id", 0)
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            node.meta.setdefault("ac_graph_id", 0)
         if node.meta.get("is_backward"):
-            copy.meta["partitioner_tag"] = "is_backward"
-    names = {copy.name: node.name for node, copy in made.items()}
+            node.meta["partitioner_tag"] = "is_backward"
     inputs = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
     context = tracing(TracingContext(detect_fake_mode(inputs)))  # for states of generators
     module = lazy_graph_module(gm, graph)
@@ -61,7 +58,7 @@ def cut_by(
         else:
             _, backward = partitioner(module, inputs, num_fwd_outputs=forward_count)
             chosen = [n.name for n in backward.graph.nodes if n.op == "placeholder" and _is_value(n)]
-    return [names.get(name, name) for name in chosen if names.get(name) not in cotangents]
+    return [name for name in chosen if name not in cotangents]
 
 
 def _is_value(placeholder: fx.Node) -> bool:

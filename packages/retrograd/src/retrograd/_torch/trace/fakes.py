@@ -89,33 +89,20 @@ def why_not_fakeable(value: torch.Tensor) -> str | None:
     return None
 
 
-def fake_results(gm: fx.GraphModule, examples: Sequence[Any]) -> dict[fx.Node, Any]:
-    """What each node of `gm` gives for the fake `examples`."""
-    found: dict[fx.Node, Any] = {}
+def know_values(gm: fx.GraphModule, examples: Sequence[Any]) -> fx.GraphModule:
+    """`gm`, each of whose nodes knows now, in ``meta["val"]``, what it gives for the fake `examples`."""
 
     class Recorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             value = super().run_node(n)
             if n.op != "output":
-                found[n] = value
+                n.meta["val"] = value
             return value
 
-    mode = next(
-        filter(None, (fake_mode_of(value) for value in examples if isinstance(value, torch.Tensor))), None
-    )
-    with torch.no_grad(), mode or new_fake_mode(True), enable_python_dispatcher():
+    modes = (fake_mode_of(value) for value in examples if isinstance(value, torch.Tensor))
+    with torch.no_grad(), next(filter(None, modes), None) or new_fake_mode(True), enable_python_dispatcher():
         Recorder(gm).run(*examples)
-    return found
-
-
-def retraced(gm: fx.GraphModule, examples: Sequence[Any]) -> fx.GraphModule:
-    """A copy of `gm` whose ``meta["val"]`` are what its nodes give for the fake `examples`."""
-    found = fake_results(gm, examples)
-    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in gm.graph.nodes:
-        made[node] = graph.node_copy(node, made.__getitem__)
-        made[node].meta = {**node.meta, "val": found[node]} if node in found else dict(node.meta)
-    return fx.GraphModule(gm, graph)
+    return gm
 
 
 def laid_out_like(fake: Any, value: Any) -> Any:
