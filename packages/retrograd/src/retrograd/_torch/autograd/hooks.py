@@ -17,6 +17,7 @@ from torch._C._dynamo import compiled_autograd as engine_protocol
 from torch.autograd.graph import get_gradient_edge
 
 from retrograd._torch.patches import Handler, handle
+from retrograd.errors import Escape
 from retrograd.graph.backward_graph import HookKind
 
 
@@ -78,11 +79,6 @@ class HookChanges:
                         yield LateHook(kind, node, 0, hook, number)
 
 
-class _FoundError(Exception):
-    def __init__(self, hooks: Any) -> None:
-        self.hooks = hooks
-
-
 #: of the plans under way, on all threads: a hook may concern any of them.
 _watched: list[HookChanges] = []
 _ASKING = object()
@@ -103,8 +99,8 @@ def _dict_behind(register: Callable[..., Any]) -> Any:
     """The dict into which `register` would put a hook; nothing is put there."""
     try:
         register(_ASKING)
-    except _FoundError as found:
-        return found.hooks
+    except Escape as found:
+        return found.value
     raise AssertionError("torch registers node hooks in another way than it did")
 
 
@@ -126,7 +122,7 @@ def _registering(kind: HookKind) -> Handler:
 
 def _registering_on_node(original: Callable[..., Any], hooks: Any, hook: Any) -> Any:
     if hook is _ASKING:
-        raise _FoundError(hooks)
+        raise Escape(hooks)
     hooks, handle = original(hooks, hook)
     for changes in tuple(_watched):
         changes._unplaced.append((hooks, hook, handle.id))

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.fx import copied, lazily, lazy_graph_module
 from retrograd._torch.patches import handled_here
+from retrograd.errors import Escape
 
 #: what torch's partitioner gives a backward besides values of the joint graph: cotangents, and states of
 #: generators from which numbers are drawn again.
@@ -65,14 +66,6 @@ def _is_value(placeholder: fx.Node) -> bool:
     return not str(placeholder.target).startswith(_NO_VALUES)
 
 
-class _ChosenError(Exception):
-    """Not an error: leaves torch's partitioner when it has chosen what is saved."""
-
-    def __init__(self, saved: Sequence[fx.Node]) -> None:
-        super().__init__()
-        self.saved = saved
-
-
 def _minimum_cut(module: fx.GraphModule, inputs: Sequence[Any], forward_count: int) -> Sequence[fx.Node]:
     """What torch's minimum cut saves, of that what the backward reads.
 
@@ -80,13 +73,14 @@ def _minimum_cut(module: fx.GraphModule, inputs: Sequence[Any], forward_count: i
     """
 
     def stop(original: Any, joint: Any, values: Any, saved_sym_nodes: Any, *args: Any, **kwargs: Any) -> Any:
-        raise _ChosenError(_reached(joint.graph, forward_count, {*values, *saved_sym_nodes}))
+        raise Escape(_reached(joint.graph, forward_count, {*values, *saved_sym_nodes}))
 
     with handled_here("torch._functorch.partitioners:_extract_fwd_bwd_modules", stop):
         try:
             partitioners.min_cut_rematerialization_partition(module, inputs, num_fwd_outputs=forward_count)
-        except _ChosenError as chosen:
-            return chosen.saved
+        except Escape as chosen:
+            saved: Sequence[fx.Node] = chosen.value
+            return saved
     raise AssertionError("torch's partitioner has made no halves")
 
 

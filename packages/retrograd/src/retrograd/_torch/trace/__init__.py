@@ -7,7 +7,6 @@ from retrograd._torch.trace.checkpointing import checkpoints_marked
 from retrograd._torch.trace.expressions import (
     Symbol,
     Tree,
-    UnknownExpressionError,
     encoded,
     guards_of,
     holds,

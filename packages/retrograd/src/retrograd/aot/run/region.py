@@ -31,7 +31,7 @@ from retrograd.config import Config
 from retrograd.events import counters
 from retrograd.graph.partition import Partition
 from retrograd.report import Report
-from retrograd.specialize import MOST_FAILURES, why_failed
+from retrograd.specialize.callable import MOST_FAILURES, why_failed
 
 #: how many layouts of cotangents code is made for; with others the region runs as eager.
 MOST_LAYOUTS = 4
