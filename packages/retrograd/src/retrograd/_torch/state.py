@@ -12,7 +12,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -176,52 +175,51 @@ def _switch(now: KeptModes, to: KeptModes) -> None:
             torch.set_autocast_enabled(device, on)
 
 
-@dataclass
-class Kept:
-    """What was put back after a block: `left` are the modes as the block left them, None if as before."""
+class ModesKept:
+    """Puts grad mode and autocast back at the end of a block.
 
-    left: KeptModes | None = None
+    Args:
+        switched_to: how they are inside; None: as they are outside.
+
+    Attributes:
+        left: the modes as the block left them, None if as before.
+    """
+
+    __slots__ = ("_before", "_switched_to", "left")
+
+    def __init__(self, switched_to: KeptModes | None = None) -> None:
+        self._switched_to = switched_to
+        self.left: KeptModes | None = None
+
+    def __enter__(self) -> ModesKept:
+        self._before = _kept_modes()
+        if self._switched_to is not None:
+            _switch(self._before, self._switched_to)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if (now := _kept_modes()) != self._before:
+            self.left = now
+            _switch(now, self._before)
 
 
-@contextmanager
-def modes_kept(switched_to: KeptModes | None = None) -> Iterator[Kept]:
-    """Put grad mode and autocast back at the end of the block; inside, first switch them if that is asked."""
-    before = _kept_modes()
-    kept = Kept()
-    if switched_to is not None:
-        _switch(before, switched_to)
-    try:
-        yield kept
-    finally:
-        if (now := _kept_modes()) != before:
-            kept.left = now
-            _switch(now, before)
-
-
-class UserCode:
-    """Calls user code, one call after the other, as inside `modes_kept`; cheap where nothing changes.
+class UserCode(ModesKept):
+    """Calls user code, one call after the other, and puts modes back after each.
 
     Args:
         modes: what `ThreadModes.now` gives now.
-
-    Attributes:
-        left: the modes as the last call left them, None if as before it.
     """
 
-    __slots__ = ("_before", "_modes", "left")
+    __slots__ = ("_modes",)
 
     def __init__(self, modes: ThreadModes) -> None:
-        self._before, self._modes = _kept_modes(), modes
-        self.left: KeptModes | None = None
+        super().__init__()
+        self._modes = modes
 
     def call(self, fn: Callable[..., T], args: Sequence[Any]) -> T:
         """What ``fn(*args)`` returns."""
-        try:
+        with self:
             return fn(*args)
-        finally:
-            if (now := _kept_modes()) != self._before:
-                self.left = now
-                _switch(now, self._before)
 
     def has_changed_modes(self) -> bool:
         """Whether what runs next may not run as it would have run before the last call."""

@@ -66,9 +66,10 @@ class Recorded:
         self._layouts = {i: layout_of(inputs[i]) for i in tensors}
         self.addresses = [v.data_ptr() if isinstance(v, torch.Tensor) else 0 for v in inputs]
         given = [buffers.get(i, value) for i, value in enumerate(inputs)]
-        recording = recorder.record(fn, given, device, is_common=not kept)
-        self._replay = recording.replay
-        self._results = Results(recording.take_outputs(), given, kept)
+        graph, outputs = recorder.record(fn, given, device, is_common=not kept)
+        self._replay = graph.replay
+        self._results = Results(outputs, given, kept)
+        del outputs  # who holds one from now on is told from that
         self._results.settle()
         groups = _by_dtype([one.target for one in self._copied])
         self._groups = [[self._copied[i] for i in group] for group in groups]

@@ -97,7 +97,7 @@ def memory_layout(values: Sequence[Any]) -> Layout:
 
 
 class MemoryGuard:
-    """Guards the sharing of memory.
+    """Guards the sharing of memory. Tensors that lie where they lay in the last call are not looked at again.
 
     Args:
         values: the inputs that the code was made for.

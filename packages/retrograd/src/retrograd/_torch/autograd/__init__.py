@@ -4,7 +4,6 @@ In: arguments of a backward, autograd nodes and hooks. Out: what the engine coll
 """
 
 from retrograd._torch.autograd.aot_functions import is_aot_node, tensors_on_context
-from retrograd._torch.autograd.capture_blockers import is_traced, is_transformed, why_not_collectable
 from retrograd._torch.autograd.capture_turns import window
 from retrograd._torch.autograd.collection import (
     Collected,
@@ -14,7 +13,14 @@ from retrograd._torch.autograd.collection import (
     installed_compiler,
     stock_compiler_off,
 )
-from retrograd._torch.autograd.engine import GATEWAYS, EngineRequest, run_stock
+from retrograd._torch.autograd.engine import (
+    GATEWAYS,
+    EngineRequest,
+    is_traced,
+    is_transformed,
+    run_stock,
+    why_not_collectable,
+)
 from retrograd._torch.autograd.graph_task import outside_of_graph_task, run_in_graph_task, warn_of_layout
 from retrograd._torch.autograd.hooks import (
     HookChanges,

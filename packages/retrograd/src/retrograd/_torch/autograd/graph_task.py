@@ -99,7 +99,11 @@ _warned: set[bool] = set()
 
 
 def warn_of_layout(existing: torch.Tensor, grad: torch.Tensor, variable: torch.Tensor) -> None:
-    """Have torch warn, if eager would have when it added `grad` to the ``.grad`` that was `existing`."""
+    """Have torch warn, if eager would have when it added `grad` to the ``.grad`` that was `existing`.
+
+    It does so in its own words and as often as it wants: an AccumulateGrad node is run on tensors without
+    data of the same sizes and strides. The rule is ``CHECK_RESULT`` in ``accumulate_grad.h``.
+    """
     total = grad_of(variable)
     create_graph = torch.is_grad_enabled()
     if total is None or (create_graph in _warned and not torch.is_warn_always_enabled()):

@@ -165,5 +165,6 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def has_waiting_hooks(values: Iterable[Any]) -> bool:
-    """Whether one of `values` is a leaf with post-accumulate-grad hooks."""
+    """Whether one of `values` is a leaf with post-accumulate-grad hooks. They may free the gradient at once,
+    as an optimizer in backward does, so that it matters how many gradients there are at a time."""
     return any(bool(value._post_accumulate_grad_hooks) for value in values if type(value) in _PLAIN)

@@ -120,7 +120,8 @@ class _Sample(torch.autograd.Function):
 
 
 def materializes_grads(ctx: Any) -> bool:
-    """Whether undefined gradients reach the backward of `ctx` as zeros."""
+    """Whether undefined gradients reach the backward of `ctx` as zeros. torch lets the flag be set, but not
+    be read: it is read in the context's own memory, at the byte that changes when one of ours is switched."""
     return ctypes.string_at(id(ctx) + flag_offset(), 1) != b"\0"
 
 

@@ -33,7 +33,8 @@ def saved_name(node: Any, hook: Callable[..., Any], packed: Any) -> str | None:
 
 
 def read_saved(node: Any, name: str) -> torch.Tensor:
-    """The saved tensor with its history, by way of its unpack hook."""
+    """The saved tensor with its history, by way of its unpack hook. The engine hands over the hook and the
+    packed value only; ``SavedVariable::unpack`` adds the edge into the graph, or that it is a leaf."""
     tensor = getattr(node, name)
     assert isinstance(tensor, torch.Tensor)
     return tensor
@@ -52,29 +53,15 @@ class Versions(Generic[Key]):
     """The versions of tensors at one time.
 
     Args:
-        tensors: by key; what is no tensor, or tracks no version, is left out.
+        versions: of `versions_of`, by key; what tracks none is left out.
     """
 
-    @without_torch_functions
-    def __init__(self, tensors: Mapping[Key, Any]) -> None:
-        self._versions = {
-            key: tensor._version
-            for key, tensor in tensors.items()
-            if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
-        }
-
-    @classmethod
-    def taken(cls, versions: Iterable[tuple[Key, int | None]]) -> Versions[Key]:
-        """Versions that somebody took with `versions_of`."""
-        found: Versions[Key] = cls({})
-        found._versions = {key: version for key, version in versions if version is not None}
-        return found
+    def __init__(self, versions: Iterable[tuple[Key, int | None]]) -> None:
+        self._versions = {key: version for key, version in versions if version is not None}
 
     def renamed(self, names: Iterable[tuple[Key, Key]]) -> Versions[Key]:
         """The same versions under other keys, given as (old, new); keys without a new one are dropped."""
-        renamed: Versions[Key] = Versions({})
-        renamed._versions = {new: self._versions[old] for old, new in names if old in self._versions}
-        return renamed
+        return Versions((new, self._versions.get(old)) for old, new in names)
 
     @without_torch_functions
     def changed(self, keys: Iterable[Key], tensors: Mapping[Key, Any]) -> dict[Key, str]:
@@ -125,7 +112,8 @@ def _versions_of_any(values: Sequence[Any]) -> list[int | None]:
 def request_to_release(
     live: LiveGraph, request: EngineRequest, nodes: Collection[int], from_roots: bool
 ) -> EngineRequest:
-    """The backward whose nodes are `nodes`.
+    """The backward whose nodes are `nodes`. The engine takes whole paths: they hold every node on a path
+    between two of them.
 
     Args:
         live: the graph of `request`. nodes: indices in it.
@@ -142,7 +130,8 @@ def request_to_release(
 
 
 def release(request: EngineRequest, factory: Callable[[], Any]) -> None:
-    """Have the engine hand over the nodes of `request`, and drop everything.
+    """Have the engine hand over the nodes of `request`, and drop everything: it releases what it has handed
+    over, and torch has no other call for that.
 
     Raises:
         Refusal: another thread is in a backward.

@@ -121,8 +121,8 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 def with_strides(run: Boxed, fakes: Sequence[Any]) -> Boxed:
-    """`run`, whose results have the strides of `fakes`, where these are static. It is always the same results
-    that do not: they are looked for in the first call."""
+    """`run`, whose results have the strides of `fakes`, where these are static: a code generator may pad a
+    matrix product and give a slice of it. The first call shows with which results it does so."""
     places: list[int] | None = None
 
     def run_with_strides(args: list[Any]) -> Sequence[Any]:

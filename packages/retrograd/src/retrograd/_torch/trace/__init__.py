@@ -3,7 +3,6 @@
 In: functions and the tensors they are called with. Out: ATen graphs, and what they assume.
 """
 
-from retrograd._torch.trace.checkpointing import checkpoints_marked
 from retrograd._torch.trace.expressions import (
     Symbol,
     Tree,
@@ -33,6 +32,7 @@ from retrograd._torch.trace.fakes import (
 )
 from retrograd._torch.trace.functional import (
     FreeTensors,
+    changes_of,
     functional_mode,
     inner_tensors,
     is_traced,
@@ -40,16 +40,12 @@ from retrograd._torch.trace.functional import (
     plain,
     storage_key,
     to_functional,
-    was_data_mutated,
-    was_metadata_mutated,
-    was_mutated_unseen_by_autograd,
-    was_storage_changed,
     without_tokens,
 )
 from retrograd._torch.trace.graph_tracer import JointTracer, is_tracing_here, make_graph, noted
 from retrograd._torch.trace.history import History, Part, saved_tensors_unseen
 from retrograd._torch.trace.input_guards import InputGuard, changed_sizes
-from retrograd._torch.trace.interpret import run_graph
+from retrograd._torch.trace.interpret import checkpoints_marked, run_graph
 from retrograd._torch.trace.segment_tracer import (
     Traced,
     arguments_read,

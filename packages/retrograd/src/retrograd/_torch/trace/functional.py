@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -87,38 +87,40 @@ def storage_key(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(int(inner.untyped_storage()._cdata) for inner in inner_tensors(value))
 
 
-def was_data_mutated(value: torch.Tensor) -> bool:
-    """Whether its elements were written to, also through an alias."""
-    return any(torch._functionalize_has_data_mutation(part.elem) for part in _parts(value))  # type: ignore[attr-defined]
+class Changes(NamedTuple):
+    """What was done in place to a value, also through an alias.
+
+    Attributes:
+        elements: whether elements were written to.
+        shape: whether its sizes, strides or offset were changed.
+        memory: whether ``set_`` or a resize of the storage gave it other memory.
+        is_unseen: whether all writing was done under ``no_grad``, or through ``.data`` and the like.
+    """
+
+    elements: bool
+    shape: bool
+    memory: bool
+    is_unseen: bool
+
+
+def changes_of(value: torch.Tensor) -> Changes:
+    """What was done to a functional tensor."""
+    parts = [part.elem for part in _parts(value)]
+    resized = (torch._functionalize_was_storage_changed, torch._functionalize_was_inductor_storage_resized)
+    without_grad = torch._functionalize_are_all_mutations_under_no_grad_or_inference_mode
+    hidden = torch._functionalize_are_all_mutations_hidden_from_autograd
+    return Changes(
+        any(map(torch._functionalize_has_data_mutation, parts)),  # type: ignore[attr-defined]
+        any(map(torch._functionalize_has_metadata_mutation, parts)),
+        any(was(part) for part in parts for was in resized),
+        all(without_grad(part) or hidden(part) for part in parts),
+    )
 
 
 def mutations_of(value: torch.Tensor) -> tuple[Any, ...]:
     """Something that changes with every change in place of the value or of what shares its memory."""
     counts = [torch._functionalize_mutation_counter(part.elem) for part in _parts(value)]
     return (*counts, *value.shape, *value.stride())
-
-
-def was_metadata_mutated(value: torch.Tensor) -> bool:
-    """Whether its sizes, strides or offset were changed in place."""
-    return any(torch._functionalize_has_metadata_mutation(part.elem) for part in _parts(value))
-
-
-def was_mutated_unseen_by_autograd(value: torch.Tensor) -> bool:
-    """Whether all writing was done under ``no_grad``, or through ``.data`` and the like."""
-    return all(
-        torch._functionalize_are_all_mutations_under_no_grad_or_inference_mode(part.elem)
-        or torch._functionalize_are_all_mutations_hidden_from_autograd(part.elem)
-        for part in _parts(value)
-    )
-
-
-def was_storage_changed(value: torch.Tensor) -> bool:
-    """Whether ``set_`` or a resize of the storage gave it other memory."""
-    return any(
-        torch._functionalize_was_storage_changed(part.elem)
-        or torch._functionalize_was_inductor_storage_resized(part.elem)
-        for part in _parts(value)
-    )
 
 
 def _parts(value: torch.Tensor) -> list[Any]:

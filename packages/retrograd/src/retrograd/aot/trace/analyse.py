@@ -16,15 +16,12 @@ import torch
 from retrograd._torch.autograd import passes_through_function
 from retrograd._torch.subclass import Layout, is_wrapper, layout_of, parts_of
 from retrograd._torch.trace import (
+    changes_of,
     is_traced,
     lies_within,
     plain,
     storage_key,
     view_origin,
-    was_data_mutated,
-    was_metadata_mutated,
-    was_mutated_unseen_by_autograd,
-    was_storage_changed,
 )
 from retrograd.errors import Refusal
 from retrograd.graph.joint_graph import (
@@ -133,24 +130,24 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
         if tensor is None:
             continue
         _refuse_state_changes(primal, leaf)
-        if was_storage_changed(tensor):
+        changes = changes_of(tensor)
+        if changes.memory:
             raise Refusal("not-representable", f"it gives {primal.name} other memory (set_, or a resize)")
-        writes, reshapes = was_data_mutated(tensor), was_metadata_mutated(tensor)
-        if not writes and not reshapes:
+        if not changes.elements and not changes.shape:
             continue
         if any(bared is tensor for bared in inputs.bared):
             raise Refusal(
                 "not-representable",
                 f"it may change {primal.name} through .data, which no version counter shows",
             )
-        unseen = tensor.grad_fn is inputs.histories[number] and was_mutated_unseen_by_autograd(tensor)
-        if reshapes and (primal.wrapping.cls is not None or (primal.differentiable and not unseen)):
+        unseen = tensor.grad_fn is inputs.histories[number] and changes.is_unseen
+        if changes.shape and (primal.wrapping.cls is not None or (primal.differentiable and not unseen)):
             raise Refusal(
                 "not-representable",
                 f"it changes the shape of {primal.name}, which is differentiable or a subclass",
             )
-        view = _view(analysis, tensor, primal.fake, True) if reshapes else None
-        value = analysis.add(TracedValue(tensor, False, not unseen)) if writes else None
+        view = _view(analysis, tensor, primal.fake, True) if changes.shape else None
+        value = analysis.add(TracedValue(tensor, False, not unseen)) if changes.elements else None
         updates.append(Update(number, value, view, unseen))
     return updates
 

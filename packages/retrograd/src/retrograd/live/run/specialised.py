@@ -125,7 +125,7 @@ class SpecialisedPlan:
                 runner.failed(error)
 
     def _left(self, step: int, found: dict[str, Any], modes: KeptModes | None) -> Bailout:
-        versions = Versions.taken(
+        versions = Versions(
             pair
             for number, watched in self._written.watched.items()
             if number >= step
