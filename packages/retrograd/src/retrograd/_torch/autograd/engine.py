@@ -7,7 +7,6 @@ the gradients; or the first obstacle, as a code and a sentence: such a backward 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -89,10 +88,20 @@ def stock_calls_on(frame: FrameType | None) -> int:
 
 
 def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
-    """Why the engine cannot hand this backward over: a code and a sentence; None when it can."""
-    for code, text, applies in _OBSTACLES:
-        if applies(request):
-            return code, text
+    """What the engine's protocol refuses or cannot express: a code and a sentence; None if it can hand this
+    backward over."""
+    if torch.is_anomaly_enabled():
+        return "anomaly-mode", "anomaly mode checks every node's result as soon as it is there"
+    if is_captured_beside_streams():
+        return "cuda-graph-capture", "a CUDA graph is being captured in a program that uses several streams"
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return "dispatch-mode", "a TorchDispatchMode is active and must see every operation of the backward"
+    if torch._C._functorch.maybe_current_level() is not None or _has_batched_root(request):
+        return "functorch", "a functorch transform (grad, vjp, vmap, …) is active"
+    if request.create_graph and not request.keep_graph:
+        return "create-graph-without-retain-graph", "create_graph=True with retain_graph=False"
+    if torch.is_inference_mode_enabled():
+        return "inference-mode", "inference mode is active"
     return None
 
 
@@ -128,38 +137,3 @@ def _has_batched_root(request: EngineRequest) -> bool:
         torch._C._functorch.is_functorch_wrapped_tensor(t) or "Batched" in str(torch._C._dispatch_keys(t))
         for t in tensors
     )
-
-
-#: What the engine's protocol refuses or cannot express, in the order in which it is looked for.
-_OBSTACLES: tuple[tuple[str, str, Callable[[EngineRequest], bool]], ...] = (
-    (
-        "anomaly-mode",
-        "anomaly mode checks every node's result as soon as it is there",
-        lambda _: torch.is_anomaly_enabled(),
-    ),
-    (
-        "cuda-graph-capture",
-        "a CUDA graph is being captured in a program that uses several streams",
-        lambda _: is_captured_beside_streams(),
-    ),
-    (
-        "dispatch-mode",
-        "a TorchDispatchMode is active and must see every operation of the backward",
-        lambda _: torch._C._len_torch_dispatch_stack() > 0,
-    ),
-    (
-        "functorch",
-        "a functorch transform (grad, vjp, vmap, …) is active",
-        lambda request: torch._C._functorch.maybe_current_level() is not None or _has_batched_root(request),
-    ),
-    (
-        "create-graph-without-retain-graph",
-        "create_graph=True with retain_graph=False",
-        lambda request: request.create_graph and not request.keep_graph,
-    ),
-    (
-        "inference-mode",
-        "inference mode is active",
-        lambda _: torch.is_inference_mode_enabled(),
-    ),
-)

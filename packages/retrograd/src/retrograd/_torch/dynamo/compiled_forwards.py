@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,17 +92,11 @@ class CompiledForwards:
 
 
 def _compiling_graph(original: Callable[..., Any], output: Any, gm: fx.GraphModule, *args: Any) -> Any:
-    with _graph_at_hand(gm):
-        return original(output, gm, *args)
-
-
-@contextmanager
-def _graph_at_hand(gm: fx.GraphModule) -> Iterator[None]:
     prior = _compiling.graph
     # Backends rewrite the graph that they are given.
     _compiling.graph = fx.GraphModule(gm, copied(gm.graph))
     try:
-        yield
+        return original(output, gm, *args)
     finally:
         _compiling.graph = prior
 

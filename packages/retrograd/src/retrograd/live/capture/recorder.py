@@ -176,15 +176,13 @@ class BackwardRecorder:
 
     # hooks
 
-    def tensor_hook(self, kind: HookKind, grads: list[Value], hook: int, slot: int) -> list[Value]:
+    def tensor_hook(self, kind: HookKind, grad: Value, hook: int) -> Value:
         call = Call(CallKind.HOOK, self._calls.current, kind)
         if kind is HookKind.RETAIN_GRAD:
             self._needs_engine_frame = True
-            node = self._calls.tensor_hook(call, hooks.call_cpp_tensor_hook, hook, grads[slot])
-        else:
-            own = self._calls.placeholder(SourceKind.HOOK, hook)
-            node = self._calls.tensor_hook(call, hooks.call_tensor_hook, own, grads[slot])
-        return [node if i == slot else grad for i, grad in enumerate(grads)]
+            return self._calls.tensor_hook(call, hooks.call_cpp_tensor_hook, hook, grad)
+        own = self._calls.placeholder(SourceKind.HOOK, hook)
+        return self._calls.tensor_hook(call, hooks.call_tensor_hook, own, grad)
 
     def node_pre_hook(self, grads: list[Value], hook: int) -> list[Value]:
         args = (self._calls.placeholder(SourceKind.HOOK, hook), tuple(grads))
