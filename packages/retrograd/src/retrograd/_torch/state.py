@@ -249,7 +249,8 @@ def are_modes_plain() -> bool:
 
 def why_interpreted_now(args: Sequence[Any]) -> str | None:
     """Which mode of the moment compiled code would escape; None if none does."""
-    if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)] if forward_ad._current_level >= 0 else ()
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         return "forward-mode AD: an argument has a tangent"
     if torch._C._functorch.maybe_current_level() is not None:
         return "a functorch transform is active"
@@ -258,10 +259,6 @@ def why_interpreted_now(args: Sequence[Any]) -> str | None:
     if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "saved-tensor hooks are active in grad mode"
     return None
-
-
-def _has_tangent(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
 
 
 def why_not_capturable_now(has_seen_functions: bool = False) -> tuple[str, str] | None:
@@ -278,7 +275,7 @@ def why_not_capturable_now(has_seen_functions: bool = False) -> tuple[str, str] 
     if (
         not has_seen_functions
         and torch._C._len_torch_function_stack()
-        and any(map(_is_foreign, _get_current_function_mode_stack()))
+        and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
     ):
         return "function-mode", "a TorchFunctionMode is active, which may take operations over"
     if torch.is_anomaly_enabled():
@@ -287,10 +284,6 @@ def why_not_capturable_now(has_seen_functions: bool = False) -> tuple[str, str] 
     if hooks is None or (getattr(hooks[0], "__module__", "") or "").startswith(_HARMLESS_HOOKS):
         return None
     return "saved-tensor-hooks", "saved-tensor hooks see, and may change, exactly what eager saves"
-
-
-def _is_foreign(mode: Any) -> bool:
-    return type(mode) is not DeviceContext
 
 
 def generator_states(devices: Iterable[torch.device]) -> dict[torch.device, Any]:

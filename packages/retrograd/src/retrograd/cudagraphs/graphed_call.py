@@ -17,11 +17,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from retrograd._torch.cuda import CudaRecorder
 from retrograd._torch.tensor import layout_of
 from retrograd.cudagraphs.recorded import Boxed, Recorded
-from retrograd.cudagraphs.refusals import HELD, NOT_NOW, refusal
+from retrograd.cudagraphs.refusals import HELD, NOT_NOW, device_of, refusal, why_not_recorded
 from retrograd.errors import Reason, first_line
 from retrograd.events import counters
 from retrograd.process import ForkSafeLock
@@ -211,3 +212,30 @@ _MOVING = refusal(
     f"{MOST_MADE} recordings were made, and its inputs still come from other places",
     "nothing to do: results are the same",
 )
+
+
+_recorder = CudaRecorder()
+
+
+def graphed(
+    code: Boxed,
+    *graphs: fx.Graph,
+    kept: Collection[int] = (),
+    loose: Sequence[int] = (),
+    tell: Callable[[Reason], None],
+) -> Boxed:
+    """`code`, replayed where that is safe.
+
+    Args:
+        code: takes a list of inputs, to none of which it writes.
+        graphs: all that it was compiled from, with the fakes of their values.
+        kept, loose: as `GraphedCall` takes them.
+        tell: told, once each, why a call is not replayed.
+
+    Returns:
+        `code` itself if it is never to be recorded.
+    """
+    if (reason := why_not_recorded(graphs, _recorder.device_type)) is not None:
+        tell(reason)
+        return code
+    return GraphedCall(code, _recorder, device_of(graphs), kept=kept, loose=loose, tell=tell)

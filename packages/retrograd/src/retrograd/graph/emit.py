@@ -6,7 +6,7 @@ module and no cache of source lines, so it is freed with its last user.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -148,7 +148,8 @@ def emit_calls(
         if node.op == "get_attr":
             value = emit.refer("held", attrgetter(str(node.target))(root))
         else:
-            items = [*map(emit.expression, node.args), *_keywords(emit, node.kwargs)]
+            named = [f"{name}={emit.expression(argument)}" for name, argument in node.kwargs.items()]
+            items = [*map(emit.expression, node.args), *named]
             value = f"{_function(emit, node, root)}({', '.join(items)})"
         emit.line(f"{emit.name(node)} = {value}")
         emit.let_go(dying.get(i, ()))
@@ -168,10 +169,6 @@ class _Method(str):
 
     def __call__(self, owner: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(owner, self)(*args, **kwargs)
-
-
-def _keywords(emit: Emitter, kwargs: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={emit.expression(value)}" for name, value in kwargs.items()]
 
 
 def _nodes_in(argument: Any) -> list[fx.Node]:

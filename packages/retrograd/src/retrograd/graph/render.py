@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd.graph.backward_graph import BackwardGraph, OpaqueCall, PlanStep, Schedule, Segment, call_of
+from retrograd.graph.backward_graph import BackwardGraph, OpaqueCall, Schedule, Segment, call_of
 from retrograd.graph.joint import JointSignature
 
 
@@ -39,21 +39,15 @@ def readable_schedule(backward: BackwardGraph, schedule: Schedule) -> str:
     segments = {step: number for number, step in enumerate(schedule.segments)}
     lines = []
     for number, step in enumerate(schedule.steps):
-        calls = dict.fromkeys(call_of(node).node_call for node in _step_nodes(step))
+        if isinstance(step, Segment):
+            kind, nodes, source = f"segment {segments[step]}:", step.nodes, ""
+        else:
+            kind = f"{step.reason} at" if isinstance(step, OpaqueCall) else "accumulation:"
+            nodes, source = (step.node,), backward.node_calls[call_of(step.node).node_call].source
+        calls = dict.fromkeys(call_of(node).node_call for node in nodes)
         names = ", ".join(map(backward.node_name, calls))
-        source = "" if isinstance(step, Segment) else backward.node_calls[call_of(step.node).node_call].source
-        lines.append(f"{number:4d}  {_step_kind(step, segments)} {names}" + (f"  {source}" if source else ""))
+        lines.append(f"{number:4d}  {kind} {names}" + (f"  {source}" if source else ""))
     return "\n".join(lines)
-
-
-def _step_nodes(step: PlanStep) -> tuple[fx.Node, ...]:
-    return step.nodes if isinstance(step, Segment) else (step.node,)
-
-
-def _step_kind(step: PlanStep, segments: dict[Segment, int]) -> str:
-    if isinstance(step, Segment):
-        return f"segment {segments[step]}:"
-    return f"{step.reason} at" if isinstance(step, OpaqueCall) else "accumulation:"
 
 
 def _argument(value: Any) -> str:

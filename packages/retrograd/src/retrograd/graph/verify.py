@@ -19,7 +19,6 @@ from retrograd.graph.backward_graph import BackwardGraph, CallKind
 from retrograd.graph.joint import (
     Gradient,
     JointSignature,
-    OutputRole,
     Primal,
     bits_of,
     boundaries_in,
@@ -166,7 +165,9 @@ class _Law:
             if outside:
                 found = ", ".join(map(str, boundaries_in(outside)))
                 text = f"{role} depends on the cotangent of boundary {found}"
-                self._broken("dependence", f"{text}, {_limit(role)}", node=value, role=str(role))
+                is_gradient = isinstance(role, Gradient)
+                why = "which is no root of its region" if is_gradient else "and belongs to the forward"
+                self._broken("dependence", f"{text}, {why}", node=value, role=str(role))
 
     def functional(self, graph: fx.Graph, signature: JointSignature) -> None:
         roles = dict(zip(graph.find_nodes(op="placeholder"), signature.inputs, strict=True))
@@ -215,10 +216,6 @@ _WAYS_OUT = {
     "dependence": "in the pass, keep values that a cotangent reaches out of the forward and of other regions",
     "mutation": "use the functional operator; only copy_ into a primal, after everything else, is allowed",
 }
-
-
-def _limit(role: OutputRole) -> str:
-    return "which is no root of its region" if isinstance(role, Gradient) else "and belongs to the forward"
 
 
 def _source(node: Any) -> str:

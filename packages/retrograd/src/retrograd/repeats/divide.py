@@ -41,7 +41,8 @@ def divided(graph: fx.Graph, least: int, visible: int | None, copies: int = 2) -
         return []
     known = {node: call_of(node) for node in calls}
     repeats = find_repeats([known[node].token for node in calls], border_costs(calls), least, copies)
-    repeats = [repeat for repeat in repeats if not _only_views(calls[repeat.start : repeat.stop])]
+    # Where nothing is computed, no code is shorter than that of as many views.
+    repeats = [one for one in repeats if not all(map(aliased_inputs, calls[one.start : one.stop]))]
     if not repeats:
         return []
     cuts = sorted({0, len(calls), *(cut for repeat in repeats for cut in repeat.cuts())})
@@ -58,11 +59,6 @@ def _can_be_divided(graph: fx.Graph) -> bool:
         or (node.op == "call_function" and depends_on_data(node))
         for node in graph.nodes
     )
-
-
-def _only_views(calls: Sequence[fx.Node]) -> bool:
-    """Whether nothing is computed: no code is shorter than that of as many views."""
-    return all(aliased_inputs(node) for node in calls)
 
 
 def _results(graph: fx.Graph, visible: int | None) -> Mapping[fx.Node, bool]:

@@ -7,7 +7,6 @@ with the reason why this backward is better left to the function itself. Read fr
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -118,7 +117,7 @@ def _obstacles_of_call(node: fx.Node) -> Iterator[str]:
             yield f"{target} in its graph changes a tensor in place"
         elif torch.Tag.nondeterministic_seeded in target.tags or "inductor_lookup_seed" in str(target):
             yield f"{target} in its graph draws random numbers"
-        elif target is torch.ops.aten.as_strided.default and _is_placeholder(node.args[0]):
+        elif target is torch.ops.aten.as_strided.default and node.all_input_nodes[0].op == "placeholder":
             yield "as_strided of a saved tensor, whose strides the compiled forward may have chosen otherwise"
     elif getattr(target, "__module__", "") not in _PURE_MODULES:
         yield f"call of {name} in its graph"
@@ -135,10 +134,6 @@ _EFFECTS = frozenset(
 )
 #: where arithmetic on sizes and the picking of results come from.
 _PURE_MODULES = frozenset({"_operator", "operator", "math", "torch", "torch.utils._sympy.functions"})
-
-
-def _is_placeholder(value: Any) -> bool:
-    return isinstance(value, fx.Node) and value.op == "placeholder"
 
 
 # tangents
@@ -207,8 +202,8 @@ def _gradients(module: fx.GraphModule, compiled: Any) -> tuple[Any, ...]:
 def _built(meta: SubclassCreationMeta, is_runtime: bool, outputs: Any) -> BuiltGradient:
     first = meta.flat_tensor_start_idx
     parts = tuple(outputs[first : first + meta.arg_count])
-    return BuiltGradient(parts, functools.partial(_build_subclass, meta, is_runtime))
 
+    def build(*parts: Any) -> Any:
+        return meta.creation_fn([None] * first + list(parts), is_runtime=is_runtime)
 
-def _build_subclass(meta: Any, is_runtime: bool, *parts: Any) -> Any:
-    return meta.creation_fn([None] * meta.flat_tensor_start_idx + list(parts), is_runtime=is_runtime)
+    return BuiltGradient(parts, build)

@@ -10,7 +10,6 @@ pointer for the whole process: ``_torch.autograd.capture_turns`` keeps threads a
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -116,9 +115,12 @@ def collect(
             collected.append(call)
 
     captures: list[Any] = []
+    owner = threading.get_ident()
 
     def make() -> Any:
         global _structures
+        if threading.get_ident() != owner:
+            raise Refusal("engine-busy", "a backward of another thread met our capture window")
         _structures += 1
         captures.append(factory())
         return captures[-1]
@@ -131,7 +133,7 @@ def collect(
             clear_engine_cache()
         _collection.receive = receive
         try:
-            with _compiler(functools.partial(_on_own_thread, threading.get_ident(), make)):
+            with _compiler(make):
                 run_stock(quiet)
         finally:
             _collection.receive = prior
@@ -170,12 +172,6 @@ def _forget_foreign_captures() -> None:
     if captures != _stock_captures:
         clear_engine_cache()
         _stock_captures = captures
-
-
-def _on_own_thread(owner: int, factory: Callable[[], Any]) -> Any:
-    if threading.get_ident() != owner:
-        raise Refusal("engine-busy", "a backward of another thread met our capture window")
-    return factory()
 
 
 @contextmanager

@@ -108,9 +108,10 @@ def warn_of_layout(existing: torch.Tensor, grad: torch.Tensor, variable: torch.T
     create_graph = torch.is_grad_enabled()
     if total is None or (create_graph in _warned and not torch.is_warn_always_enabled()):
         return
-    if not _is_dense(total, existing, grad, variable) or not is_layout_enforced():
+    tensors = (total, existing, grad, variable)
+    if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in tensors):
         return
-    if obeys_layout_contract(total, variable):
+    if not is_layout_enforced() or obeys_layout_contract(total, variable):
         return
     _warned.add(create_graph)
     with torch.inference_mode(False), torch.enable_grad():
@@ -119,10 +120,6 @@ def warn_of_layout(existing: torch.Tensor, grad: torch.Tensor, variable: torch.T
         root = like.view_as(like)
     with window.stock():
         run_stock(EngineRequest((root,), (_like(grad),), create_graph, create_graph, accumulate_grad=True))
-
-
-def _is_dense(*tensors: torch.Tensor) -> bool:
-    return all(tensor.layout is torch.strided and not tensor.is_nested for tensor in tensors)
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,6 @@ from retrograd._torch.dynamo.bridge import (
     graph_inputs,
     guard_same,
     has_symbols,
-    mode_of,
     register_once,
     traced_in,
     why_ended,

@@ -58,12 +58,9 @@ def cut_by(
             chosen = [node.name for node in _minimum_cut(module, inputs, forward_count)]
         else:
             _, backward = partitioner(module, inputs, num_fwd_outputs=forward_count)
-            chosen = [n.name for n in backward.graph.nodes if n.op == "placeholder" and _is_value(n)]
+            inputs = backward.graph.find_nodes(op="placeholder")
+            chosen = [node.name for node in inputs if not str(node.target).startswith(_NO_VALUES)]
     return [name for name in chosen if name not in cotangents]
-
-
-def _is_value(placeholder: fx.Node) -> bool:
-    return not str(placeholder.target).startswith(_NO_VALUES)
 
 
 def _minimum_cut(module: fx.GraphModule, inputs: Sequence[Any], forward_count: int) -> Sequence[fx.Node]:

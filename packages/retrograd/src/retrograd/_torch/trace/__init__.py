@@ -24,6 +24,7 @@ from retrograd._torch.trace.fakes import (
     is_fake,
     know_values,
     laid_out_like,
+    mode_among,
     new_fake_mode,
     places_of_symbols,
     strided_fake,

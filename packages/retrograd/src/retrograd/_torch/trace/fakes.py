@@ -41,6 +41,12 @@ def fake_mode_of(value: torch.Tensor) -> FakeTensorMode | None:
     return fakes[0].fake_mode if fakes else None
 
 
+def mode_among(values: Iterable[Any]) -> FakeTensorMode | None:
+    """The mode of the first fake tensor among `values`."""
+    modes = (fake_mode_of(value) for value in values if isinstance(value, torch.Tensor))
+    return next(filter(None, modes), None)
+
+
 def alias_of_fake(value: torch.Tensor) -> torch.Tensor:
     """The fake without its history; the number in it stays known, if it is."""
     with torch.no_grad():
@@ -99,8 +105,7 @@ def know_values(gm: fx.GraphModule, examples: Sequence[Any]) -> fx.GraphModule:
                 n.meta["val"] = value
             return value
 
-    modes = (fake_mode_of(value) for value in examples if isinstance(value, torch.Tensor))
-    with torch.no_grad(), next(filter(None, modes), None) or new_fake_mode(True), enable_python_dispatcher():
+    with torch.no_grad(), mode_among(examples) or new_fake_mode(True), enable_python_dispatcher():
         Recorder(gm).run(*examples)
     return gm
 

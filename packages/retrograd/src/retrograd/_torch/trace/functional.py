@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transfor
 
 from retrograd._torch import pytree
 from retrograd._torch.fx import fills_with_random_numbers
+from retrograd._torch.tensor import storage_of
 from retrograd._torch.trace.graph_tracer import noted
 from retrograd.errors import Refusal
 
@@ -84,7 +85,7 @@ def is_traced(value: torch.Tensor) -> bool:
 
 def storage_key(value: torch.Tensor) -> tuple[int, ...]:
     """Equal for tensors that share memory, as functionalisation sees it."""
-    return tuple(int(inner.untyped_storage()._cdata) for inner in inner_tensors(value))
+    return tuple(map(storage_of, inner_tensors(value)))
 
 
 class Changes(NamedTuple):

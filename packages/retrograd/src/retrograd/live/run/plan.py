@@ -24,7 +24,7 @@ from retrograd._torch.state import ModesKept, are_modes_plain
 from retrograd.backends.base import Backend
 from retrograd.backends.registry import EagerBackend
 from retrograd.config import Config
-from retrograd.cudagraphs import graphed
+from retrograd.cudagraphs.graphed_call import graphed
 from retrograd.events import counters
 from retrograd.graph.backward_graph import (
     Accumulation,
