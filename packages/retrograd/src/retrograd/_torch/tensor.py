@@ -57,11 +57,6 @@ def reinterpreted(
     return made
 
 
-def same_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A new tensor like `tensor`, over its memory, with a version counter of its own."""
-    return tensor.data
-
-
 def new_memory(device: torch.device) -> Callable[[Size, Size, torch.dtype], torch.Tensor]:
     """What makes tensors of a size, strides and a dtype on `device`, as quickly as is possible now."""
     if device.type == "cpu":

@@ -22,7 +22,6 @@ from retrograd._torch.tensor import (
     layout_of,
     new_memory,
     reinterpreted,
-    same_memory,
     storage_of,
     whole_of,
 )
@@ -175,7 +174,7 @@ class Results:
         for view in self._of_inputs:
             results[view.place] = view.on(inputs[view.of])
         for place, tensor in self._kept:
-            results[place] = same_memory(tensor)
+            results[place] = tensor.data  # with a version counter of its own
         copies = self._copies()
         for place, i in self._direct:
             results[place] = copies[i]

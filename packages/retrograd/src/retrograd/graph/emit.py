@@ -150,25 +150,15 @@ def emit_calls(
         else:
             named = [f"{name}={emit.expression(argument)}" for name, argument in node.kwargs.items()]
             items = [*map(emit.expression, node.args), *named]
-            value = f"{_function(emit, node, root)}({', '.join(items)})"
+            if node.op == "call_method":
+                owner = items.pop(0)
+                called = f"{owner}.{node.target}"
+            else:
+                target = attrgetter(str(node.target))(root) if node.op == "call_module" else node.target
+                called = emit.refer("call", target)
+            value = f"{called}({', '.join(items)})"
         emit.line(f"{emit.name(node)} = {value}")
         emit.let_go(dying.get(i, ()))
-
-
-def _function(emit: Emitter, node: fx.Node, root: object) -> str:
-    target: Any = node.target
-    if node.op == "call_method":
-        target = _Method(target)
-    return emit.refer("call", attrgetter(target)(root) if node.op == "call_module" else target)
-
-
-class _Method(str):
-    """Calls the method of that name."""
-
-    __slots__ = ()
-
-    def __call__(self, owner: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(owner, self)(*args, **kwargs)
 
 
 def _nodes_in(argument: Any) -> list[fx.Node]:

@@ -7,7 +7,6 @@ each input and output.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,14 +52,10 @@ def readable_schedule(backward: BackwardGraph, schedule: Schedule) -> str:
 def _argument(value: Any) -> str:
     if isinstance(value, fx.Node):
         return value.name
-    if isinstance(value, (list, tuple)):
-        return _sequence(value)
-    return repr(value)
-
-
-def _sequence(values: Sequence[Any]) -> str:
-    inner = ", ".join(map(_argument, values))
-    return f"[{inner}]" if isinstance(values, list) else f"({inner}{',' if len(values) == 1 else ''})"
+    if not isinstance(value, (list, tuple)):
+        return repr(value)
+    inner = ", ".join(map(_argument, value))
+    return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
 
 
 def rendered(graph: fx.Graph, signature: JointSignature, sources: bool) -> str:

@@ -191,7 +191,10 @@ class Specialized:
                 return found
             known = self._variants.known(key)
             if len(known) >= self._config.recompile_limit:
-                return Variant(known[-1].guard, None, self._limit())
+                text = f"{self._name} was called with more kinds of input than recompile_limit"
+                way_out = "dynamic=True, or a larger recompile_limit"
+                reason = Reason("recompile-limit", text, self._stage, way_out=way_out)
+                return Variant(known[-1].guard, None, reason)
             made = self._compile(key, leaves, known)
             self._variants.add(key, made)
             return made
@@ -208,11 +211,3 @@ class Specialized:
             variant.run, variant.reason = None, reason
         self._report.fell_back(reason, f"a call of {self._name} ran eagerly")
         return result
-
-    def _limit(self) -> Reason:
-        return Reason(
-            "recompile-limit",
-            f"{self._name} was called with more kinds of input than recompile_limit",
-            self._stage,
-            way_out="dynamic=True, or a larger recompile_limit",
-        )

@@ -41,8 +41,10 @@ class CallGuard:
     def for_joint(leaves: Sequence[Any], joint: JointValues) -> CallGuard:
         """For the inputs that `joint` was captured for, and all others that it is right for."""
         wrappings = tuple((i, layout_of(leaf)) for i, leaf in enumerate(leaves) if is_wrapper(leaf))
-        guard = guard_as_traced(leaves, joint.state)
-        return CallGuard(guard, _inner(leaves), wrappings, _memory_guard(leaves) if joint.updates else None)
+        # Parameters and buffers stay where they are; other tensors come from anywhere.
+        moving = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.nn.Parameter)]
+        memory = MemoryGuard(leaves, moving) if joint.updates else None
+        return CallGuard(guard_as_traced(leaves, joint.state), _inner(leaves), wrappings, memory)
 
     @staticmethod
     def exact(leaves: Sequence[Any]) -> CallGuard:
@@ -70,11 +72,6 @@ def guard_as_traced(leaves: Sequence[Any], state: CaptureState) -> InputGuard:
         if isinstance(leaf.value, torch.Tensor) and not is_wrapper(leaf.value)
     }
     return InputGuard(leaves, list(fakes), list(fakes.values()), state.fake_mode.shape_env)
-
-
-def _memory_guard(leaves: Sequence[Any]) -> MemoryGuard:
-    """Parameters and buffers stay where they are; other tensors come from anywhere."""
-    return MemoryGuard(leaves, [i for i, x in enumerate(leaves) if not isinstance(x, torch.nn.Parameter)])
 
 
 def _inner(leaves: Sequence[Any]) -> tuple[tuple[int, bool], ...]:

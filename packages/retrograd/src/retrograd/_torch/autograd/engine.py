@@ -49,21 +49,6 @@ class EngineRequest:
         """Without the inputs that were added."""
         return replace(self, inputs=self.inputs[: -self.added], added=0) if self.added else self
 
-    @classmethod
-    def of(
-        cls,
-        tensors: Any,
-        grad_tensors: Any,
-        keep_graph: bool,
-        create_graph: bool,
-        inputs: Any = (),
-        *flags: bool,
-        **named: bool,
-    ) -> EngineRequest:
-        """Read the arguments as the gateway receives them."""
-        given = tuple(inputs or ())
-        return cls(tuple(tensors), tuple(grad_tensors), keep_graph, create_graph, given, *flags, **named)
-
 
 def run_stock(request: EngineRequest) -> tuple[torch.Tensor | None, ...]:
     """Run the backward on the engine as torch would."""
@@ -133,7 +118,7 @@ def is_transformed(request: EngineRequest) -> bool:
 def _has_batched_root(request: EngineRequest) -> bool:
     """Whether a root or cotangent is wrapped by functorch or by the older vmap of `is_grads_batched`."""
     tensors = [t for t in (*request.tensors, *request.grad_tensors) if isinstance(t, torch.Tensor)]
+    functorch = torch._C._functorch
     return any(
-        torch._C._functorch.is_functorch_wrapped_tensor(t) or "Batched" in str(torch._C._dispatch_keys(t))
-        for t in tensors
+        functorch.is_functorch_wrapped_tensor(t) or functorch.is_legacy_batchedtensor(t) for t in tensors
     )

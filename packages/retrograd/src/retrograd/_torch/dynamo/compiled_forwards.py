@@ -62,33 +62,21 @@ class _Inputs:
         return values if known else None
 
 
-class CompiledForwards:
-    """Watches Dynamo and AOTAutograd from the first `watch` on: a forward is often compiled before the
-    context around its backward is entered.
+def watch_compiled_forwards(is_active: Callable[[], bool]) -> None:
+    """From here on, see where a compiled function is made: a forward is often compiled before the context
+    around its backward is entered. `is_active` says whether a context is, in any thread."""
 
-    Args:
-        is_active: whether a context is, in any thread.
-    """
-
-    def __init__(self, is_active: Callable[[], bool]) -> None:
-        self._is_active = is_active
-        self._watches = False
-
-    def watch(self) -> None:
-        """Wrap the two places where a compiled function is made."""
-        if not self._watches:
-            self._watches = True
-            handle("torch._dynamo.output_graph:OutputGraph.call_user_compiler", _compiling_graph)
-            handle("torch.autograd.function:FunctionMeta.__init__", self._made_function)
-
-    def _made_function(
-        self, original: Callable[..., None], cls: Any, name: str, bases: Any, attrs: dict[str, Any]
+    def made_function(
+        original: Callable[..., None], cls: Any, name: str, bases: Any, attrs: dict[str, Any]
     ) -> None:
         graph = _compiling.graph
         if graph is not None and "_lazy_backward_info" in attrs:
             _compiling.graph = None  # a second Function of one graph has a part of it: not known which
-            _make_differentiable(cls, attrs, graph, self._is_active)
+            _make_differentiable(cls, attrs, graph, is_active)
         original(cls, name, bases, attrs)
+
+    handle("torch._dynamo.output_graph:OutputGraph.call_user_compiler", _compiling_graph)
+    handle("torch.autograd.function:FunctionMeta.__init__", made_function)
 
 
 def _compiling_graph(original: Callable[..., Any], output: Any, gm: fx.GraphModule, *args: Any) -> Any:

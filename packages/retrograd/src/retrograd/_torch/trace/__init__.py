@@ -27,7 +27,6 @@ from retrograd._torch.trace.fakes import (
     mode_among,
     new_fake_mode,
     places_of_symbols,
-    strided_fake,
     symbols_in,
     why_not_fakeable,
 )
@@ -52,7 +51,6 @@ from retrograd._torch.trace.segment_tracer import (
     arguments_read,
     decomposed,
     is_batched,
-    is_operator,
     trace,
 )
 from retrograd._torch.trace.views import (

@@ -122,12 +122,6 @@ def laid_out_like(fake: Any, value: Any) -> Any:
         return torch.empty_strided(fake.shape, value.stride(), dtype=fake.dtype, device=fake.device)
 
 
-def strided_fake(mode: FakeTensorMode, size: Sequence[Any], stride: Sequence[Any], **options: Any) -> Any:
-    """A fake tensor of these sizes and strides, which may be symbolic; `options` are dtype and device."""
-    with mode:
-        return torch.empty_strided(size, stride, **options)
-
-
 def symbols_in(value: Any) -> frozenset[str]:
     """The names of the symbols in the sizes, strides and offset of a tensor, or in a number."""
     if isinstance(value, torch.Tensor):

@@ -98,9 +98,10 @@ class JointTracer(GraphTracer):
 
 
 class _Current(threading.local):
-    """The trace that this thread is in."""
+    """The trace that this thread is in; whether it wants to hear nothing of operations that fail."""
 
     tracer: GraphTracer | None = None
+    is_quiet = False
 
 
 _current = _Current()
@@ -178,26 +179,17 @@ def noted_here() -> Mapping[str, Any]:
     return _current.tracer.note if _current.tracer is not None else {}
 
 
-class _Quiet(threading.local):
-    """Whether this thread wants to hear nothing of operations that fail on fake tensors."""
-
-    is_on = False
-
-
-_quiet = _Quiet()
-
-
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
     """torch logs an operation that fails on fake tensors as an error; here it becomes a reason."""
-    before, _quiet.is_on = _quiet.is_on, True
+    before, _current.is_quiet = _current.is_quiet, True
     try:
         yield
     finally:
-        _quiet.is_on = before
+        _current.is_quiet = before
 
 
-logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not _quiet.is_on)
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not _current.is_quiet)
 
 
 def _placeholders_first(graph: fx.Graph) -> None:

@@ -53,11 +53,6 @@ def is_batched(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(value)
 
 
-def is_operator(target: Any) -> bool:
-    """Whether a call's target is an operator of torch, of ATen or of higher order."""
-    return isinstance(target, torch._ops.OperatorBase)
-
-
 def trace(
     fn: Boxed,
     args: Sequence[Any],
