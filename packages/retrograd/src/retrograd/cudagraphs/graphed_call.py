@@ -21,10 +21,11 @@ from torch import fx
 
 from retrograd._torch.cuda import CudaRecorder
 from retrograd._torch.tensor import layout_of
-from retrograd.cudagraphs.recorded import Boxed, Recorded
+from retrograd.cudagraphs.recorded import Recorded
 from retrograd.cudagraphs.refusals import HELD, NOT_NOW, device_of, refusal, why_not_recorded
 from retrograd.errors import Reason, first_line
 from retrograd.events import counters
+from retrograd.graph.emit import Boxed
 from retrograd.process import ForkSafeLock
 
 #: how many calls without a recording are remembered.

@@ -9,7 +9,7 @@ go of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +27,7 @@ from retrograd._torch.tensor import (
 )
 from retrograd._torch.trace import copy_each
 from retrograd.errors import Refusal
-
-#: takes a list of inputs, which it may empty.
-Boxed = Callable[[list[Any]], Sequence[Any]]
+from retrograd.graph.emit import Boxed
 
 
 class Recorded:

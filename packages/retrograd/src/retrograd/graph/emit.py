@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import fx
 
+#: takes a list of inputs, which it may empty.
+Boxed = Callable[[list[Any]], Sequence[Any]]
 #: types whose values are written as they are.
 _LITERALS = frozenset({int, bool, type(None)})
 
@@ -112,7 +114,7 @@ def last_uses(reads: Iterable[tuple[int, Iterable[Hashable]]]) -> dict[int, list
 
 def boxed_calls(
     inputs: Sequence[fx.Node], calls: Sequence[fx.Node], results: Any, root: object = None
-) -> Callable[[list[Any]], Any]:
+) -> Boxed:
     """A function of a list of inputs, which it empties: it makes `calls` in order and returns `results`.
 
     Args:

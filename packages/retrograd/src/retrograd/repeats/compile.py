@@ -14,11 +14,10 @@ from torch import fx
 
 from retrograd._torch.trace import places_of_symbols, symbols_in
 from retrograd.events import counters
-from retrograd.graph.emit import Emitter, last_uses
+from retrograd.graph.emit import Boxed, Emitter, last_uses
 from retrograd.repeats.divide import divided
 from retrograd.repeats.outline import Outline, graph_of
 
-Boxed = Callable[[list[Any]], Sequence[Any]]
 #: given a graph, its example inputs and how many results must have their traced strides.
 CompilePart = Callable[[fx.GraphModule, Sequence[Any], int | None], Boxed]
 

@@ -29,7 +29,6 @@ class Guard(Protocol):
 
     def fits(self, values: Sequence[Any]) -> bool:
         """Whether it holds for `values`."""
-        ...
 
 
 def why_failed(what: str, error: BaseException, stage: str) -> Reason:

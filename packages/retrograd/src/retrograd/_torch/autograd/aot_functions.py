@@ -24,14 +24,10 @@ from retrograd.errors import Refusal
 from retrograd.graph.aot_backward import AotBackward, BuiltGradient, Tangent
 
 
-def is_aot_function(ctx: Any) -> bool:
-    """Whether `ctx` is the context of a forward that AOTAutograd compiled."""
-    return hasattr(ctx._forward_cls, "_aot_id") and hasattr(ctx._forward_cls, "_lazy_backward_info")
-
-
 def is_aot_node(node: Any) -> bool:
-    """Whether an autograd node is the context of such a forward."""
-    return hasattr(node, "_forward_cls") and is_aot_function(node)
+    """Whether an autograd node is the context of a forward that AOTAutograd compiled."""
+    function = getattr(node, "_forward_cls", None)
+    return hasattr(function, "_aot_id") and hasattr(function, "_lazy_backward_info")
 
 
 def tensors_on_context(ctx: Any) -> list[torch.Tensor]:

@@ -96,16 +96,9 @@ def is_traced() -> bool:
 
     Asked of this thread's modes: ``torch.compiler.is_compiling`` is true on all threads while Dynamo compiles
     on one."""
-    return torch._C._get_tracing_state() is not None or any(
-        torch._C._get_dispatch_mode(key) is not None for key in _TRACERS
-    )
-
-
-_TRACERS = (
-    torch._C._TorchDispatchModeKey.FAKE,
-    torch._C._TorchDispatchModeKey.PROXY,
-    torch._C._TorchDispatchModeKey.FUNCTIONAL,
-)
+    keys, mode = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
+    tracers = (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)
+    return torch._C._get_tracing_state() is not None or any(mode(key) is not None for key in tracers)
 
 
 def is_transformed(request: EngineRequest) -> bool:

@@ -156,9 +156,10 @@ def call_cpp_tensor_pre_hooks(hook: int, grad: torch.Tensor) -> torch.Tensor:
 def counts_other_hooks(hook: Any) -> bool:
     """Whether `hook` belongs to ``torch.autograd.graph.register_multi_grad_hook``."""
     function = getattr(hook, "func", hook)
-    return getattr(
-        function, "__module__", None
-    ) == "torch.autograd.graph" and "register_multi_grad_hook" in str(getattr(function, "__qualname__", ""))
+    name = str(getattr(function, "__qualname__", ""))
+    return (
+        getattr(function, "__module__", "") == "torch.autograd.graph" and "register_multi_grad_hook" in name
+    )
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental._backward_state import BackwardState
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from retrograd._torch.autograd.aot_functions import is_aot_function, read_aot_backward
+from retrograd._torch.autograd.aot_functions import is_aot_node, read_aot_backward
 from retrograd._torch.autograd.collection import runtime_wrapper
 from retrograd._torch.releases import accumulated
 from retrograd._torch.tensor import zeros_of_slot
@@ -180,7 +180,7 @@ class EngineProtocol:
             zeros = tuple(map(self._read_zeros, grads, values))
             read = self._read_list(saved)
             note = ""
-            if is_aot_function(ctx):
+            if is_aot_node(ctx):
                 sizes = self._read_list(ctx._get_compiled_autograd_symints())
                 make_zeros = None if self._symbols else functools.partial(zeros_of_slot, ctx)
                 call = AotCall(context, values, sizes, read, objects, wanted, make_zeros)

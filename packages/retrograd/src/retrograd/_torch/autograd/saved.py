@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 
 from retrograd._torch.autograd.collection import collect
 from retrograd._torch.autograd.engine import EngineRequest
-from retrograd._torch.state import without_torch_functions
+from retrograd._torch.state import torch_functions_off, without_torch_functions
 from retrograd.graph.eager_order import LiveGraph
 
 _PREFIX = "_raw_saved_"
@@ -95,18 +95,14 @@ def versions_of(values: Sequence[Any]) -> list[int | None]:
             return [value._version for value in values]
         except RuntimeError:  # an inference tensor is among them
             pass
-    return _versions_of_any(values)
+    with torch_functions_off():
+        return [
+            value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
+            for value in values
+        ]
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
-@without_torch_functions
-def _versions_of_any(values: Sequence[Any]) -> list[int | None]:
-    return [
-        value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
-        for value in values
-    ]
 
 
 def request_to_release(

@@ -48,11 +48,9 @@ class FrameWatch(Protocol):
 
     def runs_as_it_is(self, code: CodeType) -> bool:
         """Whether this code, with all that it calls, is left to Python."""
-        ...
 
     def failed(self, code: CodeType, error: Exception) -> None:
         """The conversion of this code has failed; raises, or lets Python run it."""
-        ...
 
 
 class _Callback:

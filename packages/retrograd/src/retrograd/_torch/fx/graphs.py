@@ -20,7 +20,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from torch.fx.immutable_collections import immutable_dict
 from torch.fx.node import map_arg
 
-from retrograd.graph.emit import boxed_calls
+from retrograd.graph.emit import Boxed, boxed_calls
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
@@ -40,7 +40,7 @@ def copied_module(
     return copy
 
 
-def boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+def boxed(gm: fx.GraphModule) -> Boxed:
     """A function that runs the graph of `gm`, as it is now."""
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     *calls, output = [node for node in gm.graph.nodes if node.op != "placeholder"]
@@ -115,9 +115,6 @@ def _add(graph: Any, op: str, target: Any, args: Any, kwargs: Any, name: str) ->
     graph._find_nodes_lookup_table.insert(node)
     graph._len += 1
     return node
-
-
-Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 def with_strides(run: Boxed, fakes: Sequence[Any]) -> Boxed:

@@ -8,7 +8,7 @@ sizes and strides of a subclass are numbers too, so that they may become symboli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,8 +28,7 @@ from retrograd._torch.subclass.layout import (
     wrapper_layout,
 )
 from retrograd.errors import Refusal
-
-Boxed = Callable[[list[Any]], Sequence[Any]]
+from retrograd.graph.emit import Boxed
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,10 @@ class SubclassBorder:
     """
 
     def __init__(self, args: Sequence[Any]) -> None:
-        self._first = _first_places(args)
+        seen: dict[int, int] = {}
+        first = [seen.setdefault(id(value), i) if is_wrapper(value) else i for i, value in enumerate(args)]
         self._arguments = tuple(
-            _argument(value) if self._first[i] == i else _Same(self._first[i], True)
-            for i, value in enumerate(args)
+            _argument(value) if first[i] == i else _Same(first[i], True) for i, value in enumerate(args)
         )
         kinds = (is_number for layout in self._arguments for is_number in _are_numbers(layout))
         self.numbers = frozenset(i for i, is_number in enumerate(kinds) if is_number)
@@ -132,12 +131,6 @@ class SubclassBorder:
         return f"{len(names)} subclass tensors ({', '.join(dict.fromkeys(names))}): class, metadata"
 
 
-def _first_places(args: Sequence[Any]) -> list[int]:
-    """For each argument its own place, or that of the same subclass tensor before it."""
-    seen: dict[int, int] = {}
-    return [seen.setdefault(id(value), i) if is_wrapper(value) else i for i, value in enumerate(args)]
-
-
 def _argument(value: Any) -> Layout:
     """The layout of an argument, all of whose numbers are flat values; later changes to what its class
     restores are noticed."""
@@ -160,7 +153,10 @@ def _are_numbers(layout: Layout | Constant | _Same) -> Iterator[bool]:
 def _result(value: Any, flat: list[Any]) -> Layout:
     """The layout of an output, or of a tensor in it, while it is traced; its flat values go to `flat`."""
     if not is_wrapper(value):
-        _refuse_other_subclass(value)
+        if isinstance(value, torch.Tensor) and type(value) not in _TRACED:
+            raise Refusal(
+                "subclass-metadata", f"tensor subclass {type(value).__name__} comes out of the segment"
+            )
         flat.append(value)
         return PLAIN
     names, context = value.__tensor_flatten__()
@@ -172,11 +168,6 @@ def _result(value: Any, flat: list[Any]) -> Layout:
     layout = wrapper_layout(value, lambda inner: _result(inner, flat), value.requires_grad, known)
     flat += symbols
     return layout
-
-
-def _refuse_other_subclass(value: Any) -> None:
-    if isinstance(value, torch.Tensor) and type(value) not in _TRACED:
-        raise Refusal("subclass-metadata", f"tensor subclass {type(value).__name__} comes out of the segment")
 
 
 _TRACED = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, torch._subclasses.FakeTensor)

@@ -6,7 +6,7 @@ outputs are differentiable and with respect to what, and what eager would have s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from retrograd._torch.tensor import storage_of
 from retrograd.errors import Refusal
-
-Boxed = Callable[[list[Any]], Sequence[Any]]
+from retrograd.graph.emit import Boxed
 
 
 @dataclass(frozen=True)

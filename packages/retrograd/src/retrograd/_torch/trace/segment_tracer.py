@@ -23,8 +23,7 @@ from retrograd._torch.trace.fakes import fake_of, is_fake, new_fake_mode, symbol
 from retrograd._torch.trace.graph_tracer import Decompositions, make_graph, quiet_fakes
 from retrograd._torch.trace.history import History, history_of
 from retrograd.errors import Refusal
-
-Boxed = Callable[[list[Any]], Sequence[Any]]
+from retrograd.graph.emit import Boxed
 
 
 @dataclass(frozen=True)
