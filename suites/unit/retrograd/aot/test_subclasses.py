@@ -12,6 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from retrograd import aot
 from unit.retrograd.aot.against_eager import captured, captures, leaf, tensor
+from unit.retrograd.programs import Unit
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*non-leaf Tensor:UserWarning")
 
@@ -87,6 +88,13 @@ def test_the_class_is_guarded() -> None:
     assert type(call(leaf(3))) is Tensor
     assert type(call(two(3))) is TwoTensor
     assert captures() == 2
+
+
+def test_the_metadata_is_guarded() -> None:
+    call = aot.function(lambda x: x * 2, backend="eager", strict=True)
+    for meta in (2, 2.0, True, 2, 2.0):
+        assert call(Unit(torch.ones(3), meta)).meta is meta
+    assert captures() == 3
 
 
 def test_the_size_of_the_parts_is_guarded() -> None:
