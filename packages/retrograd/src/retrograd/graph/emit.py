@@ -125,7 +125,9 @@ def boxed_calls(
     """
     emit = Emitter("run(args)")
     reads = [(-1, inputs), *((i, (node, *node.all_input_nodes)) for i, node in enumerate(calls))]
-    dying = last_uses([*reads, (len(calls), _nodes_in(results))])
+    returned: list[fx.Node] = []
+    fx.node.map_arg(results, returned.append)
+    dying = last_uses([*reads, (len(calls), returned)])
     emit.unpack(inputs, "args")
     emit.line("args.clear()")
     emit.let_go(dying.get(-1, ()))
@@ -161,9 +163,3 @@ def emit_calls(
             value = f"{called}({', '.join(items)})"
         emit.line(f"{emit.name(node)} = {value}")
         emit.let_go(dying.get(i, ()))
-
-
-def _nodes_in(argument: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(argument, found.append)
-    return found

@@ -104,17 +104,13 @@ def _dict_behind(register: Callable[..., Any]) -> Any:
     raise AssertionError("torch registers node hooks in another way than it did")
 
 
-def _note(kind: HookKind, tensor: torch.Tensor, hook: Callable[..., Any], number: int) -> None:
-    edge = get_gradient_edge(tensor)
-    for changes in tuple(_watched):
-        changes.late.append(LateHook(kind, edge.node, edge.output_nr, hook, number))
-
-
 def _registering(kind: HookKind) -> Handler:
     def register(original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
         handle = original(tensor, hook)
         if _watched:
-            _note(kind, tensor, hook, handle.id)
+            edge = get_gradient_edge(tensor)
+            for changes in tuple(_watched):
+                changes.late.append(LateHook(kind, edge.node, edge.output_nr, hook, handle.id))
         return handle
 
     return register

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from retrograd._torch.autograd.engine import EngineRequest
 from retrograd.graph.eager_order import Edge, LiveGraph, LiveNode, contests
+from retrograd.graph.emit import Emitter
 
 
 def read_ranks(request: EngineRequest) -> tuple[int, ...]:
@@ -101,10 +102,7 @@ def forward_line(node: Any) -> str:
     found = re.search(r'File "([^"]+)", line (\d+).*\n\s*(.*)', frames[-1]) if frames else None
     if found:
         return f"{os.path.basename(found[1])}:{found[2]}  {found[3].strip()}"
-    return _function_line(getattr(node, "_forward_cls", None))
-
-
-def _function_line(function: Any) -> str:
+    function: Any = getattr(node, "_forward_cls", None)
     backward: Any = getattr(function, "backward", None)
     code = getattr(backward, "__code__", None)
     if code is None or (function.__module__ or "").startswith("torch."):
@@ -143,7 +141,8 @@ def _wanted(nodes: Sequence[LiveNode], targets: list[int]) -> frozenset[int]:
 
 
 class OrderCheck:
-    """The order of one backward of the whole graph, for others of equal structure.
+    """The order of one backward of the whole graph, for others of equal structure. It walks only to the nodes
+    whose numbers eager compares, in generated code: it runs before every backward whose order is visible.
 
     Args:
         live: its graph, as discovered.
@@ -151,9 +150,10 @@ class OrderCheck:
     """
 
     def __init__(self, live: LiveGraph, steps: Mapping[int, Sequence[Sequence[int]]]) -> None:
-        pairs = contests(live, steps)
-        self._roots = len(live.roots)
-        self._compare = _function("\n".join(_lines(live, pairs)))
+        emit = Emitter("compare(roots)")
+        for line in _lines(live, contests(live, steps)):
+            emit.line(line)
+        self._compare = emit.function()
 
     def holds(self, request: EngineRequest) -> bool:
         """Whether eager would run `request` in the same order, if its structure is the same."""
@@ -161,13 +161,6 @@ class OrderCheck:
             return self._compare([edge_of(root)[0] for root in request.tensors])
         except (AttributeError, IndexError, TypeError, ValueError):
             return False  # it is not
-
-
-def _function(text: str) -> Callable[[list[Any]], bool]:
-    scope: dict[str, Any] = {}
-    exec(compile(text, "<order check>", "exec"), scope)
-    made: Callable[[list[Any]], bool] = scope["compare"]
-    return made
 
 
 def _lines(live: LiveGraph, pairs: Sequence[tuple[int, int]]) -> Iterator[str]:
@@ -183,26 +176,25 @@ def _lines(live: LiveGraph, pairs: Sequence[tuple[int, int]]) -> Iterator[str]:
         if node in parents:
             parent, edge = parents[node]
             below.setdefault(parent, []).append((node, edge))
-    yield "def compare(roots):"
     for place, root in enumerate(live.roots):
-        yield f"    n{root.node} = roots[{place}]"
+        yield f"n{root.node} = roots[{place}]"
     # In order of discovery a node stands behind the one by which it is found.
     for node in sorted(on_the_way):
         yield from _step(node, below.get(node, []), node in wanted)
     terms = [f"s{first} > s{second}" for first, second in pairs]
-    yield f"    return {' and '.join(terms) or True}"
+    yield f"return {' and '.join(terms) or True}"
 
 
 def _step(node: int, below: Sequence[tuple[int, int]], is_wanted: bool) -> Iterator[str]:
     if is_wanted:
-        yield f"    s{node} = n{node}._sequence_nr()"
+        yield f"s{node} = n{node}._sequence_nr()"
     if len(below) == 1:
         child, edge = below[0]
-        yield f"    n{child} = n{node}.next_functions[{edge}][0]"
+        yield f"n{child} = n{node}.next_functions[{edge}][0]"
     elif below:
-        yield f"    f = n{node}.next_functions"
+        yield f"f = n{node}.next_functions"
         for child, edge in below:
-            yield f"    n{child} = f[{edge}][0]"
+            yield f"n{child} = f[{edge}][0]"
 
 
 def _first_edges(live: LiveGraph) -> dict[int, tuple[int, int]]:
