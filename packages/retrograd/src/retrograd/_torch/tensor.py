@@ -26,7 +26,7 @@ def addresses_are(tensors: list[Any], addresses: list[int], places: list[int]) -
     return all(tensors[i].data_ptr() == addresses[i] for i in places)
 
 
-def layout_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+def geometry_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Sizes and strides; None if more than these says what the elements are: if it is lazily conjugated or
     negated, sparse, or holds a batch of torch's vmaps."""
     functorch = torch._C._functorch

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.cuda import CudaRecorder
-from retrograd._torch.tensor import layout_of
+from retrograd._torch.tensor import geometry_of
 from retrograd.cudagraphs.recorded import Recorded
 from retrograd.cudagraphs.refusals import HELD, NOT_NOW, device_of, refusal, why_not_recorded
 from retrograd.errors import Reason, first_line
@@ -175,7 +175,7 @@ class GraphedCall:
                 return f"an input is {type(value).__name__}, and no tensor"
             if value is not None and value.device != self._device:
                 return f"an input is on {value.device}, and not on {self._device}"
-            if value is not None and layout_of(value) is None:
+            if value is not None and geometry_of(value) is None:
                 return "an input is lazily conjugated or negated, sparse or batched"
         return None
 

@@ -17,9 +17,9 @@ import torch
 from retrograd._torch.cuda import CudaRecorder
 from retrograd._torch.tensor import (
     addresses_are,
+    geometry_of,
     holders,
     is_dense,
-    layout_of,
     new_memory,
     reinterpreted,
     storage_of,
@@ -60,7 +60,7 @@ class Recorded:
         self._copied = [_Copied.of(i, inputs[i]) for i in tensors if i in copied]
         buffers = {one.place: one.buffer for one in self._copied}
         self._static = [i for i in tensors if i not in buffers]
-        self._layouts = {i: layout_of(inputs[i]) for i in tensors}
+        self._layouts = {i: geometry_of(inputs[i]) for i in tensors}
         self.addresses = [v.data_ptr() if isinstance(v, torch.Tensor) else 0 for v in inputs]
         given = [buffers.get(i, value) for i, value in enumerate(inputs)]
         graph, outputs = recorder.record(fn, given, device, is_common=not kept)
@@ -74,7 +74,7 @@ class Recorded:
     def fits(self, inputs: list[Any], loose: Sequence[int]) -> bool:
         """Whether a replay reads these inputs. Only those at `loose` may have other sizes and strides than
         the recorded ones."""
-        if any(layout_of(inputs[i]) != self._layouts[i] for i in loose if i in self._layouts):
+        if any(geometry_of(inputs[i]) != self._layouts[i] for i in loose if i in self._layouts):
             return False
         return addresses_are(inputs, self.addresses, self._static)
 
@@ -202,7 +202,7 @@ class Results:
         for place, output in enumerate(outputs):
             if not isinstance(output, torch.Tensor):
                 continue
-            if layout_of(output) is None:
+            if geometry_of(output) is None:
                 raise Refusal("not-recordable", "a result is lazily conjugated or negated, sparse or batched")
             if seen.setdefault(id(output), place) != place:
                 self._same.append((place, seen[id(output)]))
