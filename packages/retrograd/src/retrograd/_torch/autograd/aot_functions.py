@@ -73,18 +73,18 @@ def _module(compiled: Any) -> fx.GraphModule:
 def _loaded(load: Callable[[], Any]) -> Any:
     """A graph out of AOTAutograd's cache. Loading runs it once, so that random numbers in it, among others,
     become constants: load it with two seeds, and see whether the constants agree."""
-    first, second = (_loaded_with_seed(load, seed) for seed in (1, 2))
+
+    def seeded(seed: int) -> Any:
+        with unset_fake_temporarily(), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return load()
+
+    first, second = seeded(1), seeded(2)
     if isinstance(first, fx.GraphModule):
         constants = zip(first.buffers(), second.buffers(), strict=True)
         if not all(torch.equal(one, two) for one, two in constants):
             raise Refusal("not-inlined", "its graph, as AOTAutograd's cache keeps it, draws random numbers")
     return first
-
-
-def _loaded_with_seed(load: Callable[[], Any], seed: int) -> Any:
-    with unset_fake_temporarily(), torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return load()
 
 
 def _obstacles(module: fx.GraphModule, metadata: Any) -> Iterator[str]:

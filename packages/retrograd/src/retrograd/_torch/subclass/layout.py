@@ -31,27 +31,32 @@ class Metadata:
 
     Attributes:
         context: the second part of ``__tensor_flatten__``.
-        attributes: instance attributes that are neither inner tensors nor restored by the class itself.
+        attributes: instance attributes that are neither inner tensors nor restored by the class itself; None
+            if attributes do not matter, as in a trace, where no tensor has any.
         restored: the names of those that the class restores, with values where they can be compared.
         shared: whether nothing in `context` can be changed in place.
     """
 
     context: Any
-    attributes: Mapping[str, Any]
+    attributes: Mapping[str, Any] | None
     restored: Mapping[str, Any]
     shared: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, inner: Sequence[str], context: Any, rebuilt: torch.Tensor) -> Metadata:
-        """Read the metadata of `tensor`, of which `rebuilt` is what the class makes of its flattened form.
+    def of(
+        cls, tensor: torch.Tensor, inner: Sequence[str], context: Any, rebuilt: torch.Tensor | None
+    ) -> Metadata:
+        """Read the metadata of `tensor`, of which `rebuilt` is what the class makes of its flattened form;
+        None if attributes do not matter.
 
         Raises:
             Refusal: a later change could not be noticed, or not be carried over.
         """
         name = type(tensor).__name__
-        made = attributes_of(rebuilt, inner)
+        own = {} if rebuilt is None else attributes_of(tensor, inner)
+        made = {} if rebuilt is None else attributes_of(rebuilt, inner)
         attributes, restored = {}, {}
-        for key, value in attributes_of(tensor, inner).items():
+        for key, value in own.items():
             if key in made and (is_same(made[key], value) or _guards_itself(tensor)):
                 restored[key] = value
             elif _is_constant(value):
@@ -63,7 +68,7 @@ class Metadata:
         frozen = _copied(context, f"the context of {name}")
         if not _agrees(tensor, frozen, context):
             raise Refusal("subclass-metadata", f"the context of {name} is not equal to its own copy")
-        return cls(frozen, attributes, restored, _is_constant(context))
+        return cls(frozen, None if rebuilt is None else attributes, restored, _is_constant(context))
 
     def guarded(self, tensor: torch.Tensor) -> Metadata:
         """The same for comparing with: changes made in place to what the class restores are noticed too.
@@ -77,8 +82,9 @@ class Metadata:
 
     def holds_for(self, tensor: torch.Tensor, inner: Sequence[str], context: Any) -> bool:
         """Whether `tensor` has the same metadata."""
-        if not _agrees(tensor, self.context, context):
-            return False
+        agrees = _agrees(tensor, self.context, context)
+        if self.attributes is None or not agrees:
+            return agrees
         now = attributes_of(tensor, inner)
         known = {**self.attributes, **self.restored}
         if _guards_itself(tensor):
@@ -88,12 +94,6 @@ class Metadata:
     def own_context(self) -> Any:
         """The context for one more tensor: a copy where tensors could change it under one another."""
         return self.context if self.shared else copy.deepcopy(self.context)
-
-    def put_on(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give `tensor` the attributes that its class does not restore."""
-        for key, value in self.attributes.items():
-            setattr(tensor, key, value)
-        return tensor
 
 
 def attributes_of(tensor: torch.Tensor, inner: Sequence[str]) -> dict[str, Any]:
@@ -213,7 +213,7 @@ class Wrapper:
 
     Attributes:
         cls, metadata: what it is besides its parts.
-        requires_grad: whether it requires grad; None if that does not matter.
+        requires_grad: whether it requires grad; None if neither that nor attributes matter.
         parts: name and layout of each inner value.
         geometry: outer sizes and strides; None where the number is a flat value.
     """
@@ -256,16 +256,19 @@ def wrapper_layout(
         (name, part_of(part) if isinstance(part, torch.Tensor) else Constant(part))
         for name, part in inner.items()
     )
-    rebuilt = type(value).__tensor_unflatten__(inner, context, value.shape, value.stride())
-    if type(rebuilt) is not type(value):
-        raise Refusal("subclass-metadata", f"{type(value).__name__} is rebuilt as {type(rebuilt).__name__}")
+    rebuilt = None
+    if requires_grad is not None:
+        rebuilt = type(value).__tensor_unflatten__(inner, context, value.shape, value.stride())
+        if type(rebuilt) is not type(value):
+            text = f"{type(value).__name__} is rebuilt as {type(rebuilt).__name__}"
+            raise Refusal("subclass-metadata", text)
     metadata = Metadata.of(value, names, context, rebuilt)
     numbers = (*value.shape, *value.stride()) if geometry is None else geometry
     return Wrapper(type(value), metadata, requires_grad, parts, numbers)
 
 
 def layout_of(value: Any) -> Layout:
-    """How `value` is made up, whether or not it requires grad.
+    """How `value` is made up, whether or not it requires grad and whatever attributes it has.
 
     Raises:
         Refusal: it cannot be taken apart without loss.
@@ -314,6 +317,7 @@ def built(layout: Layout | Constant, flat: Iterator[Any]) -> Any:
     rank = len(geometry) // 2
     size, stride = torch.Size(geometry[:rank]), tuple(geometry[rank:])
     made: Any = layout.cls.__tensor_unflatten__(inner, layout.metadata.own_context(), size, stride)
-    layout.metadata.put_on(made)
+    for name, value in (layout.metadata.attributes or {}).items():
+        setattr(made, name, value)
     wanted = layout.requires_grad
     return made if wanted in (None, made.requires_grad) else made.requires_grad_(wanted)

@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from retrograd._torch.subclass import built, is_wrapper, layout_of, parts_of
 from retrograd._torch.trace.functional import inner_tensors
+from retrograd.errors import Refusal
 
 
 def new_fake_mode(symbolic: bool) -> FakeTensorMode:
@@ -83,6 +84,10 @@ def why_not_fakeable(value: torch.Tensor) -> str | None:
     """Why a tensor cannot stand in a graph; None if it can."""
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         return "tensor wrapped by a functorch transform"
+    try:
+        layout_of(value)
+    except Refusal as reason:
+        return f"{type(value).__name__}: {reason}"
     for inner in inner_tensors(value) if is_wrapper(value) else [value]:
         if type(inner).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not isinstance(
             inner, FakeTensor

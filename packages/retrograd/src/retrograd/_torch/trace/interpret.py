@@ -92,26 +92,19 @@ class Marking(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in SAC_IGNORED_OPS:
             return func(*args, **kwargs)
-        with _new_nodes() as made:
-            result = func(*args, **kwargs)
+        mode = get_proxy_mode()
+        nodes: Any = mode.tracer.graph.nodes if mode is not None else ()
+        before = len(nodes)
+        result = func(*args, **kwargs)
+        made = list(itertools.islice(reversed(nodes), len(nodes) - before))
         policy = self._policy(policy_context(result), func, *args, **kwargs)
         if isinstance(policy, bool):
             policy = CheckpointPolicy.MUST_SAVE if policy else CheckpointPolicy.PREFER_RECOMPUTE
         if "recompute" not in noted_here():  # a mark that the graph had already
             for node in made:  # of nested checkpoints, the innermost comes last
-                node.meta["recompute"], node.meta["ac_graph_id"] = policy, self._group
+                if node.op == "call_function":
+                    node.meta["recompute"], node.meta["ac_graph_id"] = policy, self._group
         return result
-
-
-@contextmanager
-def _new_nodes() -> Iterator[list[fx.Node]]:
-    """The calls that are traced inside; complete on leaving."""
-    mode = get_proxy_mode()
-    graph: Any = mode.tracer.graph if mode is not None else fx.Graph()
-    before, made = len(graph.nodes), list[fx.Node]()
-    yield made
-    nodes = itertools.islice(reversed(graph.nodes), len(graph.nodes) - before)
-    made += [node for node in nodes if node.op == "call_function"]
 
 
 #: what functionalisation takes for no effect at all.
