@@ -138,11 +138,19 @@ _CHANGES = {
     torch.Tensor.data.__set__: "assigning to .data",  # type: ignore[attr-defined]
     torch.Tensor.grad.__set__: "assigning to .grad",  # type: ignore[union-attr]
 }
+_DETACH = (
+    torch.Tensor.detach_
+)  # `torch.tensor` calls it for a symbolic number; without history it does nothing
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+#: by name: calls whose kernels and formulas depend on the value of an exponent. Torch traces a symbolic one
+#: to formulas that round otherwise (from 2.14), or not at all.
+_BY_VALUE = {"pow", "pow_", "__pow__", "__rpow__", "__ipow__", "float_power", "float_power_"}
+_BY_VALUE |= {f"lp_pool{dims}d" for dims in (1, 2, 3)}
 
 
 class FreeTensors(TorchFunctionMode):
-    """While open, real tensors are replaced by what `lift` makes of them.
+    """While open, real tensors are replaced by what `lift` makes of them. A symbolic exponent is replaced by
+    its value, which becomes a guard.
 
     Attributes:
         bared: tensors of which ``.data`` was taken.
@@ -158,17 +166,26 @@ class FreeTensors(TorchFunctionMode):
     ) -> Any:
         if getattr(func, "__name__", "") in _HOOKS:
             raise Refusal("hook-in-trace", f"it calls Tensor.{func.__name__}")
-        if func in _CHANGES:
+        if func in _CHANGES and not (func is _DETACH and not args[0].requires_grad):
             raise Refusal("tensor-changed", f"it changes a tensor by {_CHANGES[func]}")
         if func == _DATA:
             self.bared.append(args[0])
         kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _BY_VALUE:
+            args, kwargs = pytree.tree_map(_known, (args, kwargs))
         if any(_is_free(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
             args, kwargs = pytree.tree_map(self._replaced, (args, kwargs))
         return func(*args, **kwargs)
 
     def _replaced(self, leaf: Any) -> Any:
         return self._lift(leaf) if _is_free(leaf) else leaf
+
+
+def _known(leaf: Any) -> Any:
+    """The value of a symbolic number; anything else as it is."""
+    if isinstance(leaf, torch.SymInt):
+        return int(leaf)
+    return float(leaf) if isinstance(leaf, torch.SymFloat) else leaf
 
 
 def _is_free(leaf: Any) -> bool:
