@@ -27,6 +27,7 @@ WRONG: dict[str, list[Any]] = {
     "background": ["yes", None],
     "cudagraphs": ["off", 1, None],
     "compile_timeout": ["1", -1, True],
+    "stock_dynamo": ["yes", 1, None],
 }
 
 
@@ -52,15 +53,15 @@ DOORS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     ),
     "compile_step": (
         lambda **given: retrograd.compile_step(identity, **given),
-        ("backend", "strict", "dynamic", "recompile_limit", "regions", "cudagraphs"),
+        ("backend", "strict", "dynamic", "recompile_limit", "regions", "cudagraphs", "stock_dynamo"),
     ),
     "aot.function": (
         lambda **given: aot.function(identity, **given),
-        tuple(name for name in WRONG if name not in ("opaque", "background")),
+        tuple(name for name in WRONG if name not in ("opaque", "background", "stock_dynamo")),
     ),
     "aot.module": (
         lambda **given: aot.module(torch.nn.ReLU(), **given),
-        tuple(name for name in WRONG if name not in ("opaque", "background")),
+        tuple(name for name in WRONG if name not in ("opaque", "background", "stock_dynamo")),
     ),
     "backend": (on_dynamo, ("partitioner", "passes", "strict", "regions", "single_region", "cudagraphs")),
 }

@@ -8,7 +8,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import retrograd
-from retrograd._torch.dynamo import module_hooks
+from retrograd._torch.dynamo import keep_eager
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def tripled(module, args, output):
 
 @pytest.mark.parametrize("hooks_before", [False, True])
 def test_a_hook_that_is_set_later_is_noticed(hooks_before, monkeypatch):
-    monkeypatch.setattr(module_hooks, "_set", int(hooks_before))
+    monkeypatch.setattr(keep_eager, "_set", int(hooks_before))
     plain, other = model(), model()
     fast, x = compiled(other), torch.ones(2, 3)
     assert torch.equal(fast(x), plain(x))
@@ -61,7 +61,7 @@ def test_a_hook_of_all_modules_is_noticed(kind):
 
 
 def test_modules_without_hooks_have_one_guard(monkeypatch):
-    monkeypatch.setattr(module_hooks, "_set", 0)
+    monkeypatch.setattr(keep_eager, "_set", 0)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     module = model()
     fast = compiled(module)
@@ -70,11 +70,11 @@ def test_modules_without_hooks_have_one_guard(monkeypatch):
     torch.ones(2, requires_grad=True).register_hook(lambda grad: None)  # of no module
     fast(torch.ones(2, 3, requires_grad=True))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
-    assert module_hooks._set == 0
+    assert keep_eager._set == 0
 
 
 def test_hooks_are_not_looked_for_if_dynamos_way_is_wanted(monkeypatch):
-    monkeypatch.setattr(module_hooks, "_set", 0)
+    monkeypatch.setattr(keep_eager, "_set", 0)
     module, x = model(), torch.ones(2, 3)
     fast = compiled(module, stock_dynamo=True)
     expected = fast(x)

@@ -8,12 +8,7 @@ the distribution is not installed.
 
 from __future__ import annotations
 
-from retrograd._torch.dynamo import (
-    count_module_hooks,
-    keep_functions_whole,
-    leave_errors_to_eager,
-    register_once,
-)
+from retrograd._torch.dynamo import keep_functions_whole, register_once, watch_dynamo
 from retrograd.dynamo.backend import RetrogradBackend, retrograd
 from retrograd.dynamo.options import config_of, list_mode_options, list_options
 from retrograd.dynamo.step import CompiledStep, compile_step
@@ -31,6 +26,5 @@ __all__ = [
 ]
 
 register_once("retrograd", retrograd)
+watch_dynamo()
 keep_functions_whole()
-leave_errors_to_eager()
-count_module_hooks()

@@ -27,7 +27,7 @@ from torch._subclasses import FakeTensor
 from torch.utils import _pytree
 
 from retrograd._torch.dynamo.function_code import Reading, methods_of
-from retrograd._torch.dynamo.tracing_for import break_graph, keeps_eager
+from retrograd._torch.dynamo.keep_eager import break_graph, keeps_eager
 from retrograd._torch.patches import handle, hidden_from_dynamo
 from retrograd._torch.trace import fake_mode_of
 

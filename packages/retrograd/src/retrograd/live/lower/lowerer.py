@@ -20,7 +20,7 @@ from retrograd._torch.state import ThreadModes, compile_stance, why_interpreted_
 from retrograd._torch.subclass import SubclassBorder, is_wrapper
 from retrograd._torch.trace import InputGuard, Traced, changed_sizes, is_batched, trace
 from retrograd.backends.base import Boxed
-from retrograd.cudagraphs import graphed
+from retrograd.cudagraphs.graphed_call import graphed
 from retrograd.errors import LoweringError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
 from retrograd.live.lower.background import Later, begin

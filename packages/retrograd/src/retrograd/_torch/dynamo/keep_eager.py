@@ -1,0 +1,126 @@
+"""Keep what Dynamo loses of eager before it calls a backend, for backends that want that.
+
+In: Dynamo's translator, its guards, and the nodes that it runs on fake tensors. Out: whether the backend
+wants eager kept, and breaks of the graph for it; and
+
+- an operation that raises on fake tensors is left to Python. So all that eager does before the error is done,
+  and the program gets the error that it may expect. With ``fullgraph`` Dynamo's own error stands;
+- hooks of modules that are set after Dynamo has traced a call of the module are noticed. Dynamo leaves that
+  open, to save time. One more guard does for the whole frame, as long as nobody in the process has set a hook
+  of a module; from then on, there is one for each module. Guards on modules are dear: Dynamo no longer skips
+  the parts of a module that did not change.
+
+`functions` keeps each ``autograd.Function`` whole in this way.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch._dynamo import exc
+from torch._dynamo.guards import GuardBuilder
+from torch._guards import Guard
+from torch.nn.modules import module as all_modules
+from torch.utils.hooks import RemovableHandle
+
+from retrograd._torch.patches import handle
+from retrograd._torch.releases import raised_on_fakes
+
+_RAISED = raised_on_fakes(exc)
+
+#: hooks of modules that were set in this process. Those before the first look count, whatever they hang from.
+_set = 0
+
+_SETTERS = ("register_forward", "register_full_backward", "register_backward", "register_module_")
+
+_OF_ALL_MODULES: tuple[Mapping[int, Any], ...] = (
+    *(all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks),
+    *(all_modules._global_backward_hooks, all_modules._global_backward_pre_hooks),
+)
+
+
+def keeps_eager(tx: Any) -> bool:
+    """Whether the backend has a method ``keeps_eager`` that says so of the user's options."""
+    compiler: Any = tx.output.compiler_fn
+    options: Mapping[str, Any] = {}
+    while True:
+        if isinstance(compiler, functools.partial):
+            options = compiler.keywords.get("options") or options
+            compiler = compiler.func
+        elif hasattr(compiler, "_torchdynamo_orig_backend"):
+            compiler = compiler._torchdynamo_orig_backend
+        elif isinstance(compiler, torch._TorchCompileWrapper):
+            options = compiler.kwargs.get("options") or options
+            compiler = compiler.compiler_fn
+        else:
+            asked = getattr(compiler, "keeps_eager", None)
+            return asked is not None and bool(asked(options))
+
+
+def break_graph(what: str, where: str, why: str) -> NoReturn:
+    """End the graph before this point, where Python goes on.
+
+    Args:
+        what: a heading without details.
+        where: the call.
+        why: a sentence.
+
+    Raises:
+        Unsupported: Dynamo's request for a break; with ``fullgraph`` the user's error.
+    """
+    hints = ["options={'stock_dynamo': True} leaves it to Dynamo, which differs from eager there."]
+    exc.unimplemented(gb_type=what, context=where, explanation=why, hints=hints)
+
+
+def watch_dynamo() -> None:
+    """From here on, errors are left to eager, and every hook of a module is counted when it is set."""
+    global _set
+    _set = RemovableHandle.next_id
+    handle("torch.utils.hooks:RemovableHandle.__init__", _made)
+    handle("torch._dynamo.utils:_get_fake_value_impl", _fake_value)
+
+
+def _made(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Count a hook if it is one of a module: all kinds are set by functions of one file of torch's."""
+    global _set
+    setter = sys._getframe(2)
+    if setter.f_globals is vars(all_modules) and setter.f_code.co_name.startswith(_SETTERS):
+        _set += 1
+    original(*args, **kwargs)
+
+
+def guard_module_hooks(guards: Any) -> None:
+    """Add guards where `guards` says that a module had no hooks. Dynamo guards the hooks that it has seen."""
+    found = [guard for guard in guards if guard.inner_create_fn().__name__ == "EMPTY_NN_MODULE_HOOKS_DICT"]
+    if found and not _set:
+        guards.add(Guard(found[0].originating_source, _nobody_sets_any))
+    elif found:
+        guards.update([Guard(guard.originating_source, GuardBuilder.SEQUENCE_LENGTH) for guard in found])
+        guards.add(Guard(found[0].originating_source, _as_many_of_all_modules))
+
+
+def _nobody_sets_any(builder: Any, guard: Guard) -> None:
+    parts = ["nobody has set a hook of a module"]
+    builder.guard_manager.root.add_lambda_guard(lambda _: not _set, parts, guard.user_stack)
+
+
+def _as_many_of_all_modules(builder: Any, guard: Guard) -> None:
+    before = [*map(tuple, _OF_ALL_MODULES)]
+    parts = ["the hooks of all modules"]
+    builder.guard_manager.root.add_lambda_guard(
+        lambda _: [*map(tuple, _OF_ALL_MODULES)] == before, parts, guard.user_stack
+    )
+
+
+def _fake_value(original: Callable[..., Any], node: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return original(node, tx, *args, **kwargs)
+    except _RAISED as error:
+        if tx.one_graph or not keeps_eager(tx):
+            raise
+        text = str(error).partition("\n\n")[0]
+    return break_graph("operation that raises on fake tensors", str(node.target), text)
