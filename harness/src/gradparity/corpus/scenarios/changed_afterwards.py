@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradparity.corpus.scenario import scenario
-from gradparity.corpus.scenarios.functions_kept_whole import Counting, Exponential, Square
+from gradparity.corpus.scenarios.function_contracts import Counting, Exponential, Square
 from gradparity.probe import Probe
 
 TAGS = ("compiled", "after-the-first-call")

@@ -49,7 +49,7 @@ REQUIRED = {
     "torch._dynamo:": "optimize",
     "torch._dynamo.compiled_autograd:": "compiled_autograd_enabled ops",
     "torch._dynamo.eval_frame:": "_optimize _stance",
-    "torch._ops:": "HigherOrderOperator OpOverload",
+    "torch._ops:": "HigherOrderOperator OpOverload OpOverloadPacket",
     "torch._subclasses:": "FakeTensor",
     "torch.fx.graph:": "_FindNodesLookupTable _Namespace",
 }
