@@ -86,11 +86,11 @@ def test_by_name_with_options():
     assert len(process_report.graphs) == 1
 
 
-def test_dynamo_reset_resets_the_report():
+def test_dynamo_reset_leaves_the_report():
+    """It tells backends to let go of compiled code. The report belongs to the process."""
     torch.compile(lambda a: a.sin(), backend="retrograd", options=STRICT)(leaf(2))
-    assert process_report.graphs
     torch._dynamo.reset()
-    assert not process_report.graphs
+    assert len(process_report.graphs) == 1
 
 
 # options

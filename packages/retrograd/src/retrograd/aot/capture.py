@@ -162,6 +162,7 @@ class _Attempt:
             is_single_region=self.single_region,
             sums_apart=self.sums_apart,
             hooked_leaves=self.backward.hooked_leaves,
+            offsets_matter=self.inputs.reads_offsets,
         )
 
     def _signature(self, values: Sequence[Any]) -> JointSignature:

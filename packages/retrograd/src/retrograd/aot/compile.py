@@ -10,9 +10,7 @@ from typing import Any
 
 from retrograd.aot.compiled import Compiled
 from retrograd.aot.run.call import CompiledFunction
-from retrograd.aot.run.late import is_ready
-from retrograd.aot.run.lower_half import lower
-from retrograd.aot.run.record import recorded
+from retrograd.aot.run.lower_half import is_ready, lower, recorded
 from retrograd.aot.run.region import RegionCode
 from retrograd.backends.base import Boxed, Half
 from retrograd.backends.registry import find_backend

@@ -30,7 +30,8 @@ class Compiled:
 
     def __init__(self, code: CompiledFunction) -> None:
         self.code = code
-        self._state: CaptureState = code.partition.joint.state
+        self._joint = code.partition.joint
+        self._state: CaptureState = self._joint.state
         self._guard: InputGuard | None = None
 
     @property
@@ -75,13 +76,14 @@ class Compiled:
         return self._checked(list(leaves))
 
     def _checked(self, leaves: list[Any]) -> Any:
-        if self._guard is None or not self._guard.check(leaves):
+        sources = [*leaves, *self._joint.found]
+        if self._guard is None or not self._guard.check(sources):
             for leaf, value in zip(self._state.leaves, leaves, strict=True):
                 for what in _differences(leaf, value):
                     raise self._error(leaf.name, f"{leaf.name} {what}", _ANEW)
             if self._guard is not None:
-                raise self._error("inputs", self._guard.why_not(leaves), _ANEW)
-            self._guard = guard_as_traced(leaves, self._state)
+                raise self._error("inputs", self._guard.why_not(sources), _ANEW)
+            self._guard = guard_as_traced(leaves, self._joint)
         try:
             return self.code(leaves)
         except (CodeFailedError, NotReadyError) as error:

@@ -7,6 +7,7 @@ kind of input. What cannot be captured runs eagerly, and the report says why.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,18 +19,15 @@ from retrograd._torch.autograd import has_waiting_hooks
 from retrograd._torch.state import ThreadModes, why_not_capturable_now
 from retrograd._torch.trace import changed_sizes, is_tracing_here, why_not_fakeable
 from retrograd.aot.calls import FlatCall
-from retrograd.aot.capture import capture
-from retrograd.aot.compile import compile_with
-from retrograd.aot.constants import constant_key
 from retrograd.aot.modules import ModuleState
-from retrograd.aot.partition import partition
 from retrograd.aot.run.call import CompiledFunction
+from retrograd.aot.stages import find_named, run_stages
 from retrograd.aot.state import Dynamic, state_of_flat
-from retrograd.aot.summary import summary
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config, Policy
 from retrograd.errors import CaptureError, OptionError, Reason
-from retrograd.passes.aten import pass_named
+from retrograd.events import AOT_LOGS
+from retrograd.graph.constants import constant_key
 from retrograd.report import Report, process_report, reason_of
 from retrograd.specialize import CallGuard, Specialized, Variant
 
@@ -123,11 +121,20 @@ class AotFunction:
             state.note()
             code = self._stages(leaves, state, _spec(form), self._dynamic(leaves, known), split_at_leaf_grads)
             state.refuse_changes()
-            return Variant(CallGuard.for_joint(leaves, code.partition.joint), code)
+            guard = CallGuard.for_joint(leaves, code.partition.joint)
+            self._tell(guard, leaves, known)
+            return Variant(guard, code)
         except Exception as error:
             if self.config.strict or any(isinstance(x, torch.Tensor) and why_not_fakeable(x) for x in leaves):
                 raise  # no guard can describe such inputs
             return Variant(CallGuard.exact(leaves), None, reason_of(error, "aot.compile"))
+
+    def _tell(self, guard: CallGuard, leaves: Sequence[Any], known: Sequence[Variant]) -> None:
+        AOT_LOGS["guards"].debug("%s: %s", self.__name__, guard.inputs)
+        if known and AOT_LOGS["recompiles"].isEnabledFor(logging.INFO):
+            assert isinstance(known[-1].guard, CallGuard)
+            why = known[-1].guard.why_not(leaves)
+            AOT_LOGS["recompiles"].info("%s is compiled again: %s", self.__name__, why)
 
     def _dynamic(self, leaves: Sequence[Any], known: Sequence[Variant]) -> Dynamic:
         """Sizes that differ from those of earlier inputs are symbolic from now on."""
@@ -136,7 +143,7 @@ class AotFunction:
         changed: dict[int, frozenset[int]] = {}
         for variant in known:
             assert isinstance(variant.guard, CallGuard)
-            for i, dims in changed_sizes(variant.guard.inputs.args_metadata, leaves).items():
+            for i, dims in changed_sizes(variant.guard.inputs.args_metadata[: len(leaves)], leaves).items():
                 if isinstance(leaves[i], torch.Tensor):
                     changed[i] = changed.get(i, frozenset()) | dims
         return changed or None
@@ -149,7 +156,7 @@ class AotFunction:
         dynamic: Dynamic,
         split_at_leaf_grads: bool,
     ) -> CompiledFunction:
-        config, call = self.config, FlatCall(self.fn, modules, spec)
+        call = FlatCall(self.fn, modules, spec)
         state = state_of_flat(
             call,
             leaves,
@@ -157,20 +164,9 @@ class AotFunction:
             names=call.names(leaves),
             kinds=call.kinds(leaves),
             dynamic=dynamic,
-            decompositions=find_backend(config.backend).decompositions(),
+            decompositions=find_backend(self.config.backend).decompositions(),
         )
-        joint = capture(
-            state,
-            single_region=config.single_region,
-            split_at_leaf_grads=split_at_leaf_grads,
-            sums_apart=not find_backend(config.backend).traces,
-        )
-        for change in config.passes:
-            joint = joint.apply(change)
-        parts = partition(joint, config.partitioner)
-        code = compile_with(parts, config, self._report)
-        self._report.compiled(summary(parts))
-        return code
+        return run_stages(state, self.config, self._report, split_at_leaf_grads=split_at_leaf_grads)
 
 
 class AotModule(nn.Module):
@@ -261,12 +257,7 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
         regions=regions,
         compile_timeout=compile_timeout,
     )
-    find_backend(config.backend)
-    if config.backward is not None:
-        find_backend(config.backward, "backward")
-    for one in config.passes:
-        if isinstance(one, str):
-            pass_named(one)
+    find_named(config)
     return AotFunction(fn, config)
 
 

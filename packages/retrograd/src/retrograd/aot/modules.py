@@ -19,8 +19,8 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from retrograd.aot.constants import PLAIN_VALUES
 from retrograd.errors import CaptureError, Reason, Refusal
+from retrograd.graph.constants import PLAIN_VALUES
 from retrograd.graph.joint import PrimalKind
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

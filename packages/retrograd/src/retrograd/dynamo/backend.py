@@ -75,9 +75,5 @@ class RetrogradBackend:
             report.fell_back(reason, "a graph of Dynamo's runs eagerly")
             return gm.forward
 
-    def reset(self) -> None:
-        """Forget what was reported. ``torch._dynamo.reset()`` calls this when it forgets the code."""
-        process_report.graphs.clear()
-
 
 retrograd = RetrogradBackend()

@@ -27,13 +27,10 @@ from retrograd._torch.dynamo import (
 )
 from retrograd._torch.state import torch_functions_off, why_not_capturable_now
 from retrograd._torch.trace import alias_of_fake, common_base, run_graph
-from retrograd.aot.capture import capture
-from retrograd.aot.compile import compile_with
 from retrograd.aot.modules import ModuleState
-from retrograd.aot.partition import partition
 from retrograd.aot.run.call import CompiledFunction
+from retrograd.aot.stages import run_stages
 from retrograd.aot.state import state_of_flat
-from retrograd.aot.summary import summary
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import CaptureError, Reason
@@ -124,17 +121,9 @@ class GraphFunction:
             return Variant(ANYTHING, None, reason_of(error, "dynamo"))
 
     def _compiled(self, state: CaptureState) -> CompiledFunction:
-        config = self._config
-        is_exact = not find_backend(config.backend).traces
-        joint = capture(state, single_region=config.single_region, sums_apart=is_exact)
-        for change in config.passes:
-            joint = joint.apply(change)
-        parts = partition(joint, config.partitioner)
         # Code that is compiled later cannot add guards, because Dynamo installs its guards now.
         lazy = not has_symbols(state.fake_mode)
-        code = compile_with(parts, config, self._report, lazy)
-        self._report.compiled(summary(parts, why_ended(self._gm)))
-        return code
+        return run_stages(state, self._config, self._report, lazy=lazy, ended_by=why_ended(self._gm))
 
 
 def state_of_graph(

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from retrograd._torch.inductor import settings
-from retrograd.backends.registry import InductorBackend, find_backend
+from retrograd.aot.stages import find_named
+from retrograd.backends.registry import InductorBackend
 from retrograd.config import Config
 from retrograd.errors import OptionError
-from retrograd.passes.aten import pass_named
 
 #: our own options and what they mean. Any other option must be one of Inductor's.
 OPTIONS: Mapping[str, str] = {
@@ -50,12 +50,7 @@ def config_of(mode: str | None, options: Mapping[str, Any] | None) -> Config:
     own.setdefault("cudagraphs", mode in _WITH_CUDA_GRAPHS)
     inner = _inner(mode, given)
     config = Config(**own)
-    find_backend(config.backend)
-    if config.backward is not None:
-        find_backend(config.backward, "backward")
-    for one in config.passes:
-        if isinstance(one, str):
-            pass_named(one)
+    find_named(config)
     if config.backend == "inductor":
         return Config(**{**own, "backend": InductorBackend(inner)}) if inner else config
     if given:

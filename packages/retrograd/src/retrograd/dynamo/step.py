@@ -132,6 +132,7 @@ def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
     recompile_limit: int = 8,
     regions: bool | int = True,
     cudagraphs: bool = False,
+    compile_timeout: float | None = None,
 ) -> Any:
     """Compile a training step: forward, backward, hooks and optimizers.
 
@@ -154,6 +155,7 @@ def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
         recompile_limit: how often one piece is compiled. After that it runs eagerly.
         regions: as in `compiled_autograd`.
         cudagraphs: record what each piece does on a CUDA device, and replay it where that is safe.
+        compile_timeout: as in `compiled_autograd`, for each piece.
 
     Returns:
         A `CompiledStep`: called like `step`, with ``explain()`` and ``reset()``.
@@ -178,6 +180,7 @@ def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
         recompile_limit=recompile_limit,
         regions=regions,
         cudagraphs=cudagraphs,
+        compile_timeout=compile_timeout,
     )
     find_backend(backend)
     check_supported()

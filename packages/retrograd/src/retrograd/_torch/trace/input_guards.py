@@ -15,6 +15,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from retrograd.errors import Refusal
+from retrograd.graph.constants import constant_key
 
 
 class InputGuard:
@@ -25,6 +26,7 @@ class InputGuard:
         fed: positions of the traced inputs, and `example_inputs` their fakes; a dimension that is symbolic
             in a fake may differ.
         shape_env: has the relations that tracing relied on; None when every size is static.
+        offsets: whether each tensor must begin where it began in its memory.
 
     Raises:
         Refusal: a relation is not one between inputs.
@@ -36,6 +38,7 @@ class InputGuard:
         fed: Sequence[int],
         example_inputs: Sequence[Any],
         shape_env: ShapeEnv | None,
+        offsets: bool = False,
     ) -> None:
         symbolic = {i: _symbolic_dims(fake) for i, fake in zip(fed, example_inputs, strict=True)}
         first = {
@@ -44,7 +47,7 @@ class InputGuard:
         self._tensors = sorted(first.values())
         self._same = [(i, first[id(v)]) for i, v in enumerate(args) if first.get(id(v), i) != i]
         self._constants = [
-            (i, value)
+            (i, value, constant_key(value))
             for i, value in enumerate(args)
             if not isinstance(value, torch.Tensor) and not (type(value) in (int, float) and symbolic.get(i))
         ]
@@ -59,7 +62,8 @@ class InputGuard:
             dynamic_dims_strides=strides,  # type: ignore[arg-type]
         )
         self._shape_env, self._fed = shape_env, tuple(fed)
-        self._relations = shape_env.produce_guards_expression(example_inputs) if shape_env else None
+        self._offsets = [(i, args[i].storage_offset()) for i in self._tensors] if offsets else []
+        self._relations = _relations(shape_env, example_inputs) if shape_env else None
         self.args_metadata = tuple(map(_sizes, args))
         try:
             self._relations_hold(args)
@@ -77,11 +81,15 @@ class InputGuard:
             (not self._same or all(args[i] is args[j] for i, j in self._same))
             and (not self._constants or self._constants_hold(args))
             and self._tensors_fit(args)
+            and (not self._offsets or self._offsets_hold(args))
             and (self._relations is None or self._relations_hold(args))
         )
 
     def _constants_hold(self, args: Sequence[Any]) -> bool:
-        return all(type(args[i]) is type(value) and args[i] == value for i, value in self._constants)
+        return all(constant_key(args[i]) == key for i, _, key in self._constants)
+
+    def _offsets_hold(self, args: Sequence[Any]) -> bool:
+        return all(args[i].storage_offset() == offset for i, offset in self._offsets)
 
     def _tensors_fit(self, args: Sequence[Any]) -> bool:
         """Whether each is a tensor like its own."""
@@ -89,8 +97,8 @@ class InputGuard:
 
     def why_not(self, args: Sequence[Any]) -> str:
         """What failed, with the two values that differ."""
-        for i, value in self._constants:
-            if type(args[i]) is not type(value) or args[i] != value:
+        for i, value, key in self._constants:
+            if constant_key(args[i]) != key:
                 return f"argument {i} was {_describe(value)}, now {_describe(args[i])}"
         for i in self._tensors:
             if not isinstance(args[i], torch.Tensor):
@@ -99,6 +107,9 @@ class InputGuard:
         verbose = self._guards.check_verbose(*[args[i] for i in self._tensors], tensor_check_names=names)
         if isinstance(verbose, str):
             return verbose
+        for i, offset in self._offsets:
+            if args[i].storage_offset() != offset:
+                return f"argument {i} began at {offset} in its memory, now at {args[i].storage_offset()}"
         if not self._relations_hold(args):
             before, now = (
                 str([sizes for sizes in all_ if sizes]) for all_ in (self.args_metadata, map(_sizes, args))
@@ -124,6 +135,21 @@ def changed_sizes(before: Sequence[Any], args: Sequence[Any]) -> dict[int, froze
         if old is not None and new is not None and len(old) == len(new) and old != new:
             changed[i] = frozenset(d for d, (a, b) in enumerate(zip(old, new, strict=True)) if a != b)
     return changed
+
+
+def _relations(shape_env: ShapeEnv, example_inputs: Sequence[Any]) -> str | None:
+    """The guards as torch's expression over ``L['t0']``, ``L['t1']``, ...; None if there are none.
+
+    torch names a size that tracing read out of a tensor (``start.item()``) by the source of the fake, which
+    does not exist at run time. Here it is read out of the input.
+    """
+    code: str | None = shape_env.produce_guards_expression(example_inputs)
+    for number, fake in enumerate(example_inputs):
+        memo = getattr(fake, "item_memo", None)
+        if code is not None and isinstance(memo, torch.SymInt):
+            for source in shape_env.var_to_sources.get(memo.node.expr, ()):
+                code = code.replace(source.name, f"L['t{number}'].item()")
+    return code
 
 
 def _symbolic_dims(fake: Any) -> frozenset[int]:

@@ -27,7 +27,7 @@ from retrograd.aot.run.call_values import Layout, rebuilder
 from retrograd.aot.run.check_fake_metadata import expected_results, refuse_unlike_traced
 from retrograd.aot.run.eager_region import RepeatableCall
 from retrograd.aot.run.finish import Finish
-from retrograd.aot.run.late import is_ready, still_compiling
+from retrograd.aot.run.lower_half import is_ready, still_compiling
 from retrograd.aot.run.region import RegionCode
 from retrograd.backends.base import Boxed
 from retrograd.errors import UnlikeTracedError
@@ -46,7 +46,7 @@ class CompiledFunction:
         self.partition = partition
         self._joint = joint = partition.joint
         self._code, self._run = code, undifferentiated(code)
-        self._found = [primal.found for primal in joint.primals if primal.found is not None]
+        self._found = joint.found
         self._direct = self._plan_primals()
         self._layout = layout = Layout.of(partition)
         self._value_count = len(joint.values)

@@ -21,9 +21,7 @@ from retrograd._torch.tensor import graph_is_kept
 from retrograd._torch.trace import is_batched, laid_out_like, retraced
 from retrograd.aot.run.cotangents import Expected, Strides
 from retrograd.aot.run.eager_region import rerun_region
-from retrograd.aot.run.late import LateCode, is_ready, still_compiling
-from retrograd.aot.run.lower_half import lower
-from retrograd.aot.run.record import recorded
+from retrograd.aot.run.lower_half import LateCode, is_ready, lower, recorded, still_compiling
 from retrograd.aot.run.relayout import traced_for
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, EagerBackend
