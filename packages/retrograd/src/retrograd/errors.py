@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ class _ReasonedError(RetrogradError):
     def __init__(self, reason: Reason) -> None:
         super().__init__(str(reason))
         self.reason = reason
+
+    @classmethod
+    def because(cls, code: str, text: str, stage: str, node: str = "", way_out: str = "") -> Self:
+        """The error with a `Reason` of these fields."""
+        return cls(Reason(code, text, stage, node, way_out=way_out))
 
 
 class CaptureError(_ReasonedError):

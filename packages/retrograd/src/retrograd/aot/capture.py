@@ -21,15 +21,15 @@ from torch import fx
 
 from retrograd._torch import pytree
 from retrograd._torch.state import autocast_off
-from retrograd._torch.trace import JointTracer, make_graph
+from retrograd._torch.trace import JointTracer, make_graph, without_tokens
 from retrograd.aot.joint import JointGraph
 from retrograd.aot.trace.analyse import Analysis, analyse
 from retrograd.aot.trace.differentiate import Differentiated, differentiate
 from retrograd.aot.trace.enter import EntryPlan, Inputs
-from retrograd.aot.trace.tidy import tidy
-from retrograd.errors import CaptureError, Reason, Refusal, RetrogradError, first_line
+from retrograd.errors import CaptureError, Refusal, RetrogradError, first_line
 from retrograd.graph.capture_state import CaptureState
 from retrograd.graph.joint import Boundary, Cotangent, JointSignature, Output, Region
+from retrograd.passes.aten import remove_dead_code
 
 
 def capture(
@@ -89,13 +89,11 @@ def _is_size(value: Any) -> bool:
 
 
 def _capture_error(state: CaptureState, error: Exception) -> CaptureError:
-    return CaptureError(
-        Reason(
-            error.code if isinstance(error, Refusal) else "trace-failed",
-            f"cannot capture {state.name}: {first_line(error)}",
-            "aot.capture",
-            way_out="call it eagerly, or keep the part that cannot be captured out of the function",
-        )
+    return CaptureError.because(
+        error.code if isinstance(error, Refusal) else "trace-failed",
+        f"cannot capture {state.name}: {first_line(error)}",
+        "aot.capture",
+        way_out="call it eagerly, or keep the part that cannot be captured out of the function",
     )
 
 
@@ -147,7 +145,7 @@ class _Attempt:
             for number, value in enumerate([*self.analysis.values, *self.backward.stand_ins])
         )
         gm.meta["signature"] = signature = self._signature(values)
-        tidy(gm)
+        _tidy(gm)
         return JointGraph(
             state=self.state,
             gm=gm,
@@ -188,3 +186,24 @@ class _Attempt:
             regions=tuple(Region(region.roots, region.destinations) for region in structure.regions),
             order=structure.order,
         )
+
+
+_aten = torch.ops.aten
+#: backwards that take running statistics, but read them in evaluation mode only.
+_BATCH_NORM_BACKWARD = {_aten.native_batch_norm_backward.default, _aten.batch_norm_backward.default}
+_STATISTICS, _TRAINING = (3, 4), 7
+_ALIASES = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
+
+
+def _tidy(gm: fx.GraphModule) -> None:
+    """Leave out what only tracing needed: aliases that stand for the very tensor, running statistics that a
+    batch norm in training does not read, and calls that nothing reads."""
+    without_tokens(gm.graph)
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in _ALIASES:
+            node.replace_all_uses_with(node.args[0])
+        elif node.target in _BATCH_NORM_BACKWARD and node.args[_TRAINING] is True:
+            for place in _STATISTICS:
+                node.update_arg(place, None)
+    remove_dead_code(gm)
+    gm.recompile()

@@ -18,8 +18,7 @@ from retrograd._torch import pytree
 from retrograd._torch.autograd import has_waiting_hooks
 from retrograd._torch.state import ThreadModes, why_not_capturable_now
 from retrograd._torch.trace import changed_sizes, is_tracing_here, why_not_fakeable
-from retrograd.aot.calls import FlatCall
-from retrograd.aot.modules import ModuleState
+from retrograd.aot.modules import FlatCall, ModuleState
 from retrograd.aot.run.call import CompiledFunction
 from retrograd.aot.stages import find_named, run_stages
 from retrograd.aot.state import Dynamic, state_of_flat

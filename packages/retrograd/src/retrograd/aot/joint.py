@@ -9,7 +9,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
-from retrograd.errors import PassError, Reason
+from retrograd.errors import PassError
 from retrograd.graph.copies import copied
 from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.render_joint import rendered
@@ -45,7 +45,12 @@ class JointGraph(JointValues):
         """
         named = [pass_named(one) if isinstance(one, str) else one for one in passes]
         if options and len(named) != 1:
-            raise _too_many(len(named), options)
+            raise PassError.because(
+                "pass-options",
+                f"keyword arguments ({', '.join(options)}) were given for {len(named)} passes",
+                "aot.apply",
+                way_out="one apply for each pass, or functools.partial for its arguments",
+            )
         chosen = [functools.partial(one, **options) if options else one for one in named]
         earlier = [report.name for report in self.reports]
         gm, reports = run_passes(copied(self.gm), self.example_inputs, chosen, texts=texts, earlier=earlier)
@@ -63,15 +68,3 @@ class JointGraph(JointValues):
             sources: whether the lines of the forward's source stand where their calls begin.
         """
         return rendered(self.gm.graph, self.signature, sources)
-
-
-def _too_many(count: int, options: dict[str, Any]) -> PassError:
-    given = ", ".join(options)
-    return PassError(
-        Reason(
-            "pass-options",
-            f"keyword arguments ({given}) were given for {count} passes",
-            "aot.apply",
-            way_out="one apply for each pass, or functools.partial for its arguments",
-        )
-    )

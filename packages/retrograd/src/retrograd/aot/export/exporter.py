@@ -14,13 +14,12 @@ from torch import fx
 
 from retrograd._torch import pytree
 from retrograd._torch.trace import encoded, guards_of, shown, symbols_of
-from retrograd.aot.export.input_check import Expected, InputFit
-from retrograd.aot.export.program import Exported
+from retrograd.aot.export.program import Expected, Exported, InputFit
 from retrograd.aot.export.representable import refuse_unrepresentable
-from retrograd.aot.export.training import drop_dead, whole_backward
+from retrograd.aot.export.training import whole_backward
 from retrograd.aot.extract import extract
 from retrograd.aot.joint import JointGraph
-from retrograd.errors import ExportError, Reason
+from retrograd.errors import ExportError
 from retrograd.graph.copies import copied
 from retrograd.graph.joint import Cotangent, Destination, Gradient, Primal
 from retrograd.graph.joint_graph import ComputedOutput, JointValues, SizeOutput, SizeValue
@@ -35,6 +34,7 @@ from retrograd.graph.program import (
     Result,
 )
 from retrograd.graph.verify_joint import output_values, verify_joint
+from retrograd.passes.aten import remove_dead_code
 
 
 def export(
@@ -152,7 +152,8 @@ def _forward(joint: JointValues, wanted: Sequence[int]) -> fx.GraphModule:
     placeholders = joint.gm.graph.find_nodes(op="placeholder")
     primals = placeholders[: len(joint.signature.primals)]
     gm = extract(joint.gm, primals, [values[number] for number in wanted], "forward")
-    drop_dead(gm)
+    remove_dead_code(gm)
+    gm.recompile()
     return gm
 
 
@@ -174,14 +175,12 @@ def _loss(joint: JointValues, names: dict[int, str], given: str | None) -> tuple
         if given
         else f"{len(scalars)} outputs could be the loss"
     )
-    raise ExportError(
-        Reason(
-            "loss",
-            f"{found} of {joint.state.name}; there are: {known}",
-            "aot.export",
-            node=given or "",
-            way_out="loss=, with one of these names; or let the function return its loss",
-        )
+    raise ExportError.because(
+        "loss",
+        f"{found} of {joint.state.name}; there are: {known}",
+        "aot.export",
+        node=given or "",
+        way_out="loss=, with one of these names; or let the function return its loss",
     )
 
 

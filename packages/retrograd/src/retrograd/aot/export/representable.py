@@ -13,7 +13,7 @@ from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import UnknownExpressionError, encoded, guards_of, symbols_of
 from retrograd.aot.export.serialize_graph import UnwritableNodeError, serialize_graph
 from retrograd.aot.export.serialize_values import UnwritableError, written_value
-from retrograd.errors import ExportError, Reason
+from retrograd.errors import ExportError
 from retrograd.graph.joint import PrimalKind
 from retrograd.graph.joint_graph import AliasOf, ConstantOutput, JointValues, PrimalValue, SameAs
 
@@ -139,4 +139,4 @@ def _named(node: fx.Node) -> str:
 
 
 def _refuse(code: str, text: str, node: str, way_out: str) -> NoReturn:
-    raise ExportError(Reason(code, text, "aot.export", node=node, way_out=way_out))
+    raise ExportError.because(code, text, "aot.export", node=node, way_out=way_out)

@@ -19,7 +19,7 @@ from retrograd.aot.export.exporter import program_of
 from retrograd.aot.export.program import Exported
 from retrograd.aot.export.representable import refuse_unrepresentable
 from retrograd.aot.export.serialize_joint import read_joint, serialize_joint
-from retrograd.errors import LoadError, Reason, VerificationError
+from retrograd.errors import LoadError, VerificationError
 from retrograd.graph.program import ProgramKind
 from retrograd.graph.verify_joint import verify_joint
 from retrograd.version import VERSION
@@ -127,4 +127,4 @@ def _name(file: File) -> str:
 
 
 def _refused(code: str, text: str, way_out: str) -> LoadError:
-    return LoadError(Reason(f"load-{code}", text, "aot.load", way_out=way_out))
+    return LoadError.because(f"load-{code}", text, "aot.load", way_out=way_out)

@@ -16,8 +16,7 @@ from retrograd._torch.autograd import outside_of_graph_task
 from retrograd._torch.fx import has_effect
 from retrograd._torch.trace import guard_count
 from retrograd.aot.capture import capture
-from retrograd.aot.extract import extract, needed_between
-from retrograd.aot.partition import finished_backward
+from retrograd.aot.extract import extract, finished_backward, needed_between
 from retrograd.aot.run.cotangents import Strides
 from retrograd.aot.trace.aliases import is_backward
 from retrograd.errors import RetrogradError

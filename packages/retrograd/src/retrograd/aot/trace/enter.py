@@ -103,9 +103,13 @@ class Inputs:
     def call(self) -> Any:
         """Run the function."""
         count = len(self.state.leaves)
-        with self.state.ambient.restored(), FreeTensors(self.found) as free, checkpoints_marked(self.tracer):
+        with (
+            self.state.thread_modes.restored(),
+            FreeTensors(self.found) as free,
+            checkpoints_marked(self.tracer),
+        ):
             result = self.state.call(self.entries[:count])
-            if torch.is_grad_enabled() != self.state.ambient.grad:
+            if torch.is_grad_enabled() != self.state.thread_modes.grad:
                 raise Refusal("not-representable", "it leaves grad mode switched")
         self.bared, self.reads_offsets = free.bared, free.reads_offsets
         return result

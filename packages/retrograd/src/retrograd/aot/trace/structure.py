@@ -7,6 +7,10 @@ Two nodes belong to the same region if the same visible tensors reach them witho
 tensor. So a region is reached as a whole or not at all, whatever outputs a loss is made of. Where an edge
 leads from one region into another there is a boundary. (That no two regions wait for each other follows: an
 edge that is no visible boundary leads to nodes that are reached by as many roots or more.)
+
+If hooks take gradients of leaves away as soon as they have accumulated (an optimizer in backward), eager has
+few of them at a time, while a region gives all its gradients at once. Regions may therefore be cut into
+blocks, each of which ends with a node that completes the gradient of such a leaf.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from retrograd.aot.trace.blocks import cut_into_blocks
 from retrograd.graph.eager_order import ROOT, eager_walk
 from retrograd.graph.joint import BackwardStep, Destination
 from retrograd.graph.live_graph import Edge, LiveGraph
@@ -208,3 +211,66 @@ def _in_order(
     place = {number: i for i, number in enumerate(run)}
     order = tuple(step if step.is_leaf else BackwardStep(place[step.index]) for step in steps)
     return Structure(boundaries, tuple(regions[number] for number in run), order)
+
+
+#: more cuts than this are thinned out: each costs a node and a call.
+MOST_BLOCKS = 32
+
+
+def cut_into_blocks(
+    graph: LiveGraph,
+    primals: Mapping[int, int],
+    order: Sequence[int],
+    region_of: Mapping[int, Hashable],
+    hooked_leaves: Collection[int],
+) -> dict[int, Hashable]:
+    """For each node that does not accumulate: its region and the number of its block.
+
+    Args:
+        graph, primals, order: as in ``structure``.
+        region_of: by node that does not accumulate.
+        hooked_leaves: primals after whose gradients to cut.
+    """
+    nodes: dict[Hashable, list[int]] = {}
+    for node in order:
+        if node not in primals:
+            nodes.setdefault(region_of[node], []).append(node)
+    cuts = {region: _cuts(graph, primals, inside, hooked_leaves) for region, inside in nodes.items()}
+    every = -(-sum(map(len, cuts.values())) // MOST_BLOCKS) or 1
+    blocks: dict[int, Hashable] = {}
+    for region, inside in nodes.items():
+        chosen = set(cuts[region][every - 1 :: every])
+        block = 0
+        for place, node in enumerate(inside):
+            blocks[node] = (region, block)
+            block += place in chosen
+    return blocks
+
+
+def _cuts(
+    graph: LiveGraph, primals: Mapping[int, int], nodes: Sequence[int], hooked_leaves: Collection[int]
+) -> list[int]:
+    """Places among `nodes` after which to cut, in order. These are the nodes that complete the gradient of a
+    hooked leaf. The last node is left out, and so is every place where a cut would change the order of a sum.
+
+    A block adds up what it gives to one place before anything else is added. That is eager's sum if, of those
+    that give to one place, only one comes after the cut.
+    """
+    given: dict[Hashable, list[int]] = {}
+    for place, node in enumerate(nodes):
+        for edge in graph.nodes[node].edges:
+            if edge is not None:
+                given.setdefault(edge, []).append(place)
+    completed = {
+        places[-1]
+        for edge, places in given.items()
+        if edge.node in primals and primals[edge.node] in hooked_leaves  # type: ignore[attr-defined]
+    }
+    return [
+        place
+        for place in sorted(completed)
+        if place < len(nodes) - 1
+        and not any(
+            places[0] <= place and len(places) > 2 and places[-2] > place for places in given.values()
+        )
+    ]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd.errors import PassError, Reason
+from retrograd.errors import PassError
 from retrograd.graph.joint import Gradient, JointSignature, PrimalKind
 from retrograd.graph.verify_joint import output_values
 from retrograd.passes.aten.edit import call, signature_of
@@ -104,4 +104,4 @@ def _on_device_of(gradient: fx.Node, value: fx.Node) -> fx.Node:
 
 
 def _refuse(code: str, text: str, way_out: str, node: str = "") -> None:
-    raise PassError(Reason(code, text, f"passes.{_NAME}", node=node, way_out=way_out))
+    raise PassError.because(code, text, f"passes.{_NAME}", node=node, way_out=way_out)
