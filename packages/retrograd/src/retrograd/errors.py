@@ -40,7 +40,7 @@ class Reason:
         return "\n".join(lines)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of the text of `error`, after the name of its class unless it is a `Refusal`."""
     text = (str(error).strip().splitlines() or [""])[0]
     return text if isinstance(error, Refusal) else f"{type(error).__name__}: {text}"
@@ -86,6 +86,14 @@ class CallError(_ReasonedError):
 class UnlikeTracedError(_ReasonedError):
     """An operator returned another shape or type than torch's fake operator predicted, so the code is wrong.
     Raised in strict mode only; otherwise such a function runs eagerly."""
+
+
+class CodeFailedError(RetrogradError):
+    """Compiled code raised before it changed anything; the cause is what it raised. Eager runs instead."""
+
+
+class NotReadyError(_ReasonedError):
+    """There is no code yet. Calls run eagerly until there is."""
 
 
 class LoweringError(_ReasonedError):

@@ -20,11 +20,11 @@ from retrograd.aot.run.region import RegionCode
 from retrograd.backends.base import Boxed, Half
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
-from retrograd.errors import CallError
+from retrograd.errors import CallError, CodeFailedError, NotReadyError
 from retrograd.graph.capture_state import CaptureState, Leaf
 from retrograd.graph.partition import Partition, SavedKind
 from retrograd.report import Report, process_report
-from retrograd.specialize import CodeFailedError, NotReadyError, guard_as_traced
+from retrograd.specialize import guard_as_traced
 
 
 def compile(

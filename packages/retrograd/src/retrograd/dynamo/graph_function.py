@@ -37,7 +37,7 @@ from retrograd.errors import CaptureError, Reason
 from retrograd.graph.capture_state import AliasGroup, CaptureState
 from retrograd.graph.joint import PrimalKind
 from retrograd.report import Report, reason_of
-from retrograd.specialize import ANYTHING, MemoryGuard, Specialized, Variant
+from retrograd.specialize import MemoryGuard, Specialized, Variant
 
 
 class GraphFunction:
@@ -75,7 +75,7 @@ class GraphFunction:
         writes = any(update.value is not None for update in code.partition.joint.updates)
         self._memory = MemoryGuard([item.given for item in inputs], moving) if writes else None
         self._specialized = Specialized("a graph of Dynamo's", "dynamo", config, report, self._recompiled)
-        self._specialized.add(self._leafness([item.given for item in inputs]), Variant(ANYTHING, code))
+        self._specialized.add(self._leafness([item.given for item in inputs]), Variant(None, code))
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph's code on real inputs."""
@@ -114,11 +114,11 @@ class GraphFunction:
             described[place] = replace(described[place], is_leaf=leaves[place].is_leaf)
         try:
             with traced_in(self._mode):
-                return Variant(ANYTHING, self._compiled(replace(self._state, leaves=tuple(described))))
+                return Variant(None, self._compiled(replace(self._state, leaves=tuple(described))))
         except Exception as error:
             if self._config.strict:
                 raise
-            return Variant(ANYTHING, None, reason_of(error, "dynamo"))
+            return Variant(None, None, reason_of(error, "dynamo"))
 
     def _compiled(self, state: CaptureState) -> CompiledFunction:
         # Code that is compiled later cannot add guards, because Dynamo installs its guards now.

@@ -6,27 +6,21 @@ which the call runs as eager runs it. ``aot.function`` and the graphs of Dynamo 
 
 from __future__ import annotations
 
-from retrograd.specialize.cache import ANYTHING, Guard, GuardedCache
+from retrograd.specialize.cache import Guard, GuardedCache, Variant
 from retrograd.specialize.callable import (
     MOST_FAILURES,
-    CodeFailedError,
-    NotReadyError,
     Specialized,
-    Variant,
     why_failed,
 )
 from retrograd.specialize.guard import CallGuard, guard_as_traced
 from retrograd.specialize.memory import MemoryGuard
 
 __all__ = [
-    "ANYTHING",
     "MOST_FAILURES",
     "CallGuard",
-    "CodeFailedError",
     "Guard",
     "GuardedCache",
     "MemoryGuard",
-    "NotReadyError",
     "Specialized",
     "Variant",
     "guard_as_traced",

@@ -7,32 +7,26 @@ and what happened in a `Report`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from retrograd.config import Config
-from retrograd.errors import CaptureError, Reason, UnlikeTracedError
+from retrograd.errors import (
+    CaptureError,
+    CodeFailedError,
+    NotReadyError,
+    Reason,
+    UnlikeTracedError,
+    first_line,
+)
 from retrograd.events import counters
 from retrograd.process import ForkSafeLock
 from retrograd.report import Report, reason_of
-from retrograd.specialize.cache import Guard, GuardedCache
+from retrograd.specialize.cache import GuardedCache, Variant
 
 #: how often the code of one variant may fail where eager does not, before it is given up.
 MOST_FAILURES = 2
-
-
-class CodeFailedError(Exception):
-    """Compiled code raised before it changed anything; the cause is what it raised."""
-
-
-class NotReadyError(Exception):
-    """There is no code yet; calls run eagerly for this reason until there is."""
-
-    def __init__(self, reason: Reason) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
 
 
 def why_failed(what: str, error: BaseException, stage: str) -> Reason:
@@ -40,26 +34,10 @@ def why_failed(what: str, error: BaseException, stage: str) -> Reason:
     counters["run_failures"] += 1
     return Reason(
         "code-failed",
-        f"{what} raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}",
+        f"{what} raised {first_line(error)}",
         stage,
         way_out="this is a fault of the backend: another backend may have the operator",
     )
-
-
-@dataclass(eq=False)
-class Variant:
-    """What is known about one kind of call.
-
-    Attributes:
-        guard: when it applies, of the calls with its key.
-        run: the code, for flat inputs; None: such calls run eagerly, for `reason`.
-        failures: how often the code has raised where eager did not.
-    """
-
-    guard: Guard
-    run: Callable[[Sequence[Any]], Any] | None
-    reason: Reason | None = None
-    failures: int = 0
 
 
 class Specialized:
@@ -83,7 +61,7 @@ class Specialized:
     ) -> None:
         self._name, self._stage, self._config, self._report = name, stage, config, report
         self._compile = compile
-        self._variants: GuardedCache[Variant] = GuardedCache(config.cache_size)
+        self._variants = GuardedCache(config.cache_size)
         self._lock = ForkSafeLock()
 
     def __call__(self, key: Hashable, leaves: Sequence[Any], eagerly: Callable[[], Any]) -> Any:

@@ -8,7 +8,6 @@ from retrograd._torch.trace.effects import without_tokens
 from retrograd._torch.trace.expressions import (
     Symbol,
     Tree,
-    UnknownExpressionError,
     encoded,
     guards_of,
     holds,

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from torch import fx
-
 from retrograd._torch.subclass import PLAIN
-from retrograd._torch.trace import UnknownExpressionError, encoded, guards_of, symbols_of
-from retrograd.aot.export.serialize_graph import UnwritableNodeError, serialize_graph
-from retrograd.aot.export.serialize_values import UnwritableError, written_value
-from retrograd.errors import ExportError
+from retrograd._torch.trace import encoded, guards_of, symbols_of
+from retrograd.aot.export.serialize_graph import serialize_graph
+from retrograd.aot.export.serialize_values import written_value
+from retrograd.errors import ExportError, Refusal
 from retrograd.graph.joint import PrimalKind
 from retrograd.graph.joint_graph import AliasOf, ConstantOutput, JointValues, PrimalValue, SameAs
 
@@ -37,6 +35,9 @@ def refuse_unrepresentable(joint: JointValues) -> None:
         if value.requires_grad:
             text = f"output {number} is a new leaf that requires grad"
             _refuse("new-leaf", text, f"output {number}", "let the caller call requires_grad_()")
+    if joint.offsets_matter:
+        text = f"{joint.state.name} reads where its inputs begin in their memory"
+        _refuse("storage-offset", text, "inputs", "as_strided and storage_offset depend on it: use slices")
     _check_updates(joint)
     _check_outputs(joint)
     for leaf in joint.state.leaves:
@@ -110,7 +111,7 @@ def _source_name(joint: JointValues, source: int | None) -> str:
 def _check_constant(value: Any, name: str, way_out: str) -> None:
     try:
         written_value(value)
-    except UnwritableError as error:
+    except Refusal as error:
         _refuse("constant", f"{name} is {error}", name, way_out)
 
 
@@ -124,18 +125,9 @@ def _check_graph(joint: JointValues) -> None:
             for size in sizes:
                 encoded(size)
         guards_of(env)
-    except UnknownExpressionError as error:
+    except Refusal as error:
         _refuse("size", f"{error} cannot be represented", "sizes", "capture with static sizes")
-    try:
-        serialize_graph(joint.gm, {})
-    except UnwritableNodeError as error:
-        _refuse(
-            "graph", f"the graph holds {error}", _named(error.node), "replace the call by one of an operator"
-        )
-
-
-def _named(node: fx.Node) -> str:
-    return f"{node.name} ({node.target})"
+    serialize_graph(joint.gm, {})
 
 
 def _refuse(code: str, text: str, node: str, way_out: str) -> NoReturn:

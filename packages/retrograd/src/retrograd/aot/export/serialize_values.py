@@ -19,13 +19,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.fx import is_higher_order, is_operator_overload
 from retrograd._torch.subclass import PLAIN
+from retrograd.errors import Refusal
 from retrograd.graph import joint, joint_graph
 from retrograd.graph.capture_state import Leaf
-
-
-class UnwritableError(ValueError):
-    """What cannot be written; the text says what."""
-
 
 _NAMED: dict[str, type] = {
     "dtype": torch.dtype,
@@ -101,7 +97,7 @@ def written_value(value: Any) -> Any:
     """A value that stands in an argument list.
 
     Raises:
-        UnwritableError: there is no way to write it.
+        Refusal: there is no way to write it.
     """
     if value is None or (
         isinstance(value, (bool, int, str)) and not isinstance(value, (torch.SymInt, torch.SymBool))
@@ -141,7 +137,7 @@ def _written_name(value: Any) -> Any:
         return {"policy": value.name}
     if is_operator_overload(value):
         return {"operator": written_operator(value)}
-    raise UnwritableError(f"{type(value).__name__} {value!r}"[:200])
+    raise Refusal("unwritable", f"{type(value).__name__} {value!r}"[:200])
 
 
 def read_value(written: Any, nodes: Mapping[str, fx.Node]) -> Any:
@@ -189,18 +185,22 @@ def written_operator(target: Any) -> Any:
     """The operator, with its schema if it has one.
 
     Raises:
-        UnwritableError: another process could not find it.
+        Refusal: another process could not find it.
     """
     if is_operator_overload(target):
         return {"name": target._schema.name, "overload": target._overloadname, "schema": str(target._schema)}
     if is_higher_order(target):
         if target.name() in _HIGHER_ORDER:
             return {"higher_order": target.name()}
-        raise UnwritableError(f"the higher-order operator {target.name()}, which refers to this process")
+        raise Refusal(
+            "unwritable", f"the higher-order operator {target.name()}, which refers to this process"
+        )
     try:
         return {"function": _NAMES[target]}
     except (KeyError, TypeError):
-        raise UnwritableError(f"{getattr(target, '__name__', target)}, a function without a schema") from None
+        raise Refusal(
+            "unwritable", f"{getattr(target, '__name__', target)}, a function without a schema"
+        ) from None
 
 
 def read_operator(written: Any) -> Any:
