@@ -24,7 +24,7 @@ from retrograd._torch.state import autocast_off
 from retrograd._torch.trace import JointTracer, make_graph, without_tokens
 from retrograd.aot.joint import JointGraph
 from retrograd.aot.trace.analyse import Analysis, analyse
-from retrograd.aot.trace.differentiate import Differentiated, differentiate
+from retrograd.aot.trace.differentiate import Differentiated, Manner, differentiate
 from retrograd.aot.trace.enter import EntryPlan, Inputs
 from retrograd.errors import CaptureError, Refusal, RetrogradError, first_line
 from retrograd.graph.capture_state import CaptureState
@@ -60,9 +60,9 @@ def capture(
     Raises:
         CaptureError: the function does what a graph cannot hold; the cause is chained.
     """
-    plan = EntryPlan()
+    plan, manner = EntryPlan(), Manner(single_region, split_at_leaf_grads, sums_apart, layouts)
     while True:
-        attempt = _Attempt(state, plan, single_region, split_at_leaf_grads, sums_apart, layouts)
+        attempt = _Attempt(state, plan, manner)
         try:
             with autocast_off(), state.fake_mode:
                 # A code generator is given what stock gives it, such as a dropout in one piece.
@@ -76,7 +76,7 @@ def capture(
                 continue
             raise _capture_error(state, error) from error
         if attempt.leaves_gaps:
-            split_at_leaf_grads = False
+            manner = replace(manner, split_at_leaf_grads=False)
             continue
         if attempt.amended == plan:
             return attempt.result(gm)
@@ -103,10 +103,7 @@ class _Attempt:
 
     state: CaptureState
     plan: EntryPlan
-    single_region: bool
-    split_at_leaf_grads: bool
-    sums_apart: bool
-    layouts: Mapping[int, Sequence[int]]
+    manner: Manner
     leaves_gaps: bool = False
 
     def body(self, tracer: JointTracer) -> Sequence[Any]:
@@ -120,18 +117,10 @@ class _Attempt:
             if self.amended != self.plan:
                 return (0,)
             before = inputs.mutations(flat)
-            self.backward = differentiate(
-                tracer,
-                inputs,
-                self.analysis,
-                self.single_region,
-                self.split_at_leaf_grads,
-                self.sums_apart,
-                self.layouts,
-            )
+            self.backward = differentiate(tracer, inputs, self.analysis, self.manner)
             if inputs.mutations(flat) != before:
                 raise Refusal("backward-effect", "its backward changes a tensor that others can see")
-            self.leaves_gaps = self.split_at_leaf_grads and self.backward.leaves_gaps()
+            self.leaves_gaps = self.manner.split_at_leaf_grads and self.backward.leaves_gaps()
             return self._outputs(self.analysis, self.backward)
 
     def _outputs(self, analysis: Analysis, backward: Differentiated) -> list[Any]:
@@ -157,8 +146,8 @@ class _Attempt:
             out_spec=self.out_spec,
             gradients=self.backward.wrappings(),
             undefined_matters=frozenset(self.backward.undefined_matters),
-            is_single_region=self.single_region,
-            sums_apart=self.sums_apart,
+            is_single_region=self.manner.single_region,
+            sums_apart=self.manner.sums_apart,
             hooked_leaves=self.backward.hooked_leaves,
             offsets_matter=self.inputs.reads_offsets,
         )

@@ -22,6 +22,7 @@ from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import CallError, CodeFailedError, NotReadyError
 from retrograd.graph.capture_state import CaptureState, Leaf
+from retrograd.graph.constants import is_same_constant
 from retrograd.graph.partition import Partition, SavedKind
 from retrograd.report import Report, process_report
 from retrograd.specialize import guard_as_traced
@@ -139,10 +140,10 @@ class Compiled:
             raise self._error(
                 "inputs", f"expected a list of inputs, got {type(leaves).__name__}", _WITH_STATE
             )
-        expected = len(self._state.leaves)
-        if len(leaves) != expected:
+        if len(leaves) != len(self._state.leaves):
+            count = len(self._state.leaves)
             raise self._error(
-                "inputs", f"{expected} inputs were captured, and {len(leaves)} are given", _WITH_STATE
+                "inputs", f"{count} inputs were captured, and {len(leaves)} are given", _WITH_STATE
             )
         return self._checked(list(leaves))
 
@@ -150,7 +151,7 @@ class Compiled:
         sources = [*leaves, *self._joint.found]
         if self._guard is None or not self._guard.check(sources):
             for leaf, value in zip(self._state.leaves, leaves, strict=True):
-                for what in _differences(leaf, value):
+                for what in _differences(leaf, value, self._joint.offsets_matter):
                     raise self._error(leaf.name, f"{leaf.name} {what}", _ANEW)
             if self._guard is not None:
                 raise self._error("inputs", self._guard.why_not(sources), _ANEW)
@@ -171,10 +172,10 @@ _WITH_STATE = "call it like the function that was captured, or .flat([...]) with
 _ANEW = "capture it for such inputs too, or use aot.function, which does"
 
 
-def _differences(leaf: Leaf, value: Any) -> Iterator[str]:
+def _differences(leaf: Leaf, value: Any, offsets_matter: bool) -> Iterator[str]:
     """What makes `value` another kind of input than `leaf`."""
     if not isinstance(leaf.value, torch.Tensor):
-        if leaf.kind is None and (type(value) is not type(leaf.value) or value != leaf.value):
+        if leaf.kind is None and not is_same_constant(leaf.value, value):
             yield f"was {leaf.value!r} at capture, and is {value!r}"
         return
     if not isinstance(value, torch.Tensor):
@@ -190,5 +191,8 @@ def _differences(leaf: Leaf, value: Any) -> Iterator[str]:
     for what in ("dtype", "device"):
         if getattr(value, what) != getattr(fake, what):
             yield f"had {what} {getattr(fake, what)} at capture, and has {getattr(value, what)}"
+    if offsets_matter and value.storage_offset() != fake.storage_offset():
+        begins = value.storage_offset()
+        yield f"began at {fake.storage_offset()} in its memory at capture, and begins at {begins}"
     if value.requires_grad != leaf.requires_grad:
         yield f"{'required' if leaf.requires_grad else 'did not require'} grad at capture"

@@ -45,3 +45,11 @@ def constant_key(value: Any) -> Hashable:
     if kind.__module__ == "numpy" and hasattr(value, "tobytes") and value.dtype.kind != "O":
         return kind, str(value.dtype), value.shape, value.tobytes()
     return _Same(value)
+
+
+def is_same_constant(one: Any, other: Any) -> bool:
+    """Whether two values are the same to a program that only reads them; other objects say so by ``==``."""
+    if type(one) is not type(other) or (one is other and type(one) in PLAIN_VALUES):
+        return one is other
+    key = constant_key(one)
+    return bool(one == other) if isinstance(key, _Same) else constant_key(other) == key

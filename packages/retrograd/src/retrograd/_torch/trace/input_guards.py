@@ -15,7 +15,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from retrograd.errors import Refusal
-from retrograd.graph.constants import constant_key
+from retrograd.graph.constants import is_same_constant
 
 
 class InputGuard:
@@ -47,7 +47,7 @@ class InputGuard:
         self._tensors = sorted(first.values())
         self._same = [(i, first[id(v)]) for i, v in enumerate(args) if first.get(id(v), i) != i]
         self._constants = [
-            (i, value, constant_key(value))
+            (i, value)
             for i, value in enumerate(args)
             if not isinstance(value, torch.Tensor) and not (type(value) in (int, float) and symbolic.get(i))
         ]
@@ -86,7 +86,7 @@ class InputGuard:
         )
 
     def _constants_hold(self, args: Sequence[Any]) -> bool:
-        return all(constant_key(args[i]) == key for i, _, key in self._constants)
+        return all(is_same_constant(value, args[i]) for i, value in self._constants)
 
     def _offsets_hold(self, args: Sequence[Any]) -> bool:
         return all(args[i].storage_offset() == offset for i, offset in self._offsets)
@@ -97,8 +97,8 @@ class InputGuard:
 
     def why_not(self, args: Sequence[Any]) -> str:
         """What failed, with the two values that differ."""
-        for i, value, key in self._constants:
-            if constant_key(args[i]) != key:
+        for i, value in self._constants:
+            if not is_same_constant(value, args[i]):
                 return f"argument {i} was {_describe(value)}, now {_describe(args[i])}"
         for i in self._tensors:
             if not isinstance(args[i], torch.Tensor):

@@ -18,6 +18,7 @@ from retrograd._torch.state import autocast_off
 from retrograd._torch.trace import Symbol, Tree, holds, value_of
 from retrograd.aot.joint import JointGraph
 from retrograd.errors import ExportError
+from retrograd.graph.constants import is_same_constant
 from retrograd.graph.joint_graph import ComputedOutput, ConstantOutput, SameAs, SizeOutput, SizeValue
 from retrograd.graph.program import GradientOf, NewValue, ProgramKind, ProgramSignature, Result
 
@@ -233,7 +234,9 @@ class Exported:
                 )
             leaves.append(state[leaf.name])
         for leaf, value in zip(known[count:], flat, strict=True):
-            _refuse_other_constant(leaf, value)
+            if leaf.kind is None and not is_same_constant(leaf.value, value):
+                text = f"{leaf.name} is {value!r}, and was the constant {leaf.value!r} at capture"
+                raise refused("constant", text, leaf.name, "give the same constant, or capture again")
             leaves.append(value)
         for number, leaf in enumerate(known):
             if leaf.same_as is not None and leaves[number] is not leaves[leaf.same_as]:
@@ -274,9 +277,3 @@ class Exported:
                     flat.append(changed.get(source, leaves[source]))
         value = pytree.tree_unflatten(flat, self.joint.out_spec)
         return ProgramResult(value, updates, gradients)
-
-
-def _refuse_other_constant(leaf: Any, value: Any) -> None:
-    if leaf.kind is None and not (type(value) is type(leaf.value) and value == leaf.value):
-        text = f"{leaf.name} is {value!r}, and was the constant {leaf.value!r} at capture"
-        raise refused("constant", text, leaf.name, "give the same constant, or capture again")

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from retrograd._torch.autograd import entry_of
-from retrograd.aot.run.call_values import Layout, picker
-from retrograd.aot.run.finish import Finish
+from retrograd.aot.run.frame import Finish, Layout, picker
 from retrograd.aot.run.region import RegionCode
 from retrograd.graph.joint import BackwardStep, Destination
 from retrograd.graph.joint_graph import JointValues

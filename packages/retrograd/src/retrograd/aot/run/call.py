@@ -24,9 +24,8 @@ from retrograd._torch.subclass import built, parts_of
 from retrograd._torch.trace import common_base
 from retrograd.aot.policies import draws_random_numbers
 from retrograd.aot.run.attach import Attaching
-from retrograd.aot.run.call_values import Layout, rebuilder
 from retrograd.aot.run.eager_region import RepeatableCall
-from retrograd.aot.run.finish import Finish
+from retrograd.aot.run.frame import Finish, Layout, rebuilder
 from retrograd.aot.run.lower_half import is_ready, still_compiling
 from retrograd.aot.run.region import RegionCode
 from retrograd.backends.base import Boxed
