@@ -4,13 +4,14 @@ In: a function and fake inputs. Out: one graph that computes the outputs and, of
 what the call does in place, and which outputs share memory with what.
 
 The function runs once, functionalised, with autograd on. Then the autograd graph that it left is divided into
-regions, and each region is run by hand, so that the joint graph adds up gradients as eager does. If the run
-shows that an input has to enter otherwise (one that is not a leaf and is changed in place; two that share
-memory, one of which is changed), it is repeated so.
+regions, and each region is run by hand, so that the joint graph adds up gradients as eager does. Some inputs
+have to enter in another way: one that is not a leaf and is changed in place, or two that share memory if one
+of them is changed. If the run shows this, it is repeated.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -22,14 +23,70 @@ from torch import fx
 from retrograd._torch import pytree
 from retrograd._torch.state import autocast_off
 from retrograd._torch.trace import JointTracer, make_graph, without_tokens
-from retrograd.aot.joint import JointGraph
 from retrograd.aot.trace.analyse import Analysis, analyse
 from retrograd.aot.trace.differentiate import Differentiated, Manner, differentiate
 from retrograd.aot.trace.enter import EntryPlan, Inputs
-from retrograd.errors import CaptureError, Refusal, RetrogradError, first_line
+from retrograd.errors import CaptureError, PassError, Refusal, RetrogradError, first_line
 from retrograd.graph.capture_state import CaptureState
+from retrograd.graph.copies import copied
 from retrograd.graph.joint import Boundary, Cotangent, JointSignature, Output, Region
-from retrograd.passes.aten import remove_dead_code
+from retrograd.graph.joint_graph import JointValues
+from retrograd.graph.render_joint import rendered
+from retrograd.passes.aten import AnyPass, PassReport, pass_named, remove_dead_code, run_passes
+
+
+@dataclass(frozen=True, eq=False)
+class JointGraph(JointValues):
+    """A captured function: (primals, cotangents) -> (outputs, gradients).
+
+    See `JointValues` for the other attributes.
+
+    Attributes:
+        reports: what each pass that was applied did, in order.
+    """
+
+    reports: tuple[PassReport, ...] = ()
+
+    def apply(self, *passes: AnyPass | str, texts: bool = False, **options: Any) -> JointGraph:
+        """The joint graph with `passes` applied, in order; this one stays as it is.
+
+        Args:
+            passes: each is ``pass(gm, example_inputs, **options) -> gm`` and may change the `gm` that it is
+                given; or the name of one of our own (``retrograd.passes.aten``).
+            texts: whether the reports hold the graph as code before and after.
+            options: keyword arguments of the pass; there must be only one then.
+
+        Raises:
+            PassError: a pass raised (its error is the cause), or returned no graph module.
+            VerificationError: the graph broke a law of joint graphs after a pass; the text names the pass,
+                the node, its role and the way out.
+            ValueError: there is no pass of that name.
+        """
+        named = [pass_named(one) if isinstance(one, str) else one for one in passes]
+        if options and len(named) != 1:
+            raise PassError.because(
+                "pass-options",
+                f"keyword arguments ({', '.join(options)}) were given for {len(named)} passes",
+                "aot.apply",
+                way_out="one apply for each pass, or functools.partial for its arguments",
+            )
+        chosen = [functools.partial(one, **options) if options else one for one in named]
+        earlier = [report.name for report in self.reports]
+        gm, reports = run_passes(copied(self.gm), self.example_inputs, chosen, texts=texts, earlier=earlier)
+        return replace(self, gm=gm, reports=(*self.reports, *reports))
+
+    @property
+    def example_inputs(self) -> tuple[Any, ...]:
+        """Fake tensors and symbolic numbers like the primals and cotangents."""
+        return tuple(node.meta["val"] for node in self.gm.graph.find_nodes(op="placeholder"))
+
+    def print_readable(self, *, sources: bool = True) -> str:
+        """The graph as code, each placeholder and each output with its role; it is returned, not printed.
+
+        Args:
+            sources: whether the lines of the forward's source stand where their calls begin.
+        """
+        return rendered(self.gm.graph, self.signature, sources)
 
 
 def capture(
@@ -46,13 +103,13 @@ def capture(
         state: from `create_state`.
         single_region: differentiate all outputs together, as stock AOTAutograd does, instead of keeping
             eager's structure.
-        split_at_leaf_grads: end regions where gradients of leaves are complete, so that hooks see these one
-            by one, and need not hold them all at once. Bits stay the same; each piece costs a call.
-        sums_apart: hand over several contributions to the gradient of one input one by one, so that they are
-            added in eager's order to what other functions contribute. Their memory is held until the region
-            ends.
-        layouts: strides of cotangents, by boundary. Others lie in memory like their values, if these are
-            dense, else contiguously.
+        split_at_leaf_grads: end regions where gradients of leaves are complete, so that hooks see these
+            gradients one by one and they need not all exist at once. The bits stay the same, and each piece
+            costs a call.
+        sums_apart: hand over the contributions to the gradient of one input one by one, so that they are
+            added in eager's order to those of other functions. They occupy memory until the region ends.
+        layouts: strides of cotangents, by boundary. Other cotangents have the layout of their values if these
+            are dense; otherwise they are contiguous.
 
     Returns:
         The joint graph. If nothing requires grad (or grad mode is off) it has no backward half.

@@ -64,7 +64,7 @@ class RetrogradBackend:
         """The same for choices that are checked already. `report` receives the result."""
         fake_mode = fake_mode_for(example_inputs)
         if fake_mode is None:
-            return AotFunction(gm, replace(config, dynamic=None))
+            return AotFunction(gm, replace(config, dynamic=None), report)
         guard_what_dynamo_does_not()
         try:
             return GraphFunction(gm, graph_inputs(gm, example_inputs), fake_mode, config, report)

@@ -6,14 +6,15 @@ which the call runs as eager runs it. ``aot.function`` and the graphs of Dynamo 
 
 from __future__ import annotations
 
-from retrograd.specialize.cache import Guard, GuardedCache, Variant
 from retrograd.specialize.callable import (
     MOST_FAILURES,
+    Guard,
+    GuardedCache,
     Specialized,
+    Variant,
     why_failed,
 )
-from retrograd.specialize.guard import CallGuard, guard_as_traced
-from retrograd.specialize.memory import MemoryGuard
+from retrograd.specialize.guard import CallGuard, MemoryGuard, guard_as_traced
 
 __all__ = [
     "MOST_FAILURES",

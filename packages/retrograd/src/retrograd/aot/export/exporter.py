@@ -14,11 +14,11 @@ from torch import fx
 
 from retrograd._torch import pytree
 from retrograd._torch.trace import encoded, guards_of, shown, symbols_of
+from retrograd.aot.capture import JointGraph
 from retrograd.aot.export.program import Expected, Exported, InputFit
 from retrograd.aot.export.representable import refuse_unrepresentable
 from retrograd.aot.export.training import whole_backward
 from retrograd.aot.extract import extract
-from retrograd.aot.joint import JointGraph
 from retrograd.errors import ExportError
 from retrograd.graph.copies import copied
 from retrograd.graph.joint import Cotangent, Destination, Gradient, Primal

@@ -16,7 +16,7 @@ from torch import fx
 from retrograd._torch import pytree
 from retrograd._torch.state import autocast_off
 from retrograd._torch.trace import Symbol, Tree, holds, value_of
-from retrograd.aot.joint import JointGraph
+from retrograd.aot.capture import JointGraph
 from retrograd.errors import ExportError
 from retrograd.graph.constants import is_same_constant
 from retrograd.graph.joint_graph import ComputedOutput, ConstantOutput, SameAs, SizeOutput, SizeValue

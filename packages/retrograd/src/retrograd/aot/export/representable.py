@@ -1,6 +1,6 @@
 """What a program that outlives its process can hold.
 
-In: a joint graph. Out: nothing, or one `ExportError` that names the first thing that stands against it.
+In: a joint graph. Out: nothing, or an `ExportError` that names the first obstacle.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from retrograd._torch.trace import (
     symbolic_mode,
     symbols_of,
 )
+from retrograd.aot.capture import JointGraph
 from retrograd.aot.export.serialize_graph import read_graph, serialize_graph
 from retrograd.aot.export.serialize_values import read_value, written_value
-from retrograd.aot.joint import JointGraph
 from retrograd.errors import CaptureError
 from retrograd.graph.capture_state import CaptureState, Leaf
 from retrograd.graph.joint_graph import JointValues

@@ -26,8 +26,8 @@ from retrograd.graph.partition import Partition
 
 class RegionNode(torch.autograd.Function):
     """One node for one region. Its context keeps, besides the saved tensors, ``numbers`` (saved values that
-    are no tensors) and ``again`` (what is needed to run the region as eager would); both are given up with
-    them."""
+    are not tensors) and ``again`` (what is needed to run the region as eager would). They are released
+    together."""
 
     @staticmethod
     def forward(
@@ -125,8 +125,8 @@ class Attaching:
 
 
 def _barriers_of(joint: JointValues, primal: int) -> list[Any]:
-    """What each barrier of a leaf is for, the last to run first. A barrier adds up what arrives at it, so
-    contributions that are to stay apart have one each."""
+    """What each barrier of a leaf is for; the one that runs last comes first. A barrier adds up what arrives
+    at it, so contributions that must stay apart have one barrier each."""
     if not joint.sums_apart:
         return [primal]
     regions = enumerate(joint.signature.regions)

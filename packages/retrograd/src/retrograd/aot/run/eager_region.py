@@ -88,8 +88,8 @@ def rerun_region(
 
 
 def _ending_like_a_trace(graph: LiveGraph, ends: Iterable[int]) -> LiveGraph:
-    """The graph with its ends ordered as nodes that accumulate, which they were when it was captured: the
-    division has to be the same."""
+    """The graph with the sequence numbers of its ends changed to those of nodes that accumulate. At capture
+    the ends were such nodes, and the graph must be divided in the same way now."""
     nodes = list(graph.nodes)
     for i in ends:
         nodes[i] = replace(nodes[i], sequence=_ACCUMULATES)

@@ -44,7 +44,7 @@ class Layout:
             values are written into primals, which they are from then on.
         parts: what the graph is given.
         results: what it gives.
-        values: forward values of the joint graph; in the course of the call they get their history.
+        values: forward values of the joint graph; they get their history during the call.
         end: behind all of them.
         plain_values: by place among the results, the value that it is.
     """
@@ -109,8 +109,8 @@ def rebuilder(spec: pytree.TreeSpec) -> Callable[[Sequence[Any]], Any]:
 
 
 class Finish:
-    """What is left to do when the graph of `joint` has run: first `write`, as values come to be, then the
-    outputs.
+    """What is left to do after the graph of `joint` has run: `write` values into inputs as soon as they have
+    their history, then give the outputs.
 
     Works on the frame of a call, in which values begin at `first` and primals at 0.
     """
@@ -139,8 +139,8 @@ class Finish:
         return [self._output(plan, sources, frame) for plan in self._joint.outputs]
 
     def write_unseen(self, frame: list[Any]) -> None:
-        """Make all changes that have no part in the autograd graph. Values that are written are the primals
-        from then on."""
+        """Make all changes that autograd does not see. From then on, the written values are the primals
+        themselves."""
         if self._at_once:
             with torch.no_grad():
                 copy_each(

@@ -25,7 +25,8 @@ from retrograd.graph.live_graph import Edge, LiveGraph
 
 #: more regions than this, and all outputs are differentiated together.
 MOST_REGIONS = 64
-#: contributions of one function to one gradient; more are added up inside: their memory would be held.
+#: if one function makes more contributions to a gradient than this, it adds them up itself, because separate
+#: contributions occupy memory until the region ends.
 MOST_APART = 32
 
 
@@ -71,10 +72,10 @@ def divide(
         graph: the autograd graph.
         primals: by node that accumulates: the primal whose gradient it is.
         single: make one region of it all.
-        hooked_leaves: primals whose gradients are to become visible one by one: regions end where these are
+        hooked_leaves: primals whose gradients become visible one by one: regions end where these are
             complete.
-        sums_apart: contributions to one gradient stay apart, also where one region makes them all: the engine
-            adds them, one by one, to what comes from outside of the function.
+        sums_apart: keep contributions to one gradient apart even if one region makes them all. The engine
+            adds them, one by one, to what comes from outside the function.
     """
     order = [node for node in eager_walk(graph) if node != ROOT]
     reached = _reached_by(graph, primals, order)
@@ -146,9 +147,9 @@ class _Division:
         return RegionNodes(tuple(nodes), tuple(roots), tuple(dict.fromkeys(sends.values())), sends)
 
     def _apart(self, regions: Sequence[RegionNodes]) -> list[RegionNodes]:
-        """Contributions to a gradient from several regions, three or more in all, stay apart. So do those of
-        one region, where something from outside may be added to them: a gradient that only this function
-        sees is that of a hidden boundary."""
+        """Keep contributions to a gradient apart, where there are three or more from several regions. With
+        `sums_apart`, also those of one region, if contributions from outside the function may be added to
+        them; nothing is added from outside to the gradient of a hidden boundary."""
         counts = [Counter(region.sends.values()) for region in regions]
         total = sum(counts, Counter[Destination]())
         shared = {
@@ -164,8 +165,8 @@ class _Division:
         return [_numbered(region, shared) for region in regions]
 
     def _steps(self, regions: Sequence[RegionNodes]) -> list[BackwardStep]:
-        """A region as late as may be: just before the first thing that a user can see of it, which is a hook
-        on a visible tensor, or a gradient that is complete."""
+        """The steps in order. A region runs as late as possible: just before the user can see something of
+        it, which is a hook on a visible tensor or a complete gradient."""
         home = {node: number for number, region in enumerate(regions) for node in region.nodes}
         junction_home = [home[edge.node] for edge in self.boundaries]
         needs: dict[int | Destination, list[int]] = {}
@@ -213,7 +214,7 @@ def _in_order(
     return Structure(boundaries, tuple(regions[number] for number in run), order)
 
 
-#: more cuts than this are thinned out: each costs a node and a call.
+#: most cuts that are made: each costs a node and a call.
 MOST_BLOCKS = 32
 
 
