@@ -93,6 +93,25 @@ def test_dynamo_reset_leaves_the_report():
     assert len(process_report.graphs) == 1
 
 
+@pytest.mark.filterwarnings("ignore::retrograd.errors.FallbackWarning")
+def test_an_input_that_begins_elsewhere_in_its_memory():
+    """``as_strided`` names a place in the memory, so its derivative depends on where the input begins."""
+
+    def strided(memory, begin, fn):
+        memory.grad = None
+        fn(memory[begin : begin + 4]).sum().backward()
+        return memory.grad
+
+    def fn(x):
+        return x.as_strided((2,), (1,), 3) * 2
+
+    compiled = torch.compile(fn, backend="retrograd", options={"backend": "eager"})
+    memory = torch.arange(10.0, requires_grad=True)
+    for begin in (2, 3, 2):
+        assert torch.equal(strided(memory, begin, compiled).clone(), strided(memory, begin, fn))
+    assert [reason.code for reason in process_report.fallbacks] == ["begins-elsewhere"]
+
+
 # options
 
 

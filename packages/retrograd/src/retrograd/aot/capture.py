@@ -187,7 +187,7 @@ class _Attempt:
 
     def result(self, gm: fx.GraphModule) -> JointGraph:
         values = tuple(
-            replace(value.described(), boundary=self.backward.junction_of(number))
+            replace(value.described(), boundary=self.backward.boundary_of(number))
             for number, value in enumerate([*self.analysis.values, *self.backward.stand_ins])
         )
         gm.meta["signature"] = signature = self._signature(values)
@@ -227,7 +227,7 @@ class _Attempt:
             outputs=(*forward, *self.backward.roles()),
             boundaries=tuple(
                 Boundary(value, number < visible)
-                for number, value in enumerate(self.backward.junction_values)
+                for number, value in enumerate(self.backward.boundary_values)
             ),
             regions=tuple(Region(region.roots, region.destinations) for region in structure.regions),
             order=structure.order,

@@ -16,7 +16,7 @@ from torch import nn
 
 from retrograd._torch import pytree
 from retrograd._torch.autograd import has_waiting_hooks
-from retrograd._torch.state import ThreadModes, why_not_capturable_now
+from retrograd._torch.state import ThreadModes
 from retrograd._torch.trace import changed_sizes, is_tracing_here, why_not_fakeable
 from retrograd.aot.modules import FlatCall, ModuleState
 from retrograd.aot.run.call import CompiledFunction
@@ -69,15 +69,11 @@ class AotFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, compiled if possible."""
-        if (
-            torch.compiler.is_dynamo_compiling()
-            or is_tracing_here()
-            or (now := why_not_capturable_now()) == _FORCED
-        ):
+        if torch.compiler.is_dynamo_compiling() or is_tracing_here():
             return self.fn(*args, **kwargs)
         eagerly = functools.partial(self.fn, *args, **kwargs)
-        if now is not None:
-            return self._specialized.run_eagerly(_not_now(*now), eagerly)
+        if (now := self._specialized.why_not_now()) is not None:
+            return self._specialized.run_eagerly(now, eagerly)
         flat, form = _flattened(args, kwargs)
         try:
             state = self._state_of(flat)
@@ -279,13 +275,6 @@ def module(mod: nn.Module, **options: Any) -> AotModule:
             "mod", f"got {type(mod).__name__}", "a torch.nn.Module; aot.function takes functions"
         )
     return _module_of(mod, function(mod, **options).config)
-
-
-_FORCED = ("force-eager", "")
-
-
-def _not_now(code: str, text: str) -> Reason:
-    return Reason(code, text, _STAGE, way_out="call it outside of that")
 
 
 _HOOKS = Reason(

@@ -15,7 +15,7 @@ from torch import fx
 from retrograd._torch import pytree
 from retrograd._torch.trace import encoded, guards_of, shown, symbols_of
 from retrograd.aot.capture import JointGraph
-from retrograd.aot.export.program import Expected, Exported, InputFit
+from retrograd.aot.export.program import Expected, Exported, InputCheck
 from retrograd.aot.export.representable import refuse_unrepresentable
 from retrograd.aot.export.training import whole_backward
 from retrograd.aot.extract import extract
@@ -89,7 +89,9 @@ def program_of(joint: JointGraph, kind: ProgramKind, loss: str | None) -> Export
         for role, node in zip(inputs, placeholders, strict=True)
         if isinstance(role, Cotangent) or joint.primals[role.index].found is None
     ]
-    fit = _fit(joint, [_input_name(joint, role, names) for role, _ in taken], [node for _, node in taken])
+    fit = _input_check(
+        joint, [_input_name(joint, role, names) for role, _ in taken], [node for _, node in taken]
+    )
     short = {name: f"d{number}" for number, name in enumerate(fit.symbols)}
     given = [_input(role, one, short) for (role, _), one in zip(taken, fit.expected, strict=True)]
     return Exported(kind, joint, gm, ProgramSignature(tuple(given), tuple(outputs)), fit, loss)
@@ -129,7 +131,7 @@ def _joint_outputs(joint: JointValues, names: dict[int, str]) -> list[ProgramOut
     for role in joint.signature.outputs:
         if isinstance(role, Gradient):
             of = role.of
-            name = _junction_name(joint, of.index, names) if of.is_boundary else joint.primals[of.index].name
+            name = _boundary_name(joint, of.index, names) if of.is_boundary else joint.primals[of.index].name
             suffix = f" from region {role.region}" if several else ""
             outputs.append(ProgramOutput(f"gradient of {name}{suffix}", GradientOf(of, role.region)))
         else:
@@ -137,7 +139,7 @@ def _joint_outputs(joint: JointValues, names: dict[int, str]) -> list[ProgramOut
     return outputs
 
 
-def _junction_name(joint: JointValues, boundary: int, names: dict[int, str]) -> str:
+def _boundary_name(joint: JointValues, boundary: int, names: dict[int, str]) -> str:
     number = joint.signature.boundaries[boundary].value
     if number in names:
         return names[number]
@@ -193,7 +195,7 @@ def _input_name(joint: JointValues, role: Primal | Cotangent, names: dict[int, s
     return (
         role.name
         if isinstance(role, Primal)
-        else f"cotangent of {_junction_name(joint, role.boundary, names)}"
+        else f"cotangent of {_boundary_name(joint, role.boundary, names)}"
     )
 
 
@@ -205,7 +207,7 @@ def _input(role: Primal | Cotangent, one: Expected, short: dict[str, str]) -> Pr
     return ProgramInput(one.name, role, shape, stride, one.dtype, one.device)
 
 
-def _fit(joint: JointValues, names: Sequence[str], nodes: Sequence[fx.Node]) -> InputFit:
+def _input_check(joint: JointValues, names: Sequence[str], nodes: Sequence[fx.Node]) -> InputCheck:
     env = joint.state.fake_mode.shape_env
     expected, sizes = [], list[Any]()
     for name, node in zip(names, nodes, strict=True):
@@ -217,4 +219,4 @@ def _fit(joint: JointValues, names: Sequence[str], nodes: Sequence[fx.Node]) -> 
         else:
             expected.append(Expected(name, None, None, None, None, encoded(value)))
             sizes.append(value)
-    return InputFit(tuple(expected), symbols_of(env, sizes), tuple(guards_of(env)))
+    return InputCheck(tuple(expected), symbols_of(env, sizes), tuple(guards_of(env)))

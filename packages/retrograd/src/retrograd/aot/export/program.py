@@ -36,7 +36,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class InputFit:
+class InputCheck:
     """What all inputs must be like.
 
     Attributes:
@@ -160,7 +160,7 @@ class Exported:
     joint: JointGraph
     gm: fx.GraphModule
     signature: ProgramSignature
-    fit: InputFit = field(repr=False)
+    input_check: InputCheck = field(repr=False)
     loss: str | None = None
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
@@ -175,7 +175,7 @@ class Exported:
         Raises:
             ExportError: an input that the graph was not captured for.
         """
-        values = iter(self.fit.checked(inputs))
+        values = iter(self.input_check.checked(inputs))
         fed = [primal.found if primal.found is not None else next(values) for primal in self.joint.primals]
         with torch.no_grad(), autocast_off():
             return tuple(self.gm(*fed, *values))

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import encoded, guards_of, symbols_of
 from retrograd.aot.export.serialize_graph import serialize_graph
-from retrograd.aot.export.serialize_values import written_value
+from retrograd.aot.export.serialize_values import serialize_value
 from retrograd.errors import ExportError, Refusal
 from retrograd.graph.joint import PrimalKind
 from retrograd.graph.joint_graph import AliasOf, ConstantOutput, JointValues, PrimalValue, SameAs
@@ -110,7 +110,7 @@ def _source_name(joint: JointValues, source: int | None) -> str:
 
 def _check_constant(value: Any, name: str, way_out: str) -> None:
     try:
-        written_value(value)
+        serialize_value(value)
     except Refusal as error:
         _refuse("constant", f"{name} is {error}", name, way_out)
 

@@ -17,8 +17,8 @@ from retrograd._torch.trace import fake_results
 from retrograd.aot.export.serialize_values import (
     read_operator,
     read_value,
-    written_operator,
-    written_value,
+    serialize_operator,
+    serialize_value,
 )
 from retrograd.errors import ExportError, Refusal
 
@@ -37,17 +37,17 @@ def serialize_graph(gm: fx.GraphModule, tensors: dict[str, torch.Tensor], prefix
         try:
             entry: dict[str, Any] = {"op": node.op, "name": node.name}
             if node.op == "call_function":
-                entry["target"] = written_operator(node.target)
+                entry["target"] = serialize_operator(node.target)
             elif node.op == "get_attr":
                 _write_attribute(gm, node, (tensors, prefix, modules))
                 entry["target"] = node.target
             elif node.op not in ("placeholder", "output"):
                 raise Refusal("unwritable", f"a node of kind {node.op}")
             if node.op != "placeholder":
-                entry["args"] = [written_value(value) for value in node.args]
-                entry["kwargs"] = {key: written_value(value) for key, value in node.kwargs.items()}
+                entry["args"] = [serialize_value(value) for value in node.args]
+                entry["kwargs"] = {key: serialize_value(value) for key, value in node.kwargs.items()}
             entry["meta"] = {
-                key: written_value(value) for key, value in node.meta.items() if isinstance(value, _PLAIN)
+                key: serialize_value(value) for key, value in node.meta.items() if isinstance(value, _PLAIN)
             }
         except Refusal as error:
             raise ExportError.because(

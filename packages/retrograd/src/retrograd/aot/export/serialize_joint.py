@@ -27,7 +27,7 @@ from retrograd._torch.trace import (
 )
 from retrograd.aot.capture import JointGraph
 from retrograd.aot.export.serialize_graph import read_graph, serialize_graph
-from retrograd.aot.export.serialize_values import read_value, written_value
+from retrograd.aot.export.serialize_values import read_value, serialize_value
 from retrograd.errors import CaptureError
 from retrograd.graph.capture_state import CaptureState, Leaf
 from retrograd.graph.joint_graph import JointValues
@@ -65,30 +65,32 @@ def serialize_joint(joint: JointValues) -> tuple[dict[str, Any], dict[str, torch
         "name": state.name,
         "ambient": {
             "grad": state.thread_modes.grad,
-            "autocast": [[device, written_value(dtype)] for device, dtype in state.thread_modes.autocast],
+            "autocast": [[device, serialize_value(dtype)] for device, dtype in state.thread_modes.autocast],
             "caches": state.thread_modes.autocast_caches,
         },
         "symbols": {name: asdict(symbol) for name, symbol in symbols_of(env, sizes).items()},
         "guards": guards_of(env),
-        "examples": [_written_example(value) for value in examples],
-        "leaves": [written_value(replace(leaf, value=None) if leaf.kind else leaf) for leaf in state.leaves],
+        "examples": [_serialize_example(value) for value in examples],
+        "leaves": [
+            serialize_value(replace(leaf, value=None) if leaf.kind else leaf) for leaf in state.leaves
+        ],
         "in_spec": None if state.in_spec is None else pytree.treespec_dumps(state.in_spec),
         "out_spec": pytree.treespec_dumps(joint.out_spec),
-        "primals": [written_value(replace(primal, fake=None, found=None)) for primal in joint.primals],
-        "gradients": [written_value(place) for place in joint.gradients],
-        **{name: written_value(getattr(joint, name)) for name in _FIELDS},
+        "primals": [serialize_value(replace(primal, fake=None, found=None)) for primal in joint.primals],
+        "gradients": [serialize_value(place) for place in joint.gradients],
+        **{name: serialize_value(getattr(joint, name)) for name in _FIELDS},
         "graph": serialize_graph(joint.gm, tensors),
     }
     return data, tensors
 
 
-def _written_example(value: Any) -> dict[str, Any]:
+def _serialize_example(value: Any) -> dict[str, Any]:
     if not isinstance(value, torch.Tensor):
         return {"number": encoded(value)}
     return {
         "size": [encoded(size) for size in value.shape],
         "stride": [encoded(stride) for stride in value.stride()],
-        "dtype": written_value(value.dtype),
+        "dtype": serialize_value(value.dtype),
         "device": str(value.device),
     }
 

@@ -59,7 +59,9 @@ class _Form:
 
 
 def _sequence(type: type, make: Callable[[list[Any]], Any], parts: Callable[[Any], Any] = list) -> _Form:
-    return _Form(type, lambda value: written_value(parts(value)), lambda w, nodes: make(read_value(w, nodes)))
+    return _Form(
+        type, lambda value: serialize_value(parts(value)), lambda w, nodes: make(read_value(w, nodes))
+    )
 
 
 def _attribute(type: type) -> _Form:
@@ -73,20 +75,20 @@ def _attribute(type: type) -> _Form:
     return _Form(type, lambda value: str(value).removeprefix("torch."), read)
 
 
-def _written_dict(value: dict[Any, Any]) -> Any:
+def _serialize_dict(value: dict[Any, Any]) -> Any:
     if not all(isinstance(key, str) for key in value):
         raise _unwritable(value)
-    return {key: written_value(one) for key, one in value.items()}
+    return {key: serialize_value(one) for key, one in value.items()}
 
 
-def _written_record(value: Any) -> Any:
+def _serialize_record(value: Any) -> Any:
     name = type(value).__name__
     if _RECORDS.get(name) is not type(value):
         raise _unwritable(value)
-    return [name, {one.name: written_value(getattr(value, one.name)) for one in dataclasses.fields(value)}]
+    return [name, {one.name: serialize_value(getattr(value, one.name)) for one in dataclasses.fields(value)}]
 
 
-def _written_plain(value: Any) -> Any:
+def _serialize_plain(value: Any) -> Any:
     if value is not PLAIN:
         raise _unwritable(value)
     return True
@@ -109,21 +111,21 @@ _FORMS: dict[str, _Form] = {
     "tuple": _sequence(tuple, tuple),
     "set": _sequence(frozenset, frozenset),
     "slice": _sequence(slice, lambda ends: slice(*ends), lambda value: [value.start, value.stop, value.step]),
-    "dict": _Form(dict, _written_dict, _read_dict),
-    "plain": _Form(type(PLAIN), _written_plain, lambda w, nodes: PLAIN),
+    "dict": _Form(dict, _serialize_dict, _read_dict),
+    "plain": _Form(type(PLAIN), _serialize_plain, lambda w, nodes: PLAIN),
     "primal_kind": _Form(joint.PrimalKind, lambda kind: kind.value, lambda w, nodes: joint.PrimalKind(w)),
     "dtype": _attribute(torch.dtype),
     "layout": _attribute(torch.layout),
     "memory_format": _attribute(torch.memory_format),
     "device": _Form(torch.device, str, lambda w, nodes: torch.device(w)),
     "policy": _Form(CheckpointPolicy, lambda value: value.name, lambda w, nodes: CheckpointPolicy[w]),
-    "operator": _Form(None, lambda value: written_operator(value), lambda w, nodes: read_operator(w)),
-    "record": _Form(None, _written_record, lambda w, nodes: _RECORDS[w[0]](**_read_dict(w[1], nodes))),
+    "operator": _Form(None, lambda value: serialize_operator(value), lambda w, nodes: read_operator(w)),
+    "record": _Form(None, _serialize_record, lambda w, nodes: _RECORDS[w[0]](**_read_dict(w[1], nodes))),
 }
 _NAME_OF = {form.type: name for name, form in _FORMS.items()}
 
 
-def written_value(value: Any) -> Any:
+def serialize_value(value: Any) -> Any:
     """A value that stands in an argument list.
 
     Raises:
@@ -132,13 +134,13 @@ def written_value(value: Any) -> Any:
     if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
     if isinstance(value, list):
-        return [written_value(one) for one in value]
+        return [serialize_value(one) for one in value]
     name = _NAME_OF.get(type(value)) or ("operator" if is_operator_overload(value) else "record")
     return {name: _FORMS[name].write(value)}
 
 
 def read_value(written: Any, nodes: Nodes) -> Any:
-    """What `written_value` wrote; `nodes` by their names there.
+    """What `serialize_value` wrote; `nodes` by their names there.
 
     Raises:
         ValueError, KeyError, TypeError: it is nothing that was written so.
@@ -153,7 +155,7 @@ def read_value(written: Any, nodes: Nodes) -> Any:
     return _FORMS[name].read(inner, nodes)
 
 
-def written_operator(target: Any) -> Any:
+def serialize_operator(target: Any) -> Any:
     """The operator, with its schema if it has one.
 
     Raises:
@@ -176,7 +178,7 @@ def written_operator(target: Any) -> Any:
 
 
 def read_operator(written: Any) -> Any:
-    """What `written_operator` wrote.
+    """What `serialize_operator` wrote.
 
     Raises:
         ValueError: it is unknown here, or has another schema.

@@ -51,16 +51,16 @@ class Differentiated:
 
     structure: Structure = field(default_factory=lambda: Structure((), (), ()))
     visible: tuple[int, ...] = ()
-    junction_values: tuple[int, ...] = ()
+    boundary_values: tuple[int, ...] = ()
     stand_ins: list[TracedValue] = field(default_factory=list)
     cotangents: list[tuple[int, Wrapping]] = field(default_factory=list)
     grads: list[dict[Destination, Any]] = field(default_factory=list)
     undefined_matters: set[int] = field(default_factory=set)
     hooked_leaves: frozenset[int] = frozenset()
 
-    def junction_of(self, value: int) -> int | None:
+    def boundary_of(self, value: int) -> int | None:
         """The boundary of a forward value."""
-        return self.junction_values.index(value) if value in self.junction_values else None
+        return self.boundary_values.index(value) if value in self.boundary_values else None
 
     def leaves_gaps(self) -> bool:
         """Whether a hidden boundary gets no gradient, which the next region would have to take for zeros."""

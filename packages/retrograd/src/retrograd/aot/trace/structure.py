@@ -168,11 +168,11 @@ class _Division:
         """The steps in order. A region runs as late as possible: just before the user can see something of
         it, which is a hook on a visible tensor or a complete gradient."""
         home = {node: number for number, region in enumerate(regions) for node in region.nodes}
-        junction_home = [home[edge.node] for edge in self.boundaries]
+        boundary_home = [home[edge.node] for edge in self.boundaries]
         needs: dict[int | Destination, list[int]] = {}
         for number, region in enumerate(regions):
             for there in region.destinations:
-                key = junction_home[there.index] if there.is_boundary else Destination(there.index)
+                key = boundary_home[there.index] if there.is_boundary else Destination(there.index)
                 needs.setdefault(key, []).append(number)
         steps: dict[BackwardStep, None] = {}
 
