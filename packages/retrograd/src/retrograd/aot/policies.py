@@ -31,7 +31,7 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
 
     Raises:
         OptionError: an unknown policy.
-        VerificationError: one that saves what is no value of the forward half.
+        VerificationError: one that saves something that is not a value of the forward half.
     """
     if policy == "save_all":
         return _without_marked(_read(joint))

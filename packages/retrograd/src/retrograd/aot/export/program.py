@@ -205,7 +205,8 @@ class Exported:
             args, kwargs: as the function takes them.
 
         Raises:
-            ExportError: the arguments are built otherwise than at capture, an entry of `state` is missing, or
+            ExportError: the arguments are nested in another way than at capture, an entry of `state` is
+            missing, or
                 the program is a joint graph, which takes cotangents.
         """
         if self.kind is ProgramKind.JOINT:

@@ -102,7 +102,7 @@ def _read_dict(written: Any, nodes: Nodes) -> dict[str, Any]:
     return {key: read_value(one, nodes) for key, one in written.items()}
 
 
-#: by their names in files; the last two are for values whose type is no entry.
+#: by their names in files; the last two are for values whose type is not listed.
 _FORMS: dict[str, _Form] = {
     "float": _Form(float, repr, lambda w, nodes: float(w)),
     "complex": _sequence(complex, lambda parts: complex(*parts), lambda value: [value.real, value.imag]),

@@ -97,7 +97,7 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     """Trace the backward of all differentiable values, into the graph of `tracer`.
 
     Raises:
-        Refusal: the autograd graph ends in something that is no input.
+        Refusal: the autograd graph ends in something that is not an input.
         Refusal: an autograd node gives what the engine would refuse.
         Exception: whatever a node raises.
     """
