@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,26 @@ class Refusal(Exception):
         self.code = code
 
 
+class CodeFailedError(Exception):
+    """Compiled code raised before it changed anything; the cause is what it raised."""
+
+
+class NotReadyError(Exception):
+    """There is no code yet; calls run eagerly for this reason until there is."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class Escape(Exception):
+    """Leaves code of torch's, with a value."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
 class RetrogradError(RuntimeError):
     """Base of all errors raised by retrograd itself (never of errors raised by user code)."""
 
@@ -86,14 +106,6 @@ class CallError(_ReasonedError):
 class UnlikeTracedError(_ReasonedError):
     """An operator returned another shape or type than torch's fake operator predicted, so the code is wrong.
     Raised in strict mode only; otherwise such a function runs eagerly."""
-
-
-class CodeFailedError(RetrogradError):
-    """Compiled code raised before it changed anything; the cause is what it raised. Eager runs instead."""
-
-
-class NotReadyError(_ReasonedError):
-    """There is no code yet. Calls run eagerly until there is."""
 
 
 class LoweringError(_ReasonedError):

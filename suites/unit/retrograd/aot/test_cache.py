@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from retrograd import aot
-from retrograd._torch.inductor.cache_folder import why_not_trusted
+from retrograd._torch.inductor.compiler import why_not_trusted
 from retrograd.events import counters
-from retrograd.specialize import CallGuard, GuardedCache, Variant
+from retrograd.specialize.callable import Variant, VariantCache
+from retrograd.specialize.guard import CallGuard
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Below:
 
 
 def test_the_first_entry_of_the_key_whose_guard_holds_is_found() -> None:
-    cache = GuardedCache(8)
+    cache = VariantCache(8)
     small, large = Variant(Below(10), None), Variant(Below(100), None)
     for entry in (small, large):
         cache.add("key", entry)
@@ -42,7 +43,7 @@ def test_the_first_entry_of_the_key_whose_guard_holds_is_found() -> None:
 
 
 def test_what_was_not_used_for_longest_goes() -> None:
-    cache = GuardedCache(2)
+    cache = VariantCache(2)
     entries = {name: Variant(Below(10), None) for name in "abc"}
     cache.add("a", entries["a"])
     cache.add("b", entries["b"])
@@ -53,7 +54,7 @@ def test_what_was_not_used_for_longest_goes() -> None:
 
 
 def test_within_one_key_too_the_oldest_use_goes() -> None:
-    cache = GuardedCache(2)
+    cache = VariantCache(2)
     small, large = Variant(Below(10), None), Variant(Below(100), None)
     cache.add("key", small)
     cache.add("key", large)
@@ -63,7 +64,7 @@ def test_within_one_key_too_the_oldest_use_goes() -> None:
 
 
 def test_cleared() -> None:
-    cache = GuardedCache(2)
+    cache = VariantCache(2)
     cache.add("a", Variant(Below(1), None))
     cache.clear()
     assert len(cache) == 0
@@ -72,7 +73,7 @@ def test_cleared() -> None:
 
 def test_a_cache_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one entry, not 0"):
-        GuardedCache(0)
+        VariantCache(0)
 
 
 def test_a_function_keeps_a_bounded_number_of_kinds() -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from retrograd._torch import pytree
+from retrograd._torch.fx import copied_module
 from retrograd._torch.state import autocast_off
 from retrograd._torch.trace import JointTracer, make_graph, without_tokens
 from retrograd.aot.trace.analyse import Analysis, analyse
@@ -28,10 +29,9 @@ from retrograd.aot.trace.differentiate import Differentiated, Manner, differenti
 from retrograd.aot.trace.enter import EntryPlan, Inputs
 from retrograd.errors import CaptureError, PassError, Refusal, RetrogradError, first_line
 from retrograd.graph.capture_state import CaptureState
-from retrograd.graph.copies import copied
 from retrograd.graph.joint import Boundary, Cotangent, JointSignature, Output, Region
 from retrograd.graph.joint_graph import JointValues
-from retrograd.graph.render_joint import rendered
+from retrograd.graph.render import rendered
 from retrograd.passes.aten import AnyPass, PassReport, pass_named, remove_dead_code, run_passes
 
 
@@ -72,7 +72,9 @@ class JointGraph(JointValues):
             )
         chosen = [functools.partial(one, **options) if options else one for one in named]
         earlier = [report.name for report in self.reports]
-        gm, reports = run_passes(copied(self.gm), self.example_inputs, chosen, texts=texts, earlier=earlier)
+        gm, reports = run_passes(
+            copied_module(self.gm), self.example_inputs, chosen, texts=texts, earlier=earlier
+        )
         return replace(self, gm=gm, reports=(*self.reports, *reports))
 
     @property

@@ -25,7 +25,7 @@ from retrograd.graph.capture_state import CaptureState, Leaf
 from retrograd.graph.constants import is_same_constant
 from retrograd.graph.partition import Partition, SavedKind
 from retrograd.report import Report, process_report
-from retrograd.specialize import guard_as_traced
+from retrograd.specialize.guard import guard_as_traced
 
 
 def compile(

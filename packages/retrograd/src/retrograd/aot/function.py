@@ -28,7 +28,8 @@ from retrograd.errors import CaptureError, OptionError, Reason
 from retrograd.events import AOT_LOGS
 from retrograd.graph.constants import constant_key
 from retrograd.report import Report, process_report, reason_of
-from retrograd.specialize import CallGuard, Specialized, Variant
+from retrograd.specialize.callable import Specialized, Variant
+from retrograd.specialize.guard import CallGuard
 
 _STAGE = "aot.function"
 

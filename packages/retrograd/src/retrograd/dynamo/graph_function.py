@@ -20,13 +20,12 @@ from retrograd._torch.dynamo import (
     grad_mode_left,
     guard_same,
     has_symbols,
-    mode_of,
     traced_in,
     why_ended,
     why_not_as_given,
 )
 from retrograd._torch.state import torch_functions_off
-from retrograd._torch.trace import alias_of_fake, common_base, run_graph
+from retrograd._torch.trace import alias_of_fake, common_base, mode_among, run_graph
 from retrograd.aot.modules import ModuleState
 from retrograd.aot.run.call import CompiledFunction
 from retrograd.aot.stages import run_stages
@@ -37,7 +36,8 @@ from retrograd.errors import CaptureError, Reason
 from retrograd.graph.capture_state import AliasGroup, CaptureState
 from retrograd.graph.joint import PrimalKind
 from retrograd.report import Report, reason_of
-from retrograd.specialize import MemoryGuard, Specialized, Variant
+from retrograd.specialize.callable import Specialized, Variant
+from retrograd.specialize.guard import MemoryGuard
 
 
 class GraphFunction:
@@ -59,7 +59,7 @@ class GraphFunction:
         self, gm: fx.GraphModule, inputs: Sequence[GraphInput], mode: Any, config: Config, report: Report
     ) -> None:
         self._gm, self._config, self._report = gm, config, report
-        self._mode = mode_of(inputs) or mode
+        self._mode = mode_among(item.value for item in inputs) or mode
         self._module = ModuleState.of(gm)
         self._offset = len(self._module.tensors)
         left = grad_mode_left(gm)

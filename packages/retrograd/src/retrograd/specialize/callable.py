@@ -1,8 +1,8 @@
 """A callable that compiles itself for each kind of call that it meets.
 
 In: a key, the flat inputs, and functions that compile for them and that run them eagerly. Out: the result,
-and entries in a `Report`. Of the variants with an equal key, the first whose guard holds is used. When there
-are too many variants, the least recently used is dropped.
+and what happened in a `Report`. Code is found again by the key, which must be equal, and a guard, which must
+hold for the inputs.
 """
 
 from __future__ import annotations
@@ -16,17 +16,13 @@ import torch
 
 from retrograd._torch.state import why_not_capturable_now
 from retrograd.config import Config
-from retrograd.errors import (
-    CaptureError,
-    CodeFailedError,
-    NotReadyError,
-    Reason,
-    UnlikeTracedError,
-    first_line,
-)
+from retrograd.errors import CaptureError, CodeFailedError, NotReadyError, Reason, UnlikeTracedError
 from retrograd.events import counters
 from retrograd.process import ForkSafeLock
 from retrograd.report import Report, reason_of
+
+#: how often the code of one variant may fail where eager does not, before it is given up.
+MOST_FAILURES = 2
 
 
 class Guard(Protocol):
@@ -34,7 +30,17 @@ class Guard(Protocol):
 
     def fits(self, values: Sequence[Any]) -> bool:
         """Whether it holds for `values`."""
-        ...
+
+
+def why_failed(what: str, error: BaseException, stage: str) -> Reason:
+    """The reason for running eagerly what has raised where eager does not; counts the failure."""
+    counters["run_failures"] += 1
+    return Reason(
+        "code-failed",
+        f"{what} raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}",
+        stage,
+        way_out="this is a fault of the backend: another backend may have the operator",
+    )
 
 
 @dataclass(eq=False)
@@ -45,7 +51,7 @@ class Variant:
         guard: when it applies, of the calls with its key; None: to all of them.
         run: the code, for flat inputs; None: such calls run eagerly, for `reason`.
         failures: how often the code has raised where eager did not.
-        used: when it was used last.
+        used: when it was used last, on the clock of its cache.
     """
 
     guard: Guard | None
@@ -55,11 +61,12 @@ class Variant:
     used: int = 0
 
 
-class GuardedCache:
-    """Variants by key, and of those of one key, the first whose guard holds.
+class VariantCache:
+    """Variants by key, and of those of one key, the first whose guard holds. When there are too many, the one
+    that was not used for longest is given up.
 
     Args:
-        size: how many variants are kept, of all keys together; at least one.
+        size: how many are kept, of all keys together; at least one.
     """
 
     def __init__(self, size: int) -> None:
@@ -78,23 +85,23 @@ class GuardedCache:
                 return variant
         return None
 
-    def known(self, key: Hashable) -> Sequence[Variant]:
+    def known(self, key: Hashable) -> list[Variant]:
         """All variants of `key`, oldest first."""
-        return self._kept.get(key, ())
+        return list(self._kept.get(key, ()))
 
     def add(self, key: Hashable, variant: Variant) -> None:
-        """Keep `variant`; if that is one too many, drop the least recently used."""
+        """Keep `variant`."""
         with self._lock:
             variant.used = next(self._clock)
-            self._kept[key] = [*self.known(key), variant]
-            if len(self) > self._size:
-                key, oldest = min(
-                    ((key, one) for key, several in self._kept.items() for one in several),
-                    key=lambda found: found[1].used,
-                )
-                self._kept[key] = [one for one in self._kept[key] if one is not oldest]
-                if not self._kept[key]:
-                    del self._kept[key]
+            self._kept[key] = [*self._kept.get(key, ()), variant]
+            while len(self) > self._size:
+                found = ((key, one) for key, variants in self._kept.items() for one in variants)
+                its_key, oldest = min(found, key=lambda each: each[1].used)
+                left = [one for one in self._kept[its_key] if one is not oldest]
+                if left:
+                    self._kept[its_key] = left
+                else:
+                    del self._kept[its_key]
 
     def clear(self) -> None:
         """Forget everything."""
@@ -103,21 +110,6 @@ class GuardedCache:
 
     def __len__(self) -> int:
         return sum(map(len, self._kept.values()))
-
-
-#: how often the code of one variant may fail where eager does not, before it is given up.
-MOST_FAILURES = 2
-
-
-def why_failed(what: str, error: BaseException, stage: str) -> Reason:
-    """The reason for running eagerly what has raised where eager does not; counts the failure."""
-    counters["run_failures"] += 1
-    return Reason(
-        "code-failed",
-        f"{what} raised {first_line(error)}",
-        stage,
-        way_out="this is a fault of the backend: another backend may have the operator",
-    )
 
 
 class Specialized:
@@ -141,7 +133,7 @@ class Specialized:
     ) -> None:
         self._name, self._stage, self._config, self._report = name, stage, config, report
         self._compile = compile
-        self._variants = GuardedCache(config.cache_size)
+        self._variants = VariantCache(config.cache_size)
         self._lock = ForkSafeLock()
 
     def __call__(self, key: Hashable, leaves: Sequence[Any], eagerly: Callable[[], Any]) -> Any:
@@ -178,8 +170,7 @@ class Specialized:
         return None if now is None else Reason(*now, self._stage, way_out="call it outside of that")
 
     def run_eagerly(self, reason: Reason, eagerly: Callable[[], Any]) -> Any:
-        """The result of `eagerly`, noted; in strict mode an error. Where the user has said "force_eager",
-        nothing is noted.
+        """The result of `eagerly`, noted; in strict mode an error. Under ``force_eager`` nothing is noted.
 
         Raises:
             CaptureError: in strict mode.
@@ -207,7 +198,10 @@ class Specialized:
                 return found
             known = self._variants.known(key)
             if len(known) >= self._config.recompile_limit:
-                return Variant(known[-1].guard, None, self._limit())
+                text = f"{self._name} was called with more kinds of input than recompile_limit"
+                way_out = "dynamic=True, or a larger recompile_limit"
+                reason = Reason("recompile-limit", text, self._stage, way_out=way_out)
+                return Variant(known[-1].guard, None, reason)
             made = self._compile(key, leaves, known)
             self._variants.add(key, made)
             return made
@@ -224,11 +218,3 @@ class Specialized:
             variant.run, variant.reason = None, reason
         self._report.fell_back(reason, f"a call of {self._name} ran eagerly")
         return result
-
-    def _limit(self) -> Reason:
-        return Reason(
-            "recompile-limit",
-            f"{self._name} was called with more kinds of input than recompile_limit",
-            self._stage,
-            way_out="dynamic=True, or a larger recompile_limit",
-        )

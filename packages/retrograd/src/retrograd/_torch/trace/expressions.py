@@ -74,7 +74,7 @@ def decoded(tree: Tree, symbols: Mapping[str, Any]) -> Any:
     """The expression of a tree.
 
     Raises:
-        Refusal: it is none.
+        ValueError: it is none.
     """
     if type(tree) is int:
         return sympy.Integer(tree)
@@ -82,7 +82,7 @@ def decoded(tree: Tree, symbols: Mapping[str, Any]) -> Any:
         return symbols[tree]
     if isinstance(tree, list) and tree and tree[0] in _FUNCTIONS:
         return _FUNCTIONS[tree[0]](*[decoded(argument, symbols) for argument in tree[1:]])
-    raise Refusal("size", f"the size {tree!r}")
+    raise ValueError(f"the size {tree!r}")
 
 
 def symbols_of(shape_env: ShapeEnv | None, sizes: Sequence[Any]) -> dict[str, Symbol]:

@@ -17,7 +17,7 @@ from torch import fx
 
 from retrograd._torch.autograd import outside_of_graph_task
 from retrograd._torch.fx import has_effect
-from retrograd._torch.subclass import PLAIN, Wrapping, parts_of
+from retrograd._torch.subclass import PLAIN, Layout, parts_of
 from retrograd._torch.trace import guard_count
 from retrograd.aot.capture import capture
 from retrograd.aot.extract import extract, finished_backward, needed_between
@@ -41,7 +41,7 @@ class Expected:
     """
 
     boundary: int
-    wrapping: Wrapping
+    wrapping: Layout
     parts: tuple[torch.Tensor, ...]
 
     @staticmethod

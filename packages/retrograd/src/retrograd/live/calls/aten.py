@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from retrograd._torch.fx import is_higher_order, is_operator_overload
 from retrograd._torch.state import as_if_autocast
-from retrograd._torch.trace import is_operator
 
 
 class Named:
@@ -60,7 +60,7 @@ def operation(node: fx.Node) -> Named:
     if target is torch.ops.aten.view.default:
         target = torch.ops.aten.reshape.default
     name = str(getattr(target, "__name__", target))
-    if not is_operator(target):
+    if not is_operator_overload(target) and not is_higher_order(target):
         return Named(name, target, (target,))
     traced = node.meta.get("val")
     dtype = traced.dtype if isinstance(traced, torch.Tensor) else None

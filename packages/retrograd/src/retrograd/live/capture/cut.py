@@ -17,9 +17,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import fx
 
-from retrograd.graph.backward_graph import BackwardGraph, call_of
-from retrograd.graph.hook_kind import CallKind
-from retrograd.graph.schedule import Accumulation, OpaqueCall, PlanStep, Schedule, Segment
+from retrograd.graph.backward_graph import (
+    Accumulation,
+    BackwardGraph,
+    CallKind,
+    OpaqueCall,
+    PlanStep,
+    Schedule,
+    Segment,
+    call_of,
+)
 
 _WORTH_COMPILING = frozenset({CallKind.NODE, CallKind.ATEN, CallKind.COPY_SLICES})
 

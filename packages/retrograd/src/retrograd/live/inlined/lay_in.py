@@ -20,8 +20,7 @@ from torch import fx
 
 from retrograd.errors import Refusal
 from retrograd.graph.aot_backward import AotBackward, BuiltGradient, InlinedCall
-from retrograd.graph.backward_graph import Call
-from retrograd.graph.hook_kind import CallKind
+from retrograd.graph.backward_graph import Call, CallKind
 from retrograd.live.calls import aten
 from retrograd.live.capture.call_graph import CallGraph
 from retrograd.live.inlined.undefined_grads import TangentFlow

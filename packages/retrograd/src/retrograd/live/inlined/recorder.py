@@ -18,8 +18,7 @@ from torch import fx
 from retrograd._torch.autograd import tensors_on_context
 from retrograd.errors import Refusal
 from retrograd.graph.aot_backward import AotBackward, AotCall, InlinedCall
-from retrograd.graph.backward_graph import SourceKind, call_of
-from retrograd.graph.hook_kind import CallKind, HookKind
+from retrograd.graph.backward_graph import CallKind, HookKind, SourceKind, call_of
 from retrograd.live.calls import hooks
 from retrograd.live.capture.call_graph import CallGraph, Value, is_from_hook
 from retrograd.live.inlined.lay_in import Arriving, inline

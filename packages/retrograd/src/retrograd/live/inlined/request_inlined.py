@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch.autograd.graph import GradientEdge
 
 from retrograd._torch.autograd import EngineRequest, edge_of, is_aot_node, read_live_graph
-from retrograd.graph.live_graph import LiveGraph, LiveNode
+from retrograd.graph.eager_order import LiveGraph, LiveNode
 
 
 def with_compiled_functions(request: EngineRequest) -> EngineRequest:

@@ -21,7 +21,7 @@ from retrograd._torch.subclass import SubclassBorder, is_wrapper
 from retrograd._torch.trace import InputGuard, Traced, changed_sizes, is_batched, trace
 from retrograd.backends.background import Later, begin
 from retrograd.backends.base import Boxed
-from retrograd.cudagraphs import graphed
+from retrograd.cudagraphs.graphed_call import graphed
 from retrograd.errors import LoweringError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
 from retrograd.live.lower.derivatives import Differentiable

@@ -14,8 +14,7 @@ from typing import Generic, TypeVar
 
 from torch import fx
 
-from retrograd.graph.backward_graph import BackwardGraph
-from retrograd.graph.hook_kind import CallKind
+from retrograd.graph.backward_graph import BackwardGraph, CallKind
 from retrograd.live.capture.structure import structure_and_numbers
 from retrograd.live.lower.lift_scalars import Family
 from retrograd.live.lower.lowered import Lowerings

@@ -16,10 +16,18 @@ from torch import fx
 
 from retrograd._torch.autograd import versions_of
 from retrograd._torch.state import torch_functions_off
-from retrograd.graph.backward_graph import Source, SourceKind, call_of
+from retrograd.graph.backward_graph import (
+    Accumulation,
+    CallKind,
+    HookKind,
+    OpaqueCall,
+    Schedule,
+    Segment,
+    Source,
+    SourceKind,
+    call_of,
+)
 from retrograd.graph.emit import Emitter, emit_calls
-from retrograd.graph.hook_kind import CallKind, HookKind
-from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment
 from retrograd.live.calls.gradients import accumulate_quietly
 from retrograd.live.calls.many_gradients import Accumulator
 

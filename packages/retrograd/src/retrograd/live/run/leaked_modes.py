@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.state import KeptModes, modes_kept
-from retrograd.graph.backward_graph import call_of
-from retrograd.graph.schedule import Segment
+from retrograd._torch.state import KeptModes, ModesKept
+from retrograd.graph.backward_graph import Segment, call_of
 
 
 class LeakedModes:
@@ -34,4 +33,4 @@ class LeakedModes:
 
     def around(self, node: fx.Node) -> AbstractContextManager[Any]:
         """The modes in which `node` runs: these if it belongs to the same node, else as they are."""
-        return modes_kept(self._modes) if call_of(node).node_call == self._node_call else nullcontext()
+        return ModesKept(self._modes) if call_of(node).node_call == self._node_call else nullcontext()

@@ -15,9 +15,8 @@ from retrograd.backends.background import Later
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
 from retrograd.events import counters
-from retrograd.graph.backward_graph import call_of
+from retrograd.graph.backward_graph import Segment, call_of
 from retrograd.graph.emit import boxed_calls
-from retrograd.graph.schedule import Segment
 from retrograd.live.capture.structure import family_of, numbers_of, structure_of
 from retrograd.live.lower.lift_scalars import Family
 from retrograd.live.lower.lowered import How, Lowered, Lowerings

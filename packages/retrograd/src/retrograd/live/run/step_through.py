@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import fx
 
+from retrograd.graph.backward_graph import Segment
 from retrograd.graph.emit import last_uses
-from retrograd.graph.schedule import Segment
 
 Around = Callable[[fx.Node], AbstractContextManager[Any]]
 

@@ -16,8 +16,15 @@ from torch import fx
 
 from retrograd._torch.autograd import Collected
 from retrograd.backends.base import Boxed
-from retrograd.graph.backward_graph import Source, SourceKind
-from retrograd.graph.schedule import Accumulation, OpaqueCall, PlanStep, Schedule, Segment
+from retrograd.graph.backward_graph import (
+    Accumulation,
+    OpaqueCall,
+    PlanStep,
+    Schedule,
+    Segment,
+    Source,
+    SourceKind,
+)
 from retrograd.live.run.generated_source import Code, PlanLayout, write
 
 
