@@ -63,7 +63,10 @@ class InputGuard:
         )
         self._shape_env, self._fed = shape_env, tuple(fed)
         self._offsets = [(i, args[i].storage_offset()) for i in self._tensors] if offsets else []
-        self._relations = _relations(shape_env, example_inputs) if shape_env else None
+        read = _read_values(shape_env, example_inputs) if shape_env else []
+        self._read = [fed[number] for number, _ in read]
+        known = [*example_inputs, *(size for _, size in read)]
+        self._relations = shape_env.produce_guards_expression(known) if shape_env else None
         self.args_metadata = tuple(map(_sizes, args))
         try:
             self._relations_hold(args)
@@ -120,7 +123,7 @@ class InputGuard:
     def _relations_hold(self, args: Sequence[Any]) -> bool:
         if self._relations is None or self._shape_env is None:
             return True
-        values = [args[i] for i in self._fed]
+        values = [*(args[i] for i in self._fed), *(args[i].item() for i in self._read)]
         return bool(self._shape_env.evaluate_guards_expression(self._relations, values))
 
     def __str__(self) -> str:
@@ -137,19 +140,16 @@ def changed_sizes(before: Sequence[Any], args: Sequence[Any]) -> dict[int, froze
     return changed
 
 
-def _relations(shape_env: ShapeEnv, example_inputs: Sequence[Any]) -> str | None:
-    """The guards as torch's expression over ``L['t0']``, ``L['t1']``, ...; None if there are none.
-
-    torch names a size that tracing read out of a tensor (``start.item()``) by the source of the fake, which
-    does not exist at run time. Here it is read out of the input.
-    """
-    code: str | None = shape_env.produce_guards_expression(example_inputs)
-    for number, fake in enumerate(example_inputs):
-        memo = getattr(fake, "item_memo", None)
-        if code is not None and isinstance(memo, torch.SymInt):
-            for source in shape_env.var_to_sources.get(memo.node.expr, ()):
-                code = code.replace(source.name, f"L['t{number}'].item()")
-    return code
+def _read_values(shape_env: ShapeEnv, fakes: Sequence[Any]) -> list[tuple[int, Any]]:
+    """The tensors out of which tracing read a size (``start.item()``) that a guard speaks of, and that
+    size."""
+    used = {symbol for guard in shape_env.guards for symbol in guard.expr.free_symbols}
+    memos = [(number, getattr(fake, "item_memo", None)) for number, fake in enumerate(fakes)]
+    return [
+        (number, memo)
+        for number, memo in memos
+        if isinstance(memo, torch.SymInt) and memo.node.expr.free_symbols & used
+    ]
 
 
 def _symbolic_dims(fake: Any) -> frozenset[int]:
