@@ -94,7 +94,7 @@ def still_compiling(name: str) -> Reason:
 
 
 def recorded(code: Boxed, graph: fx.Graph, *, kept: Collection[int] = (), loose: Sequence[int] = ()) -> Boxed:
-    """`code`, replayed where that is safe; `graph`, `kept` and `loose` are as in ``cudagraphs.graphed``. The
+    """`code`, replayed where that is safe; `graph`, `kept` and `loose` are as in `graphed`. The
     report says why something is not recorded, with a warning if it never will be."""
     return graphed(code, graph, kept=kept, loose=loose, tell=_tell)
 
