@@ -120,3 +120,11 @@ def aot_factors_of_sums(p: Probe) -> None:
         return torch.add(product, x.sin(), alpha=n) + torch.addcmul(x, x.sin(), x.cos(), value=n)
 
     _with_numbers(p, summed, (2, 1, 0, 3, 0.5))
+
+
+@scenario(tags=TAGS)
+def aot_tensor_made_of_a_number(p: Probe) -> None:
+    """The number becomes a tensor inside."""
+    _with_numbers(
+        p, lambda x, n: torch.logaddexp(x, torch.tensor(float(n))) * torch.tensor(n), (1, 2, 3.5, 4)
+    )

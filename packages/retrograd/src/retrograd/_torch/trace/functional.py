@@ -140,11 +140,19 @@ _CHANGES = {
 }
 #: take an offset from the beginning of the memory, as their fourth or fifth argument.
 _STRIDED = {"as_strided": 3, "as_strided_": 3, "as_strided_copy": 3, "as_strided_scatter": 4}
+_DETACH = (
+    torch.Tensor.detach_
+)  # `torch.tensor` calls it for a symbolic number; without history it does nothing
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+#: by name: calls whose kernels and formulas depend on the value of an exponent. Torch traces a symbolic one
+#: to formulas that round otherwise (from 2.14), or not at all.
+_BY_VALUE = {"pow", "pow_", "__pow__", "__rpow__", "__ipow__", "float_power", "float_power_"}
+_BY_VALUE |= {f"lp_pool{dims}d" for dims in (1, 2, 3)}
 
 
 class FreeTensors(TorchFunctionMode):
-    """While open, real tensors are replaced by what `lift` makes of them.
+    """While open, real tensors are replaced by what `lift` makes of them. A symbolic exponent is replaced by
+    its value, which becomes a guard.
 
     Attributes:
         bared: tensors of which ``.data`` was taken.
@@ -164,11 +172,13 @@ class FreeTensors(TorchFunctionMode):
         self.reads_offsets |= name == "storage_offset" or _is_given_offset(name, args, kwargs or {})
         if name in _HOOKS:
             raise Refusal("hook-in-trace", f"it calls Tensor.{func.__name__}")
-        if func in _CHANGES:
+        if func in _CHANGES and not (func is _DETACH and not args[0].requires_grad):
             raise Refusal("tensor-changed", f"it changes a tensor by {_CHANGES[func]}")
         if func == _DATA:
             self.bared.append(args[0])
         kwargs = kwargs or {}
+        if name in _BY_VALUE:
+            args, kwargs = pytree.tree_map(_known, (args, kwargs))
         if any(_is_free(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
             args, kwargs = pytree.tree_map(self._replaced, (args, kwargs))
         return func(*args, **kwargs)
@@ -181,6 +191,13 @@ def _is_given_offset(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a call names a place in the memory of a tensor, so that it matters where the tensor begins."""
     place = _STRIDED.get(name, len(args))
     return name in _STRIDED and (place < len(args) or kwargs.get("storage_offset") is not None)
+
+
+def _known(leaf: Any) -> Any:
+    """The value of a symbolic number; anything else as it is."""
+    if isinstance(leaf, torch.SymInt):
+        return int(leaf)
+    return float(leaf) if isinstance(leaf, torch.SymFloat) else leaf
 
 
 def _is_free(leaf: Any) -> bool:
