@@ -64,7 +64,7 @@ class RetrogradBackend:
         """The same for choices that are checked already. `report` receives the result."""
         fake_mode = fake_mode_for(example_inputs)
         if fake_mode is None:
-            return AotFunction(gm, replace(config, dynamic=None))
+            return AotFunction(gm, replace(config, dynamic=None), report)
         guard_what_dynamo_does_not(module_hooks=not config.stock_dynamo)
         try:
             return GraphFunction(gm, graph_inputs(gm, example_inputs), fake_mode, config, report)
@@ -78,10 +78,6 @@ class RetrogradBackend:
     def keeps_eager(self, options: Mapping[str, Any]) -> bool:
         """Whether what Dynamo loses of eager is kept; asked while Dynamo traces."""
         return not options.get("stock_dynamo", False)
-
-    def reset(self) -> None:
-        """Forget what was reported. ``torch._dynamo.reset()`` calls this when it forgets the code."""
-        process_report.graphs.clear()
 
 
 retrograd = RetrogradBackend()

@@ -14,9 +14,9 @@ from torch import fx
 from retrograd._torch.state import ThreadModes, without_torch_functions
 from retrograd._torch.subclass import SubclassBorder
 from retrograd._torch.trace import InputGuard
+from retrograd.backends.background import Later
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
-from retrograd.live.lower.background import Later
 from retrograd.live.lower.derivatives import Differentiable
 from retrograd.live.plan_log import PlanLog
 

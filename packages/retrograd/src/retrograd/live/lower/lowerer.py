@@ -19,11 +19,11 @@ from retrograd._torch.fx import copied
 from retrograd._torch.state import ThreadModes, compile_stance, why_interpreted_now, without_torch_functions
 from retrograd._torch.subclass import SubclassBorder, is_wrapper
 from retrograd._torch.trace import InputGuard, Traced, changed_sizes, is_batched, trace
+from retrograd.backends.background import Later, begin
 from retrograd.backends.base import Boxed
 from retrograd.cudagraphs.graphed_call import graphed
 from retrograd.errors import LoweringError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
-from retrograd.live.lower.background import Later, begin
 from retrograd.live.lower.derivatives import Differentiable
 from retrograd.live.lower.determinism import determinism_is_on, operations_may_warn
 from retrograd.live.lower.lowered import How, Lowered, Lowerings
@@ -274,8 +274,10 @@ class BoxedRunner:
         has its code.
         """
         compile = partial(self._backend.compile, traced.gm, traced.example_inputs)
-        if self._config.background and not determinism_is_on() and traced.history is None:
-            return _not_there, begin(compile)
+        patience = self._config.patience
+        if patience is not None and not determinism_is_on() and traced.history is None:
+            later = begin(compile, patience)
+            return (_not_there, later) if later.code is None else (later.code, None)
         with self._log.stage("compile"):
             return compile(), None
 

@@ -21,6 +21,7 @@ from retrograd._torch.autograd import Collected, HookChanges, Versions, versions
 from retrograd._torch.cuda import user_code_in_order
 from retrograd._torch.log import profiling
 from retrograd._torch.state import ModesKept, are_modes_plain
+from retrograd.backends.background import take_finished
 from retrograd.backends.base import Backend
 from retrograd.backends.registry import EagerBackend
 from retrograd.config import Config
@@ -40,7 +41,6 @@ from retrograd.graph.backward_graph import (
 from retrograd.live.calls.gradients import accumulate_grad
 from retrograd.live.calls.saved import ModifiedTensor
 from retrograd.live.capture.cut import cut, whole
-from retrograd.live.lower.background import take_finished
 from retrograd.live.lower.pieces import regions_of
 from retrograd.live.lower.sharing import changing_numbers
 from retrograd.live.plan_log import PlanLog

@@ -11,13 +11,13 @@ from typing import Any
 
 from retrograd._torch.log import profiling
 from retrograd._torch.trace import Traced
+from retrograd.backends.background import Later
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
 from retrograd.events import counters
 from retrograd.graph.backward_graph import Segment, call_of
 from retrograd.graph.emit import boxed_calls
 from retrograd.live.capture.structure import family_of, numbers_of, structure_of
-from retrograd.live.lower.background import Later
 from retrograd.live.lower.lift_scalars import Family
 from retrograd.live.lower.lowered import How, Lowered, Lowerings
 from retrograd.live.lower.lowerer import BoxedRunner
@@ -76,7 +76,7 @@ class SegmentRunner(BoxedRunner):
         return self._traced(self._run_noted, args)
 
     def _code(self, traced: Traced, args: Sequence[Any] | None) -> tuple[Boxed, Later | None]:
-        if self._family is not None and args is not None and not self._config.background:
+        if self._family is not None and args is not None and self._config.patience is None:
             code = self._family.code_for(self._numbers, traced, args, self._backend.compile)
             if code is not None:
                 counters["lifted_numbers"] += 1

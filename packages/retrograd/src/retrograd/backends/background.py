@@ -1,14 +1,15 @@
-"""Compile on another thread while backwards go on, interpreted.
+"""Compile on another thread, while calls run as eager runs them.
 
-In: something to compile. Out: `Later`, which becomes code at the border between two steps: within one
-backward every segment runs as it ran at its start. One thread compiles, in the order of asking; Inductor's
-own worker processes do most of the work.
+In: something to compile, and how long to wait for it. Out: `Later`, which holds the code once it is there.
+One thread compiles, in the order of asking; Inductor's own worker processes do most of the work.
 """
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import os
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -17,10 +18,10 @@ from retrograd.process import ForkSafeLock
 
 
 class Later:
-    """Code that is not there yet.
+    """Code that may not be there yet.
 
     Attributes:
-        code: the code, once a step border has been passed since it was there.
+        code: the code, if it was there in time, or once a step border has been passed since.
         error: why there will be none.
     """
 
@@ -30,27 +31,36 @@ class Later:
         self.error: BaseException | None = None
 
     def take(self) -> None:
-        """At a step border: the code, or what went wrong."""
+        """Take the code, or what went wrong."""
         self.error = self.future.exception()
         if self.error is None:
             self.code = self.future.result()
 
 
 #: what has begun and was not taken yet.
-_pending: list[Later] = []
+_pending: weakref.WeakSet[Later] = weakref.WeakSet()
 _lock = ForkSafeLock()
 
 
-def begin(compile: Callable[[], Boxed]) -> Later:
-    """Compile on another thread."""
-    later = Later(_thread().submit(compile))
+def begin(compile: Callable[[], Boxed], seconds: float) -> Later:
+    """Compile on another thread, and wait for it for at most `seconds`.
+
+    Raises:
+        BaseException: what compiling raised within that time.
+    """
+    later = Later(_thread().submit(contextvars.copy_context().run, compile))
+    if seconds and wait([later.future], seconds).done:
+        later.take()
+        if later.error is not None:
+            raise later.error
+        return later
     with _lock:
-        _pending.append(later)
+        _pending.add(later)
     return later
 
 
 def take_finished() -> None:
-    """A backward begins: what is finished becomes code."""
+    """A backward begins: what is finished becomes code. Within one backward, segments do not change."""
     if not _pending:
         return
     with _lock:
@@ -73,7 +83,7 @@ def _thread() -> ThreadPoolExecutor:
 
 
 def _after_fork() -> None:
-    """The thread is not there in a child; what it was compiling stays interpreted."""
+    """The thread does not exist in a child; what it was compiling stays interpreted there."""
     _pending.clear()
     _thread.cache_clear()
 
