@@ -12,7 +12,7 @@ from torch import fx
 
 from retrograd._torch.fx.boxed_modules import copied
 from retrograd._torch.fx.nodes import add_call, add_copy, add_placeholder
-from retrograd.live.calls.node_function import NodeFunction
+from retrograd.live.calls.nodes import NodeFunction
 
 
 def by_fx(graph: fx.Graph) -> Callable[..., fx.Node]:

@@ -5,9 +5,12 @@ In: made by ``live.capture.cut`` from a `BackwardGraph` in eager's order. Out: r
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
+
+from retrograd.graph.emit import last_uses
 
 
 @dataclass(frozen=True)
@@ -69,3 +72,16 @@ class Schedule:
     def opaque_calls(self) -> tuple[OpaqueCall, ...]:
         """The opaque calls, in order."""
         return tuple(step for step in self.steps if isinstance(step, OpaqueCall))
+
+
+def dying_values(
+    reads: Sequence[Iterable[fx.Node]], outputs: Iterable[fx.Node | None]
+) -> tuple[frozenset[fx.Node], ...]:
+    """For each step, the values that no later step reads.
+
+    Args:
+        reads: by step, the values that it reads or makes. outputs: outlive all steps.
+    """
+    kept = [node for node in outputs if node is not None]
+    last = last_uses([*enumerate(reads), (len(reads), kept)])
+    return tuple(frozenset(last.get(number, ())) for number in range(len(reads)))

@@ -1,25 +1,60 @@
-"""Running the backward of an ``autograd.Function`` as one opaque call.
+"""Running the backward of an ``autograd.Function`` as one opaque call, and unpacking what nodes saved.
 
-In: its context object, the gradients and the saved tensors that the engine lifted. Out: one gradient per
-input of the forward. The checks and their texts are those of ``PyNode::apply`` in
-``torch/csrc/autograd/python_function.cpp``.
+In: the Function's context object, the gradients, and the saved tensors that the engine lifted; or an unpack
+hook and what the pack hook returned. Out: one gradient per input of the forward; or the saved tensor. The
+checks and their texts are those of ``PyNode::apply`` in ``torch/csrc/autograd/python_function.cpp``.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from retrograd._torch.autograd import materializes_grads, node_under_way
+from retrograd._torch.autograd import materializes_grads, node_under_way, read_saved, saved_name
 from retrograd._torch.tensor import graph_is_kept, zeros_for_slot
-from retrograd.live.calls.saved import ModifiedTensor, unpack
 
 Grad = torch.Tensor | None
+
+
+def unpack(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:
+    """Call the unpack hook of a built-in node, which unpacks what it saved when it starts.
+
+    If the backward is to be differentiable, the node that saved the tensor is asked: it knows the tensor's
+    history.
+
+    Raises:
+        TypeError: the hook returned something that is not a tensor.
+    """
+    if torch.is_grad_enabled():
+        node = node_under_way()
+        name = saved_name(node, hook, packed)
+        if name is None:
+            raise LookupError(f"{node} does not give what was packed into {packed!r}")
+        return read_saved(node, name)
+    tensor = hook(packed)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            "Output of saved tensor unpack_hook expected to be a Tensor "
+            f"but got result of type {type(tensor)}"
+        )
+    return tensor
+
+
+@dataclass(frozen=True)
+class ModifiedTensor:
+    """A saved tensor of a Function that was changed in place after the backward began."""
+
+    error: str
+
+    def unpack(self) -> torch.Tensor:
+        """Raise what eager raises when the Function asks for it."""
+        raise RuntimeError(self.error)
 
 
 class FunctionContext:

@@ -2,24 +2,28 @@
 
 In: a `BackwardGraph` in eager's order, and which built-in nodes must stay opaque. Out: a `Schedule`.
 
-An accumulation into ``.grad`` is visible to few until the next opaque call, so it does not end a segment
-that is compiled: it waits for the next opaque call, the end, or the end of the region that makes its
-gradient. That keeps a backward without hooks in one segment, unless what repeats itself in it is to be
-compiled once. Segments that are interpreted end with each accumulation, as eager has it: a gradient that was
-added is let go, a failure later on finds it written, and what shares memory with a ``.grad`` is read after it
-was changed.
+An accumulation into ``.grad`` is visible to few until the next opaque call, so it does not end a segment that
+is compiled: it waits for the next opaque call, the end, or the end of the region that makes its gradient.
+That keeps a backward without hooks in one segment, unless a part of it repeats itself and is to be compiled
+once: then the copies of the part (the layers of a deep model) are segments, and so is what stands before,
+between and after them. Segments that are interpreted end with each accumulation, as in eager: a gradient that
+was added is let go, a later failure finds it written, and what shares memory with a ``.grad`` is read after
+it was changed.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import fx
 
 from retrograd.graph.backward_graph import BackwardGraph, call_of
 from retrograd.graph.hook_kind import CallKind
-from retrograd.graph.schedule import Accumulation, OpaqueCall, PlanStep, Schedule, Segment
+from retrograd.graph.repeats import boundary_costs, find_repeats
+from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment, dying_values
+from retrograd.live.capture.structure import token_of
 
 _WORTH_COMPILING = frozenset({CallKind.NODE, CallKind.ATEN, CallKind.COPY_SLICES})
 
@@ -50,16 +54,12 @@ def cut(
     """
     apart = apart or {}
     runs = _Cutter(opaque, apart, divide, at_once).run(backward)
-    last_use = _last_uses(runs, backward.outputs())
+    dying = dying_values([_values_of(run) for run in runs], backward.outputs())
     steps = tuple(
-        _segment(step, number, last_use, apart) if isinstance(step, list) else step
-        for number, step in enumerate(runs)
+        _segment(run, gone, apart) if isinstance(run, list) else run
+        for run, gone in zip(runs, dying, strict=True)
     )
-    dying: list[set[fx.Node]] = [set() for _ in steps]
-    for node, number in last_use.items():
-        if number < len(steps):
-            dying[number].add(node)
-    return Schedule(steps, tuple(map(frozenset, dying)))
+    return Schedule(steps, dying)
 
 
 _Run = list[fx.Node] | OpaqueCall | Accumulation
@@ -113,12 +113,8 @@ class _Cutter:
 
 
 def _projections(node: fx.Node) -> tuple[fx.Node, ...]:
-    return tuple(user for user in node.users if call_of_or_none(user) is CallKind.PROJECT)
-
-
-def call_of_or_none(node: fx.Node) -> CallKind | None:
-    """The kind of a call node; None for the output node."""
-    return call_of(node).kind if node.op == "call_function" else None
+    users = (user for user in node.users if user.op == "call_function")
+    return tuple(user for user in users if call_of(user).kind is CallKind.PROJECT)
 
 
 def _why_opaque(node: fx.Node) -> str:
@@ -126,25 +122,88 @@ def _why_opaque(node: fx.Node) -> str:
     return call.note or (call.hook or call.kind).value
 
 
-def _last_uses(runs: Iterable[_Run], outputs: Iterable[fx.Node | None]) -> dict[fx.Node, int]:
-    """For each value, the number of the last step that reads it; outputs outlive all steps."""
-    last: dict[fx.Node, int] = {}
-    number = -1
-    for number, run in enumerate(runs):
-        for node in run if isinstance(run, list) else [run.node]:
-            last[node] = number
-            last.update(dict.fromkeys(node.all_input_nodes, number))
-        if isinstance(run, OpaqueCall):
-            last.update(dict.fromkeys(run.projections, number))
-    last.update({node: number + 1 for node in outputs if node is not None})
-    return last
+def _values_of(run: _Run) -> Iterator[fx.Node]:
+    """What a step reads and makes."""
+    for node in run if isinstance(run, list) else [run.node]:
+        yield node
+        yield from node.all_input_nodes
+    if isinstance(run, OpaqueCall):
+        yield from run.projections
 
 
-def _segment(
-    nodes: list[fx.Node], number: int, last_use: Mapping[fx.Node, int], apart: Mapping[fx.Node, str]
-) -> PlanStep:
+def _segment(nodes: list[fx.Node], dying: frozenset[fx.Node], apart: Mapping[fx.Node, str]) -> Segment:
     own = set(nodes)
     inputs = dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in own)
-    outputs = tuple(node for node in nodes if last_use[node] > number)
+    outputs = tuple(node for node in nodes if node not in dying)
     worth = any(call_of(node).kind in _WORTH_COMPILING for node in nodes)
     return Segment(tuple(nodes), tuple(inputs), outputs, worth, apart.get(nodes[0], ""))
+
+
+# where a run repeats itself
+
+#: calls per autograd node in a captured graph: the node, its check, and a projection or two of each.
+_CALLS_PER_NODE = 4
+
+#: nodes whose gradients are written to memory in any case, so that nothing is lost by a border behind them.
+_WRITES_TO_MEMORY = frozenset(
+    {
+        "AddmmBackward0",
+        "BaddbmmBackward0",
+        "BmmBackward0",
+        "ConvolutionBackward0",
+        "EmbeddingBackward0",
+        "LinearBackward0",
+        "MmBackward0",
+    }
+)
+
+
+def regions_of(run: Sequence[fx.Node], smallest: int, copies: int = 2) -> list[Sequence[fx.Node]]:
+    """`run`, divided; in one piece if nothing in it repeats.
+
+    Args:
+        run: the calls.
+        smallest: autograd nodes that a region has at least. copies: of a region, at least.
+    """
+    least = smallest * _CALLS_PER_NODE
+    if len(run) < 2 * least:
+        return [run]
+    repeats = find_repeats([token_of(node) for node in run], _costs(run), least, copies)
+    cuts = sorted({0, len(run), *(cut for repeat in repeats for cut in repeat.cuts())})
+    return [run[start:stop] for start, stop in itertools.pairwise(cuts)]
+
+
+def _costs(run: Sequence[fx.Node]) -> list[float | None]:
+    place = {node: i for i, node in enumerate(run)}
+    uses = []
+    for i, node in enumerate(run):
+        used = max((place[user] for user in node.users if user in place), default=i)
+        if used > i:
+            uses.append((i, used, _cost(node)))
+    return boundary_costs(len(run), uses)
+
+
+def _cost(node: fx.Node) -> float | None:
+    """What it costs to hand a value over to another region; None for what is no tensor."""
+    if any(_is_projection(user) for user in node.users if user.op == "call_function"):
+        return None
+    return 1.0 if _source(node) in _WRITES_TO_MEMORY else 2.0
+
+
+def _is_projection(node: fx.Node) -> bool:
+    return call_of(node).kind is CallKind.PROJECT or getattr(node.target, "__name__", "") == "getitem"
+
+
+def _source(node: fx.Node) -> str:
+    """The name of the autograd node that made a value, behind projections and checks of it."""
+    place = 0
+    while call_of(node).kind in (CallKind.PROJECT, CallKind.VALIDATE):
+        if call_of(node).kind is CallKind.PROJECT:
+            place = node.args[1]  # type: ignore[assignment]
+            before = node.args[0]
+        else:
+            before = node.args[0][place]  # type: ignore[index]
+        if not isinstance(before, fx.Node) or before.op != "call_function":
+            return ""
+        node = before
+    return getattr(node.target, "__name__", "")

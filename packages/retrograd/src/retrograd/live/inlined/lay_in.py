@@ -19,12 +19,12 @@ import torch
 from torch import fx
 
 from retrograd.errors import Refusal
-from retrograd.graph.aot_backward import AotBackward, BuiltGradient, InlinedCall
+from retrograd.graph.aot_backward import AotBackward, BuiltGradient, InlinedCall, Tangent
 from retrograd.graph.backward_graph import Call
 from retrograd.graph.hook_kind import CallKind
-from retrograd.live.calls import aten
+from retrograd.live.calls import nodes
 from retrograd.live.capture.call_graph import CallGraph
-from retrograd.live.inlined.undefined_grads import TangentFlow
+from retrograd.live.inlined.undefined_grads import UndefinedGrads
 
 Value = Any  # an FX node of the captured graph, a number, or None for an undefined gradient
 
@@ -36,8 +36,8 @@ class Arriving:
     Attributes:
         grads: gradients of the forward's outputs; None is undefined.
         placeholders: values for the sizes, saved tensors and opaque objects of the graph, in its order.
-        hooks: for each output, the hooks on its gradient, not called yet: they are called with the whole
-            gradient, where it is complete.
+        hooks: for each output, the hooks on its gradient. They are not called yet: they are called with the
+            whole gradient, where it is complete.
         wanted: for each input of the forward, whether its gradient is.
         zeros: makes zeros in place of the gradient of an output; None if their sizes are not known.
     """
@@ -61,6 +61,60 @@ def inline(aot: AotBackward, arriving: Arriving, calls: CallGraph) -> tuple[list
     return _Inlining(aot, arriving, calls).run()
 
 
+class _Steps:
+    """In which step of a compiled function each of its nodes runs.
+
+    A step ends where a gradient is ready.
+    """
+
+    def __init__(self, aot: AotBackward, wanted: Sequence[bool], grads: UndefinedGrads) -> None:
+        self._gradients, self._key = aot.gradients, grads.key
+        keys = {
+            min(map(grads.key.__getitem__, parts))
+            for gradient, want in zip(aot.gradients, wanted, strict=True)
+            if want and (parts := _parts(gradient)) and not all(map(grads.is_undefined, parts))
+        }
+        #: the keys at which the steps end, negated, so that they ascend.
+        self._ends = sorted(-key for key in keys) or [0.0]
+        self.last = len(self._ends) - 1
+
+    def of(self, nodes: Iterable[fx.Node]) -> int:
+        """The step in which the last of `nodes` runs."""
+        return max(self._at(self._key[node]) for node in nodes)
+
+    def of_users(self, node: fx.Node) -> int:
+        """Eager calls the hooks of an output when it comes to the node that made it."""
+        keys = (self._key[user] for user in node.users if user in self._key and user.op != "output")
+        return self._at(max(keys, default=float("-inf")))
+
+    def _at(self, key: float) -> int:
+        """The first step that does not end before what has `key` runs."""
+        return min(bisect_left(self._ends, -key), self.last)
+
+    def served(self, gradients: Sequence[Value]) -> tuple[tuple[int, ...], ...]:
+        """By step, the gradients that are ready after it, of which None are undefined."""
+        steps: list[list[int]] = [[] for _ in self._ends]
+        for i, (gradient, value) in enumerate(zip(self._gradients, gradients, strict=True)):
+            steps[0 if value is None else self.of(_parts(gradient))].append(i)
+        return tuple(tuple(self._like_edges(step)) for step in steps)
+
+    def _like_edges(self, step: Sequence[int]) -> list[int]:
+        """Gradients that one eager node makes together arrive in the order of its own inputs: that of the
+        results of one operation. Others arrive in the order in which the forward took them."""
+        ordered = list(step)
+        results: dict[fx.Node, list[int]] = {}
+        for i in step:
+            gradient = self._gradients[i]
+            if isinstance(gradient, fx.Node) and gradient.target is operator.getitem:
+                results.setdefault(gradient.args[0], []).append(i)  # type: ignore[arg-type]
+        for together in results.values():
+            places = sorted(map(ordered.index, together))
+            by_result = sorted(together, key=lambda i: self._gradients[i].args[1])  # type: ignore[union-attr,arg-type,return-value]
+            for place, i in zip(places, by_result, strict=True):
+                ordered[place] = i
+        return ordered
+
+
 class _Inlining:
     def __init__(self, aot: AotBackward, arriving: Arriving, calls: CallGraph) -> None:
         self._aot, self._arriving, self._calls = aot, arriving, calls
@@ -74,90 +128,73 @@ class _Inlining:
         self._env: dict[fx.Node, Value] = dict(zip(placeholders, arriving.placeholders, strict=False))
         undefined = [i for i, t in enumerate(aot.tangents) if arriving.grads[t.slot] is None]
         outputs = [_parts(g) for g, want in zip(aot.gradients, arriving.wanted, strict=True) if want]
-        self._flow = TangentFlow(aot.graph, self._tangents, undefined, outputs)
-        if self._flow.zeros and arriving.zeros is None:
+        self._grads = UndefinedGrads(aot.graph, self._tangents, undefined, outputs)
+        if self._grads.zeros and arriving.zeros is None:
             raise Refusal("not-inlined", "an undefined gradient has to be zeros of a size that is not known")
         self._owner = {node: i for i, nodes in enumerate(self._tangents) for node in nodes}
-        self._whole: dict[fx.Node, list[int]] = {}
-        for number, total in enumerate(self._flow.totals):
-            self._whole.setdefault(total, []).append(number)
-        self._ends = self._readiness()
-
-    def _readiness(self) -> list[float]:
-        """After which keys a gradient is ready, negated, so that they ascend: the ends of the steps."""
-        keys = {
-            min(map(self._flow.key.__getitem__, parts))
-            for gradient, want in zip(self._aot.gradients, self._arriving.wanted, strict=True)
-            if want and (parts := _parts(gradient)) and not all(map(self._flow.is_undefined, parts))
-        }
-        return sorted(-key for key in keys) or [0.0]
-
-    def _step(self, node: fx.Node) -> int:
-        return self._step_at(self._flow.key[node])
-
-    def _step_at(self, key: float) -> int:
-        """The step in which what has `key` runs: the first that does not end before it."""
-        return min(bisect_left(self._ends, -key), len(self._ends) - 1)
+        self._whole: dict[fx.Node, list[Tangent]] = {}
+        for tangent, total in zip(aot.tangents, self._grads.totals, strict=True):
+            self._whole.setdefault(total, []).append(tangent)
+        self._totals: dict[int, Value] = {}
+        self._steps = _Steps(aot, arriving.wanted, self._grads)
 
     def run(self) -> tuple[list[Value], InlinedCall]:
-        totals: dict[int, Value] = {}
         entering = {tangent.slot for tangent in self._aot.tangents}
         for slot, grad in enumerate(self._arriving.grads):
             if slot not in entering:
                 self._hooked(grad, slot)
-        for node in self._flow.order:
-            self._arrive_for(node.all_input_nodes, self._step(node), totals)
+        for node in self._grads.order:
+            self._arrive_for(node.all_input_nodes, self._steps.of([node]))
             self._env[node] = self._value(node)
-            self._complete(node, totals)
-        self._arrive_for(self._owner, len(self._ends) - 1, totals)
+            self._complete(node)
+        self._arrive_for(self._owner, self._steps.last)
         gradients = [
             self._gradient(gradient) if want else None
             for gradient, want in zip(self._aot.gradients, self._arriving.wanted, strict=True)
         ]
         return gradients, InlinedCall(
-            self._steps(gradients),
-            totals,
-            self._flow.consumed(),
-            {tangent.slot: self._flow.consumed_for(i) for i, tangent in enumerate(self._aot.tangents)},
-            self._flow.leaves_a_part(),
+            self._steps.served(gradients),
+            self._totals,
+            self._grads.consumed(),
+            {tangent.slot: self._grads.consumed_for(i) for i, tangent in enumerate(self._aot.tangents)},
+            self._grads.leaves_a_part(),
         )
 
     # tangents
 
-    def _arrive_for(self, nodes: Iterable[fx.Node], step: int, totals: dict[int, Value]) -> None:
+    def _arrive_for(self, nodes: Iterable[fx.Node], step: int) -> None:
         """Take those tangents in that are among `nodes`: eager does so when it comes to their outputs."""
         for node in nodes:
             if node in self._owner and node not in self._env:
                 number = self._owner[node]
                 self._arrive(number, step)
-                self._complete(self._tangents[number][0], totals)
+                self._complete(self._tangents[number][0])
 
     def _arrive(self, number: int, step: int) -> None:
         tangent, placeholders = self._aot.tangents[number], self._tangents[number]
         grad = self._arriving.grads[tangent.slot]
+        make_zeros = self._arriving.zeros and self._arriving.zeros(tangent.slot)
         if tangent.leaves > 1:
             grad = self._hooked(grad, tangent.slot, step)
-        if grad is None and number in self._flow.zeros:
-            assert self._arriving.zeros is not None
-            grad = self._call(aten.Named("zeros", self._arriving.zeros(tangent.slot)), (), "zeros", step)
+        if grad is None and number in self._grads.zeros:
+            assert make_zeros is not None
+            grad = self._call(nodes.Named("zeros", make_zeros), (), "zeros", step)
         if grad is None:
             self._env.update(dict.fromkeys(placeholders))
             return
         name = placeholders[0].name
-        make_zeros = self._arriving.zeros and self._arriving.zeros(tangent.slot)
         call = Call(CallKind.ATEN, self._calls.current, step=step, enters=tangent.slot)
-        read = aten.tangent(tangent.read, make_zeros)
+        read = nodes.tangent(tangent.read, make_zeros)
         leaves = self._calls.add(call, read, (grad,), name=f"{self._aot.name}_{name}_read")
         for i, placeholder in enumerate(placeholders):
             self._env[placeholder] = self._call(operator.getitem, (leaves, i), placeholder.name, step)
 
-    def _complete(self, node: fx.Node, totals: dict[int, Value]) -> None:
+    def _complete(self, node: fx.Node) -> None:
         """If the gradient of an output is whole with `node`, note it and call its hooks."""
-        for number in self._whole.get(node, ()):
-            slot = self._aot.tangents[number].slot
-            totals[slot] = self._env[node]
-            if self._aot.tangents[number].leaves == 1:
-                self._env[node] = self._hooked(self._env[node], slot, self._step_of_users(node))
+        for tangent in self._whole.get(node, ()):
+            self._totals[tangent.slot] = self._env[node]
+            if tangent.leaves == 1:
+                self._env[node] = self._hooked(self._env[node], tangent.slot, self._steps.of_users(node))
 
     def _hooked(self, grad: Value, slot: int, step: int = 0) -> Value:
         """Call the hooks of an output; what they make of an undefined gradient is undefined."""
@@ -166,67 +203,38 @@ class _Inlining:
             after = hook(after if grad is not None else None, step)
         return None if grad is None else after
 
-    def _step_of_users(self, node: fx.Node) -> int:
-        """Eager calls the hooks of an output when it comes to the node that made it."""
-        keys = [self._flow.key[user] for user in node.users if user in self._flow.key and user.op != "output"]
-        return self._step_at(max(keys, default=float("-inf")))
-
     # nodes
 
     def _value(self, node: fx.Node) -> Value:
-        if node in self._flow.stands_for:
-            return self._env[self._flow.stands_for[node]]
-        step = self._step(node)
+        if node in self._grads.stands_for:
+            return self._env[self._grads.stands_for[node]]
+        step = self._steps.of([node])
         if node.op == "get_attr":
-            constant = aten.constant(str(node.target), self._aot.constants[str(node.target)])
-            return self._call(constant, (), node.name, step)
-        for empty in self._flow.filled.intersection(node.all_input_nodes):
-            self._env[empty] = self._zeros_like(empty, step)
+            held = self._aot.constants[str(node.target)]
+            return self._call(nodes.Named(str(node.target), lambda: held), (), node.name, step)
+        self._fill(node.all_input_nodes, step)
         args = fx.map_arg(node.args, self._env.__getitem__)
         kwargs = fx.map_arg(node.kwargs, self._env.__getitem__)
-        return self._call(aten.operation(node), args, node.name, step, kwargs)
+        return self._call(nodes.operation(node), args, node.name, step, kwargs)
 
-    def _zeros_like(self, node: fx.Node, step: int) -> Value:
-        fake = node.meta["val"]
-        make = functools.partial(torch.zeros, tuple(fake.shape), dtype=fake.dtype, device=fake.device)
-        return self._call(aten.Named("zeros", make), (), f"{node.name}_zeros", step)
+    def _fill(self, inputs: Iterable[fx.Node], step: int) -> None:
+        """Zeros for those of `inputs` that are undefined but needed."""
+        for node in self._grads.filled.intersection(inputs):
+            fake = node.meta["val"]
+            make = functools.partial(torch.zeros, tuple(fake.shape), dtype=fake.dtype, device=fake.device)
+            self._env[node] = self._call(nodes.Named("zeros", make), (), f"{node.name}_zeros", step)
 
     def _gradient(self, gradient: fx.Node | BuiltGradient | None) -> Value:
         parts = _parts(gradient)
-        if all(map(self._flow.is_undefined, parts)):
+        if all(map(self._grads.is_undefined, parts)):
             return None
         if isinstance(gradient, fx.Node):
             return self._env[gradient]
         assert gradient is not None
-        for empty in self._flow.filled.intersection(parts):
-            self._env[empty] = self._zeros_like(empty, self._last_step(parts))
+        step = self._steps.of(parts)
+        self._fill(parts, step)
         values = tuple(self._env[part] if isinstance(part, fx.Node) else part for part in gradient.parts)
-        return self._call(aten.Named("subclass", gradient.build), values, "subclass", self._last_step(parts))
-
-    def _last_step(self, parts: Sequence[fx.Node]) -> int:
-        return max(map(self._step, parts))
-
-    def _steps(self, gradients: Sequence[Value]) -> tuple[tuple[int, ...], ...]:
-        steps: list[list[int]] = [[] for _ in self._ends]
-        for i, (gradient, value) in enumerate(zip(self._aot.gradients, gradients, strict=True)):
-            steps[0 if value is None else self._last_step(_parts(gradient))].append(i)
-        return tuple(tuple(self._like_edges(step)) for step in steps)
-
-    def _like_edges(self, step: Sequence[int]) -> list[int]:
-        """Gradients that one eager node makes together arrive in the order of its own inputs: that of the
-        results of one operation; otherwise that in which the forward took them."""
-        ordered = list(step)
-        results: dict[fx.Node, list[int]] = {}
-        for i in step:
-            gradient = self._aot.gradients[i]
-            if isinstance(gradient, fx.Node) and gradient.target is operator.getitem:
-                results.setdefault(gradient.args[0], []).append(i)  # type: ignore[arg-type]
-        for together in results.values():
-            places = sorted(map(ordered.index, together))
-            by_result = sorted(together, key=lambda i: self._aot.gradients[i].args[1])  # type: ignore[union-attr,arg-type,return-value]
-            for place, i in zip(places, by_result, strict=True):
-                ordered[place] = i
-        return ordered
+        return self._call(nodes.Named("subclass", gradient.build), values, "subclass", step)
 
     def _call(
         self,

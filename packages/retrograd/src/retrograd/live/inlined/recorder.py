@@ -40,7 +40,7 @@ class CompiledFunctions:
     def __init__(self, calls: CallGraph) -> None:
         self._calls = calls
         self._names: Counter[str] = Counter()
-        self.moved: dict[fx.Node, Value] = {}
+        self.moved: dict[Value, Value] = {}
 
     def lay_in(self, aot: AotBackward, call: AotCall) -> tuple[list[Value], InlinedCall]:
         """Lay the graph of the current node call in.

@@ -1,8 +1,8 @@
 """Compile on another thread while backwards go on, interpreted.
 
-In: something to compile. Out: `Later`, which becomes code at the border between two steps: within one
-backward every segment runs as it ran at its start. One thread compiles, in the order of asking; Inductor's
-own worker processes do most of the work.
+In: something to compile. Out: `Later`, which becomes code between two backwards: within one, every segment
+runs as it ran at its start. One thread compiles, in the order of asking; Inductor's own worker processes do
+most of the work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Later:
     """Code that is not there yet.
 
     Attributes:
-        code: the code, once a step border has been passed since it was there.
+        code: the code, once a backward has begun since it was there.
         error: why there will be none.
     """
 
@@ -30,14 +30,14 @@ class Later:
         self.error: BaseException | None = None
 
     def take(self) -> None:
-        """At a step border: the code, or what went wrong."""
+        """Between two backwards: the code, or what went wrong."""
         self.error = self.future.exception()
         if self.error is None:
             self.code = self.future.result()
 
 
-#: what has begun and was not taken yet.
-_pending: list[Later] = []
+#: what has begun and has not been taken yet.
+pending: list[Later] = []
 _lock = ForkSafeLock()
 
 
@@ -45,25 +45,23 @@ def begin(compile: Callable[[], Boxed]) -> Later:
     """Compile on another thread."""
     later = Later(_thread().submit(compile))
     with _lock:
-        _pending.append(later)
+        pending.append(later)
     return later
 
 
 def take_finished() -> None:
     """A backward begins: what is finished becomes code."""
-    if not _pending:
-        return
     with _lock:
-        finished = [later for later in _pending if later.future.done()]
+        finished = [later for later in pending if later.future.done()]
         for later in finished:
             later.take()
-            _pending.remove(later)
+            pending.remove(later)
 
 
 def wait_for_all(timeout: float | None = None) -> bool:
     """Wait until everything that has begun is finished, for at most `timeout` seconds; whether it is."""
     with _lock:
-        futures = [later.future for later in _pending]
+        futures = [later.future for later in pending]
     return not wait(futures, timeout).not_done
 
 
@@ -74,7 +72,7 @@ def _thread() -> ThreadPoolExecutor:
 
 def _after_fork() -> None:
     """The thread is not there in a child; what it was compiling stays interpreted."""
-    _pending.clear()
+    pending.clear()
     _thread.cache_clear()
 
 

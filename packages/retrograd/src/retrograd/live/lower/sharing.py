@@ -1,9 +1,9 @@
 """What equal segments share, of one plan or of captures of almost equal structure: nothing is compiled twice.
 
-In: the segments of a new plan. Out: the code of equal segments, of this plan and of others; runners that an
-earlier plan lowered for equal segments in the same place; and the calls
-whose floating point numbers change from capture to capture: each is a segment of its own and is interpreted,
-so that all other segments stay equal. After two captures nothing is compiled for a third value.
+In: the segments of a new plan. Out: the code of equal segments, of this plan and of others; the runners of an
+earlier plan for equal segments in the same place; and the calls whose floating point numbers change from
+capture to capture. Each of these calls is a segment of its own and is interpreted, so that all other segments
+stay equal: after two captures nothing is compiled for a third value.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from retrograd.graph.hook_kind import CallKind
 from retrograd.live.capture.structure import structure_and_numbers
 from retrograd.live.lower.lift_scalars import Family
 from retrograd.live.lower.lowered import Lowerings
+from retrograd.live.lower.runner import BoxedRunner
 from retrograd.process import ForkSafeLock, forgotten_by_reset
 
 T = TypeVar("T")
@@ -63,9 +64,8 @@ class _Numbers:
         self.last: tuple[tuple[str, ...], ...] | None = None
         self.changing: dict[int, str] = {}
 
-    def see(self, names: list[str], numbers: list[tuple[float, ...]]) -> None:
+    def see(self, names: list[str], now: tuple[tuple[str, ...], ...]) -> None:
         """Compare with the last capture."""
-        now = tuple(tuple(map(repr, each)) for each in numbers)
         for i, (old, new) in enumerate(zip(self.last or now, now, strict=True)):
             if old != new:
                 self.changing.setdefault(i, f"{names[i]} had {', '.join(old)}, now {', '.join(new)}")
@@ -75,9 +75,9 @@ class _Numbers:
 _numbers: Recent[_Numbers] = Recent(KEPT)
 
 #: runners of segments by settings, place and structure.
-runners: Recent[object] = Recent(KEPT)
+runners: Recent[BoxedRunner] = Recent(KEPT)
 
-#: segments that are equal but for their numbers, by settings and structure without the numbers.
+#: segments that differ only in their numbers, by settings and structure without the numbers.
 families: Recent[Family] = Recent(KEPT)
 
 #: the code of segments by settings and structure.
@@ -94,6 +94,6 @@ def changing_numbers(backward: BackwardGraph) -> dict[fx.Node, str]:
         return {}
     nodes = list(numbers)
     known, _ = _numbers.get(structure, _Numbers)
-    known.see([str(getattr(node.target, "__name__", node.target)) for node in nodes], list(numbers.values()))
+    known.see([str(getattr(node.target, "__name__", node.target)) for node in nodes], tuple(numbers.values()))
     functional = {node for node, call in backward.calls() if call.kind is CallKind.NODE}
     return {nodes[i]: text for i, text in known.changing.items() if nodes[i] in functional}

@@ -1,9 +1,9 @@
-"""All segments of a settled plan as one function, apart from the accumulations.
+"""All segments of a specialised plan as one function, apart from the accumulations.
 
 In: the `PlanLayout` of a plan without opaque calls. Out: `JoinedSegments`: a function from a list of the
-values that segments read to a list of the gradients, which neither reads nor writes anything else, and the
-way back: a plan that calls a function of that shape and writes ``.grad``. What lies between, such as the
-capture of the function in one CUDA graph, is the business of others.
+values that segments read to a list of the gradients, which neither reads nor writes anything else; and the
+way back: a plan that calls a function of that shape and writes ``.grad``. Others may change the function in
+between, for example record it as one CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import fx
 from retrograd._torch.autograd import Collected
 from retrograd.backends.base import Boxed
 from retrograd.graph.backward_graph import Source, SourceKind
-from retrograd.graph.schedule import Accumulation, OpaqueCall, PlanStep, Schedule, Segment
+from retrograd.graph.schedule import Accumulation, OpaqueCall, Segment
 from retrograd.live.run.generated_source import Code, PlanLayout, write
 
 
@@ -38,7 +38,7 @@ class JoinedSegments:
     gives: tuple[fx.Node, ...]
     run: Boxed
     is_compiled: bool
-    _laid: PlanLayout
+    _layout: PlanLayout
 
     def around(self, run: Boxed) -> PlanLayout:
         """The plan with `run` in place of the segments: what a `SpecialisedPlan` is made of.
@@ -47,56 +47,37 @@ class JoinedSegments:
             run: as `JoinedSegments.run`. A gradient that `run` keeps a reference to is copied into ``.grad``,
                 one to which it keeps none is stolen.
         """
-        nodes = tuple(node for step in self._laid.schedule.segments for node in step.nodes)
+        nodes = tuple(node for step in self._layout.schedule.segments for node in step.nodes)
         whole = Segment(nodes, self.takes, self.gives, worth_compiling=True)
-        accumulations = [step for step in self._laid.schedule.steps if isinstance(step, Accumulation)]
+        accumulations = [step for step in self._layout.schedule.steps if isinstance(step, Accumulation)]
         everything = tuple(range(len(self.takes)))
         code = Code(run, everything, (True,) * len(self.gives), None, is_compiled=True)
-        schedule = _schedule([whole, *accumulations], self._laid.outputs)
-        return replace(self._laid, schedule=schedule, codes={0: code})
+        return self._layout.with_steps([whole, *accumulations], [code])
 
 
-def joined(laid: PlanLayout) -> JoinedSegments | None:
+def joined(layout: PlanLayout) -> JoinedSegments | None:
     """The segments of a plan as one function; None if something has to run between them, or if a segment
     asks a guard of its own."""
-    if any(isinstance(step, OpaqueCall) for step in laid.schedule.steps):
+    steps, segments = layout.schedule.steps, layout.schedule.segments
+    codes = [code for _, code in sorted(layout.codes.items())]
+    if any(isinstance(step, OpaqueCall) for step in steps) or any(code.check is not None for code in codes):
         return None
-    if any(code.check is not None for code in laid.codes.values()):
-        return None
-    segments = laid.schedule.segments
     made = {node for step in segments for node in step.outputs}
-    grads = [step.node.args[1] for step in laid.schedule.steps if isinstance(step, Accumulation)]
-    results = (node for node in (*grads, *laid.outputs) if isinstance(node, fx.Node) and node in made)
+    grads = [step.node.args[1] for step in steps if isinstance(step, Accumulation)]
+    results = (node for node in (*grads, *layout.outputs) if isinstance(node, fx.Node) and node in made)
     gives = tuple(dict.fromkeys(results))
     takes = tuple(dict.fromkeys(node for step in segments for node in step.inputs if node not in made))
-    codes = [code for _, code in sorted(laid.codes.items())]
     inner = replace(
-        laid,
-        schedule=_schedule(list(segments), gives),
-        codes=dict(enumerate(codes)),
+        layout,
         placeholders=[(node, Source(SourceKind.INPUT, i)) for i, node in enumerate(takes)],
         lengths={kind: len(takes) if kind is SourceKind.INPUT else 0 for kind in SourceKind},
         outputs=gives,
         guard=None,
     )
-    function = write(inner).emit.function()
+    function = write(inner.with_steps(segments, codes)).emit.function()
 
     def run(values: list[Any]) -> Sequence[Any]:
         results: Sequence[Any] = function(Collected(None, values, [], [], [], []), None, None, None)
         return results
 
-    return JoinedSegments(takes, gives, run, all(code.is_compiled for code in codes), laid)
-
-
-def _schedule(steps: Sequence[PlanStep], outputs: Sequence[fx.Node | None]) -> Schedule:
-    """`steps`, with the values that die in each."""
-    last: dict[fx.Node, int] = {}
-    for number, step in enumerate(steps):
-        read = step.inputs if isinstance(step, Segment) else step.node.all_input_nodes
-        last.update(dict.fromkeys(read, number))
-    kept = set(outputs)
-    dying = [
-        frozenset(node for node, end in last.items() if end == number and node not in kept)
-        for number in range(len(steps))
-    ]
-    return Schedule(tuple(steps), tuple(dying))
+    return JoinedSegments(takes, gives, run, all(code.is_compiled for code in codes), layout)
