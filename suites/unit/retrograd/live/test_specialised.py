@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import retrograd
 from retrograd.events import counters
 from retrograd.live.run import plan as plans
-from retrograd.live.run.specialised import SpecialisedPlan, Specialising
-from retrograd.live.run.whole_backward_function import joined
+from retrograd.live.run.specialised import SpecialisedPlan, Specialising, joined
 from unit.retrograd.programs import everything, leaf
 
 BACKENDS = ("eager", "aten")

@@ -31,9 +31,9 @@ from retrograd.config import Config
 from retrograd.errors import CaptureError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph
+from retrograd.graph.structure import first_difference
 from retrograd.live.backward import LiveBackward
 from retrograd.live.capture.retained_graph import collect_and_release
-from retrograd.live.capture.structure import first_difference
 from retrograd.live.captured import CapturedBackward
 from retrograd.live.inlined.parts import ask_for_compiled_functions, use_up
 from retrograd.live.run.plan import Plan

@@ -38,9 +38,9 @@ class NodeFunction(functools.partial[Sequence[Any]]):
         return self
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """What tells two calls of one closure apart: their errors show it."""
-        return (self.__name__,)
+    def structure_key(self) -> tuple[Hashable, ...]:
+        """Equal for two that compute the same, and name the same node in their errors."""
+        return self.func, self.__name__
 
     def __repr__(self) -> str:
         return f"autograd.{self.__name__}"
@@ -64,8 +64,8 @@ class OutputCheck(NodeFunction):
         return self
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return (*super().names, self._node)
+    def structure_key(self) -> tuple[Hashable, ...]:
+        return self.func, self.__name__, self._node
 
     def __call__(self, grads: Sequence[Any], *saved: Any) -> Sequence[Any]:
         """The gradients as their consumers take them.
@@ -134,15 +134,13 @@ class Named:
         name: shown in graphs.
         fn: what is called.
         key: equal for two that compute the same; None if that cannot be told.
-
-    Attributes:
-        key: as given.
     """
 
     def __init__(self, name: str, fn: Callable[..., Any], key: tuple[Hashable, ...] | None = None) -> None:
         self.__name__ = self.__qualname__ = name
         self.__module__ = "aot"
-        self._fn, self.key = fn, key
+        self._fn = fn
+        self.structure_key = self if key is None else (Named, *key)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result."""

@@ -19,7 +19,7 @@ from retrograd.graph.backward_graph import BackwardGraph, Call, NodeCall, Source
 from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.live.calls import functions, gradients, hooks, nodes
 from retrograd.live.capture.call_graph import CallGraph, Value
-from retrograd.live.inlined.recorder import CompiledFunctions
+from retrograd.live.inlined.lay_in import CompiledFunctions
 
 
 class BackwardRecorder:

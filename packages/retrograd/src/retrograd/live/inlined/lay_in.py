@@ -1,9 +1,10 @@
 """Lay the graph of an AOT-compiled backward into a captured backward, node by node.
 
-In: an `AotBackward`, the values that the engine handed over for it, and the graph under way. Out: its
-gradients as values, and in which step of it each is ready. Steps are those of eager: it would have run one
+In: an `AotBackward`, what the engine hands over for it, and the graph that is being recorded. Out: its
+gradients as values, and in which step of it each is ready. Steps are those of eager, which would have run one
 autograd node for each forward operation, and accumulated a parameter's gradient as soon as it was there
-(pytorch#144376).
+(pytorch#144376). Hooks on the function's outputs, which the engine hands over first, are moved to where eager
+would call them.
 """
 
 from __future__ import annotations
@@ -11,54 +12,129 @@ from __future__ import annotations
 import functools
 import operator
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from retrograd._torch.autograd import tensors_on_context
 from retrograd.errors import Refusal
-from retrograd.graph.aot_backward import AotBackward, BuiltGradient, InlinedCall, Tangent
-from retrograd.graph.backward_graph import Call
-from retrograd.graph.hook_kind import CallKind
-from retrograd.live.calls import nodes
-from retrograd.live.capture.call_graph import CallGraph
+from retrograd.graph.aot_backward import AotBackward, AotCall, BuiltGradient, InlinedCall, Tangent
+from retrograd.graph.backward_graph import Call, SourceKind, call_of
+from retrograd.graph.hook_kind import CallKind, HookKind
+from retrograd.live.calls import hooks, nodes
+from retrograd.live.capture.call_graph import CallGraph, is_from_hook
 from retrograd.live.inlined.undefined_grads import UndefinedGrads
 
 Value = Any  # an FX node of the captured graph, a number, or None for an undefined gradient
 
 
-@dataclass(frozen=True)
-class Arriving:
-    """What the engine hands over at one compiled function.
+_LateHook = Callable[[Value, int], fx.Node]
+
+
+class CompiledFunctions:
+    """Lays compiled functions into one recorded backward.
+
+    Args:
+        calls: the backward under way.
 
     Attributes:
-        grads: gradients of the forward's outputs; None is undefined.
-        placeholders: values for the sizes, saved tensors and opaque objects of the graph, in its order.
-        hooks: for each output, the hooks on its gradient. They are not called yet: they are called with the
-            whole gradient, where it is complete.
-        wanted: for each input of the forward, whether its gradient is.
-        zeros: makes zeros in place of the gradient of an output; None if their sizes are not known.
+        moved: for the result of a hook that was moved, the gradient before it.
     """
 
-    grads: Sequence[Value]
-    placeholders: Sequence[Value]
-    hooks: Sequence[Sequence[Callable[[Value, int], Value]]]
-    wanted: Sequence[bool]
-    zeros: Callable[[int], Callable[[], torch.Tensor]] | None
+    def __init__(self, calls: CallGraph) -> None:
+        self._calls = calls
+        self._names: Counter[str] = Counter()
+        self.moved: dict[Value, Value] = {}
+
+    def lay_in(self, aot: AotBackward, call: AotCall) -> tuple[list[Value], InlinedCall]:
+        """Lay the graph of the current node call in.
+
+        Returns:
+            A gradient for each argument of the forward; in the `InlinedCall` steps speak of the node's edges.
+
+        Raises:
+            Refusal: it has to stay one call; nothing has changed then.
+        """
+        if call.zeros is None and any(map(_may_be_undefined, call.grads)):
+            raise Refusal("not-inlined", "a gradient may be undefined, and its sizes are not known")
+        bare, late = self._without_tensor_hooks(call.grads)
+        kept = self._tensors_on_context(call.context, aot.kept_on_context)
+        objects = [self._calls.placeholder(SourceKind.HOOK, index) for index in call.objects]
+        given = [*call.sizes, *call.saved, *kept, *objects]
+        try:
+            inlining = _Inlining(self._numbered(aot), replace(call, grads=bare), given, late, self._calls)
+            gradients, inlined = inlining.run()
+        except Refusal:
+            for node in kept:
+                self._calls.graph.erase_node(node)
+            raise
+        self._erase_moved_hooks(call.grads, bare)
+        tensors = (i for i, is_tensor in enumerate(call.wanted) if is_tensor)
+        edges = {i: edge for edge, i in enumerate(tensors)}
+        steps = tuple(tuple(edges[i] for i in step if i in edges) for step in inlined.steps)
+        return gradients, replace(inlined, steps=steps)
+
+    def _numbered(self, aot: AotBackward) -> AotBackward:
+        """A graph that is met again in one backward has its nodes named ``aot3_1_…``."""
+        number = self._names[aot.name]
+        self._names[aot.name] += 1
+        return replace(aot, name=f"{aot.name}_{number}") if number else aot
+
+    def _tensors_on_context(self, context: int, count: int) -> list[fx.Node]:
+        if not count:
+            return []
+        args = (self._calls.placeholder(SourceKind.HOOK, context),)
+        result = self._calls.call(CallKind.AOT_SAVED, tensors_on_context, args)
+        return [node for node in self._calls.elements(result, [True] * count) if node is not None]
+
+    # hooks
+
+    def _without_tensor_hooks(self, grads: Sequence[Value]) -> tuple[list[Value], list[list[_LateHook]]]:
+        """The gradients before their tensor hooks, and the hooks, to be called later."""
+        bare: list[Value] = []
+        late: list[list[_LateHook]] = []
+        for slot, grad in enumerate(grads):
+            chain: list[fx.Node] = []
+            while grad is not None and is_from_hook(grad, HookKind.TENSOR_PRE, HookKind.RETAIN_GRAD):
+                chain.append(grad)
+                grad = self._calls.before_hooks[grad]
+            bare.append(grad)
+            late.append([functools.partial(self._hook_again, node, slot) for node in reversed(chain)])
+        return bare, late
+
+    def _hook_again(self, hook: fx.Node, slot: int, value: Value, step: int) -> fx.Node:
+        """Call the hook of `hook`, on output `slot`, with `value` instead."""
+        target: Any = hook.target if value is not None else hooks.call_hook_of_unreached
+        call = replace(call_of(hook), step=step, enters=slot)
+        return self._calls.tensor_hook(call, target, hook.args[0], value)  # type: ignore[arg-type]
+
+    def _erase_moved_hooks(self, grads: Sequence[Value], bare: Sequence[Value]) -> None:
+        for grad, before in zip(grads, bare, strict=True):
+            while grad is not None and grad is not before:
+                self.moved[grad] = before
+                earlier = self._calls.before_hooks.pop(grad)
+                self._calls.graph.erase_node(grad)
+                grad = earlier
 
 
-def inline(aot: AotBackward, arriving: Arriving, calls: CallGraph) -> tuple[list[Value], InlinedCall]:
-    """Lay `aot` in, as calls of the current node call of `calls`.
-
-    Returns:
-        One gradient per argument of the forward; in the `InlinedCall` steps speak of these arguments.
-
-    Raises:
-        Refusal: the graph and what arrives do not fit together; nothing has been added then.
-    """
-    return _Inlining(aot, arriving, calls).run()
+def _may_be_undefined(value: Any) -> bool:
+    """Whether a gradient may be None when it is there: user code made it."""
+    if value is None or value.op != "call_function":
+        return False
+    call = value.meta["call"]
+    if call.hook in (HookKind.TENSOR_PRE, HookKind.RETAIN_GRAD):
+        return _may_be_undefined(value.args[1])  # such a hook cannot make it so
+    if call.kind is CallKind.SUM:
+        return all(map(_may_be_undefined, value.all_input_nodes))
+    if call.kind is CallKind.PROJECT:
+        source, i = value.args
+        validated = source.meta["call"].kind is CallKind.VALIDATE
+        return _may_be_undefined(source.args[0][i] if validated else source)
+    return call.kind in (CallKind.FUNCTION, CallKind.CPP_FUNCTION, CallKind.HOOK)
 
 
 class _Steps:
@@ -116,31 +192,52 @@ class _Steps:
 
 
 class _Inlining:
-    def __init__(self, aot: AotBackward, arriving: Arriving, calls: CallGraph) -> None:
-        self._aot, self._arriving, self._calls = aot, arriving, calls
+    """One compiled function, under way.
+
+    Args:
+        aot: its graph. call: what the engine handed over for it, with the gradients before their hooks.
+        given: values for the sizes, saved tensors and opaque objects of the graph, in its order.
+        hooks: for each output, the hooks on its gradient. They are called with the whole gradient, where it
+            is complete.
+        calls: the backward under way.
+
+    Raises:
+        Refusal: the graph and what arrives do not fit together; nothing has been added then.
+    """
+
+    def __init__(
+        self,
+        aot: AotBackward,
+        call: AotCall,
+        given: Sequence[Value],
+        hooks: Sequence[Sequence[_LateHook]],
+        calls: CallGraph,
+    ) -> None:
+        self._aot, self._given, self._hooks, self._calls = aot, call, hooks, calls
         placeholders = [node for node in aot.graph.nodes if node.op == "placeholder"]
-        first = len(arriving.placeholders)
+        first = len(given)
         self._tangents = list(_groups(placeholders[first:], [tangent.leaves for tangent in aot.tangents]))
         if first + sum(map(len, self._tangents)) != len(placeholders):
             raise Refusal(
                 "not-inlined", f"its graph takes {len(placeholders)} values, {first} saved ones arrived"
             )
-        self._env: dict[fx.Node, Value] = dict(zip(placeholders, arriving.placeholders, strict=False))
-        undefined = [i for i, t in enumerate(aot.tangents) if arriving.grads[t.slot] is None]
-        outputs = [_parts(g) for g, want in zip(aot.gradients, arriving.wanted, strict=True) if want]
+        self._env: dict[fx.Node, Value] = dict(zip(placeholders, given, strict=False))
+        undefined = [i for i, t in enumerate(aot.tangents) if call.grads[t.slot] is None]
+        outputs = [_parts(g) for g, want in zip(aot.gradients, call.wanted, strict=True) if want]
         self._grads = UndefinedGrads(aot.graph, self._tangents, undefined, outputs)
-        if self._grads.zeros and arriving.zeros is None:
+        if self._grads.zeros and call.zeros is None:
             raise Refusal("not-inlined", "an undefined gradient has to be zeros of a size that is not known")
         self._owner = {node: i for i, nodes in enumerate(self._tangents) for node in nodes}
         self._whole: dict[fx.Node, list[Tangent]] = {}
         for tangent, total in zip(aot.tangents, self._grads.totals, strict=True):
             self._whole.setdefault(total, []).append(tangent)
         self._totals: dict[int, Value] = {}
-        self._steps = _Steps(aot, arriving.wanted, self._grads)
+        self._steps = _Steps(aot, call.wanted, self._grads)
 
     def run(self) -> tuple[list[Value], InlinedCall]:
+        """One gradient per argument of the forward; in the `InlinedCall` steps speak of these arguments."""
         entering = {tangent.slot for tangent in self._aot.tangents}
-        for slot, grad in enumerate(self._arriving.grads):
+        for slot, grad in enumerate(self._given.grads):
             if slot not in entering:
                 self._hooked(grad, slot)
         for node in self._grads.order:
@@ -150,7 +247,7 @@ class _Inlining:
         self._arrive_for(self._owner, self._steps.last)
         gradients = [
             self._gradient(gradient) if want else None
-            for gradient, want in zip(self._aot.gradients, self._arriving.wanted, strict=True)
+            for gradient, want in zip(self._aot.gradients, self._given.wanted, strict=True)
         ]
         return gradients, InlinedCall(
             self._steps.served(gradients),
@@ -172,8 +269,8 @@ class _Inlining:
 
     def _arrive(self, number: int, step: int) -> None:
         tangent, placeholders = self._aot.tangents[number], self._tangents[number]
-        grad = self._arriving.grads[tangent.slot]
-        make_zeros = self._arriving.zeros and self._arriving.zeros(tangent.slot)
+        grad = self._given.grads[tangent.slot]
+        make_zeros = self._given.zeros and self._given.zeros(tangent.slot)
         if tangent.leaves > 1:
             grad = self._hooked(grad, tangent.slot, step)
         if grad is None and number in self._grads.zeros:
@@ -199,7 +296,7 @@ class _Inlining:
     def _hooked(self, grad: Value, slot: int, step: int = 0) -> Value:
         """Call the hooks of an output; what they make of an undefined gradient is undefined."""
         after = grad
-        for hook in self._arriving.hooks[slot]:
+        for hook in self._hooks[slot]:
             after = hook(after if grad is not None else None, step)
         return None if grad is None else after
 

@@ -23,8 +23,8 @@ from retrograd.errors import Reason
 from retrograd.events import live_log
 from retrograd.live.lower.background import Later
 from retrograd.live.lower.derivatives import Differentiable
-from retrograd.live.lower.lift_scalars import Family
 from retrograd.live.plan_log import PlanLog
+from retrograd.repeats.lift_scalars import Family
 from retrograd.report import LoweringReport
 
 

@@ -16,11 +16,11 @@ from torch import fx
 
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.hook_kind import CallKind
-from retrograd.live.capture.structure import structure_and_numbers
-from retrograd.live.lower.lift_scalars import Family
+from retrograd.graph.structure import structure_and_numbers
 from retrograd.live.lower.lowered import Lowerings
 from retrograd.live.lower.runner import BoxedRunner
 from retrograd.process import ForkSafeLock, forgotten_by_reset
+from retrograd.repeats.lift_scalars import Family
 
 T = TypeVar("T")
 

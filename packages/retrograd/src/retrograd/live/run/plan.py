@@ -33,7 +33,7 @@ from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment
 from retrograd.live.backward import LiveBackward
 from retrograd.live.calls.functions import ModifiedTensor
 from retrograd.live.calls.gradients import accumulate_grad
-from retrograd.live.capture.cut import cut, regions_of, whole
+from retrograd.live.capture.cut import cut, whole
 from retrograd.live.lower.background import pending, take_finished
 from retrograd.live.lower.runner import BoxedRunner
 from retrograd.live.lower.sharing import changing_numbers
@@ -42,6 +42,7 @@ from retrograd.live.run.generated_source import PlanLayout, is_only_for_post_hoo
 from retrograd.live.run.mid_backward_hooks import rest_with_changes
 from retrograd.live.run.segment_runner import LeakedModes, argument_values, runner_of, step_through
 from retrograd.live.run.specialised import Bailout, SpecialisedPlan, Specialising
+from retrograd.repeats.divide_backward import regions_of
 from retrograd.report import BackwardReport
 
 #: from this many copies of a region on, a segment that is no copy is compiled later, if it makes up no more

@@ -20,12 +20,12 @@ from retrograd.config import Config
 from retrograd.graph.backward_graph import call_of
 from retrograd.graph.emit import boxed_calls, last_uses
 from retrograd.graph.schedule import Segment
-from retrograd.live.capture.structure import structure_of
-from retrograd.live.lower.lift_scalars import Family
+from retrograd.graph.structure import structure_of
 from retrograd.live.lower.lowered import BoxedFunction, How, Lowerings
 from retrograd.live.lower.runner import BoxedRunner
 from retrograd.live.lower.sharing import families, lowerings, runners
 from retrograd.live.plan_log import PlanLog
+from retrograd.repeats.lift_scalars import Family
 from retrograd.report import LoweringReport
 
 Around = Callable[[fx.Node], AbstractContextManager[Any]]

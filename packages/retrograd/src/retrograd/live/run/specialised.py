@@ -24,12 +24,12 @@ from retrograd._torch.state import KeptModes, ThreadModes, UserCode, are_modes_p
 from retrograd._torch.trace import InputGuard
 from retrograd.backends.base import Boxed
 from retrograd.events import counters, live_log
-from retrograd.graph.schedule import OpaqueCall, Schedule, Segment
+from retrograd.graph.backward_graph import Source, SourceKind
+from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment
 from retrograd.live.backward import LiveBackward
 from retrograd.live.lower.lowered import Lowered
 from retrograd.live.lower.runner import BoxedRunner
 from retrograd.live.run.generated_source import Check, Code, GeneratedSource, PlanLayout, write
-from retrograd.live.run.whole_backward_function import joined
 
 Values = dict[fx.Node, Any]
 Record = Callable[..., Boxed]
@@ -57,7 +57,7 @@ class SpecialisedPlan:
 
     Args:
         layout: the plan with its code. A plan without opaque calls may first be given other code for all of
-            its segments together: ``joined(layout).around(run)`` (see `live.run.whole_backward_function`).
+            its segments together: ``joined(layout).around(run)``.
         runners: by step of the plan; whose code it is. None for steps that are no segments.
 
     Attributes:
@@ -250,3 +250,70 @@ def _known_from_the_start(schedule: Schedule, runners: Runners) -> frozenset[int
                 break
             known.append(number)
     return frozenset(known)
+
+
+# all segments as one function
+
+
+@dataclass(frozen=True)
+class JoinedSegments:
+    """The segments of one plan as one function, which neither reads nor writes anything but its values.
+
+    Others may change the function, for example record it as one CUDA graph.
+
+    Attributes:
+        takes: the placeholders of the plan whose values `run` takes, in order: saved tensors and parameters
+            (the same memory in every backward), activations and incoming gradients.
+        gives: what `run` returns, in order: the gradients that are accumulated, then the plan's outputs.
+        run: takes a list of values, empties it, and returns a list. Its guards are the plan's: it is to be
+            called with values that fit them.
+        is_compiled: whether all of it is a backend's code.
+    """
+
+    takes: tuple[fx.Node, ...]
+    gives: tuple[fx.Node, ...]
+    run: Boxed
+    is_compiled: bool
+    _layout: PlanLayout
+
+    def around(self, run: Boxed) -> PlanLayout:
+        """The plan with `run` in place of the segments: what a `SpecialisedPlan` is made of.
+
+        Args:
+            run: as `JoinedSegments.run`. A gradient that `run` keeps a reference to is copied into ``.grad``,
+                one to which it keeps none is stolen.
+        """
+        nodes = tuple(node for step in self._layout.schedule.segments for node in step.nodes)
+        whole = Segment(nodes, self.takes, self.gives, worth_compiling=True)
+        accumulations = [step for step in self._layout.schedule.steps if isinstance(step, Accumulation)]
+        everything = tuple(range(len(self.takes)))
+        code = Code(run, everything, (True,) * len(self.gives), None, is_compiled=True)
+        return self._layout.with_steps([whole, *accumulations], [code])
+
+
+def joined(layout: PlanLayout) -> JoinedSegments | None:
+    """The segments of a plan as one function; None if something has to run between them, or if a segment
+    asks a guard of its own."""
+    steps, segments = layout.schedule.steps, layout.schedule.segments
+    codes = [code for _, code in sorted(layout.codes.items())]
+    if any(isinstance(step, OpaqueCall) for step in steps) or any(code.check is not None for code in codes):
+        return None
+    made = {node for step in segments for node in step.outputs}
+    grads = [step.node.args[1] for step in steps if isinstance(step, Accumulation)]
+    results = (node for node in (*grads, *layout.outputs) if isinstance(node, fx.Node) and node in made)
+    gives = tuple(dict.fromkeys(results))
+    takes = tuple(dict.fromkeys(node for step in segments for node in step.inputs if node not in made))
+    inner = replace(
+        layout,
+        placeholders=[(node, Source(SourceKind.INPUT, i)) for i, node in enumerate(takes)],
+        lengths={kind: len(takes) if kind is SourceKind.INPUT else 0 for kind in SourceKind},
+        outputs=gives,
+        guard=None,
+    )
+    function = write(inner.with_steps(segments, codes)).emit.function()
+
+    def run(values: list[Any]) -> Sequence[Any]:
+        results: Sequence[Any] = function(Collected(None, values, [], [], [], []), None, None, None)
+        return results
+
+    return JoinedSegments(takes, gives, run, all(code.is_compiled for code in codes), layout)

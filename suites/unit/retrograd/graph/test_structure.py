@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import fx
 
+from retrograd.graph.structure import structure_of, token_of
 from retrograd.live.calls.nodes import NodeFunction, OutputCheck
-from retrograd.live.capture.structure import structure_of, token_of
 
 
 def call(*args: Any) -> Any:

@@ -17,9 +17,9 @@ from torch import fx
 
 from retrograd._torch.fx import copied
 from retrograd._torch.trace import Traced, fake_mode_of, fake_of
-from retrograd.backends.base import Boxed
-from retrograd.live.capture.structure import places_of, written
+from retrograd.graph.structure import places_of, written
 
+Boxed = Callable[[list[Any]], Sequence[Any]]
 #: as texts.
 Numbers = tuple[str, ...]
 #: a number's place in a graph: the node whose second operand it is, counted from the first.

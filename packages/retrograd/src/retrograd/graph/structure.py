@@ -14,7 +14,6 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from retrograd.graph.backward_graph import BackwardGraph
-from retrograd.live.calls.nodes import Named, NodeFunction
 
 #: what is written for a floating point number, and for what only Python's ``==`` can compare.
 _NUMBER, _OTHER = b"number", b"other"
@@ -122,10 +121,8 @@ def written(node: fx.Node, places: Mapping[fx.Node, bytes], numbers: list[str]) 
 
 
 def _target(node: fx.Node) -> Any:
-    target = node.target
-    if isinstance(target, NodeFunction):
-        return target.func, *target.names
-    return (Named, *target.key) if isinstance(target, Named) and target.key is not None else target
+    """What a call calls, as a value: two targets with equal ``structure_key`` compute the same."""
+    return getattr(node.target, "structure_key", node.target)
 
 
 def _name(node: fx.Node) -> str:
