@@ -15,8 +15,10 @@ import torch
 from retrograd._torch.cuda import side_streams
 from retrograd._torch.dynamo import CompiledForwards
 from retrograd._torch.probe import check_supported
+from retrograd.backends.background import wait_for_all
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
+from retrograd.decorate import decorated
 from retrograd.dynamo import config_of
 from retrograd.dynamo.backend import retrograd as dynamo_backend
 from retrograd.live.contexts import (
@@ -29,8 +31,6 @@ from retrograd.live.contexts import (
     leave,
     open_gateway,
 )
-from retrograd.live.decorate import decorated
-from retrograd.live.lower.background import wait_for_all
 from retrograd.live.session import Session
 from retrograd.process import forget_everything
 from retrograd.report import Report, process_report

@@ -56,18 +56,23 @@ class BackwardRecorder:
         self._calls.node_calls.append(NodeCall(index, name))
 
     def node(
-        self, name: str, fn: Callable[..., Any], grads: list[Value], args: Any, wanted: list[bool]
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        grads: list[Value],
+        args: Any,
+        wanted: list[bool],
+        is_cpp: bool = False,
     ) -> list[Value]:
-        return self._call_node(CallKind.NODE, self._one_for(name, fn), (grads, *args), wanted)
+        # One object for all calls of a kind of node: the engine binds each name once.
+        function = self._functions.get(name) or self._functions.setdefault(name, nodes.NodeFunction(name, fn))
+        kind = CallKind.CPP_FUNCTION if is_cpp else CallKind.NODE
+        return self._call_node(kind, function, (grads, *args), wanted)
 
     def cpp_function(
         self, name: str, fn: Callable[..., Any], grads: list[Value], args: Any, wanted: list[bool]
     ) -> list[Value]:
-        return self._call_node(CallKind.CPP_FUNCTION, self._one_for(name, fn), (grads, *args), wanted)
-
-    def _one_for(self, name: str, fn: Callable[..., Any]) -> nodes.NodeFunction:
-        """One object for all calls of a kind of node: the engine binds each name once."""
-        return self._functions.get(name) or self._functions.setdefault(name, nodes.NodeFunction(name, fn))
+        return self.node(name, fn, grads, args, wanted, is_cpp=True)
 
     def _call_node(
         self,

@@ -1,9 +1,9 @@
 """Make the outputs of compiled code differentiable, as eager's would be; the derivative is compiled code too.
 
 In: the outputs of a lowered function in grad mode, its arguments, and the `History` that eager would have
-recorded. Out: the outputs with autograd nodes of ours. Such a node keeps the arguments that derivatives read,
-and its backward runs the function's vector-Jacobian product, lowered like any function; in grad mode that is
-differentiable by the same means, to any order.
+recorded. Out: the outputs with autograd nodes of ours. Such a node keeps the arguments that derivatives read.
+Its backward runs the function's vector-Jacobian product, which is lowered like any function, and in grad mode
+is made differentiable in the same way, to any order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 
 from retrograd._torch.autograd import EngineRequest, run_stock, window
 from retrograd._torch.trace import History, Part, arguments_read, saved_tensors_unseen
+from retrograd.backends.base import Boxed
 
-Boxed = Callable[[list[Any]], Sequence[Any]]
 Grad = torch.Tensor | None
 
 
@@ -94,8 +94,9 @@ class _DifferentiablePart:
         kept = [args[i] for i in self._saved]
         # Eager would have saved something computed from these, so the user may change them in place.
         kept += [args[i].clone() for i in self._copied]
-        call = _Call(self, [outputs[o] for o in self.part.outputs], kept, [*map(_described, args)])
-        for o, tensor in zip(self.part.outputs, _CompiledSegment.apply(call, *inputs), strict=True):
+        results = [outputs[o] for o in self.part.outputs]
+        tensors = _CompiledSegment.apply(self, results, kept, [*map(_described, args)], *inputs)
+        for o, tensor in zip(self.part.outputs, tensors, strict=True):
             outputs[o] = tensor
 
     def arguments(self, saved: Sequence[torch.Tensor], described: Sequence[Any]) -> list[Any]:
@@ -119,22 +120,6 @@ def _first_places(args: Sequence[Any]) -> list[int]:
     """For each argument, where the same tensor is given first; itself for what is no tensor."""
     tensors = {id(arg): i for i, arg in reversed(list(enumerate(args))) if isinstance(arg, torch.Tensor)}
     return [tensors[id(arg)] if isinstance(arg, torch.Tensor) else i for i, arg in enumerate(args)]
-
-
-@dataclass
-class _Call:
-    """One call of a function, on its way into an autograd node.
-
-    Attributes:
-        part: which outputs it concerns; `results` are they.
-        saved: tensors for ``save_for_backward``.
-        arguments: the others' description, and the arguments that are no tensors.
-    """
-
-    part: _DifferentiablePart
-    results: list[torch.Tensor]
-    saved: list[torch.Tensor]
-    arguments: list[Any]
 
 
 @dataclass(frozen=True)
@@ -161,15 +146,26 @@ def _described(value: Any) -> Any:
     )
 
 
+#: of the arguments of the node's forward that are no inputs of the function.
+_NO_GRADS = (None,) * 4
+
+
 class _CompiledSegment(torch.autograd.Function):
     """The node; its forward only hands out what is computed already."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        part: _DifferentiablePart,
+        results: list[torch.Tensor],
+        saved: list[torch.Tensor],
+        arguments: list[Any],
+        *inputs: torch.Tensor,
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*call.saved)
-        ctx.part, ctx.arguments = call.part, call.arguments
-        return tuple(call.results)
+        ctx.save_for_backward(*saved)
+        ctx.part, ctx.arguments = part, arguments
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Grad) -> Any:
@@ -177,10 +173,10 @@ class _CompiledSegment(torch.autograd.Function):
         outputs = zip(part.part.outputs, cotangents, strict=True)
         given = tuple(o for o, grad in outputs if grad is not None)
         if not given:
-            return (None, *[None] * len(part.part.inputs))
+            return (*_NO_GRADS, *[None] * len(part.part.inputs))
         args = part.arguments(ctx.saved_tensors, ctx.arguments)
         runner = part.derivative(len(args), given)
-        return (None, *runner.run([*args, *(grad for grad in cotangents if grad is not None)]))
+        return (*_NO_GRADS, *runner.run([*args, *(grad for grad in cotangents if grad is not None)]))
 
 
 def vector_jacobian_product(fn: Boxed, arity: int, wanted: tuple[int, ...], given: tuple[int, ...]) -> Boxed:

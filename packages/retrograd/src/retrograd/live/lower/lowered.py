@@ -17,11 +17,11 @@ from retrograd._torch.log import profiling
 from retrograd._torch.state import ThreadModes, without_torch_functions
 from retrograd._torch.subclass import SubclassBorder
 from retrograd._torch.trace import InputGuard
+from retrograd.backends.background import Later
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
 from retrograd.errors import Reason
 from retrograd.events import live_log
-from retrograd.live.lower.background import Later
 from retrograd.live.lower.derivatives import Differentiable
 from retrograd.live.plan_log import PlanLog
 from retrograd.repeats.lift_scalars import Family

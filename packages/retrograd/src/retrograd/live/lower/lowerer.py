@@ -16,10 +16,10 @@ from retrograd._torch.fx import copied
 from retrograd._torch.state import ThreadModes, compile_stance, without_torch_functions
 from retrograd._torch.subclass import SubclassBorder, is_wrapper
 from retrograd._torch.trace import InputGuard, Traced, changed_sizes, is_batched, trace
+from retrograd.backends.background import Later, begin
 from retrograd.backends.base import Boxed
 from retrograd.errors import LoweringError, Refusal, first_line
 from retrograd.events import counters, live_log
-from retrograd.live.lower.background import Later, begin
 from retrograd.live.lower.derivatives import Differentiable, Runner
 from retrograd.live.lower.lowered import BoxedFunction, How, Lowered, Lowerings
 

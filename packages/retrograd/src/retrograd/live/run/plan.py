@@ -22,6 +22,7 @@ from retrograd._torch.autograd import Collected, HookChanges, Versions, watching
 from retrograd._torch.cuda import user_code_in_order
 from retrograd._torch.log import profiling
 from retrograd._torch.state import are_modes_plain, modes_kept
+from retrograd.backends.background import pending, take_finished
 from retrograd.backends.base import Backend
 from retrograd.backends.registry import EagerBackend
 from retrograd.config import Config
@@ -34,15 +35,14 @@ from retrograd.live.backward import LiveBackward
 from retrograd.live.calls.functions import ModifiedTensor
 from retrograd.live.calls.gradients import accumulate_grad
 from retrograd.live.capture.cut import cut, whole
-from retrograd.live.lower.background import pending, take_finished
 from retrograd.live.lower.runner import BoxedRunner
-from retrograd.live.lower.sharing import changing_numbers
 from retrograd.live.plan_log import PlanLog
 from retrograd.live.run.generated_source import PlanLayout, is_only_for_post_hooks, lists_of
 from retrograd.live.run.mid_backward_hooks import rest_with_changes
 from retrograd.live.run.segment_runner import LeakedModes, argument_values, runner_of, step_through
 from retrograd.live.run.specialised import Bailout, SpecialisedPlan, Specialising
 from retrograd.repeats.divide_backward import regions_of
+from retrograd.repeats.lift_scalars import changing_numbers
 from retrograd.report import BackwardReport
 
 #: from this many copies of a region on, a segment that is no copy is compiled later, if it makes up no more

@@ -23,12 +23,21 @@ from retrograd.graph.schedule import Segment
 from retrograd.graph.structure import structure_of
 from retrograd.live.lower.lowered import BoxedFunction, How, Lowerings
 from retrograd.live.lower.runner import BoxedRunner
-from retrograd.live.lower.sharing import families, lowerings, runners
 from retrograd.live.plan_log import PlanLog
+from retrograd.process import Recent
 from retrograd.repeats.lift_scalars import Family
 from retrograd.report import LoweringReport
 
 Around = Callable[[fx.Node], AbstractContextManager[Any]]
+
+#: runners of segments, by settings, place and structure: those of an earlier plan serve equal segments.
+_runners: Recent[BoxedRunner] = Recent()
+
+#: segments that differ only in their numbers, by settings and structure without the numbers.
+_families: Recent[Family] = Recent()
+
+#: the code of segments, by settings and structure.
+_lowerings: Recent[Lowerings] = Recent()
 
 
 def runner_of(segment: Segment, number: int, config: Config, backend: Backend, log: PlanLog) -> BoxedRunner:
@@ -52,13 +61,13 @@ def runner_of(segment: Segment, number: int, config: Config, backend: Backend, l
         return make()
 
     def new() -> Lowerings:
-        family = families.get((config, structure.family), Family)[0] if structure.numbers else None
+        family = _families.get((config, structure.family), Family)[0] if structure.numbers else None
         return Lowerings(family=family, numbers=structure.numbers)
 
-    shared, _ = lowerings.get((config, structure), new)
+    shared, _ = _lowerings.get((config, structure), new)
     # The runner knows its calls by node call: for profilers, and for modes that hooks leave switched.
     node_calls = tuple(call_of(node).node_call for node in segment.nodes)
-    runner, is_new = runners.get((config, number, structure, node_calls), lambda: make(shared))
+    runner, is_new = _runners.get((config, number, structure, node_calls), lambda: make(shared))
     if not is_new:
         because = "shared with an earlier backward's equal segment"
         log.lowered(LoweringReport(number, backend.name, "", because))

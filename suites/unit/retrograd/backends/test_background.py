@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 import retrograd
-from retrograd.live.lower.background import wait_for_all
+from retrograd.backends.background import wait_for_all
 
 
 class Held:
