@@ -37,8 +37,8 @@ class Structure(NamedTuple):
 def structure_of(
     nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> Structure | None:
-    """Equal for two runs of calls that compute the same from inputs in the same places; None if nobody can
-    tell."""
+    """Equal for two runs of calls that compute the same from inputs in the same places; None if that cannot
+    be told."""
     places = places_of((*inputs, *nodes))
     numbers: list[str] = []
     calls = tuple([(_target(node), written(node, places, numbers)) for node in nodes])
@@ -47,8 +47,8 @@ def structure_of(
 
 
 def token_of(node: fx.Node) -> Hashable:
-    """Equal for two calls that compute the same but for floating point numbers, wherever their arguments come
-    from; the node itself for one that nobody can compare."""
+    """Equal for two calls that compute the same except for floating point numbers, wherever their arguments
+    come from; the node itself for a call that cannot be compared."""
     token = _target(node), written(node, _ANYWHERE, [])
     return token if _is_hashable(token) else node
 
@@ -79,7 +79,7 @@ def first_difference(before: BackwardGraph, now: BackwardGraph) -> str:
 
 
 def places_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, bytes]:
-    """Something short for each node that stands for nothing else in arguments that are written down."""
+    """A short name for each node, which no other argument has when it is written down."""
     return {node: b"%d" % i for i, node in enumerate(nodes)}
 
 

@@ -53,10 +53,10 @@ class CapturedBackward:
     Attributes:
         graph: as given. n_outputs: how many gradients the engine expects back.
         needs_engine_frame: whether it must run while the engine's call is alive.
-        has_aot_graphs: whether the backward of a compiled function was laid in: a function of values that
-            the compiled forward saved, whose own history is not known either.
+        has_aot_graphs: whether the backward of a compiled function was laid in. It computes with values that
+            the compiled forward saved, and their history is not known.
         has_cpp_functions: whether a C++ function is called that may keep state on its context. The engine
-            hands over a copy of it: what a backward leaves there is lost to a later one.
+            hands over a copy of the context: a later backward does not find what this one leaves there.
     """
 
     def __init__(self, graph: BackwardGraph, backward: LiveBackward) -> None:
@@ -151,9 +151,8 @@ class CapturedBackward:
 
 
 def _refuse_unusual_leaves(nodes: Sequence[Any]) -> None:
-    """What the engine hands over is not all that eager does: it leaves out post-accumulate hooks of a leaf
-    that does not require grad any more, and its cache does not know which dtype a leaf asks of its ``.grad``.
-    """
+    """The engine does not hand over all that eager does: it leaves out the post-accumulate hooks of a leaf
+    that no longer requires grad, and its cache does not know which dtype a leaf asks of its ``.grad``."""
     for leaf in (None if node is None else leaf_of(node) for node in nodes):
         if leaf is None:
             continue
@@ -164,8 +163,8 @@ def _refuse_unusual_leaves(nodes: Sequence[Any]) -> None:
 
 
 def _return_totals(graph: BackwardGraph, backward: LiveBackward) -> None:
-    """``autograd.grad`` for an output of a compiled function that it also uses itself: the engine returns
-    what arrives from outside, eager the whole gradient."""
+    """For an output of a compiled function that the function also uses itself, ``autograd.grad`` in the
+    engine returns what arrives from outside; in eager, the whole gradient."""
     if not graph.inlined or not backward.request.inputs:
         return
     index = {node: i for i, node in enumerate(backward.node_calls)}
@@ -178,7 +177,7 @@ def _return_totals(graph: BackwardGraph, backward: LiveBackward) -> None:
 
 
 def _order_is_visible(backward: BackwardGraph) -> bool:
-    """Whether anybody can tell in which order the nodes ran: user code, or the rounding of a long sum."""
+    """Whether the order in which the nodes ran can be observed: by user code, or by rounding in a long sum."""
     return any(
         not (call.kind.is_functional or call.kind is CallKind.ACCUMULATE)
         or (call.kind is CallKind.SUM and len(node.args) > _ASSOCIATIVE)

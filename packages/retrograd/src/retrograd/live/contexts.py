@@ -60,14 +60,14 @@ _entered: ContextVar[tuple[_EnteredContext, ...]] = ContextVar("retrograd_entere
 
 
 def enter(owner: object, session: Session) -> None:
-    """From here on, on this thread, backwards belong to `session`."""
+    """From now on backwards of this thread belong to `session`."""
     open_gateway()
     _entered.set((*_open_entries(), _EnteredContext(owner, session)))
     _count_open(1)
 
 
 def leave(owner: object) -> None:
-    """End what `owner` entered last; what others entered since stays.
+    """End what `owner` entered last; contexts that others have entered since stay open.
 
     Raises:
         ContextError: `owner` is not entered on this thread.
@@ -114,7 +114,7 @@ _living: set[Session] = set()
 
 
 def begin_claims(session: Session) -> None:
-    """From here on, backwards that meet the mark of `session` belong to it."""
+    """From now on, backwards that meet the mark of `session` belong to it."""
     _living.add(session)
 
 
@@ -142,7 +142,7 @@ def run_backward(stock_run: Any, *args: Any, **kwargs: Any) -> Grads:
     entry = next((entry for entry in reversed(_entered.get()) if entry.is_open), None) or ProcessWide.entry()
     stock = installed_compiler()
     if stock is None and entry is not None and plans_under_way() > MOST_NESTED:
-        # As few frames of ours as can be: here eager has room for 60 levels.
+        # With as few Python frames of ours as possible: eager has room for 60 levels here.
         entry.session.refuse(TOO_DEEP)
         with window.stock():
             grads = run_stock(request)
@@ -206,7 +206,7 @@ _engine_cache = _EngineCache()
 
 @functools.cache
 def open_gateway() -> None:
-    """From here on every backward of this process passes `run_backward`."""
+    """From now on every backward of this process passes through `run_backward`."""
     for gateway in GATEWAYS:
         handle(gateway, run_backward)
     answer_queries()

@@ -45,10 +45,10 @@ Grads = tuple[torch.Tensor | None, ...]
 #: for this many kinds of backwards a session decides whether they are worth compiling; others are compiled.
 KEPT_PACES = 64
 
-#: so many new structures, each paid back by so many backwards of a known one, and nothing repeats.
+#: after this many new structures nothing repeats; each is paid back by this many backwards of a known one.
 MOST_NEW, PAYS_BACK = 12, 8
 
-#: the graph of one backward in so many is looked at then, at first; and of how many it is remembered.
+#: then the graph of one backward in this many is looked at, at first; and this many graphs are remembered.
 LOOKS, LOOKS_KEPT = 16, 32
 
 
@@ -171,7 +171,7 @@ class Session:
             raise CaptureError(reason) from error
 
     def leave_to_transform(self) -> None:
-        """``torch.func`` differentiates tensors of its own, by a backward that is part of the transform."""
+        """``torch.func`` differentiates tensors of its own by a backward that is part of the transform."""
         self._report.noted(_TRANSFORM, warn=False)
 
     def note(self, reason: Reason) -> None:
@@ -182,9 +182,9 @@ class Session:
 class _Repetition:
     """Counts the new structures of one session, to say whether the next backward is worth capturing.
 
-    To capture a backward takes as long as the stock engine takes for ten or twenty, so a program whose graph
-    is another one at each step (a mixture of experts) is left to the engine. From time to time its graph is
-    looked at, and once one comes back, backwards are captured again.
+    Capturing a backward takes as long as ten or twenty backwards take in the stock engine. So a program whose
+    graph is different at each step (a mixture of experts) is left to the engine. From time to time its graph
+    is looked at, and once a graph comes back, backwards are captured again.
     """
 
     def __init__(self) -> None:
@@ -255,8 +255,8 @@ def _checked(request: EngineRequest, grads: Grads) -> Grads:
 
 
 def _raise_unreached(position: int) -> None:
-    """Raise what ``autograd.grad`` raises when input number `position` is the first unreached one, in the
-    words of the installed torch."""
+    """Raise what ``autograd.grad`` raises in the installed torch when input number `position` is the first
+    one that is not reached."""
     with torch.enable_grad():
         reached = torch.zeros((), requires_grad=True)
         root = reached.clone()
@@ -266,7 +266,7 @@ def _raise_unreached(position: int) -> None:
 
 
 def _compilations() -> int:
-    return sum(counters[name] for name in ("captures", "plans", "lowerings", "settled_plans"))
+    return sum(counters[name] for name in ("captures", "plans", "lowerings", "specialised_plans"))
 
 
 def _reason(code: str, text: str) -> Reason:

@@ -58,10 +58,10 @@ class ModifiedTensor:
 
 
 class FunctionContext:
-    """Stands for ``ctx`` during one backward.
+    """Replaces ``ctx`` during one backward.
 
-    Every attribute is read from and written to the Function's own context, so that state which a backward
-    leaves there is found by the next one. Only the saved tensors come from the plan: the engine has
+    Every attribute is read from and written to the Function's own context, so that the next backward finds
+    the state that this one leaves there. Only the saved tensors come from the plan, because the engine has
     already released the context's own.
     """
 
@@ -108,7 +108,7 @@ _context_classes: WeakKeyDictionary[type, type[FunctionContext]] = WeakKeyDictio
 
 
 def _context_class(cls: type) -> type[FunctionContext]:
-    """`FunctionContext` under the name of the context class that it stands for."""
+    """`FunctionContext` under the name of the context class that it replaces."""
     if cls not in _context_classes:
         names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
         _context_classes[cls] = type(cls.__name__, (FunctionContext,), names)
@@ -151,8 +151,8 @@ def call_kept_backward(
     zeros: Sequence[Any],
     packed: Sequence[Any],
 ) -> list[Grad]:
-    """As `call_backward`, on a context that the engine has not released: the backward itself unpacks the
-    saved tensors, when it reads them and as often as it does so. They are released afterwards, as in eager.
+    """As `call_backward`, on a context that the engine has not released: the backward unpacks the saved
+    tensors itself, whenever it reads them. They are released afterwards, as in eager.
 
     Args:
         packed: the saved tensors, those behind hooks as pairs of unpack hook and packed value. Needed where
@@ -176,7 +176,7 @@ def _call(
 
 
 def _zeros(ctx: Any, slot: int, made: Any) -> Grad:
-    """What stands for an undefined gradient."""
+    """What the Function is given in place of an undefined gradient."""
     if made is None:
         return zeros_for_slot(ctx, slot) if materializes_grads(ctx) else None
     if not made:

@@ -56,10 +56,10 @@ def accumulate_quietly(variable: torch.Tensor, box: list[Grad], kept_for_post_ho
 
     Args:
         variable: a leaf.
-        box: the gradient, taken out of the list so that nobody but this function refers to it (a
-            gradient that somebody else refers to is copied, not stolen).
-        kept_for_post_hooks: whether the plan refers to the gradient too, to show it to the node's post hooks:
-            eager does the same, and steals it nevertheless.
+        box: the gradient. It is taken out of the list, so that only this function refers to it: a gradient
+            with another reference is copied, not stolen.
+        kept_for_post_hooks: whether the plan refers to the gradient too, to show it to the node's post hooks.
+            Eager does the same, and steals it nevertheless.
     """
     grad = box.pop()
     if grad is None or not variable.requires_grad:
@@ -89,8 +89,8 @@ accumulate_grad.__name__ = accumulate_grad.__qualname__ = "accumulate_grad"
 
 
 def _write(variable: torch.Tensor, total: torch.Tensor, grad: torch.Tensor) -> None:
-    """Make `total` the ``.grad``. Python refuses one of another size, dtype or layout than the leaf, which
-    eager's C++ does not: then torch's own node accumulates `grad`."""
+    """Make `total` the ``.grad``. Python refuses one whose size, dtype or layout differs from the leaf's;
+    eager's C++ does not. In that case torch's own node accumulates `grad`."""
     try:
         set_grad(variable, total)
     except RuntimeError:
@@ -120,7 +120,7 @@ def _parts_are_contiguous(grad: torch.Tensor) -> bool:
 
 
 class Accumulator:
-    """Accumulations that follow one another in a plan, where nobody can look in between.
+    """Accumulations that follow one another in a plan, with no user code between them.
 
     Plain cases are decided here with few calls into torch, and additions are made by one ``_foreach_add_``.
     Everything else is left to `accumulate_grad`. What was plain is remembered: one guard in C++ then says
@@ -136,8 +136,8 @@ class Accumulator:
 
         Args:
             variables: leaves.
-            grads: one gradient each. The list is emptied, so that a gradient to which nobody else refers may
-                be stolen.
+            grads: one gradient each. The list is emptied, so that a gradient with no other reference may be
+                stolen.
         """
         with torch_functions_off():
             is_plain = not torch.is_grad_enabled() and is_layout_enforced()
@@ -177,7 +177,7 @@ class Accumulator:
             _one_by_one(variables, grads)
 
     def _can_be_added_to(self, totals: Sequence[Grad], variables: Sequence[torch.Tensor]) -> bool:
-        """Whether all are plain, and have the layout that they owe: torch says nothing of an addition."""
+        """Whether all are plain, and have the layout that they owe: torch gives no warning then."""
         if self._totals is not None and self._totals.check(totals):
             return True
         if not all(map(_fits, totals, variables)) or any(map(_is_lazy, totals)):
@@ -211,17 +211,17 @@ def _fits(grad: Grad, variable: torch.Tensor) -> bool:
 
 
 def _has_plain_grads(variable: torch.Tensor) -> bool:
-    """Whether nobody asked for a ``.grad`` of another dtype."""
+    """Whether its ``.grad`` is to have its own dtype."""
     return variable.grad_dtype is variable.dtype
 
 
 def _is_lazy(tensor: Grad) -> bool:
-    """Whether it is the conjugate or the negative of what is in its memory, or nobody may change it."""
+    """Whether it is the conjugate or the negative of what is in its memory, or must not be changed."""
     return tensor is not None and (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
 
 
 def _are_apart(totals: Sequence[Grad], grads: Sequence[Grad]) -> bool:
-    """Whether no two share memory: devices but the CPU may add them at the same time."""
+    """Whether no two share memory: devices other than the CPU may add them at the same time."""
     tensors = [tensor for tensor in (*totals, *grads) if tensor is not None]
     if all(tensor.is_cpu for tensor in tensors):
         return True

@@ -1,4 +1,4 @@
-"""What the calls of built-in autograd nodes do, and of what is laid in for a compiled function.
+"""What the calls of built-in autograd nodes do, and those of a compiled function's own graph.
 
 In: ``(grads, *saved)`` for a node, the gradient of a view's base for ``CopySlices``, values for an operation
 of a compiled function's own graph. Out: gradients.

@@ -44,9 +44,9 @@ def cut(
 
     Args:
         backward: in eager's order.
-        opaque: functional calls that are nevertheless to run as eager runs them, with the reason.
-        apart: functional calls that are to be segments of their own, interpreted, with the reason.
-        divide: divides a run of functional calls into the segments that it is to become.
+        opaque: functional calls that are to run as eager runs them nevertheless, with the reason.
+        apart: functional calls that are to be interpreted in segments of their own, with the reason.
+        divide: divides a run of functional calls into segments.
         at_once: whether each accumulation ends a segment.
     """
     apart = apart or {}

@@ -139,7 +139,7 @@ def _kept_calls(graph: BackwardGraph) -> list[int]:
 
 
 def _release_executed(backward: LiveBackward, artifact: CapturedBackward, already_run: bool) -> None:
-    """Release what eager would, without what the plan still needs: that releases itself."""
+    """Release what eager would release, except what the plan still needs and releases itself."""
     live, request = backward.asked_graph, backward.request
     handles = {id(backward.node_calls[index]) for index in _kept_calls(artifact.graph)}
     apart = {i for i, node in enumerate(live.nodes) if id(node.handle) in handles}
@@ -164,8 +164,8 @@ def _never_run(request: EngineRequest) -> EngineProtocol:
 
 
 def _levels(live: LiveGraph, executed: set[int], apart: set[int]) -> Sequence[set[int]]:
-    """The `executed` nodes without those `apart`, by how many of these are above them at most: no path
-    between two nodes of one level leads over a node that is apart."""
+    """The `executed` nodes without those `apart`, by the largest number of nodes apart on a path to them: no
+    path between two nodes of one level contains a node that is apart."""
     level = dict.fromkeys(range(len(live.nodes)), 0)
     for i in eager_walk(live):
         if i == ROOT:

@@ -94,7 +94,7 @@ class CompiledFunctions:
     # hooks
 
     def _without_tensor_hooks(self, grads: Sequence[Value]) -> tuple[list[Value], list[list[_LateHook]]]:
-        """The gradients before their tensor hooks, and the hooks, to be called later."""
+        """The gradients before their tensor hooks, and the hooks, which are called later."""
         bare: list[Value] = []
         late: list[list[_LateHook]] = []
         for slot, grad in enumerate(grads):
@@ -168,7 +168,7 @@ class _Steps:
         return min(bisect_left(self._ends, -key), self.last)
 
     def served(self, gradients: Sequence[Value]) -> tuple[tuple[int, ...], ...]:
-        """By step, the gradients that are ready after it, of which None are undefined."""
+        """By step, the numbers of the gradients that are ready after it; None in `gradients` is undefined."""
         steps: list[list[int]] = [[] for _ in self._ends]
         for i, (gradient, value) in enumerate(zip(self._gradients, gradients, strict=True)):
             steps[0 if value is None else self.of(_parts(gradient))].append(i)
@@ -260,7 +260,7 @@ class _Inlining:
     # tangents
 
     def _arrive_for(self, nodes: Iterable[fx.Node], step: int) -> None:
-        """Take those tangents in that are among `nodes`: eager does so when it comes to their outputs."""
+        """Take in the tangents among `nodes`, as eager does when it comes to their outputs."""
         for node in nodes:
             if node in self._owner and node not in self._env:
                 number = self._owner[node]
@@ -315,7 +315,7 @@ class _Inlining:
         return self._call(nodes.operation(node), args, node.name, step, kwargs)
 
     def _fill(self, inputs: Iterable[fx.Node], step: int) -> None:
-        """Zeros for those of `inputs` that are undefined but needed."""
+        """Make zeros for those of `inputs` that are undefined but needed."""
         for node in self._grads.filled.intersection(inputs):
             fake = node.meta["val"]
             make = functools.partial(torch.zeros, tuple(fake.shape), dtype=fake.dtype, device=fake.device)

@@ -172,8 +172,8 @@ def _total(tangent: fx.Node, bit: int, reach: Mapping[fx.Node, int], needed: Con
 
 
 def _keys(graph: fx.Graph, reach: Mapping[fx.Node, int]) -> dict[fx.Node, float]:
-    """Eager runs the backward of one region by descending sequence number, and a node when the last of what
-    it depends on is there."""
+    """Eager runs the backward of one region by descending sequence number. A node runs when the last value
+    that it depends on is there."""
     own = _own_keys([node for node in graph.nodes if node.op == "call_function" and reach[node]])
     key: dict[fx.Node, float] = {}
     for node in graph.nodes:
@@ -187,7 +187,7 @@ def _keys(graph: fx.Graph, reach: Mapping[fx.Node, int]) -> dict[fx.Node, float]
 
 
 def _has_static_value(node: fx.Node) -> bool:
-    """Whether the graph tells the metadata of a node's value, and no size in it is symbolic."""
+    """Whether the graph knows the metadata of a node's value, and no size in it is symbolic."""
     fake = node.meta.get("val")
     return isinstance(fake, torch.Tensor) and all(isinstance(size, int) for size in fake.shape)
 
@@ -205,11 +205,11 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _own_keys(calls: Sequence[fx.Node]) -> dict[fx.Node, float]:
-    """The key of each call for itself. A graph from AOTAutograd's cache keeps no sequence numbers: there
-    every gradient is ready as soon as it can be.
+    """The key of each call by itself. A graph from AOTAutograd's cache keeps no sequence numbers: in such a
+    graph every gradient is ready as soon as possible.
 
-    Where the transposes of a linear layer have been folded into its products, the weight's gradient is there
-    with the bias's; in eager it takes one node more.
+    Where the transposes of a linear layer have been folded into its products, the weight's gradient is ready
+    with the bias's; in eager it is ready one node later.
     """
     known = {node: float(node.meta["seq_nr"]) for node in calls if "seq_nr" in node.meta}
     keys = known or {node: -float(place) for place, node in enumerate(calls)}

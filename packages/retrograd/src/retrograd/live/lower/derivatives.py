@@ -58,11 +58,12 @@ class Differentiable:
 
 
 def _new_leaves(history: History, are_leaves: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
-    """For each part, the leaves that no part before it has among its inputs, if there are several in all.
+    """For each part, the leaves among its inputs that are inputs of no earlier part; none if there is one
+    leaf.
 
-    Such a leaf is given to our node through an alias made just before the node. Our node passes all gradients
-    on at once, but eager accumulates into each leaf as soon as its last contribution is there: the engine
-    runs what was made last first, so the aliases make it accumulate in eager's order.
+    Our node is given such a leaf through an alias made just before the node. The node passes on all gradients
+    at once, but eager accumulates into each leaf as soon as its last contribution is there. The engine first
+    runs what was made last, so the aliases make it accumulate in eager's order.
     """
     leaves = [i for i, is_leaf in zip(history.leaves, are_leaves, strict=True) if is_leaf]
     if len(leaves) == 1:
@@ -100,7 +101,7 @@ class _DifferentiablePart:
             outputs[o] = tensor
 
     def arguments(self, saved: Sequence[torch.Tensor], described: Sequence[Any]) -> list[Any]:
-        """The function's arguments again, with memory of any content for those that no derivative reads."""
+        """The function's arguments again, with uninitialized memory for those that no derivative reads."""
         at_hand = dict(zip((*self._saved, *self._copied), saved, strict=True))
         for i, value in enumerate(described):
             if self._first[i] == i and i not in at_hand:
@@ -117,7 +118,7 @@ class _DifferentiablePart:
 
 
 def _first_places(args: Sequence[Any]) -> list[int]:
-    """For each argument, where the same tensor is given first; itself for what is no tensor."""
+    """For each argument, the place where the same tensor is given first; its own place if it is no tensor."""
     tensors = {id(arg): i for i, arg in reversed(list(enumerate(args))) if isinstance(arg, torch.Tensor)}
     return [tensors[id(arg)] if isinstance(arg, torch.Tensor) else i for i, arg in enumerate(args)]
 
@@ -133,7 +134,7 @@ class _Described:
     requires_grad: bool
 
     def empty(self) -> torch.Tensor:
-        """Memory of any content in place of the tensor."""
+        """Uninitialized memory in place of the tensor."""
         empty = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
         return empty.requires_grad_(self.requires_grad)
 
@@ -151,7 +152,7 @@ _NO_GRADS = (None,) * 4
 
 
 class _CompiledSegment(torch.autograd.Function):
-    """The node; its forward only hands out what is computed already."""
+    """The node. Its forward only returns what has been computed already."""
 
     @staticmethod
     def forward(

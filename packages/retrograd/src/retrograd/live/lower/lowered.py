@@ -89,11 +89,11 @@ class Lowered:
 
 @dataclass(eq=False)
 class Lowerings:
-    """What has come of lowering one function, for all that run the same one.
+    """The results of lowering one function, for all that run the same one.
 
     Attributes:
         codes: the newest first.
-        interpret_because: why it cannot be lowered; None if it could be, or nobody has tried.
+        interpret_because: why it cannot be lowered; None if it could be, or has not been tried.
         family: functions that differ from it only in their numbers, and `numbers`, its own.
     """
 

@@ -34,8 +34,8 @@ class Lowerer:
     Args:
         fn: the function.
         how: how to lower it.
-        shared: what has come of lowering an equal function elsewhere.
-        runner: makes what runs a derivative of the function: given that and its role.
+        shared: the results of lowering an equal function elsewhere.
+        runner: given a derivative of the function and its role, makes what runs it.
 
     Attributes:
         lowered: the newest first.
@@ -177,8 +177,8 @@ def _code(
     """The backend's code, or the promise of it, for a function traced for `args` (None: for the parts of
     tensor subclasses).
 
-    Nobody may see a difference where determinism is asked for, nor run a derivative before the function
-    has its code.
+    Code is not compiled in the background where determinism is asked for, because runs must not differ, nor
+    where derivatives are wanted, because a derivative must not run before the function has its code.
     """
     compile = partial(how.backend.compile, traced.gm, traced.example_inputs)
     if how.config.background and not torch.get_deterministic_debug_mode() and traced.history is None:
@@ -206,8 +206,8 @@ def _stance_refuses(how: How, because: str) -> bool:
 
 
 def _initially_symbolic(dynamic: bool | None, args: Sequence[Any], outer: frozenset[int]) -> Symbolic:
-    """Sizes that reach the segment as numbers are those that the engine saw change: they are symbolic from
-    the start, and so are dimensions of the same extent (`outer`: those of subclass tensors)."""
+    """Sizes that reach the segment as numbers are those that the engine saw change. They are symbolic from
+    the start, and so are dimensions of the same extent. `outer` are the numbers of subclass tensors."""
     if dynamic is False:
         return {}
     moving = {value for i, value in enumerate(args) if type(value) is int and i not in outer}

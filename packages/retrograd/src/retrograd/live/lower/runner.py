@@ -32,7 +32,7 @@ class BoxedRunner:
         fn: the function.
         how: how to lower it.
         interpret_because: why it is never lowered; None if it may be.
-        shared: what has come of lowering an equal function elsewhere.
+        shared: the results of lowering an equal function elsewhere.
 
     Attributes:
         fn, shared: as given. lowerer: has the lowerings.
@@ -120,8 +120,8 @@ class BoxedRunner:
         return now is not None
 
     def _execute(self, lowered: Lowered, args: list[Any], flat: list[Any]) -> Sequence[Any]:
-        """Run compiled code. Until it has run once its inputs are held, so that a failure costs nothing but
-        the compilation; after that they are let go as it goes on, and a failure can only be reported."""
+        """Run compiled code. In its first run its inputs are held, so that a failure only costs the
+        compilation. Later they are freed as it goes on, and a failure can only be reported."""
         held = None if lowered.has_run else list(args)
         try:
             with self.fn.range() if profiling() else nullcontext():

@@ -1,7 +1,11 @@
 """Run a backward step by step.
 
 In: a `BackwardGraph` in eager's order, and at run time what the engine collected. Out: the gradients that
-``autograd.grad`` returns, and ``.grad`` written. Values are let go as soon as their last step has read them.
+``autograd.grad`` returns, and ``.grad`` written. Values are freed as soon as their last step has read them.
+
+A plan that runs again is specialised: its steps become one generated function. To generate it takes as long
+as several runs that go from step to step. So a plan is not generated for its first run, nor is the rest of a
+backward in which a hook came or went: many plans of both kinds run only once.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ Values = dict[fx.Node, Any]
 
 _NOTHING = nullcontext()
 
-#: for plans without user code: nobody can change a hook.
+#: for plans without user code, which alone could change a hook.
 _NO_CHANGES = nullcontext(HookChanges())
 
 #: this many runs go from step to step, the last of them watched.
@@ -77,7 +81,7 @@ class _Run:
         values: those that later steps read. versions: of saved tensors, as they should be.
         backward, changes: as in `Plan.run`.
         left: modes that user code left switched.
-        watch: watches the run, to specialise the plan; None if nobody does.
+        watch: watches the run, to specialise the plan; None if it is not watched.
     """
 
     values: Values
@@ -228,7 +232,7 @@ class Plan:
         return [None if node is None else values[node] for node in self._layout.outputs]
 
     def _rest(self, number: int, run: _Run) -> list[Any]:
-        """Hooks came or went: lay out what is left anew, and interpret it."""
+        """Hooks came or went: lay out the remaining steps again, and interpret them."""
         done = self.schedule.steps[: number + 1]
         graph, rest = rest_with_changes(self._graph, done, run.values, run.backward, run.changes)
         versions = run.versions.renamed(zip(run.values, rest, strict=False))
@@ -265,7 +269,7 @@ def _postpone_the_rest(schedule: Schedule, runners: Sequence[BoxedRunner | None]
 
 
 def _bound(placeholders: Sequence[tuple[fx.Node, Source]], call: Collected) -> Values:
-    """Placeholders to values; what nobody reads is let go at once."""
+    """The values of the placeholders; those that are not read are freed at once."""
     lists = lists_of(call)
     values = {node: lists[source.kind][source.index] for node, source in placeholders if node.users}
     for items in lists.values():

@@ -203,7 +203,7 @@ class Specialising:
         return self.specialised()
 
     def specialised(self) -> SpecialisedPlan | None:
-        """The plan, specialised; None if it cannot be: a segment has to decide when it runs what it runs."""
+        """The plan, specialised; None if a segment has to decide in each run what it runs."""
         segments = self._layout.schedule.segments
         if self._failed or len(self._codes) < len(segments):  # hooks that came cut it short
             return None
@@ -226,7 +226,7 @@ class Specialising:
 
 
 def _answering(check: Check) -> Check:
-    """`check`, where an error means no: the plan finds it again, and says so."""
+    """`check`, where an error means no: the plan will meet the error again, and report it."""
 
     def holds(args: Sequence[Any]) -> bool:
         try:
@@ -238,8 +238,8 @@ def _answering(check: Check) -> Check:
 
 
 def _known_from_the_start(schedule: Schedule, runners: Runners) -> frozenset[int]:
-    """The segments whose inputs are known when those of the plan are: no user code, no symbolic size, and
-    nothing that is not compiled stands before them."""
+    """The segments whose inputs are known when those of the plan are: before them there is no user code, no
+    symbolic size, and nothing that is not compiled."""
     known: list[int] = []
     for number, (step, runner) in enumerate(zip(schedule.steps, runners, strict=True)):
         if isinstance(step, OpaqueCall):
