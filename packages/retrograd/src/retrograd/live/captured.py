@@ -177,7 +177,7 @@ def _return_totals(graph: BackwardGraph, backward: LiveBackward) -> None:
 
 
 def _order_is_visible(backward: BackwardGraph) -> bool:
-    """Whether the order in which the nodes ran can be observed: by user code, or by rounding in a long sum."""
+    """Whether the order in which the nodes ran can be observed: by user code or by the rounding of a sum."""
     return any(
         not (call.kind.is_functional or call.kind is CallKind.ACCUMULATE)
         or (call.kind is CallKind.SUM and len(node.args) > _ASSOCIATIVE)
