@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -24,7 +25,7 @@ from retrograd._torch.autograd import (
     why_not_collectable,
     window,
 )
-from retrograd._torch.cuda import in_order_with_streams
+from retrograd._torch.cuda import in_order_with_streams, side_streams
 from retrograd._torch.log import event
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
@@ -50,6 +51,9 @@ MOST_NEW, PAYS_BACK = 12, 8
 
 #: then the graph of one backward in this many is looked at, at first; and this many graphs are remembered.
 LOOKS, LOOKS_KEPT = 16, 32
+
+
+_NOTHING = nullcontext()
 
 
 class Session:
@@ -141,7 +145,8 @@ class Session:
         results: list[Grads] = []
 
         def body() -> None:
-            with answering(backward), event("retrograd.run", plan.log.compile_id), in_order_with_streams():
+            in_order = in_order_with_streams() if side_streams else _NOTHING
+            with answering(backward), event("retrograd.run", plan.log.compile_id), in_order:
                 results.append(tuple(plan.run(call, backward)))
 
         # Torch hands a warning to Python only inside a backward of its own: that of an operation which is not

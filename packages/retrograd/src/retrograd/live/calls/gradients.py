@@ -81,11 +81,23 @@ def accumulate_quietly(variable: torch.Tensor, box: list[Grad], kept_for_post_ho
         _write(variable, existing + grad, grad)
     else:
         existing += grad
+        if _has_plain_layout(existing, variable):
+            return
     warn_of_layout(existing, grad, variable)
 
 
 accumulate_grad = without_torch_functions(accumulate_quietly)
 accumulate_grad.__name__ = accumulate_grad.__qualname__ = "accumulate_grad"
+
+
+def _has_plain_layout(total: torch.Tensor, variable: torch.Tensor) -> bool:
+    """Whether a ``.grad`` surely has the layout that it owes: both are contiguous, with equal strides."""
+    if total.layout is not torch.strided or variable.layout is not torch.strided:
+        return False
+    if total.is_nested or variable.is_nested:
+        return False
+    strides = total.stride()
+    return variable.is_contiguous() and strides == variable.stride() and 0 not in strides
 
 
 def _write(variable: torch.Tensor, total: torch.Tensor, grad: torch.Tensor) -> None:
