@@ -21,17 +21,18 @@ Grad = torch.Tensor | None
 
 
 class NodeFunction(functools.partial[Sequence[Any]]):
-    """The closure that the engine gave for a kind of node, under the node's name. It is called from C.
-
-    Args:
-        name: name of the autograd node, for example ``MulBackward0``.
-        fn: the closure; takes a list of gradients (None for undefined) and the node's saved values.
-    """
+    """The closure that the engine gave for a kind of node, under the node's name. It is called from C."""
 
     __name__: str
     __qualname__: str
 
     def __new__(cls, name: str, fn: Callable[..., Any]) -> Self:
+        """Name the closure.
+
+        Args:
+            name: name of the autograd node, for example ``MulBackward0``.
+            fn: the closure; takes a list of gradients (None for undefined) and the node's saved values.
+        """
         self = super().__new__(cls, fn)
         self.__name__ = self.__qualname__ = name
         self.__module__ = "autograd"
@@ -47,11 +48,7 @@ class NodeFunction(functools.partial[Sequence[Any]]):
 
 
 class OutputCheck(NodeFunction):
-    """Checks the gradients that a node returned against what their consumers expect, and converts them.
-
-    Args:
-        fn: the engine's closure. node: name of the node, for the error.
-    """
+    """Checks the gradients that a node returned against what their consumers expect, and converts them."""
 
     #: how the closure begins an error. It does not know the node, which eager names.
     _NAMELESS = "[Compiled Autograd Tracing:]"
@@ -59,6 +56,7 @@ class OutputCheck(NodeFunction):
     _node: str
 
     def __new__(cls, fn: Callable[..., Any], node: str) -> Self:
+        """Name the engine's closure `fn`, and the node, for its error."""
         self = super().__new__(cls, "validate_outputs", fn)
         self._node = node
         return self
