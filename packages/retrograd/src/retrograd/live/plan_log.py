@@ -88,7 +88,7 @@ class PlanLog:
         """Around the tracing of `node`: its ATen nodes are to name its autograd node and source line."""
         name = self._report.graph.node_name(call_of(node).node_call)
         note: dict[str, Any] = {"custom": {"autograd_node": name}}
-        if found := _LINE.fullmatch(self._call(node).source):
+        if found := _LINE.fullmatch(_node_call(self._report, node).source):
             place = f'  File "{found["file"]}", line {found["line"]}, in forward'
             note["stack_trace"] = f"{place}\n    {found['code']}\n"
         return noted(**note)
@@ -97,23 +97,30 @@ class PlanLog:
 
     def node_ranges(self, node: fx.Node) -> AbstractContextManager[None]:
         """Around one call of an interpreted segment: eager's ranges, for the calls that are nodes."""
-        return node_range(self._call(node).name) if call_of(node).kind in _HAS_RANGE else nullcontext()
+        return (
+            node_range(_node_call(self._report, node).name)
+            if call_of(node).kind in _HAS_RANGE
+            else nullcontext()
+        )
 
     def step_range(self, step: OpaqueCall | Accumulation) -> AbstractContextManager[None]:
         """Around an opaque call or an accumulation: eager's ranges for a node, else what it is."""
-        name = self._call(step.node).name
+        name = _node_call(self._report, step.node).name
         if isinstance(step, Accumulation) or call_of(step.node).kind in _HAS_RANGE:
             return node_range(name)
         return text_range(f"{step.reason} of {name}")
 
     def segment_range(self, segment: Segment, number: int) -> AbstractContextManager[None]:
         """Around a compiled segment: the names of its nodes."""
-        names = [self._call(node).name for node in segment.nodes if call_of(node).kind in _HAS_RANGE]
+        names = [
+            _node_call(self._report, node).name for node in segment.nodes if call_of(node).kind in _HAS_RANGE
+        ]
         shown = ", ".join(names[:8]) + (f", … ({len(names)} nodes)" if len(names) > 8 else "")
         return text_range(f"retrograd segment {number}: {shown}")
 
-    def _call(self, node: fx.Node) -> NodeCall:
-        return self._report.graph.node_calls[call_of(node).node_call]
+
+def _node_call(report: BackwardReport, node: fx.Node) -> NodeCall:
+    return report.graph.node_calls[call_of(node).node_call]
 
 
 def _tell(
