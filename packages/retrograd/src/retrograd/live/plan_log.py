@@ -97,11 +97,9 @@ class PlanLog:
 
     def node_ranges(self, node: fx.Node) -> AbstractContextManager[None]:
         """Around one call of an interpreted segment: eager's ranges, for the calls that are nodes."""
-        return (
-            node_range(_node_call(self._report, node).name)
-            if call_of(node).kind in _HAS_RANGE
-            else nullcontext()
-        )
+        if call_of(node).kind not in _HAS_RANGE:
+            return nullcontext()
+        return node_range(_node_call(self._report, node).name)
 
     def step_range(self, step: OpaqueCall | Accumulation) -> AbstractContextManager[None]:
         """Around an opaque call or an accumulation: eager's ranges for a node, else what it is."""
