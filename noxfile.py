@@ -58,6 +58,12 @@ STEP = ("retrograd-step:eager",)
 PROGRAMS = ("scenarios", "autograd_function_db")
 MODELS = ("models",)
 SAMPLES = ("op_db", "module_db")
+COTANGENTS = (
+    "op_db_cotangents",
+    "module_db_cotangents",
+    "op_db_cotangents:bfloat16",
+    "op_db_cotangents:complex64",
+)
 DTYPES = ("op_db:float64", "op_db:bfloat16", "op_db:complex64", "module_db:float64")
 WHOLE_RUN: tuple[Leg, ...] = (
     (EXACT, PROGRAMS + MODELS + SAMPLES, None),
@@ -72,6 +78,7 @@ WHOLE_RUN: tuple[Leg, ...] = (
     (BEHIND_STOCK, SAMPLES, 40),
     (AHEAD, (*PROGRAMS, *MODELS, "hop_db"), None),
     (AHEAD, SAMPLES, 600),
+    (AHEAD + EXACT, COTANGENTS, 400),
     (AHEAD_DYNAMIC, PROGRAMS, 250),
     (AHEAD_INDUCTOR, PROGRAMS, 60),
     (BACKEND, (*PROGRAMS, *MODELS), 400),

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .figures import Ratio, Table
+from .markdown import markdown
 from .speed_goals import STEADY_LIMIT
+from .training_table import render as trainings
 
 #: what a figure of each unit is shown in: the first whose factor it reaches.
 SCALES = {
@@ -34,7 +36,9 @@ def render(table: Table) -> str:
         blocks.append("† Its two figures are from two runs on such a machine.")
     if any(ratio.goal.yardstick for ratio in ratios):
         blocks.append("‡ Each figure was first divided by eager's in the same process.")
-    blocks.append(markdown(("part", "figures"), _figures(table)))
+    blocks += trainings(table)
+    if figures := list(_figures(table)):
+        blocks.append(markdown(("part", "figures"), figures))
     if table.missing:
         lines = [f"- {part}: {why.splitlines()[-1]}" for part, why in table.missing.items()]
         blocks.append("Not measured:\n\n" + "\n".join(lines))
@@ -79,18 +83,14 @@ def quantity(value: float, unit: str) -> str:
 
 def _figures(table: Table) -> Iterable[Sequence[str]]:
     for part, measured in table.parts.items():
+        if measured.unit == "":
+            continue  # several units: it has a table of its own
         beside = f" (one of {measured.jobs} at once)" if measured.jobs > 1 else ""
         shown = "; ".join(
             f"{name} {quantity(value, '1' if name == 'nodes' else measured.unit)}"
             for name, value in measured.figures.items()
         )
         yield part + beside, shown
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,17 @@ from typing import Any, Literal
 
 BOTH, CPU, CUDA = ("cpu", "cuda"), ("cpu",), ("cuda",)
 REAL = ("gpt2", "bert", "resnet50")
+#: the zoo of speed, and the ways to compile a training step (`trained_models.TRAINED`, `training.WAYS`)
+TRAINED = ("gpt2", "llama", "bert", "t5", "experts", "resnet50", "convnext", "vit", "diffusion", "schnet")
+WAYS = (
+    "eager",
+    "stock",
+    "stock-reduce-overhead",
+    "retrograd-compile",
+    "retrograd-reduce-overhead",
+    "retrograd-live",
+    "retrograd-step",
+)
 SWEEP = ("small", "deep", "wide", "mlp40", "mlp40-large", "transformer12")
 
 
@@ -24,7 +35,7 @@ class Part:
         measurement, arguments: of `measure`.
         caches: of compiled code: none, the user's own, or first empty and then filled (two processes).
         devices: where it is measured.
-        needs: the name of the model, if it is one that must be installed.
+        needs: the name of the model, if it is one that must be installed; "train-NAME" for `trained_models`.
         is_long: what stock needs minutes to compile: such parts may be measured beside one another.
         unit: of its figures.
     """
@@ -150,6 +161,17 @@ def real_rows() -> Iterable[Part]:
         )
 
 
+def training_rows() -> Iterable[Part]:
+    """Whole training steps of ten models, each way in a process with empty caches and in one with full."""
+    for model in TRAINED:
+        for way in WAYS:
+            devices = CUDA if way.endswith("-overhead") else BOTH
+            arguments = {"subject": way, "model": model}
+            yield Part(
+                f"train-{model}", way, "training", arguments, "filled", devices, f"train-{model}", unit=""
+            )
+
+
 PARTS: tuple[Part, ...] = (
     *first_backward("first4", "transformer4", CPU),
     *first_backward("first12", "transformer12", CUDA),
@@ -161,6 +183,7 @@ PARTS: tuple[Part, ...] = (
     *overhead_rows(),
     *sweep_rows(),
     *real_rows(),
+    *training_rows(),
 )
 
 

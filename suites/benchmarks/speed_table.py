@@ -22,9 +22,15 @@ import torch
 
 from .figures import Machine, Measured, Table, merged
 from .fresh import MeasurementError, measure, measure_cold_and_warm
-from .real_models import MODELS
+from .real_models import MODELS, RealModel
 from .speed_rows import PARTS, Part, chosen
+from .trained_models import TRAINED, TrainedModel
 
+#: what parts need, by name.
+NEEDED: dict[str, RealModel | TrainedModel] = {
+    **MODELS,
+    **{f"train-{name}": model for name, model in TRAINED.items()},
+}
 #: Less is not worth starting a part for.
 SHORTEST = 10.0
 
@@ -44,8 +50,8 @@ class Run:
     def measure(self, part: Part) -> Measured | str:
         """The part's figures, or why there are none."""
         left = self.end - time.monotonic()
-        if part.needs and not MODELS[part.needs].is_here:
-            return f"not present: {MODELS[part.needs].package} is not installed"
+        if part.needs and not NEEDED[part.needs].is_here:
+            return f"not present: {NEEDED[part.needs].package} is not installed"
         if left < SHORTEST:
             return "the run's time was over"
         try:
@@ -60,9 +66,21 @@ def _measured(part: Part, device: str, limit: float) -> dict[str, float]:
     if part.measurement != "host_time":
         arguments["device"] = device
     if part.caches == "filled":
-        return measure_cold_and_warm(part.measurement, limit=limit / 2, **arguments)
+        return _flat(measure_cold_and_warm(part.measurement, limit=limit / 2, **arguments))
     figures: Any = measure(part.measurement, cold=part.caches == "none", limit=limit, **arguments)
     return figures if isinstance(figures, dict) else {arguments["subject"]: figures}
+
+
+def _flat(found: dict[str, Any]) -> dict[str, float]:
+    """The figures of two processes, those of one that has several by "cold NAME" and "warm NAME"."""
+    flat: dict[str, float] = {}
+    for when, figures in found.items():
+        flat |= (
+            {f"{when} {name}": value for name, value in figures.items()}
+            if isinstance(figures, dict)
+            else {when: figures}
+        )
+    return flat
 
 
 def measure_parts(parts: Iterable[Part], run: Run, table: Table, out: Path | None = None) -> Table:

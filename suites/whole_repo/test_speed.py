@@ -18,6 +18,9 @@ from benchmarks.speed_goals import GOALS
 from benchmarks.speed_rows import PARTS, chosen
 from benchmarks.steps import compiled_otherwise, first_step, steady, training
 from benchmarks.subjects import MissingOptionError
+from benchmarks.trained_models import TRAINED
+from benchmarks.training import WAYS
+from benchmarks.training_table import COMPARISONS, ratios
 
 MACHINE = Machine("cpu", "a processor", "2.13.0", "3.12.0", 2)
 FIRST4 = {
@@ -55,6 +58,10 @@ def test_every_goal_compares_parts_that_are_measured_where_it_is() -> None:
 def test_every_part_can_be_called(part: object) -> None:
     measurement = measure.MEASUREMENTS[part.measurement]
     inspect.signature(measurement).bind(**part.arguments)
+    if part.measurement == "training":
+        assert part.arguments["model"] in TRAINED
+        assert part.arguments["subject"] in WAYS
+        return
     assert part.arguments["model"] in {*models.WORKLOADS, *MODELS} if "model" in part.arguments else True
     named = part.arguments.get("subjects", [part.arguments.get("subject", "eager")])
     known = host_time.SUBJECTS if part.measurement == "host_time" else subjects.SUBJECTS
@@ -146,7 +153,7 @@ def test_the_worst_case_is_found() -> None:
 
 def test_a_part_whose_package_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = replace(MODELS["gpt2"], package="no_such_package")
-    monkeypatch.setattr(speed_table, "MODELS", {"gpt2": absent})
+    monkeypatch.setitem(speed_table.NEEDED, "gpt2", absent)
     [part] = chosen("cpu", ["gpt2-first:retrograd"])
     assert speed_table.Run("one", "cpu").measure(part) == "not present: no_such_package is not installed"
 
@@ -255,3 +262,58 @@ def test_a_model_of_a_library_gives_a_loss(name: str) -> None:
 def test_an_option_that_retrograd_does_not_have_is_refused() -> None:
     with pytest.raises(MissingOptionError, match="no option 'telepathy'"):
         subjects.retrograd_with("eager", telepathy=True)
+
+
+# training
+
+
+def trained_by(**steps: float) -> Table:
+    """A table in which GPT-2 was trained on a GPU, in so many seconds a step by each way."""
+    parts = {
+        f"train-gpt2:{way.replace('_', '-')}": Measured({"warm step": step, "warm fallbacks": 0.0}, "", "one")
+        for way, step in steps.items()
+    }
+    return Table(replace(MACHINE, device="cuda"), parts)
+
+
+def test_the_best_of_ours_is_compared_with_the_best_of_stock() -> None:
+    table = trained_by(
+        stock=2.0,
+        stock_reduce_overhead=1.0,
+        retrograd_compile=4.0,
+        retrograd_reduce_overhead=3.0,
+        retrograd_live=0.5,
+        retrograd_step=5.0,
+    )
+    assert ratios(table, COMPARISONS[0]) == {"gpt2": 0.5}
+    text = render(table)
+    assert "| gpt2 |  | 2e+03 | 1e+03 | 4e+03 | 3e+03 | 500 | 5e+03 |" in text
+    assert "| steady step, best of ours / best of stock | 0.50 | ≤ 0.95 | 0.50 (gpt2) | ≤ 1.02 | 1 |" in text
+    assert "compile / stock compile | 2.00 |  | 2.00 (gpt2) | ≤ 1.02, **not met** | 1 |" in text
+
+
+def test_a_group_with_a_way_that_was_not_measured_is_not_compared() -> None:
+    assert ratios(trained_by(stock=2.0, retrograd_compile=1.0), COMPARISONS[0]) == {}
+
+
+def test_figures_of_two_processes_are_told_apart() -> None:
+    assert speed_table._flat({"cold": {"step": 2.0}, "warm": {"step": 1.0}}) == {
+        "cold step": 2.0,
+        "warm step": 1.0,
+    }
+    assert speed_table._flat({"cold": 2.0, "warm": 1.0}) == {"cold": 2.0, "warm": 1.0}
+
+
+def test_what_fell_back_is_marked() -> None:
+    table = trained_by(stock=2.0, retrograd_compile=1.0)
+    table.parts["train-gpt2:retrograd-compile"].figures["warm fallbacks"] = 2.0
+    assert r"| 1e+03\* |" in render(table)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["eager", "retrograd-live", "retrograd-step"])
+def test_a_step_of_training_is_measured(way: str) -> None:
+    pytest.importorskip("transformers", reason="the model is one of transformers")
+    found = measure.training(way, "gpt2", seconds=0.1)
+    assert found["step"] > 0
+    assert found["fallbacks"] == 0

@@ -48,6 +48,11 @@ class Plan:
     ablate: bool = False
     resources: Resources = field(default_factory=Resources)
 
+    @property
+    def sampled(self) -> bool:
+        """Whether some cases of the corpora are left out."""
+        return self.limit_per_corpus is not None or self.match != "*" or self.shard is not None
+
     def identity(self) -> dict[str, Any]:
         """What decides the results, in plain data: not where and by how many processes it is done."""
         data = asdict(self)
@@ -145,7 +150,7 @@ def run(plan: Plan, known: Known | None, listener: Listener, journal: Journal | 
         campaign.unwritten = journal.unwritten
     if known is not None:
         campaign.rows = known.mark(campaign.rows, accountable)
-        campaign.stale = [] if campaign.interrupted else known.stale(campaign.rows)
+        campaign.stale = [] if campaign.interrupted else known.stale(campaign.rows, sampled=plan.sampled)
     return campaign
 
 

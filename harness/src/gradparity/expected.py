@@ -3,8 +3,9 @@
 In: a file with `[[expected]]` tables (subject and case as globs, verdict, reason, link, date) and
 `[[fallback]]` tables (subject as a glob, a list of globs of cases, code, reason, date), and rows. Out: rows
 with the known divergences marked and the unknown fallbacks named, and the stale entries: those that matched
-executed cases of which none diverged, or fell back, as the entry says. An entry may be of some releases of
-torch only, `torch = "2.14.."` or `torch = "2.11..2.13"`; under others it is not there.
+executed cases of which none diverged, or fell back, as the entry says. Only a run of all cases says that of
+a glob over cases: a sample may leave out just those that diverge. An entry may be of some releases of torch
+only, `torch = "2.14.."` or `torch = "2.11..2.13"`; under others it is not there.
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ class _Entry:
     def matches(self, row: Row) -> bool:
         """Whether the entry speaks about this row's case and subject."""
         return fnmatchcase(row.subject, self.subject) and fnmatchcase(row.case, self.case)
+
+    @property
+    def names_one_case(self) -> bool:
+        """Whether `case` is an address, not a glob."""
+        return not set(self.case) & set("*?[")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +96,16 @@ class Known:
         """
         return [self._marked(row, row.subject in accountable) for row in rows]
 
-    def stale(self, rows: Iterable[Row]) -> list[Expected | KnownFallback]:
-        """Entries that matched cases which ran and could be judged, none of which did as the entry says."""
+    def stale(self, rows: Iterable[Row], *, sampled: bool = False) -> list[Expected | KnownFallback]:
+        """Entries that matched cases which ran and could be judged, none of which did as the entry says.
+
+        Args:
+            rows: The rows of one run.
+            sampled: Whether the run left out cases. Then globs over cases are never stale.
+        """
         judged = [row for row in rows if not row.set_aside]
         known: list[Expected | KnownFallback] = [*self.divergences, *self.fallbacks]
-        entries = [entry for entry in known if not entry.sometimes]
+        entries = [entry for entry in known if not entry.sometimes and (entry.names_one_case or not sampled)]
         return [
             entry
             for entry in entries

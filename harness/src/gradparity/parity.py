@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from gradparity.case import Case
 from gradparity.corpus.base import Program
+from gradparity.corpus.cotangents import backward_from
 from gradparity.corpus.fresh import differentiable, fresh
-from gradparity.corpus.op_info import backward_from
 from gradparity.differential import Comparison, compare
 from gradparity.errors import CaseError
 from gradparity.exhibit import timelines

@@ -7,11 +7,13 @@ import torch
 from torch.testing._internal.autograd_function_db import autograd_function_db as database
 
 from gradparity.case import Case
-from gradparity.corpus.fresh import cotangent, differentiable, fresh
+from gradparity.corpus.cotangents import LAYOUTS, PER_CASE, cotangent, laid_out
+from gradparity.corpus.fresh import differentiable, fresh
 from gradparity.corpus.registry import NAMED, USUAL, corpus, program
 from gradparity.corpus.scenario import registered, scenario
 from gradparity.differential import compare
 from gradparity.errors import CaseError, UnknownNameError
+from gradparity.observe import observe
 from gradparity.probe import Probe
 from gradparity.subjects.base import Subject
 from gradparity.subjects.registry import resolve
@@ -31,6 +33,11 @@ def test_names() -> None:
         "op_db:float64",
         "op_db:bfloat16",
         "op_db:complex64",
+        "op_db_cotangents",
+        "op_db_cotangents:float64",
+        "op_db_cotangents:bfloat16",
+        "op_db_cotangents:complex64",
+        "module_db_cotangents",
         "module_db:float64",
         "demo",
         "generated",
@@ -184,3 +191,37 @@ def test_models_are_given_to_the_subject_to_compile(name: str) -> None:
 
     found = compare(program(Case("models", name), CPU), Refuses("refuses"), CPU)
     assert found.row.symptom == "raises LookupError"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 3, 4, 5), (0, 2)], ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_keeps_shape_and_dtype(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    value = torch.randn(shape, dtype=dtype)
+    made = laid_out(name, value)
+    assert (made.shape, made.dtype) == (value.shape, value.dtype)
+    if name in ("contiguous", "transposed", "strided", "channels last", "offset"):
+        assert torch.equal(made, value)
+
+
+def test_layouts_are_what_their_names_say() -> None:
+    value = torch.randn(2, 3, 4, 5)
+    assert laid_out("expanded", value).stride() == (0, 0, 0, 0)
+    assert laid_out("transposed", value).stride() == (1, 2, 6, 24)
+    assert laid_out("strided", value).stride() == (120, 40, 10, 2)
+    assert laid_out("channels last", value).is_contiguous(memory_format=torch.channels_last)
+    assert laid_out("offset", value).storage_offset() == 1
+    assert laid_out("negated", value).is_neg()
+    assert laid_out("negated", value.to(torch.complex64)).is_conj()
+
+
+def test_each_layout_is_the_first_that_some_case_sees() -> None:
+    names = [
+        [
+            value.name.removeprefix("grad 0 of ")
+            for value in observe(item.case, item.body, resolve("eager"), torch.float32, CPU).values
+            if value.name.startswith("grad 0 ")
+        ]
+        for item in corpus("op_db_cotangents").programs("sub", CPU, 0)
+    ]
+    assert [found[:PER_CASE] for found in names[:3]] == [list(LAYOUTS)[n : n + PER_CASE] for n in range(3)]

@@ -134,6 +134,14 @@ def test_every_glob_of_a_fallback_entry_can_be_stale(tmp_path: Path, fallen, is_
     assert entries(tmp_path, FALLBACK + "sometimes = true\n").stale(fallen) == []
 
 
+def test_a_sample_does_not_make_a_glob_stale(tmp_path: Path) -> None:
+    rows = [row(0, Verdict.AGREE), row(1, Verdict.AGREE)]
+    known = entries(tmp_path)
+    assert (len(known.stale(rows)), len(known.stale(rows, sampled=True))) == (1, 0)
+    one = entries(tmp_path, ENTRY.replace("op_db::add::*", rows[0].case))
+    assert len(one.stale(rows, sampled=True)) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

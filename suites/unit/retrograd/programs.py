@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class Square(torch.autograd.Function):
@@ -60,3 +61,32 @@ def observed(
         root.backward()
     assert w.grad is not None
     return w.grad, events
+
+
+class Unit(torch.Tensor):
+    """A wrapper with one piece of metadata; `lost` is an attribute that its flattened form leaves out."""
+
+    @staticmethod
+    def __new__(cls, inner, meta=None):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+
+    def __init__(self, inner, meta=None):
+        self.inner, self.meta = inner, meta
+
+    def __repr__(self):
+        return f"Unit({self.inner})"
+
+    def __tensor_flatten__(self):
+        return ["inner"], self.meta
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, meta, size, stride):
+        return cls(parts["inner"], meta)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        meta = next(arg.meta for arg in tree_leaves(args) if isinstance(arg, Unit))
+        args, kwargs = tree_map_only(Unit, lambda u: u.inner, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, lambda t: cls(t, meta), func(*args, **kwargs))

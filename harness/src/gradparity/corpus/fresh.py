@@ -41,18 +41,6 @@ def differentiable(tree: Any) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def cotangent(output: torch.Tensor, p: Probe) -> torch.Tensor:
-    """A fixed random cotangent for this output; a complex one for complex outputs, the output itself where
-    sparse.
-    """
-    if output.layout is not torch.strided:
-        return output.detach().clone()
-    if output.is_complex():
-        real, imaginary = p.randn(*output.shape), p.randn(*output.shape)
-        return torch.complex(real.to(output.real.dtype), imaginary.to(output.real.dtype))
-    return p.randn(*output.shape).to(output.dtype)
-
-
 def _copied(source: torch.Tensor, p: Probe) -> torch.Tensor:
     with torch.no_grad():
         plain = source.detach()

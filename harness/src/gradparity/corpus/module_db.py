@@ -16,19 +16,22 @@ import torch
 
 from gradparity.case import Case
 from gradparity.corpus.base import Program
+from gradparity.corpus.cotangents import backward_by_layouts, backward_from
 from gradparity.corpus.fresh import differentiable, fresh
-from gradparity.corpus.op_info import backward_from, corpus_name, seed_everything
+from gradparity.corpus.op_info import corpus_name, seed_everything
 from gradparity.errors import UnknownNameError
 from gradparity.observe import Body
 from gradparity.probe import WIDER, Probe
 
 
 class ModuleCorpus:
-    """torch's module database as a corpus, with parameters and inputs of one dtype."""
+    """torch's module database as a corpus, with parameters and inputs of one dtype; with `layouts`, backward
+    goes through each graph several times, with cotangents laid out in several ways.
+    """
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.name = corpus_name("module_db", dtype)
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype = torch.float32, layouts: bool = False) -> None:
+        self.name = corpus_name("module_db", dtype, layouts)
+        self._dtype, self._layouts = dtype, layouts
 
     @cached_property
     def _infos(self) -> dict[str, Any]:
@@ -57,20 +60,26 @@ class ModuleCorpus:
                     continue
                 doc = f"{chunk}: {item.desc or 'input'} {index}, {'training' if training else 'evaluation'}"
                 case = Case(self.name, chunk, index, seed)
-                body = _body(info.module_cls, item, training, self._dtype)
+                turn = index if self._layouts else None
+                body = _body(info.module_cls, item, training, self._dtype, turn)
                 yield Program(case, body, doc, fp64=self._dtype in WIDER)
                 index += 1
 
 
-def _body(module_class: Any, item: Any, training: bool, dtype: torch.dtype) -> Body:
+def _body(module_class: Any, item: Any, training: bool, dtype: torch.dtype, turn: int | None) -> Body:
     def run(p: Probe) -> None:
         built = copy.deepcopy(item.constructor_input)
         module = p.module(module_class(*built.args, **built.kwargs)).train(training)
         if dtype is not torch.float32:
             module.to(dtype)
         args, kwargs = fresh((tuple(item.forward_input.args), dict(item.forward_input.kwargs)), p)
-        for place, leaf in enumerate(differentiable((args, kwargs))):
+        leaves = differentiable((args, kwargs))
+        for place, leaf in enumerate(leaves):
             p.leaf(f"input {place}", leaf)
-        backward_from(p.compile(module)(*args, **kwargs), p)
+        outputs = p.compile(module)(*args, **kwargs)
+        if turn is None:
+            backward_from(outputs, p)
+        else:
+            backward_by_layouts(outputs, [*leaves, *module.parameters()], p, turn)
 
     return run

@@ -1,5 +1,5 @@
-"""The corpora "op_db", "op_db:float64", …: every differentiable operator that torch tests, with torch's own
-samples.
+"""The corpora "op_db", "op_db:float64", "op_db_cotangents", …: every differentiable operator that torch
+tests, with torch's own samples.
 
 In: a dtype. Out: an OpInfoCorpus over `torch.testing._internal`'s op_db.
 """
@@ -21,6 +21,6 @@ def _load() -> Iterable[Any]:
     return found
 
 
-def op_db(dtype: torch.dtype = torch.float32) -> OpInfoCorpus:
-    """The corpus of this dtype."""
-    return OpInfoCorpus("op_db", _load, dtype)
+def op_db(dtype: torch.dtype = torch.float32, layouts: bool = False) -> OpInfoCorpus:
+    """The corpus of this dtype; with `layouts`, that of several layouts of cotangents."""
+    return OpInfoCorpus("op_db", _load, dtype, layouts)

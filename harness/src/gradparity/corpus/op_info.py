@@ -14,29 +14,33 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from gradparity.case import Case
 from gradparity.corpus.base import Program
-from gradparity.corpus.fresh import cotangent, differentiable, fresh
+from gradparity.corpus.cotangents import backward_by_layouts, backward_from
+from gradparity.corpus.fresh import differentiable, fresh
 from gradparity.errors import UnknownNameError
-from gradparity.observe import Body
 from gradparity.probe import WIDER, Probe
 
 
 class OpInfoCorpus:
     """A database of OpInfos as a corpus.
 
-    Arguments: the database's name, a function that loads it (called at first use: loading takes seconds), and
-    the samples' dtype, which is part of the corpus's name unless it is float32.
+    Arguments: the database's name, a function that loads it (called at first use: loading takes seconds), the
+    samples' dtype, and whether their cotangents are laid out in several ways. The latter two are part of the
+    corpus's name.
     """
 
     def __init__(
-        self, database: str, load: Callable[[], Iterable[Any]], dtype: torch.dtype = torch.float32
+        self,
+        database: str,
+        load: Callable[[], Iterable[Any]],
+        dtype: torch.dtype = torch.float32,
+        layouts: bool = False,
     ) -> None:
-        self.name = corpus_name(database, dtype)
+        self.name = corpus_name(database, dtype, layouts)
         self._database, self._load = database, load
-        self._dtype = dtype
+        self._dtype, self._layouts = dtype, layouts
 
     @cached_property
     def _ops(self) -> dict[str, Any]:
@@ -56,9 +60,17 @@ class OpInfoCorpus:
         seed_everything(seed)
         for index, sample in enumerate(op.sample_inputs(str(device), self._dtype, requires_grad=True)):
             case, doc = Case(self.name, chunk, index, seed), f"{chunk}: sample {index}"
-            dtype = str(self._dtype).removeprefix("torch.")
-            plain = partial(sample_program, database=self._database, operator=chunk, dtype=dtype, index=index)
-            yield Program(case, _body(op, sample), doc, fp64=self._dtype in WIDER, plain=plain)
+            dtype, turn = str(self._dtype).removeprefix("torch."), index if self._layouts else None
+            plain = partial(
+                sample_program,
+                database=self._database,
+                operator=chunk,
+                dtype=dtype,
+                index=index,
+                by_layouts=self._layouts,
+            )
+            body = partial(run_sample, op=op, sample=sample, turn=turn)
+            yield Program(case, body, doc, fp64=self._dtype in WIDER, plain=plain)
 
 
 DATABASES = {
@@ -69,7 +81,9 @@ DATABASES = {
 """Where torch keeps each database."""
 
 
-def sample_program(p: Probe, database: str, operator: str, dtype: str, index: int) -> None:
+def sample_program(
+    p: Probe, database: str, operator: str, dtype: str, index: int, by_layouts: bool = False
+) -> None:
     """One sample of one operator of a database: the operator, then its backward."""
     ops = getattr(importlib.import_module(DATABASES[database]), database)
     op = next(item for item in ops if op_name(item) == operator)
@@ -77,11 +91,12 @@ def sample_program(p: Probe, database: str, operator: str, dtype: str, index: in
     samples = op.sample_inputs(str(p.device), getattr(torch, dtype), requires_grad=True)
     sample = list(samples)[index]
     torch.manual_seed(p.seed)
-    run_sample(p, op, sample)
+    run_sample(p, op, sample, index if by_layouts else None)
 
 
-def corpus_name(database: str, dtype: torch.dtype) -> str:
-    """ "op_db" for float32, "op_db:bfloat16" for others."""
+def corpus_name(database: str, dtype: torch.dtype, layouts: bool = False) -> str:
+    """ "op_db" for float32, "op_db:bfloat16" for others; "op_db_cotangents" for several layouts of these."""
+    database += "_cotangents" if layouts else ""
     return database if dtype is torch.float32 else f"{database}:{str(dtype).removeprefix('torch.')}"
 
 
@@ -90,18 +105,6 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
-
-
-def backward_from(outputs: Any, p: Probe) -> None:
-    """Observes all tensor outputs and runs backward from the differentiable ones with fixed cotangents."""
-    tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-    for place, tensor in enumerate(tensors):
-        p.value(f"output {place}", tensor)
-    roots = [tensor for tensor in tensors if tensor.requires_grad]
-    if roots:
-        cotangents = [cotangent(root, p) for root in roots]
-        with p.backward():
-            torch.autograd.backward(roots, cotangents)
 
 
 def op_name(op: Any) -> str:
@@ -114,18 +117,18 @@ def _is_differentiable(op: Any, dtype: torch.dtype) -> bool:
     return bool(op.supports_autograd) and dtype in kinds
 
 
-def _body(op: Any, sample: Any) -> Body:
-    return partial(run_sample, op=op, sample=sample)
-
-
-def run_sample(p: Probe, op: Any, sample: Any) -> None:
-    """Runs an operator on copies of a sample, and its backward."""
+def run_sample(p: Probe, op: Any, sample: Any, turn: int | None = None) -> None:
+    """Runs an operator on copies of a sample, and its backward; with a turn, by layouts of the cotangents."""
     inputs, args, kwargs = fresh((sample.input, sample.args, dict(sample.kwargs)), p)
-    for place, leaf in enumerate(differentiable((inputs, args, kwargs))):
+    leaves = differentiable((inputs, args, kwargs))
+    for place, leaf in enumerate(leaves):
         p.leaf(f"input {place}", leaf)
 
     def forward(inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return op(inputs, *args, **kwargs)
 
-    outputs = p.compile(forward)(inputs, *args, **kwargs)
-    backward_from(sample.output_process_fn_grad(outputs), p)
+    outputs = sample.output_process_fn_grad(p.compile(forward)(inputs, *args, **kwargs))
+    if turn is None:
+        backward_from(outputs, p)
+    else:
+        backward_by_layouts(outputs, leaves, p, turn)

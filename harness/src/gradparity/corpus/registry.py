@@ -37,7 +37,10 @@ NAMED: dict[str, Callable[[], Corpus]] = {
     "scenarios": ScenarioCorpus,
     "op_db": op_db,
     **{f"op_db:{name}": partial(op_db, dtype) for name, dtype in DTYPES.items()},
+    "op_db_cotangents": partial(op_db, layouts=True),
+    **{f"op_db_cotangents:{name}": partial(op_db, dtype, layouts=True) for name, dtype in DTYPES.items()},
     "module_db": ModuleCorpus,
+    "module_db_cotangents": partial(ModuleCorpus, layouts=True),
     "module_db:float64": partial(ModuleCorpus, torch.float64),
     "autograd_function_db": autograd_function_db,
     "hop_db": hop_db,
@@ -48,7 +51,8 @@ NAMED: dict[str, Callable[[], Corpus]] = {
     "zoo": ZooCorpus,
 }
 
-USUAL = [name for name in NAMED if ":" not in name and name not in ("demo", "generated", "zoo")]
+UNUSUAL = ("demo", "generated", "zoo", "op_db_cotangents", "module_db_cotangents")
+USUAL = [name for name in NAMED if ":" not in name and name not in UNUSUAL]
 """What runs when no corpus is named: everything in float32 that somebody wrote for the purpose."""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from retrograd._torch.cuda import side_streams
-from retrograd._torch.dynamo import CompiledForwards
+from retrograd._torch.dynamo import watch_compiled_forwards
 from retrograd._torch.probe import check_supported
 from retrograd.backends.background import wait_for_all
 from retrograd.backends.registry import find_backend
@@ -34,8 +34,6 @@ from retrograd.live.contexts import (
 from retrograd.live.session import Session
 from retrograd.process import forget_everything
 from retrograd.report import Report, process_report
-
-_compiled_forwards = CompiledForwards(is_anything_open)
 
 
 class CompiledAutograd:
@@ -137,7 +135,7 @@ def compiled_autograd(  # noqa: PLR0913 - as many parameters as there are choice
         cudagraphs=cudagraphs,
     )
     find_backend(backend)
-    _compiled_forwards.watch()
+    watch_compiled_forwards(is_anything_open)
     side_streams.watch()
     return CompiledAutograd(config)
 
@@ -193,7 +191,7 @@ def compile(
     )
     session = Session(live, process_report, is_paced=True)
     check_supported()
-    _compiled_forwards.watch()
+    watch_compiled_forwards(is_anything_open)
     side_streams.watch()
     compiler: Any = torch.compile
     compiled = compiler(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,26 @@ class Refusal(Exception):
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
         self.code = code
+
+
+class CodeFailedError(Exception):
+    """Compiled code raised before it changed anything; the cause is what it raised."""
+
+
+class NotReadyError(Exception):
+    """There is no code yet; calls run eagerly for this reason until there is."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class Escape(Exception):
+    """Leaves code of torch's, with a value."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
 
 
 class RetrogradError(RuntimeError):

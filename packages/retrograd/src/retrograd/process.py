@@ -48,6 +48,14 @@ class ForkSafeLock:
         if not self._lock._is_owned():  # type: ignore[attr-defined]
             self._lock = threading.RLock()
 
+    def take_if_free(self) -> bool:
+        """Take the lock if nobody holds it, this thread included; says whether it was free."""
+        return not self._lock._is_owned() and self._lock.acquire(blocking=False)  # type: ignore[attr-defined]
+
+    def release(self) -> None:
+        """Give the lock back."""
+        self._lock.release()
+
     def __enter__(self) -> None:
         self._lock.acquire()
 

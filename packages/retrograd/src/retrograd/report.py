@@ -17,9 +17,8 @@ from torch import fx
 from retrograd._torch.log import artifact
 from retrograd.errors import FallbackWarning, Reason, first_line
 from retrograd.events import LOGS, counters
-from retrograd.graph.backward_graph import BackwardGraph
+from retrograd.graph.backward_graph import BackwardGraph, Schedule
 from retrograd.graph.render import readable
-from retrograd.graph.schedule import Schedule
 from retrograd.process import ForkSafeLock, forgotten_by_reset
 
 log = logging.getLogger("retrograd.aot")

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from retrograd._torch.fx.boxed_modules import copied
-from retrograd._torch.fx.nodes import add_call, add_copy, add_placeholder
+from retrograd._torch.fx.graphs import add_call, add_copy, add_placeholder, copied
 from retrograd.live.calls.nodes import NodeFunction
 
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from retrograd import aot
-from retrograd._torch.inductor.cache_folder import why_not_trusted
+from retrograd._torch.inductor.compiler import why_not_trusted
 from retrograd.events import counters
-from retrograd.specialize import CallGuard, GuardedCache
+from retrograd.specialize.callable import Variant, VariantCache
+from retrograd.specialize.guard import CallGuard
 
 
 @dataclass
@@ -29,15 +30,9 @@ class Below:
         return values[0] < self.limit
 
 
-@dataclass
-class Entry:
-    name: str
-    guard: Below
-
-
 def test_the_first_entry_of_the_key_whose_guard_holds_is_found() -> None:
-    cache: GuardedCache[Entry] = GuardedCache(8)
-    small, large = Entry("small", Below(10)), Entry("large", Below(100))
+    cache = VariantCache(8)
+    small, large = Variant(Below(10), None), Variant(Below(100), None)
     for entry in (small, large):
         cache.add("key", entry)
     assert cache.find("key", [5]) is small
@@ -48,8 +43,8 @@ def test_the_first_entry_of_the_key_whose_guard_holds_is_found() -> None:
 
 
 def test_what_was_not_used_for_longest_goes() -> None:
-    cache: GuardedCache[Entry] = GuardedCache(2)
-    entries = {name: Entry(name, Below(10)) for name in "abc"}
+    cache = VariantCache(2)
+    entries = {name: Variant(Below(10), None) for name in "abc"}
     cache.add("a", entries["a"])
     cache.add("b", entries["b"])
     assert cache.find("a", [1]) is entries["a"]
@@ -59,18 +54,18 @@ def test_what_was_not_used_for_longest_goes() -> None:
 
 
 def test_within_one_key_too_the_oldest_use_goes() -> None:
-    cache: GuardedCache[Entry] = GuardedCache(2)
-    small, large = Entry("small", Below(10)), Entry("large", Below(100))
+    cache = VariantCache(2)
+    small, large = Variant(Below(10), None), Variant(Below(100), None)
     cache.add("key", small)
     cache.add("key", large)
     cache.find("key", [5])
-    cache.add("other", Entry("more", Below(1)))
+    cache.add("other", Variant(Below(1), None))
     assert cache.known("key") == [small]
 
 
 def test_cleared() -> None:
-    cache: GuardedCache[Entry] = GuardedCache(2)
-    cache.add("a", Entry("a", Below(1)))
+    cache = VariantCache(2)
+    cache.add("a", Variant(Below(1), None))
     cache.clear()
     assert len(cache) == 0
     assert cache.find("a", [0]) is None
@@ -78,7 +73,7 @@ def test_cleared() -> None:
 
 def test_a_cache_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one entry, not 0"):
-        GuardedCache(0)
+        VariantCache(0)
 
 
 def test_a_function_keeps_a_bounded_number_of_kinds() -> None:

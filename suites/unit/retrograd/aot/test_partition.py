@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from retrograd import aot
 from retrograd.errors import OptionError, VerificationError
@@ -129,6 +130,37 @@ def test_users_say_what_must_be_computed_again() -> None:
     parts = aot.partition(joint, "min_cut")
     assert saved(parts) == ["primal_0 primal", "primal_1 primal"]
     assert aten.mm.default in calls(parts.backwards[0].gm)
+
+
+def test_a_policy_of_a_checkpoint_sees_values_and_the_innermost_decides() -> None:
+    seen = []
+
+    def keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen.extend(type(arg) for arg in args)
+        is_product = op is aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, keeps_products)
+
+    def inner(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).sigmoid()
+
+    def outer(x: Tensor, w: Tensor) -> Tensor:
+        return checkpoint(inner, x.exp() @ w, w, use_reentrant=False, context_fn=contexts).sin()
+
+    joint = captured(lambda x, w: checkpoint(outer, x, w, use_reentrant=False), leaf(4, 4), leaf(4, 4))
+    marks = {
+        node.name: node.meta["recompute"].name for node in joint.gm.graph.nodes if "recompute" in node.meta
+    }
+    assert marks == {
+        "exp": "MUST_RECOMPUTE",
+        "mm": "MUST_RECOMPUTE",
+        "mm_1": "MUST_SAVE",
+        "sigmoid": "PREFER_RECOMPUTE",
+        "sin": "MUST_RECOMPUTE",
+    }
+    assert len(seen) == 3
+    assert all(issubclass(each, Tensor) for each in seen)
 
 
 # Random numbers

@@ -12,7 +12,7 @@ from torch import fx, nn
 from benchmarks.allocator import allocator_peak_of
 from retrograd import aot
 from retrograd.aot.trace.blocks import MOST_BLOCKS, cut_into_blocks
-from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
+from retrograd.graph.eager_order import Edge, LiveGraph, LiveNode
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 

@@ -7,9 +7,8 @@ import random
 import pytest
 
 from retrograd.aot.trace.structure import MOST_REGIONS, RegionNodes, Structure, divide
-from retrograd.graph.eager_order import ROOT, eager_walk
+from retrograd.graph.eager_order import ROOT, Edge, LiveGraph, LiveNode, eager_walk
 from retrograd.graph.joint import BackwardStep, Destination
-from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
 
 LEAF = 2**64 - 1
 

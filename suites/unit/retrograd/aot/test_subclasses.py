@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
+import retrograd
 from retrograd import aot
 from unit.retrograd.aot.against_eager import captured, captures, leaf, tensor
+from unit.retrograd.programs import Unit
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*non-leaf Tensor:UserWarning")
 
@@ -87,6 +89,28 @@ def test_the_class_is_guarded() -> None:
     assert type(call(leaf(3))) is Tensor
     assert type(call(two(3))) is TwoTensor
     assert captures() == 2
+
+
+def test_the_metadata_is_guarded() -> None:
+    call = aot.function(lambda x: x * 2, backend="eager", strict=True)
+    for meta in (2, 2.0, True, 2, 2.0):
+        assert call(Unit(torch.ones(3), meta)).meta is meta
+    assert captures() == 3
+
+
+def test_attributes_that_are_not_flattened_do_not_matter() -> None:
+    call = aot.function(lambda x: x * 2, backend="eager", strict=True)
+    for tags in ([], ["second"]):
+        x = Unit(torch.ones(3))
+        x.tags = tags
+        assert call(x).inner.tolist() == [2] * 3
+    assert captures() == 1
+
+
+def test_metadata_that_cannot_be_compared_is_left_to_eager() -> None:
+    call = aot.function(lambda x: x * 2, backend="eager")
+    with pytest.warns(retrograd.FallbackWarning, match="not equal to its own copy"):
+        assert call(Unit(torch.ones(3), object())).inner.tolist() == [2] * 3
 
 
 def test_the_size_of_the_parts_is_guarded() -> None:

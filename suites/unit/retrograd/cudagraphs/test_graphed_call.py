@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 
 import pytest
 import torch
 
 from retrograd.cudagraphs import graphed_call
-from retrograd.cudagraphs.address_history import AddressHistory
-from retrograd.cudagraphs.graphed_call import MOST_RECORDINGS, WARM_UPS, GraphedCall
+from retrograd.cudagraphs.graphed_call import MOST_RECORDINGS, WARM_UPS, AddressHistory, GraphedCall
 from unit.retrograd.cudagraphs.without_device import Recorder
 
 CPU = torch.device("cpu")
@@ -459,6 +459,50 @@ def test_a_second_thread_runs_the_function_as_it_is_meanwhile():
     assert call([x])[0].tolist() == [2] * 3
     assert results == [[2] * 3]
     assert recorder.replays == 2
+
+
+def test_a_call_inside_a_recording_runs_the_function_as_it_is():
+    recorder, x, inner, waiting = Recorder(), torch.ones(3), [], []
+
+    def calls_itself(inputs):
+        if waiting and waiting.pop():
+            inner.append(call([x])[0].tolist())
+        return double(inputs)
+
+    call, _ = call_of(calls_itself, recorder)
+    warmed(call, x)
+    waiting.append(True)
+    assert call([x])[0].tolist() == [2] * 3
+    assert inner == [[2] * 3]
+    assert recorder.records == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_while_another_thread_is_inside_leaves_the_call_usable():
+    recorder, x = Recorder(), torch.ones(3)
+    call, _ = call_of(double, recorder)
+    warmed(call, x)
+    call([x])
+    replay, inside, forked = call._recordings[0]._replay, threading.Event(), threading.Event()
+
+    def replay_slowly():
+        inside.set()
+        forked.wait(60)
+        replay()
+
+    call._recordings[0]._replay = replay_slowly
+    thread = threading.Thread(target=lambda: call([x]))
+    thread.start()
+    assert inside.wait(60)
+    child = os.fork()
+    if not child:
+        call._recordings[0]._replay = replay
+        before = recorder.replays
+        os._exit(0 if call([x])[0].tolist() == [2] * 3 and recorder.replays == before + 1 else 1)
+    forked.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_only_inputs_called_loose_may_come_in_other_strides():

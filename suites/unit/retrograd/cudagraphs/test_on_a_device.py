@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import retrograd
-from retrograd import aot, cudagraphs
+from retrograd import aot
+from retrograd.cudagraphs import graphed_call
 from retrograd.cudagraphs.graphed_call import WARM_UPS, GraphedCall
 
 pytestmark = pytest.mark.gpu
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.gpu
 def call_of(fn, **options):
     told = []
     device = torch.device("cuda", torch.cuda.current_device())
-    return GraphedCall(fn, cudagraphs._recorder, device, tell=told.append, **options), told
+    return GraphedCall(fn, graphed_call._recorder, device, tell=told.append, **options), told
 
 
 def network() -> nn.Module:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from retrograd.cudagraphs import GraphedCall, graphed
+from retrograd.cudagraphs import graphed_call
+from retrograd.cudagraphs.graphed_call import GraphedCall, graphed
 from retrograd.cudagraphs.refusals import device_of, why_not_recorded
 from unit.retrograd.cudagraphs.without_device import Recorder
 
@@ -15,11 +16,12 @@ def traced(fn, *args, mode="fake"):
     return make_fx(fn, tracing_mode=mode)(*args).graph
 
 
-def test_a_graph_of_one_device_and_static_sizes_is_recorded():
+def test_a_graph_of_one_device_and_static_sizes_is_recorded(monkeypatch):
+    monkeypatch.setattr(graphed_call, "_recorder", Recorder())
     graph = traced(lambda a, b: (a @ b).relu(), torch.ones(3, 3), torch.ones(3, 3))
     assert why_not_recorded([graph], "cpu") is None
     assert device_of([graph]) == torch.device("cpu")
-    assert isinstance(graphed(lambda inputs: inputs, graph, tell=print, recorder=Recorder()), GraphedCall)
+    assert isinstance(graphed(lambda inputs: inputs, graph, tell=print), GraphedCall)
 
 
 @pytest.mark.parametrize(

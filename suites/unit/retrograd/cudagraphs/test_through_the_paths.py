@@ -12,7 +12,7 @@ import torch._dynamo
 from torch import nn
 
 import retrograd
-from retrograd import aot, cudagraphs
+from retrograd import aot
 from retrograd.cudagraphs import graphed_call
 from retrograd.dynamo import retrograd as backend
 from unit.retrograd.cudagraphs.without_device import Recorder
@@ -22,7 +22,7 @@ from unit.retrograd.cudagraphs.without_device import Recorder
 def recorder(monkeypatch) -> Recorder:
     torch._dynamo.reset()  # other tests may have brought it to its recompile limit
     made = Recorder()
-    monkeypatch.setattr(cudagraphs, "_recorder", made)
+    monkeypatch.setattr(graphed_call, "_recorder", made)
     return made
 
 

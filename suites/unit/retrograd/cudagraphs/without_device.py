@@ -17,7 +17,7 @@ class Replayed:
     def __init__(self, fn, inputs: Sequence[Any], outputs: Sequence[Any], recorder: Recorder) -> None:
         # Aliases: replays read this memory whoever else holds it.
         self._memory = [value.data if isinstance(value, torch.Tensor) else value for value in inputs]
-        self._fn, self._outputs, self._recorder = fn, outputs, recorder
+        self._fn, self._recorder = fn, recorder
         given = {value.untyped_storage()._cdata for value in inputs if isinstance(value, torch.Tensor)}
         self._written = [
             (place, output.data)
@@ -27,10 +27,6 @@ class Replayed:
         for _, output in self._written:
             if output.is_floating_point() and output.numel():
                 _row(output).fill_(float("nan"))  # nothing has been computed yet
-
-    def take_outputs(self) -> Sequence[Any]:
-        outputs, self._outputs = self._outputs, ()
-        return outputs
 
     def replay(self) -> None:
         self._recorder.replays += 1
@@ -56,11 +52,13 @@ class Recorder:
     def stream(self, device: torch.device) -> int:
         return self.current
 
-    def record(self, fn, inputs: Sequence[Any], device: torch.device, is_common: bool) -> Replayed:
+    def record(
+        self, fn, inputs: Sequence[Any], device: torch.device, is_common: bool
+    ) -> tuple[Replayed, Any]:
         outputs = fn(list(inputs))
         self.records += 1
         self.common.append(is_common)
-        return Replayed(fn, inputs, outputs, self)
+        return Replayed(fn, inputs, outputs, self), outputs
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:

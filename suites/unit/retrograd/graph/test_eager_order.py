@@ -9,8 +9,7 @@ import torch
 
 from retrograd._torch.autograd.engine import EngineRequest
 from retrograd._torch.autograd.live_graph import read_live_graph, read_ranks
-from retrograd.graph.eager_order import ROOT, eager_walk, engine_walk
-from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
+from retrograd.graph.eager_order import ROOT, Edge, LiveGraph, LiveNode, eager_walk, engine_walk
 
 LEAF = 2**64 - 1
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import retrograd
-from retrograd._torch.autograd.function_flags import materializes_grads
+from retrograd._torch.autograd.nodes import materializes_grads
 from unit.retrograd.programs import Square
 
 CONTEXTS = {

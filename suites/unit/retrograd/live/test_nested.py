@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 import retrograd
-from retrograd._torch.autograd import hook_changes, queries
+from retrograd._torch.autograd import hooks, queries
 from retrograd.live.session import MOST_NESTED
 from unit.retrograd.programs import Square, leaf
 
@@ -230,7 +230,7 @@ def test_an_error_in_a_nested_backward_leaves_no_state_behind(caught: bool) -> N
         with contextlib.nullcontext() if caught else pytest.raises(Mine):
             h.sum().backward()
         assert queries.plans_under_way() == 0
-        assert hook_changes._watched == []
+        assert hooks._watched == []
         assert (w.grad is not None) is caught
         w.grad = None
         Square.apply(w).sum().backward()

@@ -74,8 +74,8 @@ forward under `torch.compile`; CA: with stock compiled autograd around the backw
     checkpoints of both kinds (CA)      checkpoints_of_both_kinds
 
 The modules aot_* go through the rest of what a function compiled ahead can meet: mutation of data, sizes and
-storages; aliases among inputs and outputs; structures; subclasses; random numbers; sizes; order; uses of the
-graph; modes; modules; what was saved; Functions; cotangents; checkpoints.
+storages; aliases among inputs and outputs; structures; subclasses; random numbers; sizes; numbers; order;
+uses of the graph; modes; modules; what was saved; Functions; cotangents; checkpoints.
 
 The module replayed_steps repeats steps of one shape, for what records and replays them.
 
@@ -103,6 +103,7 @@ from gradparity.corpus.scenarios import (
     aot_modes,
     aot_modules,
     aot_mutation,
+    aot_numbers,
     aot_order,
     aot_random,
     aot_saved,
@@ -219,6 +220,7 @@ TOPICS = (
     aot_subclasses,
     aot_random,
     aot_sizes,
+    aot_numbers,
     aot_order,
     aot_graph_uses,
     aot_modes,

@@ -36,7 +36,7 @@ REQUIRED = {
     "_functionalize_was_inductor_storage_resized _functionalize_mutation_counter _is_functional_tensor "
     "_mirror_autograd_meta_to _sync",
     "torch:_C.": "DisableTorchFunction DisableTorchFunctionSubclass _AutoDispatchBelowAutograd "
-    "_DisableAutocast _FunctionBase _TorchDispatchModeKey _current_graph_task_id _dispatch_keys "
+    "_DisableAutocast _FunctionBase _TorchDispatchModeKey _current_graph_task_id "
     "_get_deterministic_algorithms _get_deterministic_algorithms_warn_only _get_dispatch_mode "
     "_get_tracing_state _is_any_autocast_enabled _len_torch_dispatch_stack _len_torch_function_stack "
     "_set_grad_enabled _storage_Use_Count",
@@ -49,7 +49,7 @@ REQUIRED = {
     "torch._dynamo:": "optimize",
     "torch._dynamo.compiled_autograd:": "compiled_autograd_enabled ops",
     "torch._dynamo.eval_frame:": "_optimize _stance",
-    "torch._ops:": "HigherOrderOperator OpOverload OperatorBase",
+    "torch._ops:": "HigherOrderOperator OpOverload",
     "torch._subclasses:": "FakeTensor",
     "torch.fx.graph:": "_FindNodesLookupTable _Namespace",
 }
@@ -155,12 +155,6 @@ def _leaf() -> torch.Tensor:
     return torch.ones((), device="cpu", requires_grad=True)
 
 
-def _unlike_in_use() -> list[str]:
-    """What is otherwise in use, seen on a thread of its own, which has no modes."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: [*unlike_backward(), *unused_entrances()]).result()
-
-
 @functools.cache
 def check_supported() -> None:
     """Raise `UnsupportedTorchError` unless this torch offers the protocol. Runs once per process.
@@ -173,7 +167,8 @@ def check_supported() -> None:
     is_tested = torch.__version__.startswith(tuple(f"{release}." for release in TESTED))
     missing = [*missing_names(), *unlike_calls()]
     if not missing and not is_tested:
-        missing += _unlike_in_use()
+        with ThreadPoolExecutor(1) as thread:  # of its own, which has no modes
+            missing += thread.submit(lambda: [*unlike_backward(), *unused_entrances()]).result()
     if missing:
         raise UnsupportedTorchError(torch.__version__, missing)
     if not is_tested:

@@ -55,7 +55,7 @@ def tree_flatten(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[Any], TreeSpec
     leaves, spec = _flatten(tree, is_leaf=is_leaf)
     return (
         _flatten(_with_records(tree, is_leaf), is_leaf=is_leaf)
-        if _holds_dataclass(leaves)
+        if any(map(_is_dataclass, leaves))
         else (leaves, spec)
     )
 
@@ -72,10 +72,6 @@ def tree_flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], TreeSpec]:
 
 def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, (type, _Record))
-
-
-def _holds_dataclass(leaves: Iterable[Any]) -> bool:
-    return any(map(_is_dataclass, leaves))
 
 
 def _with_records(tree: Any, is_leaf: IsLeaf) -> Any:

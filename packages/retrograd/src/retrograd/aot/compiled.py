@@ -15,10 +15,10 @@ from retrograd._torch.pytree import tree_flatten
 from retrograd._torch.trace import InputGuard
 from retrograd.aot.calls import FlatCall
 from retrograd.aot.run.call import CompiledFunction
-from retrograd.errors import CallError, Reason
+from retrograd.errors import CallError, CodeFailedError, NotReadyError, Reason
 from retrograd.graph.capture_state import CaptureState, Leaf
 from retrograd.graph.partition import Partition
-from retrograd.specialize import CodeFailedError, NotReadyError, guard_as_traced
+from retrograd.specialize.guard import guard_as_traced
 
 
 class Compiled:

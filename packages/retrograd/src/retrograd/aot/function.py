@@ -31,7 +31,8 @@ from retrograd.config import Config, Policy
 from retrograd.errors import CaptureError, OptionError, Reason
 from retrograd.passes.aten import pass_named
 from retrograd.report import Report, process_report, reason_of
-from retrograd.specialize import CallGuard, Specialized, Variant
+from retrograd.specialize.callable import Specialized, Variant
+from retrograd.specialize.guard import CallGuard
 
 _STAGE = "aot.function"
 

@@ -9,10 +9,10 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
+from retrograd._torch.fx import copied_module
 from retrograd.errors import PassError, Reason
-from retrograd.graph.copies import copied
 from retrograd.graph.joint_graph import JointValues
-from retrograd.graph.render_joint import rendered
+from retrograd.graph.render import rendered
 from retrograd.passes.aten import AnyPass, PassReport, pass_named, run_passes
 
 
@@ -48,7 +48,9 @@ class JointGraph(JointValues):
             raise _too_many(len(named), options)
         chosen = [functools.partial(one, **options) if options else one for one in named]
         earlier = [report.name for report in self.reports]
-        gm, reports = run_passes(copied(self.gm), self.example_inputs, chosen, texts=texts, earlier=earlier)
+        gm, reports = run_passes(
+            copied_module(self.gm), self.example_inputs, chosen, texts=texts, earlier=earlier
+        )
         return replace(self, gm=gm, reports=(*self.reports, *reports))
 
     @property

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import has_effect, is_mutating, lazy_graph_module
-from retrograd._torch.state import insert_replay
+from retrograd._torch.fx import copied_module, has_effect, insert_replay, is_mutating, lazy_graph_module
 from retrograd.aot.extract import extract, needed_between
 from retrograd.aot.policies import choose_saved, draws_random_numbers
 from retrograd.aot.sink_recompute import compute_again_late
@@ -28,7 +27,6 @@ from retrograd.aot.trace.aliases import (
 )
 from retrograd.config import Policy
 from retrograd.errors import Reason, VerificationError
-from retrograd.graph.copies import copied
 from retrograd.graph.joint import Cotangent, Gradient
 from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.partition import Partition, RegionBackward, Saved, SavedKind
@@ -57,7 +55,7 @@ def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
 def _copied(joint: JointValues) -> JointValues:
     """The same with a graph that may be changed."""
     values = {name: getattr(joint, name) for name in JointValues.__dataclass_fields__}
-    return JointValues(**{**values, "gm": copied(joint.gm, lazy_graph_module)})
+    return JointValues(**{**values, "gm": copied_module(joint.gm, lazy_graph_module)})
 
 
 @dataclass

@@ -15,7 +15,7 @@ from retrograd._torch.inductor import cut_by
 from retrograd.aot.trace.aliases import Memory, is_backward, is_number, read_by_backward
 from retrograd.config import PARTITIONERS, Policy
 from retrograd.errors import OptionError, Reason, VerificationError
-from retrograd.graph.dependence import cotangents_reaching
+from retrograd.graph.joint import cotangents_reaching
 from retrograd.graph.joint_graph import JointValues
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)

@@ -12,19 +12,63 @@ forward saves for its backward): while somebody holds these, the recording that 
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
-from retrograd._torch.tensor import layout_of
-from retrograd.cudagraphs.address_history import AddressHistory
+from retrograd._torch.cuda import CudaRecorder
+from retrograd._torch.tensor import geometry_of
 from retrograd.cudagraphs.recorded import Recorded
-from retrograd.cudagraphs.recorder import Boxed, Recorder
-from retrograd.cudagraphs.refusals import HELD, NOT_NOW, refusal
+from retrograd.cudagraphs.refusals import HELD, NOT_NOW, device_of, refusal, why_not_recorded
 from retrograd.errors import Reason, first_line
 from retrograd.events import counters
+from retrograd.graph.emit import Boxed
+from retrograd.process import ForkSafeLock
+
+#: how many calls without a recording are remembered.
+REMEMBERED = 4
+
+
+class AddressHistory:
+    """The addresses of the last calls.
+
+    Attributes:
+        copied: places of inputs whose address does not matter any more.
+    """
+
+    def __init__(self) -> None:
+        self.copied: frozenset[int] = frozenset()
+        self._last: deque[list[int]] = deque(maxlen=REMEMBERED)
+
+    def note(self, addresses: list[int]) -> bool:
+        """Note a call that no recording fits; whether to record it: its addresses have come before, or they
+        have been others each time, so that those which changed are copied from now on."""
+        if any(not self._changed(addresses, before) for before in self._last):
+            return True
+        if len(self._last) < REMEMBERED - 1:
+            self._last.append(addresses)
+            return False
+        for before in self._last:
+            self.copy_what_differs(addresses, before)
+        self._last.clear()
+        return True
+
+    def forget(self, addresses: list[int]) -> None:
+        """There is a recording for these."""
+        others = [before for before in self._last if self._changed(addresses, before)]
+        self._last = deque(others, maxlen=REMEMBERED)
+
+    def copy_what_differs(self, addresses: list[int], before: list[int]) -> None:
+        """From now on, inputs whose addresses differ between the two are copied."""
+        self.copied |= self._changed(addresses, before)
+
+    def _changed(self, addresses: list[int], before: list[int]) -> set[int]:
+        pairs = enumerate(zip(addresses, before, strict=True))
+        return {i for i, (now, then) in pairs if now != then and i not in self.copied}
+
 
 #: calls that run as they are before one is recorded: they compile, choose kernels and make workspaces.
 WARM_UPS = 2
@@ -49,7 +93,7 @@ class GraphedCall:
     def __init__(
         self,
         fn: Boxed,
-        recorder: Recorder,
+        recorder: CudaRecorder,
         device: torch.device,
         *,
         kept: Collection[int] = (),
@@ -58,7 +102,7 @@ class GraphedCall:
     ) -> None:
         self._fn, self._recorder, self._device = fn, recorder, device
         self._kept, self._loose, self._tell = frozenset(kept), tuple(loose), tell
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._told: set[Reason] = set()
         self._recordings: list[Recorded] = []
         self._history = AddressHistory()
@@ -68,7 +112,7 @@ class GraphedCall:
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """The results; `inputs` is emptied."""
-        if self._refused or not self._lock.acquire(blocking=False):
+        if self._refused or not self._lock.take_if_free():
             return self._plainly(inputs)
         try:
             recorded = self._recorded_for(inputs)
@@ -131,7 +175,7 @@ class GraphedCall:
                 return f"an input is {type(value).__name__}, and no tensor"
             if value is not None and value.device != self._device:
                 return f"an input is on {value.device}, and not on {self._device}"
-            if value is not None and layout_of(value) is None:
+            if value is not None and geometry_of(value) is None:
                 return "an input is lazily conjugated or negated, sparse or batched"
         return None
 
@@ -169,3 +213,30 @@ _MOVING = refusal(
     f"{MOST_MADE} recordings were made, and its inputs still come from other places",
     "nothing to do: results are the same",
 )
+
+
+_recorder = CudaRecorder()
+
+
+def graphed(
+    code: Boxed,
+    *graphs: fx.Graph,
+    kept: Collection[int] = (),
+    loose: Sequence[int] = (),
+    tell: Callable[[Reason], None],
+) -> Boxed:
+    """`code`, replayed where that is safe.
+
+    Args:
+        code: takes a list of inputs, to none of which it writes.
+        graphs: all that it was compiled from, with the fakes of their values.
+        kept, loose: as `GraphedCall` takes them.
+        tell: told, once each, why a call is not replayed.
+
+    Returns:
+        `code` itself if it is never to be recorded.
+    """
+    if (reason := why_not_recorded(graphs, _recorder.device_type)) is not None:
+        tell(reason)
+        return code
+    return GraphedCall(code, _recorder, device_of(graphs), kept=kept, loose=loose, tell=tell)

@@ -1,7 +1,10 @@
 """One recording of a call, for inputs at certain places.
 
-In: the inputs of a call that is recorded. Out: `Recorded`, which says whether it fits the inputs of a later
-call, and gives their results.
+In: the inputs of a call that is recorded. Out: `Recorded`, which says whether it fits the
+inputs of a later call, and gives their results: in memory of their own, so that the next replay does not
+change them; those that are, or lie in, an input are, or lie in, the input of this call. Results that are
+declared *kept* stay where the recording writes them: then the next replay has to wait until everybody has let
+go of them.
 """
 
 from __future__ import annotations
@@ -11,10 +14,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from retrograd._torch.tensor import addresses_are, is_dense, layout_of, new_memory, whole_of
+from retrograd._torch.cuda import CudaRecorder
+from retrograd._torch.tensor import (
+    addresses_are,
+    geometry_of,
+    holders,
+    is_dense,
+    new_memory,
+    reinterpreted,
+    storage_of,
+    whole_of,
+)
 from retrograd._torch.trace import copy_each
-from retrograd.cudagraphs.recorder import Boxed, Recorder
-from retrograd.cudagraphs.results import Results
+from retrograd.errors import Refusal
+from retrograd.graph.emit import Boxed
 
 
 class Recorded:
@@ -36,7 +49,7 @@ class Recorded:
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: CudaRecorder,
         device: torch.device,
         fn: Boxed,
         inputs: Sequence[Any],
@@ -47,19 +60,21 @@ class Recorded:
         self._copied = [_Copied.of(i, inputs[i]) for i in tensors if i in copied]
         buffers = {one.place: one.buffer for one in self._copied}
         self._static = [i for i in tensors if i not in buffers]
-        self._layouts = {i: layout_of(inputs[i]) for i in tensors}
+        self._layouts = {i: geometry_of(inputs[i]) for i in tensors}
         self.addresses = [v.data_ptr() if isinstance(v, torch.Tensor) else 0 for v in inputs]
         given = [buffers.get(i, value) for i, value in enumerate(inputs)]
-        recording = recorder.record(fn, given, device, is_common=not kept)
-        self._replay = recording.replay
-        self._results = Results(recording.take_outputs(), given, kept)
+        graph, outputs = recorder.record(fn, given, device, is_common=not kept)
+        self._replay = graph.replay
+        self._results = Results(outputs, given, kept)
+        del outputs  # who holds one from now on is told from that
         self._results.settle()
-        self._groups = _by_dtype(self._copied)
+        groups = _by_dtype([one.target for one in self._copied])
+        self._groups = [[self._copied[i] for i in group] for group in groups]
 
     def fits(self, inputs: list[Any], loose: Sequence[int]) -> bool:
         """Whether a replay reads these inputs. Only those at `loose` may have other sizes and strides than
         the recorded ones."""
-        if any(layout_of(inputs[i]) != self._layouts[i] for i in loose if i in self._layouts):
+        if any(geometry_of(inputs[i]) != self._layouts[i] for i in loose if i in self._layouts):
             return False
         return addresses_are(inputs, self.addresses, self._static)
 
@@ -97,9 +112,145 @@ class _Copied(NamedTuple):
         return value if self.target is self.buffer else whole_of([value])
 
 
-def _by_dtype(copied: Sequence[_Copied]) -> list[list[_Copied]]:
-    groups: dict[torch.dtype, list[_Copied]] = {}
-    for one in copied:
-        if one.target.numel():
-            groups.setdefault(one.target.dtype, []).append(one)
+class _View(NamedTuple):
+    """A result, `place`, that begins `further` elements behind the tensor number `of`."""
+
+    place: int
+    of: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    further: int
+
+    def on(self, tensor: torch.Tensor) -> torch.Tensor:
+        return reinterpreted(tensor, self.size, self.stride, self.further)
+
+
+class Results:
+    """How to hand out the results of one recording.
+
+    Args:
+        outputs: as recorded. Those that share memory with an input are not held.
+        inputs: as the recording got them.
+        kept: places of results that stay where they are, unless they share memory with one that does not.
+
+    Raises:
+        Refusal: a result shows an input, or another result, as another dtype.
+    """
+
+    def __init__(self, outputs: Sequence[Any], inputs: Sequence[Any], kept: Collection[int]) -> None:
+        self._constants: list[Any] = [None if isinstance(o, torch.Tensor) else o for o in outputs]
+        self._passed: list[tuple[int, int]] = []
+        #: results that are the one at an earlier place: whoever counts references must find them.
+        self._same: list[tuple[int, int]] = []
+        self._of_inputs: list[_View] = []
+        self._kept: list[tuple[int, torch.Tensor]] = []
+        #: what is copied, and where the copies stand among the results, or of which copies they are views.
+        self._sources: list[torch.Tensor] = []
+        self._direct: list[tuple[int, int]] = []
+        self._of_copies: list[_View] = []
+        handed_out = {id(output) for place, output in enumerate(outputs) if place not in kept}
+        self._divide(outputs, inputs, {place for place in kept if id(outputs[place]) not in handed_out})
+        self._layouts = [(tuple(s.shape), tuple(s.stride()), s.dtype) for s in self._sources]
+        self._by_dtype = _by_dtype(self._sources)
+        self._storages = sorted({storage_of(tensor) for _, tensor in self._kept})
+        self._at_rest: list[int] = []
+
+    def settle(self) -> None:
+        """Nobody but the recording holds the results now: who does later is told from that."""
+        self._at_rest = holders(self._storages)
+
+    @property
+    def are_held(self) -> bool:
+        """Whether somebody still holds a kept result of the last replay."""
+        return bool(self._storages) and holders(self._storages) != self._at_rest
+
+    def hand_out(self, inputs: Sequence[Any]) -> list[Any]:
+        """The results of the replay that has just been made with `inputs`."""
+        results = list(self._constants)
+        for place, i in self._passed:
+            results[place] = inputs[i]
+        for view in self._of_inputs:
+            results[view.place] = view.on(inputs[view.of])
+        for place, tensor in self._kept:
+            results[place] = tensor.data  # with a version counter of its own
+        copies = self._copies()
+        for place, i in self._direct:
+            results[place] = copies[i]
+        for view in self._of_copies:
+            results[view.place] = view.on(copies[view.of])
+        for place, earlier in self._same:
+            results[place] = results[earlier]
+        return results
+
+    def _copies(self) -> list[torch.Tensor]:
+        if not self._sources:
+            return []
+        make = new_memory(self._sources[0].device)
+        copies = [make(*layout) for layout in self._layouts]
+        for group in self._by_dtype:
+            copy_each([copies[i] for i in group], [self._sources[i] for i in group])
+        return copies
+
+    # once
+
+    def _divide(self, outputs: Sequence[Any], inputs: Sequence[Any], kept: Collection[int]) -> None:
+        given = {(storage_of(t), t.dtype): i for i, t in enumerate(inputs) if _has_memory(t)}
+        storages = {storage for storage, _ in given}
+        made: dict[int, list[int]] = {}
+        objects = {id(value): i for i, value in enumerate(inputs) if value is not None}
+        seen: dict[int, int] = {}
+        for place, output in enumerate(outputs):
+            if not isinstance(output, torch.Tensor):
+                continue
+            if geometry_of(output) is None:
+                raise Refusal("not-recordable", "a result is lazily conjugated or negated, sparse or batched")
+            if seen.setdefault(id(output), place) != place:
+                self._same.append((place, seen[id(output)]))
+            elif (same := objects.get(id(output))) is not None:
+                self._passed.append((place, same))
+            elif not _has_memory(output):
+                made[-place - 1] = [place]
+            elif (storage := storage_of(output)) in storages:
+                if (i := given.get((storage, output.dtype))) is None:
+                    raise Refusal("not-recordable", "a result shows an input as another dtype")
+                self._of_inputs.append(_view(place, i, output, inputs[i]))
+            else:
+                made.setdefault(storage, []).append(place)
+        for places in made.values():
+            members = {place: outputs[place] for place in places}
+            if all(place in kept for place in places):
+                self._kept += members.items()
+            else:
+                self._copy(members)
+
+    def _copy(self, members: dict[int, torch.Tensor]) -> None:
+        """These results, which share memory if there are several, are copied."""
+        number = len(self._sources)
+        first = next(iter(members))
+        if len(members) == 1 and is_dense(members[first]):
+            self._sources.append(members[first])
+            self._direct.append((first, number))
+            return
+        if len({tensor.dtype for tensor in members.values()}) > 1:
+            raise Refusal("not-recordable", "two results show the same memory as different dtypes")
+        whole = whole_of(list(members.values()))
+        self._sources.append(whole)
+        self._of_copies += [_view(place, number, tensor, whole) for place, tensor in members.items()]
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() != 0
+
+
+def _view(place: int, of: int, tensor: torch.Tensor, base: torch.Tensor) -> _View:
+    further = int(tensor.storage_offset() - base.storage_offset())
+    return _View(place, of, tuple(tensor.shape), tuple(tensor.stride()), further)
+
+
+def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Places of tensors by dtype: one call copies only tensors of one dtype at once."""
+    groups: dict[torch.dtype, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.numel():
+            groups.setdefault(tensor.dtype, []).append(i)
     return list(groups.values())

@@ -33,8 +33,10 @@ def why_not_recorded(graphs: Sequence[fx.Graph], device_type: str = "cuda") -> R
     for node in nodes:
         if (text := _of_call(node) if node.op == "call_function" else None) is not None:
             return refusal("cuda-graphs-operator", f"{text} ({node.name})")
-    values = [value for node in nodes for value in _values(node)]
-    if any(node.op == "placeholder" and _is_number(node) for node in nodes) or any(map(_is_symbolic, values)):
+    values = [value for node in nodes for value in _tensors(node.meta.get("val"))]
+    inputs = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
+    has_numbers = any(value is not None and not isinstance(value, torch.Tensor) for value in inputs)
+    if has_numbers or any(map(_is_symbolic, values)):
         return refusal("cuda-graphs-dynamic", "its sizes are symbolic", "dynamic=False")
     if any(value.layout is not torch.strided for value in values):
         return refusal("cuda-graphs-layout", "it has tensors that are not strided")
@@ -49,7 +51,8 @@ def why_not_recorded(graphs: Sequence[fx.Graph], device_type: str = "cuda") -> R
 
 def device_of(graphs: Sequence[fx.Graph]) -> torch.device:
     """The device of graphs that have only one."""
-    return next(value.device for graph in graphs for node in graph.nodes for value in _values(node))
+    values = (node.meta.get("val") for graph in graphs for node in graph.nodes)
+    return next(tensor.device for value in values for tensor in _tensors(value))
 
 
 def refusal(code: str, text: str, way_out: str = "nothing to do: results are the same") -> Reason:
@@ -89,10 +92,6 @@ def _why_not_random(node: fx.Node) -> str | None:
     return None
 
 
-def _values(node: fx.Node) -> Iterator[torch.Tensor]:
-    yield from _tensors(node.meta.get("val"))
-
-
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -104,8 +103,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _is_symbolic(value: torch.Tensor) -> bool:
     numbers = (*value.shape, *value.stride()) if value.layout is torch.strided else value.shape
     return any(isinstance(number, torch.SymInt) for number in numbers)
-
-
-def _is_number(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return value is not None and not isinstance(value, torch.Tensor)

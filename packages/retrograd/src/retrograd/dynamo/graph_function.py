@@ -20,13 +20,12 @@ from retrograd._torch.dynamo import (
     grad_mode_left,
     guard_same,
     has_symbols,
-    mode_of,
     traced_in,
     why_ended,
     why_not_as_given,
 )
 from retrograd._torch.state import torch_functions_off, why_not_capturable_now
-from retrograd._torch.trace import alias_of_fake, common_base, run_graph
+from retrograd._torch.trace import alias_of_fake, common_base, mode_among, run_graph
 from retrograd.aot.capture import capture
 from retrograd.aot.compile import compile_with
 from retrograd.aot.modules import ModuleState
@@ -40,7 +39,8 @@ from retrograd.errors import CaptureError, Reason
 from retrograd.graph.capture_state import AliasGroup, CaptureState
 from retrograd.graph.joint import PrimalKind
 from retrograd.report import Report, reason_of
-from retrograd.specialize import ANYTHING, MemoryGuard, Specialized, Variant
+from retrograd.specialize.callable import Specialized, Variant
+from retrograd.specialize.guard import MemoryGuard
 
 
 class GraphFunction:
@@ -62,7 +62,7 @@ class GraphFunction:
         self, gm: fx.GraphModule, inputs: Sequence[GraphInput], mode: Any, config: Config, report: Report
     ) -> None:
         self._gm, self._config, self._report = gm, config, report
-        self._mode = mode_of(inputs) or mode
+        self._mode = mode_among(item.value for item in inputs) or mode
         self._module = ModuleState.of(gm)
         self._offset = len(self._module.tensors)
         left = grad_mode_left(gm)
@@ -78,7 +78,7 @@ class GraphFunction:
         writes = any(update.value is not None for update in code.partition.joint.updates)
         self._memory = MemoryGuard([item.given for item in inputs], moving) if writes else None
         self._specialized = Specialized("a graph of Dynamo's", "dynamo", config, report, self._recompiled)
-        self._specialized.add(self._leafness([item.given for item in inputs]), Variant(ANYTHING, code))
+        self._specialized.add(self._leafness([item.given for item in inputs]), Variant(None, code))
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph's code on real inputs."""
@@ -117,11 +117,11 @@ class GraphFunction:
             described[place] = replace(described[place], is_leaf=leaves[place].is_leaf)
         try:
             with traced_in(self._mode):
-                return Variant(ANYTHING, self._compiled(replace(self._state, leaves=tuple(described))))
+                return Variant(None, self._compiled(replace(self._state, leaves=tuple(described))))
         except Exception as error:
             if self._config.strict:
                 raise
-            return Variant(ANYTHING, None, reason_of(error, "dynamo"))
+            return Variant(None, None, reason_of(error, "dynamo"))
 
     def _compiled(self, state: CaptureState) -> CompiledFunction:
         config = self._config

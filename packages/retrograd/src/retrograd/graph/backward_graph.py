@@ -1,7 +1,7 @@
-"""`BackwardGraph`: what capture recorded of one backward, as an FX graph of typed calls.
+"""What capture recorded of one backward, as an FX graph of typed calls, and the steps that it is cut into.
 
-In: built by ``live.capture`` in the order in which the engine walked. Out: read by the scheduling
-pass, which returns another `BackwardGraph` in eager order, and by the segmentation.
+In: built by ``live.capture`` in the order in which the engine walked; cut by ``live.capture.cut``. Out: read
+by the scheduling pass, which returns another `BackwardGraph` in eager order, and by ``live.run.plan``.
 
 Placeholders stand for tensors lifted out of the autograd graph (``input_i``), sizes that have changed
 (``size_i``), lifted scalars (``scalar_i``), hook objects and Function contexts (``hook_i``) and packed
@@ -11,13 +11,75 @@ saved tensors (``packed_i``). Every other node carries a `Call` under ``meta["ca
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from retrograd.graph.aot_backward import InlinedCall
-from retrograd.graph.hook_kind import CallKind, HookKind
+from retrograd.graph.emit import last_uses
+
+
+class HookKind(enum.Enum):
+    """Where a hook hangs. The value is the name under which torch's documentation knows it."""
+
+    TENSOR_PRE = "tensor hook"
+    RETAIN_GRAD = "retain_grad or C++ tensor hook"
+    NODE_PRE = "node pre hook"
+    NODE_POST = "node post hook"
+    POST_ACCUMULATE = "post-accumulate-grad hook"
+    UNPACK = "saved-tensor unpack hook"
+
+
+class CallKind(enum.Enum):
+    """What one call of a `BackwardGraph` is. Only functional kinds may be part of a segment."""
+
+    NODE = "built-in autograd node"
+    VALIDATE = "check of a node's outputs against the metadata of their consumers"
+    COPY_SLICES = "part of an in-place operation on a view"
+    SUM = "sum of the gradients that meet in one buffer"
+    PROJECT = "one element of a call's result"
+    HOOK = "hook"
+    FUNCTION = "autograd.Function backward"
+    CPP_FUNCTION = "C++ autograd function"
+    ATEN = "operation of a backward that AOTAutograd traced"
+    AOT_SAVED = "saved tensors on the context of a function that AOTAutograd compiled"
+    ACCUMULATE = "accumulation into .grad"
+
+    # Every pass asks each call for its kind: this hash is computed in C, that of `Enum` in Python.
+    __hash__ = object.__hash__
+
+    @property
+    def is_functional(self) -> bool:
+        """Whether the call reads and writes nothing but its arguments and results."""
+        return self in _FUNCTIONAL
+
+    @property
+    def is_node(self) -> bool:
+        """Whether the call stands for an autograd node (an inlined node is many calls of `ATEN`)."""
+        return self in _NODES
+
+
+_FUNCTIONAL = frozenset(
+    {
+        CallKind.NODE,
+        CallKind.ATEN,
+        CallKind.VALIDATE,
+        CallKind.COPY_SLICES,
+        CallKind.SUM,
+        CallKind.PROJECT,
+    }
+)
+
+_NODES = frozenset(
+    {
+        CallKind.NODE,
+        CallKind.CPP_FUNCTION,
+        CallKind.FUNCTION,
+        CallKind.COPY_SLICES,
+        CallKind.ACCUMULATE,
+    }
+)
 
 
 class SourceKind(enum.Enum):
@@ -136,3 +198,77 @@ def source_of(node: fx.Node) -> Source:
     source = node.meta["source"]
     assert isinstance(source, Source)
     return source
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Functional calls between two opaque ones.
+
+    Attributes:
+        nodes: the calls, in order.
+        inputs: values from before that they read.
+        outputs: values of theirs that are read later.
+        worth_compiling: whether it holds a node call, not only checks, sums and projections.
+        interpret_because: why it is a segment of its own that is not compiled; empty if it is compiled.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    worth_compiling: bool
+    interpret_because: str = ""
+
+
+@dataclass(frozen=True)
+class OpaqueCall:
+    """One call that runs as eager runs it, with the projections of its result.
+
+    Attributes:
+        node: the call. projections: its ``getitem`` nodes.
+        reason: why it is opaque.
+    """
+
+    node: fx.Node
+    projections: tuple[fx.Node, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """One accumulation into ``.grad``: `node`'s arguments are the variable and the gradient."""
+
+    node: fx.Node
+
+
+PlanStep = Segment | OpaqueCall | Accumulation
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps in order; ``dying[i]`` are the values that no step after number i reads."""
+
+    steps: tuple[PlanStep, ...]
+    dying: tuple[frozenset[fx.Node], ...]
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments, in order."""
+        return tuple(step for step in self.steps if isinstance(step, Segment))
+
+    @property
+    def opaque_calls(self) -> tuple[OpaqueCall, ...]:
+        """The opaque calls, in order."""
+        return tuple(step for step in self.steps if isinstance(step, OpaqueCall))
+
+
+def dying_values(
+    reads: Sequence[Iterable[fx.Node]], outputs: Iterable[fx.Node | None]
+) -> tuple[frozenset[fx.Node], ...]:
+    """For each step, the values that no later step reads.
+
+    Args:
+        reads: by step, the values that it reads or makes. outputs: outlive all steps.
+    """
+    kept = [node for node in outputs if node is not None]
+    last = last_uses([*enumerate(reads), (len(reads), kept)])
+    return tuple(frozenset(last.get(number, ())) for number in range(len(reads)))

@@ -14,8 +14,6 @@ import torch
 
 from retrograd.graph.joint import PrimalKind
 
-LeafKind = PrimalKind | None
-
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
@@ -30,7 +28,7 @@ class Leaf:
     """
 
     name: str
-    kind: LeafKind
+    kind: PrimalKind | None
     value: Any
     requires_grad: bool = False
     is_leaf: bool = True

@@ -1,6 +1,7 @@
 """In which order do the engine's capture walk and eager's execution visit the nodes of a live graph?
 
-In: a `LiveGraph`. Out: two orders of its nodes' indices.
+In: a `LiveGraph`, the autograd graph as it hangs from the roots of one backward, filled by
+``_torch.autograd.live_graph``. Out: two orders of its nodes' indices.
 
 `engine_walk` is the last-in-first-out walk of ``_compiled_autograd_impl``
 (``torch/csrc/dynamo/python_compiled_autograd.cpp``). `eager_walk` is the ready queue of
@@ -13,9 +14,49 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
+
+class Edge(NamedTuple):
+    """An edge to input number `slot` of the node with index `node` in the live graph."""
+
+    node: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class LiveNode:
+    """One autograd node.
+
+    Attributes:
+        handle: the ``torch.autograd.graph.Node`` itself (keeps it alive and identical).
+        name: what ``handle.name()`` says.
+        sequence: its sequence number; AccumulateGrad has the largest there is.
+        edges: one entry per gradient it produces, None where nobody wants it.
+    """
+
+    handle: Any
+    name: str
+    sequence: int
+    edges: tuple[Edge | None, ...]
+
+
+@dataclass(frozen=True)
+class LiveGraph:
+    """All nodes reachable from the roots.
+
+    Attributes:
+        nodes: in order of discovery from the roots.
+        roots: one edge per root of the backward.
+        wanted: indices of nodes that would be executed or captured; None when all of them are
+            (``.backward()`` without ``inputs=``).
+    """
+
+    nodes: tuple[LiveNode, ...]
+    roots: tuple[Edge, ...]
+    wanted: frozenset[int] | None
+
 
 #: stands for the GraphRoot node, which the capture walk always has and the live graph never.
 ROOT = -1

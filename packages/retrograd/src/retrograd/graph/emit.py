@@ -6,13 +6,15 @@ module and no cache of source lines, so it is freed with its last user.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 from torch import fx
 
+#: takes a list of inputs, which it may empty.
+Boxed = Callable[[list[Any]], Sequence[Any]]
 #: types whose values are written as they are.
 _LITERALS = frozenset({int, bool, type(None)})
 
@@ -112,7 +114,7 @@ def last_uses(reads: Iterable[tuple[int, Iterable[Hashable]]]) -> dict[int, list
 
 def boxed_calls(
     inputs: Sequence[fx.Node], calls: Sequence[fx.Node], results: Any, root: object = None
-) -> Callable[[list[Any]], Any]:
+) -> Boxed:
     """A function of a list of inputs, which it empties: it makes `calls` in order and returns `results`.
 
     Args:
@@ -123,7 +125,9 @@ def boxed_calls(
     """
     emit = Emitter("run(args)")
     reads = [(-1, inputs), *((i, (node, *node.all_input_nodes)) for i, node in enumerate(calls))]
-    dying = last_uses([*reads, (len(calls), _nodes_in(results))])
+    returned: list[fx.Node] = []
+    fx.node.map_arg(results, returned.append)
+    dying = last_uses([*reads, (len(calls), returned)])
     emit.unpack(inputs, "args")
     emit.line("args.clear()")
     emit.let_go(dying.get(-1, ()))
@@ -148,33 +152,14 @@ def emit_calls(
         if node.op == "get_attr":
             value = emit.refer("held", attrgetter(str(node.target))(root))
         else:
-            items = [*map(emit.expression, node.args), *_keywords(emit, node.kwargs)]
-            value = f"{_function(emit, node, root)}({', '.join(items)})"
+            named = [f"{name}={emit.expression(argument)}" for name, argument in node.kwargs.items()]
+            items = [*map(emit.expression, node.args), *named]
+            if node.op == "call_method":
+                owner = items.pop(0)
+                called = f"{owner}.{node.target}"
+            else:
+                target = attrgetter(str(node.target))(root) if node.op == "call_module" else node.target
+                called = emit.refer("call", target)
+            value = f"{called}({', '.join(items)})"
         emit.line(f"{emit.name(node)} = {value}")
         emit.let_go(dying.get(i, ()))
-
-
-def _function(emit: Emitter, node: fx.Node, root: object) -> str:
-    target: Any = node.target
-    if node.op == "call_method":
-        target = _Method(target)
-    return emit.refer("call", attrgetter(target)(root) if node.op == "call_module" else target)
-
-
-class _Method(str):
-    """Calls the method of that name."""
-
-    __slots__ = ()
-
-    def __call__(self, owner: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(owner, self)(*args, **kwargs)
-
-
-def _keywords(emit: Emitter, kwargs: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={emit.expression(value)}" for name, value in kwargs.items()]
-
-
-def _nodes_in(argument: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(argument, found.append)
-    return found

@@ -11,7 +11,10 @@ destinations: primals, or boundaries further down. A function with one output ha
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from torch import fx
 
 
 class PrimalKind(enum.Enum):
@@ -156,3 +159,31 @@ class JointSignature:
     def forward_count(self) -> int:
         """How many outputs belong to the forward."""
         return sum(not isinstance(role, Gradient) for role in self.outputs)
+
+
+def cotangents_reaching(graph: fx.Graph, signature: JointSignature) -> Mapping[fx.Node, int]:
+    """For each node, the boundaries whose cotangents it depends on; 0 for a node of the forward.
+
+    Raises:
+        ValueError: the number of placeholders is not that of the signature's inputs.
+    """
+    placeholders = graph.find_nodes(op="placeholder")
+    roles = dict(zip(placeholders, signature.inputs, strict=True))
+    reaching: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        role = roles.get(node)
+        bits = 1 << role.boundary if isinstance(role, Cotangent) else 0
+        for value in node.all_input_nodes:
+            bits |= reaching[value]
+        reaching[node] = bits
+    return reaching
+
+
+def bits_of(boundaries: Iterable[int]) -> int:
+    """A set of boundaries as the bits of one number."""
+    return sum(1 << boundary for boundary in set(boundaries))
+
+
+def boundaries_in(bits: int) -> list[int]:
+    """The boundaries whose bits are set, ascending."""
+    return [boundary for boundary in range(bits.bit_length()) if bits >> boundary & 1]

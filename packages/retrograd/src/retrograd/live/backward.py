@@ -11,8 +11,7 @@ import functools
 from typing import Any
 
 from retrograd._torch.autograd import EngineRequest, leaf_of, read_live_graph
-from retrograd.graph.eager_order import ROOT, eager_walk, engine_walk
-from retrograd.graph.live_graph import LiveGraph
+from retrograd.graph.eager_order import ROOT, LiveGraph, eager_walk, engine_walk
 
 _NOT_OF_LEAVES = (
     "A leaf node was passed to _will_engine_execute_node but we are currently running autograd.grad(). "

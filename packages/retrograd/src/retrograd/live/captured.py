@@ -25,9 +25,8 @@ from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import Refusal, VerificationError
 from retrograd.events import counters, live_log
-from retrograd.graph.backward_graph import BackwardGraph, Source, source_of
+from retrograd.graph.backward_graph import BackwardGraph, CallKind, HookKind, Source, source_of
 from retrograd.graph.eager_order import ROOT, eager_walk, with_steps
-from retrograd.graph.hook_kind import CallKind, HookKind
 from retrograd.live.backward import LiveBackward, unknown_backward
 from retrograd.live.run.plan import Plan
 from retrograd.passes.drop_outputs import without_last_outputs

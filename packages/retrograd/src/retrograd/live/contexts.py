@@ -27,14 +27,15 @@ from retrograd._torch.autograd import (
     answer_queries,
     clear_engine_cache,
     edge_of,
+    installed_compiler,
     is_traced,
     is_transformed,
     plans_under_way,
     run_stock,
+    stock_compiler_off,
     watch_hooks,
     window,
 )
-from retrograd._torch.dynamo import installed_compiler, stock_compiler_off
 from retrograd._torch.patches import handle
 from retrograd._torch.state import compile_stance
 from retrograd.errors import ContextError
@@ -136,9 +137,15 @@ def claim(outputs: Any, session: Session) -> None:
             node.metadata.setdefault(_MARK, session)
 
 
-def run_backward(stock_run: Any, *args: Any, **kwargs: Any) -> Grads:
+def run_backward(
+    stock_run: Any, tensors: Any, grad_tensors: Any, keep_graph: bool, create_graph: bool, inputs: Any = (),
+    *flags: bool, **named: bool,
+) -> Grads:  # fmt: skip
     """Answers ``torch.autograd.graph._engine_run_backward``."""
-    request = EngineRequest.of(*args, **kwargs)
+    wanted = tuple(inputs or ())
+    request = EngineRequest(
+        tuple(tensors), tuple(grad_tensors), keep_graph, create_graph, wanted, *flags, **named
+    )
     entry = next((entry for entry in reversed(_entered.get()) if entry.is_open), None) or ProcessWide.entry()
     stock = installed_compiler()
     if stock is None and entry is not None and plans_under_way() > MOST_NESTED:

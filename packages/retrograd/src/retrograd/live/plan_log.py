@@ -19,10 +19,8 @@ from retrograd._torch.log import CompileId, artifact, compiling, event, new_comp
 from retrograd._torch.trace import noted
 from retrograd.errors import Reason
 from retrograd.events import LOGS, live_log
-from retrograd.graph.backward_graph import NodeCall, call_of
-from retrograd.graph.hook_kind import CallKind
+from retrograd.graph.backward_graph import Accumulation, CallKind, NodeCall, OpaqueCall, Segment, call_of
 from retrograd.graph.render import readable, readable_schedule
-from retrograd.graph.schedule import Accumulation, OpaqueCall, Segment
 from retrograd.report import BackwardReport, LoweringReport
 
 #: how ``_torch.live_graph.forward_line`` writes a line of the user's.

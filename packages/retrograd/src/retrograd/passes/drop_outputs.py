@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from retrograd.graph.backward_graph import BackwardGraph, call_of
-from retrograd.graph.hook_kind import CallKind
+from retrograd.graph.backward_graph import BackwardGraph, CallKind, call_of
 
 
 def without_last_outputs(backward: BackwardGraph, count: int) -> BackwardGraph:

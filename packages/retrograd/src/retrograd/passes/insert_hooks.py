@@ -16,8 +16,15 @@ from typing import Any
 
 from torch import fx
 
-from retrograd.graph.backward_graph import BackwardGraph, Call, Source, SourceKind, call_of
-from retrograd.graph.hook_kind import CallKind, HookKind
+from retrograd.graph.backward_graph import (
+    BackwardGraph,
+    Call,
+    CallKind,
+    HookKind,
+    Source,
+    SourceKind,
+    call_of,
+)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from retrograd._torch.fx import add_call, add_copy
-from retrograd.graph.backward_graph import BackwardGraph, Call, call_of
-from retrograd.graph.hook_kind import CallKind
+from retrograd.graph.backward_graph import BackwardGraph, Call, CallKind, call_of
 from retrograd.graph.verify import verify_layout
 
 #: a node call and a step in it.

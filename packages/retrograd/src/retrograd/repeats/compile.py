@@ -1,21 +1,22 @@
 """Compile a graph in parts: each different one once.
 
-In: an ATen graph, its example inputs, and a function that compiles one. Out: a boxed callable.
+In: an ATen graph, its example inputs, and a function that compiles one. Out: a boxed callable, in
+straight-line Python: a value is let go before the call that reads it last, which then has the only reference.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from retrograd._torch.trace import places_of_symbols, symbols_in
 from retrograd.events import counters
+from retrograd.graph.emit import Boxed, Emitter, last_uses
 from retrograd.repeats.divide import divided
 from retrograd.repeats.outline import Outline, graph_of
-from retrograd.repeats.straight_line import Border, Boxed, EmittedCall, Name, Size, straight_line
 
 #: given a graph, its example inputs and how many results must have their traced strides.
 CompilePart = Callable[[fx.GraphModule, Sequence[Any], int | None], Boxed]
@@ -59,23 +60,10 @@ def compile_in_regions(
             examples = [*(node.meta["val"] for node in part.inputs), *sizes]
             codes[part.key] = compile_part(graph_of(gm, part, sizes), examples, part.pinned)
             counters["region_compiles"] += 1
-        reads = (*map(_name, part.inputs), *(symbols.names[name] for name in missing))
-        steps.append(EmittedCall(codes[part.key], reads, tuple(map(_name, part.outputs))))
+        reads = (*part.inputs, *(symbols.sources[name] for name in missing))
+        steps.append(_Step(codes[part.key], reads, part.outputs))
     counters["region_calls"] += len(steps)
-    placeholders = tuple(map(_name, gm.graph.find_nodes(op="placeholder")))
-    results: Any = gm.graph.output_node().args[0]
-    given = [_name(result) if isinstance(result, fx.Node) else result for result in results]
-    held: dict[str, Any] = {_name(node): _held(gm, node) for node in gm.graph.find_nodes(op="get_attr")}
-    return straight_line(Border(placeholders, symbols.read(), held, given), steps)
-
-
-def _name(node: fx.Node) -> Name:
-    """What the value is called in the code."""
-    return Name(f"v_{node.name}")
-
-
-def _held(gm: fx.GraphModule, node: fx.Node) -> Any:
-    return operator.attrgetter(str(node.target))(gm)
+    return _straight_line(gm, symbols.sizes, steps)
 
 
 class _Symbols:
@@ -83,31 +71,27 @@ class _Symbols:
 
     Attributes:
         missing: by part, their names.
-        names, values: by symbol, the Python name that it has in the code, and the symbolic integer.
+        sources, values: by symbol, what it is read as (a placeholder, or its name), and the symbolic integer.
+        sizes: those that are sizes of placeholders: name, placeholder and dimension.
         is_any_hidden: whether one is a size of no input of the whole either, so that nobody could read it.
     """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], parts: Sequence[Outline]) -> None:
-        self._placeholders = gm.graph.find_nodes(op="placeholder")
-        self._places = places_of_symbols(inputs)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        places = places_of_symbols(inputs)
         is_symbolic = any(map(symbols_in, inputs))
         self.missing = {part: sorted(_missing(part)) if is_symbolic else [] for part in parts}
         wanted = {name for names in self.missing.values() for name in names}
-        self.is_any_hidden = not wanted <= self._places.keys()
-        self.names: dict[str, str] = {}
+        self.is_any_hidden = not wanted <= places.keys()
+        self.sources: dict[str, Hashable] = {}
         self.values: dict[str, Any] = {}
-        self._sizes: list[Size] = []
-        for name in sorted(wanted & self._places.keys()):
-            place, dim = self._places[name]
-            tensor = _name(self._placeholders[place])
-            self.names[name] = tensor if dim is None else f"size_of_{name}"
+        self.sizes: list[tuple[str, fx.Node, int]] = []
+        for name in sorted(wanted & places.keys()):
+            place, dim = places[name]
+            self.sources[name] = placeholders[place] if dim is None else name
             self.values[name] = inputs[place] if dim is None else inputs[place].shape[dim]
             if dim is not None:
-                self._sizes.append(Size(self.names[name], tensor, dim))
-
-    def read(self) -> Sequence[Size]:
-        """Those that are read of tensors."""
-        return self._sizes
+                self.sizes.append((name, placeholders[place], dim))
 
 
 def _missing(part: Outline) -> frozenset[str]:
@@ -115,3 +99,39 @@ def _missing(part: Outline) -> frozenset[str]:
     used = frozenset[str]().union(*map(symbols_in, values))
     used = used.union(*(symbols_in(node.meta.get("val")) for node in part.calls))
     return used - places_of_symbols(values).keys()
+
+
+class _Step(NamedTuple):
+    """A call of `run`: it takes the values `reads` and gives those of `makes`."""
+
+    run: Boxed
+    reads: tuple[Hashable, ...]
+    makes: tuple[fx.Node, ...]
+
+
+def _straight_line(
+    gm: fx.GraphModule, sizes: Sequence[tuple[str, fx.Node, int]], steps: Sequence[_Step]
+) -> Boxed:
+    """A callable of the inputs of `gm` as a list, which it empties, that reads `sizes`, makes `steps` in
+    order and gives the results of `gm`."""
+    emit = Emitter("run(args)")
+    inputs, held = (gm.graph.find_nodes(op=op) for op in ("placeholder", "get_attr"))
+    for node in held:
+        emit.local[node] = emit.refer("held", operator.attrgetter(str(node.target))(gm))
+    results: Any = gm.graph.output_node().args[0]
+    kept = {*held, *(result for result in results if isinstance(result, fx.Node))}
+    came = (*inputs, *(name for name, _, _ in sizes))
+    reads = [(-1, came), *((i, (*step.reads, *step.makes)) for i, step in enumerate(steps))]
+    last = last_uses((place, [value for value in values if value not in kept]) for place, values in reads)
+    if inputs:
+        emit.unpack(inputs, "args")
+    emit.line("args.clear()")
+    for name, tensor, dim in sizes:
+        emit.line(f"{emit.name(name)} = {emit.name(tensor)}.size({dim})")
+    emit.let_go(last.get(-1, ()))
+    for i, step in enumerate(steps):
+        emit.line(f"args = {emit.listed(step.reads)}")
+        emit.let_go(value for value in last.get(i, ()) if value in step.reads)
+        emit.unpack(step.makes, f"{emit.refer('call', step.run)}(args)")
+    emit.line(f"return {emit.expression(list(results))}")
+    return emit.function()

@@ -2,22 +2,27 @@
 
 In: a graph. Out: outlines of consecutive runs of its calls, which are all of them; those that repeat have a
 key that another has too.
+
+A value that crosses a border is written to memory and read again. Matrix products, convolutions and the like
+write what they give in any case, and read what they take; results of the whole graph are written too. Views
+cost nothing beyond the value that they show. Nothing but tensors and sizes can cross.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from retrograd._torch.fx import aliased_inputs, depends_on_data
-from retrograd.graph.repeats import find_repeats
-from retrograd.repeats.calls import TokenisedCall, call_of
-from retrograd.repeats.costs import border_costs
-from retrograd.repeats.outline import Outline, holds_graph, outline
+from retrograd._torch.trace import bytes_of
+from retrograd.graph.repeats import boundary_costs, find_repeats
+from retrograd.repeats.outline import Outline, TokenisedCall, call_of, holds_graph, outline
 
 _OPS = frozenset({"placeholder", "get_attr", "call_function", "output"})
 
@@ -36,7 +41,8 @@ def divided(graph: fx.Graph, least: int, visible: int | None, copies: int = 2) -
         return []
     known = {node: call_of(node) for node in calls}
     repeats = find_repeats([known[node].token for node in calls], border_costs(calls), least, copies)
-    repeats = [repeat for repeat in repeats if not _only_views(calls[repeat.start : repeat.stop])]
+    # Where nothing is computed, no code is shorter than that of as many views.
+    repeats = [one for one in repeats if not all(map(aliased_inputs, calls[one.start : one.stop]))]
     if not repeats:
         return []
     cuts = sorted({0, len(calls), *(cut for repeat in repeats for cut in repeat.cuts())})
@@ -53,11 +59,6 @@ def _can_be_divided(graph: fx.Graph) -> bool:
         or (node.op == "call_function" and depends_on_data(node))
         for node in graph.nodes
     )
-
-
-def _only_views(calls: Sequence[fx.Node]) -> bool:
-    """Whether nothing is computed: no code is shorter than that of as many views."""
-    return all(aliased_inputs(node) for node in calls)
 
 
 def _results(graph: fx.Graph, visible: int | None) -> Mapping[fx.Node, bool]:
@@ -83,3 +84,66 @@ def _united(
             same = [outline([node for part in same for node in part.calls], known, results)]
         united += same
     return united
+
+
+#: kernels of their own, which nothing is fused with: by a part of the operator's name.
+_KERNELS = ("mm", "convolution", "attention", "conv", "embedding", "sort", "topk", "scatter", "index_put")
+_WRITTEN_ANYWAY, _WRITTEN, _FUSED = 0.1, 1.0, 2.0
+
+
+def border_costs(calls: Sequence[fx.Node]) -> list[float | None]:
+    """What a border before each call costs, and one after the last; None where there can be none."""
+    place = {node: i for i, node in enumerate(calls)}
+    owners: dict[fx.Node, fx.Node] = {}
+    last: dict[fx.Node, int] = {}
+    shown: dict[fx.Node, list[fx.Node]] = {}
+    uses: list[tuple[int, int, float | None]] = []
+    for i, node in enumerate(calls):
+        owners[node] = owner = _owner(node, owners)
+        shown.setdefault(owner, []).append(node)
+        used = max((place[user] for user in node.users if user in place), default=i)
+        last[owner] = max(last.get(owner, i), used)
+        if used > i and not _can_cross(node):
+            uses.append((i, used, None))
+    for owner, views in shown.items():
+        if owner in place and last[owner] > place[owner]:
+            uses.append((place[owner], last[owner], _cost(owner, views)))
+    return boundary_costs(len(calls), uses)
+
+
+def _owner(node: fx.Node, owners: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The node whose memory the value shows."""
+    if node.target is operator.getitem and not isinstance(node.args[0].meta.get("val"), torch.Tensor):  # type: ignore[union-attr]
+        bases = aliased_inputs(node.args[0])  # type: ignore[arg-type]
+    else:
+        bases = aliased_inputs(node)
+    return owners.get(bases[0], bases[0]) if bases else node
+
+
+def _can_cross(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if any(user.target is operator.getitem for user in node.users):
+        return False
+    return isinstance(value, (torch.Tensor, torch.SymInt))
+
+
+def _cost(owner: fx.Node, views: Sequence[fx.Node]) -> float:
+    users = [user for view in views for user in view.users if user not in views]
+    kernels = [_is_kernel(user) for user in users]
+    share = _FUSED
+    if _is_kernel(owner) or (kernels and all(kernels)):
+        share = _WRITTEN_ANYWAY
+    elif any(kernels) or any(user.op == "output" for user in users):
+        share = _WRITTEN
+    return share * _bytes(owner.meta.get("val"))
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    name = str(getattr(node.target, "_opname", ""))
+    return any(part in name for part in _KERNELS)
+
+
+def _bytes(value: Any) -> float:
+    if isinstance(value, (tuple, list)):
+        return sum(map(_bytes, value))
+    return bytes_of(value) if isinstance(value, torch.Tensor) else 0.0

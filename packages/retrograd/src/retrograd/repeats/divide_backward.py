@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from retrograd.graph.backward_graph import call_of
-from retrograd.graph.hook_kind import CallKind
+from retrograd.graph.backward_graph import CallKind, call_of
 from retrograd.graph.repeats import boundary_costs, find_repeats
 from retrograd.graph.structure import token_of
 

@@ -22,8 +22,7 @@ from torch import fx
 
 from retrograd._torch.fx import copied
 from retrograd._torch.trace import Traced, fake_mode_of, fake_of
-from retrograd.graph.backward_graph import BackwardGraph
-from retrograd.graph.hook_kind import CallKind
+from retrograd.graph.backward_graph import BackwardGraph, CallKind
 from retrograd.graph.structure import places_of, structure_and_numbers, written
 from retrograd.process import Recent
 

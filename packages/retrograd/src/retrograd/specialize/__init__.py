@@ -3,32 +3,3 @@
 In: what a call is like, and a function that captures and compiles for it. Out: the code, or the reason for
 which the call runs as eager runs it. ``aot.function`` and the graphs of Dynamo share this mechanism.
 """
-
-from __future__ import annotations
-
-from retrograd.specialize.cache import ANYTHING, Guard, GuardedCache
-from retrograd.specialize.callable import (
-    MOST_FAILURES,
-    CodeFailedError,
-    NotReadyError,
-    Specialized,
-    Variant,
-    why_failed,
-)
-from retrograd.specialize.guard import CallGuard, guard_as_traced
-from retrograd.specialize.memory import MemoryGuard
-
-__all__ = [
-    "ANYTHING",
-    "MOST_FAILURES",
-    "CallGuard",
-    "CodeFailedError",
-    "Guard",
-    "GuardedCache",
-    "MemoryGuard",
-    "NotReadyError",
-    "Specialized",
-    "Variant",
-    "guard_as_traced",
-    "why_failed",
-]

@@ -1,38 +1,34 @@
 """A callable that compiles itself for each kind of call that it meets.
 
 In: a key, the flat inputs, and functions that compile for them and that run them eagerly. Out: the result,
-and what happened in a `Report`.
+and what happened in a `Report`. Code is found again by the key, which must be equal, and a guard, which must
+hold for the inputs.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from retrograd.config import Config
-from retrograd.errors import CaptureError, Reason, UnlikeTracedError
+from retrograd.errors import CaptureError, CodeFailedError, NotReadyError, Reason, UnlikeTracedError
 from retrograd.events import counters
 from retrograd.process import ForkSafeLock
 from retrograd.report import Report, reason_of
-from retrograd.specialize.cache import Guard, GuardedCache
 
 #: how often the code of one variant may fail where eager does not, before it is given up.
 MOST_FAILURES = 2
 
 
-class CodeFailedError(Exception):
-    """Compiled code raised before it changed anything; the cause is what it raised."""
+class Guard(Protocol):
+    """What must hold for a variant to be used."""
 
-
-class NotReadyError(Exception):
-    """There is no code yet; calls run eagerly for this reason until there is."""
-
-    def __init__(self, reason: Reason) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
+    def fits(self, values: Sequence[Any]) -> bool:
+        """Whether it holds for `values`."""
 
 
 def why_failed(what: str, error: BaseException, stage: str) -> Reason:
@@ -51,15 +47,68 @@ class Variant:
     """What is known about one kind of call.
 
     Attributes:
-        guard: when it applies, of the calls with its key.
+        guard: when it applies, of the calls with its key; None: to all of them.
         run: the code, for flat inputs; None: such calls run eagerly, for `reason`.
         failures: how often the code has raised where eager did not.
+        used: when it was used last, on the clock of its cache.
     """
 
-    guard: Guard
+    guard: Guard | None
     run: Callable[[Sequence[Any]], Any] | None
     reason: Reason | None = None
     failures: int = 0
+    used: int = 0
+
+
+class VariantCache:
+    """Variants by key, and of those of one key, the first whose guard holds. When there are too many, the one
+    that was not used for longest is given up.
+
+    Args:
+        size: how many are kept, of all keys together; at least one.
+    """
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"a cache keeps at least one entry, not {size}")
+        self._size = size
+        self._kept: dict[Hashable, list[Variant]] = {}
+        self._clock = itertools.count()
+        self._lock = ForkSafeLock()
+
+    def find(self, key: Hashable, values: Sequence[Any]) -> Variant | None:
+        """The variant for `values`; None if there is none."""
+        for variant in self._kept.get(key, ()):
+            if variant.guard is None or variant.guard.fits(values):
+                variant.used = next(self._clock)
+                return variant
+        return None
+
+    def known(self, key: Hashable) -> list[Variant]:
+        """All variants of `key`, oldest first."""
+        return list(self._kept.get(key, ()))
+
+    def add(self, key: Hashable, variant: Variant) -> None:
+        """Keep `variant`."""
+        with self._lock:
+            variant.used = next(self._clock)
+            self._kept[key] = [*self._kept.get(key, ()), variant]
+            while len(self) > self._size:
+                found = ((key, one) for key, variants in self._kept.items() for one in variants)
+                its_key, oldest = min(found, key=lambda each: each[1].used)
+                left = [one for one in self._kept[its_key] if one is not oldest]
+                if left:
+                    self._kept[its_key] = left
+                else:
+                    del self._kept[its_key]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._kept = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._kept.values()))
 
 
 class Specialized:
@@ -83,7 +132,7 @@ class Specialized:
     ) -> None:
         self._name, self._stage, self._config, self._report = name, stage, config, report
         self._compile = compile
-        self._variants: GuardedCache[Variant] = GuardedCache(config.cache_size)
+        self._variants = VariantCache(config.cache_size)
         self._lock = ForkSafeLock()
 
     def __call__(self, key: Hashable, leaves: Sequence[Any], eagerly: Callable[[], Any]) -> Any:
@@ -141,7 +190,10 @@ class Specialized:
                 return found
             known = self._variants.known(key)
             if len(known) >= self._config.recompile_limit:
-                return Variant(known[-1].guard, None, self._limit())
+                text = f"{self._name} was called with more kinds of input than recompile_limit"
+                way_out = "dynamic=True, or a larger recompile_limit"
+                reason = Reason("recompile-limit", text, self._stage, way_out=way_out)
+                return Variant(known[-1].guard, None, reason)
             made = self._compile(key, leaves, known)
             self._variants.add(key, made)
             return made
@@ -158,11 +210,3 @@ class Specialized:
             variant.run, variant.reason = None, reason
         self._report.fell_back(reason, f"a call of {self._name} ran eagerly")
         return result
-
-    def _limit(self) -> Reason:
-        return Reason(
-            "recompile-limit",
-            f"{self._name} was called with more kinds of input than recompile_limit",
-            self._stage,
-            way_out="dynamic=True, or a larger recompile_limit",
-        )

@@ -2,7 +2,8 @@
 
 In: the flat inputs that it was captured for, and the joint graph. Out: `CallGuard.fits`. Looks at what a
 capture relies on: metadata of tensors and relations between sizes (torch's own guards), which tensors are
-leaves, how wrapper subclasses are made up, and, if the function changes inputs, which of them share memory.
+leaves, how wrapper subclasses are made up, and, if the function changes inputs, which of them share memory
+and where each of these begins in it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.subclass import PLAIN, wrapping_of
-from retrograd._torch.trace import InputGuard
+from retrograd._torch.subclass import is_wrapper, layout_of
+from retrograd._torch.tensor import addresses_are, storage_of
+from retrograd._torch.trace import InputGuard, groups_sharing_memory
 from retrograd.graph.capture_state import CaptureState
 from retrograd.graph.joint_graph import JointValues
-from retrograd.specialize.memory import MemoryGuard
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,13 +40,11 @@ class CallGuard:
     @staticmethod
     def for_joint(leaves: Sequence[Any], joint: JointValues) -> CallGuard:
         """For the inputs that `joint` was captured for, and all others that it is right for."""
-        wrappings = tuple(
-            (primal.leaf, primal.wrapping)
-            for primal in joint.primals
-            if primal.leaf is not None and primal.wrapping is not PLAIN
-        )
-        guard = guard_as_traced(leaves, joint.state)
-        return CallGuard(guard, _inner(leaves), wrappings, _memory_guard(leaves) if joint.updates else None)
+        wrappings = tuple((i, layout_of(leaf)) for i, leaf in enumerate(leaves) if is_wrapper(leaf))
+        # Parameters and buffers stay where they are; other tensors come from anywhere.
+        moving = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.nn.Parameter)]
+        memory = MemoryGuard(leaves, moving) if joint.updates else None
+        return CallGuard(guard_as_traced(leaves, joint.state), _inner(leaves), wrappings, memory)
 
     @staticmethod
     def exact(leaves: Sequence[Any]) -> CallGuard:
@@ -70,14 +69,9 @@ def guard_as_traced(leaves: Sequence[Any], state: CaptureState) -> InputGuard:
     fakes = {
         i: leaf.value
         for i, leaf in enumerate(state.leaves)
-        if isinstance(leaf.value, torch.Tensor) and wrapping_of(leaf.value) is PLAIN
+        if isinstance(leaf.value, torch.Tensor) and not is_wrapper(leaf.value)
     }
     return InputGuard(leaves, list(fakes), list(fakes.values()), state.fake_mode.shape_env)
-
-
-def _memory_guard(leaves: Sequence[Any]) -> MemoryGuard:
-    """Parameters and buffers stay where they are; other tensors come from anywhere."""
-    return MemoryGuard(leaves, [i for i, x in enumerate(leaves) if not isinstance(x, torch.nn.Parameter)])
 
 
 def _inner(leaves: Sequence[Any]) -> tuple[tuple[int, bool], ...]:
@@ -86,3 +80,47 @@ def _inner(leaves: Sequence[Any]) -> tuple[tuple[int, bool], ...]:
         for i, leaf in enumerate(leaves)
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     )
+
+
+#: groups of places that share memory, each with the offsets of its members.
+Layout = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+def memory_layout(values: Sequence[Any]) -> Layout:
+    """Which of the tensors among `values` share memory, and where each of these begins in it."""
+    tensors = {i: value for i, value in enumerate(values) if isinstance(value, torch.Tensor)}
+    groups = groups_sharing_memory(tensors)
+    return tuple((group, tuple(int(tensors[i].storage_offset()) for i in group)) for group in groups)
+
+
+class MemoryGuard:
+    """Guards the sharing of memory. Tensors that lie where they lay in the last call are not looked at again.
+
+    Args:
+        values: the inputs that the code was made for.
+        moving: places of the inputs that lie elsewhere in each call, such as a batch.
+    """
+
+    def __init__(self, values: Sequence[Any], moving: Sequence[int]) -> None:
+        self._layout = memory_layout(values)
+        plain = [i for i, value in enumerate(values) if _is_plain(value)]
+        self._moving = [i for i in moving if i in plain]
+        self._fixed = [i for i in plain if i not in moving]
+        self._is_simple = not self._layout and len(plain) == sum(isinstance(v, torch.Tensor) for v in values)
+        self._addresses: list[int] = []
+        self._storages: frozenset[int] = frozenset()
+
+    def fits(self, values: Sequence[Any]) -> bool:
+        """Whether `values` share memory in the same way."""
+        if self._addresses and self._is_simple and addresses_are(list(values), self._addresses, self._fixed):
+            found = [storage_of(values[i]) for i in self._moving if values[i].numel()]
+            return len(set(found)) == len(found) and self._storages.isdisjoint(found)
+        if memory_layout(values) != self._layout:
+            return False
+        self._addresses = [v.data_ptr() if _is_plain(v) else 0 for v in values]
+        self._storages = frozenset(storage_of(values[i]) for i in self._fixed)
+        return True
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided

@@ -4,18 +4,35 @@ In: arguments of a backward, autograd nodes and hooks. Out: what the engine coll
 """
 
 from retrograd._torch.autograd.aot_functions import is_aot_node, tensors_on_context
-from retrograd._torch.autograd.capture_blockers import is_traced, is_transformed, why_not_collectable
 from retrograd._torch.autograd.capture_turns import window
-from retrograd._torch.autograd.collection import Collected, Kept, clear_engine_cache, collect
-from retrograd._torch.autograd.engine import GATEWAYS, EngineRequest, run_stock
-from retrograd._torch.autograd.free_saved import keeps_saved_tensors, release, request_to_release
-from retrograd._torch.autograd.function_entry import entry_of
-from retrograd._torch.autograd.function_flags import materializes_grads
-from retrograd._torch.autograd.graph_task import outside_of_graph_task, run_in_graph_task
-from retrograd._torch.autograd.hook_changes import HookChanges, LateHook, watch_hooks, watching
-from retrograd._torch.autograd.layout_warning import warn_of_layout
-from retrograd._torch.autograd.leaf_hooks import has_waiting_hooks
+from retrograd._torch.autograd.collection import (
+    Collected,
+    Kept,
+    clear_engine_cache,
+    collect,
+    installed_compiler,
+    stock_compiler_off,
+)
+from retrograd._torch.autograd.engine import (
+    GATEWAYS,
+    EngineRequest,
+    is_traced,
+    is_transformed,
+    run_stock,
+    why_not_collectable,
+)
+from retrograd._torch.autograd.graph_task import outside_of_graph_task, run_in_graph_task, warn_of_layout
+from retrograd._torch.autograd.hooks import (
+    HookChanges,
+    LateHook,
+    call_cpp_tensor_pre_hooks,
+    counts_other_hooks,
+    has_waiting_hooks,
+    watch_hooks,
+    watching,
+)
 from retrograd._torch.autograd.live_graph import (
+    OrderCheck,
     beginning_of,
     edge_of,
     forward_line,
@@ -27,15 +44,23 @@ from retrograd._torch.autograd.live_graph import (
 )
 from retrograd._torch.autograd.nodes import (
     call_node,
+    entry_of,
     fitted,
     input_count,
     leaf_of,
+    materializes_grads,
     refuse_nan,
     tells_undefined,
 )
-from retrograd._torch.autograd.order_check import OrderCheck
 from retrograd._torch.autograd.protocol import EngineProtocol
 from retrograd._torch.autograd.queries import answer_queries, answering, node_under_way, plans_under_way
-from retrograd._torch.autograd.saved_tensors import read_saved, saved_name
-from retrograd._torch.autograd.saved_versions import Versions, modified_error, versions_of
-from retrograd._torch.autograd.torch_hooks import call_cpp_tensor_pre_hooks, counts_other_hooks
+from retrograd._torch.autograd.saved import (
+    Versions,
+    keeps_saved_tensors,
+    modified_error,
+    read_saved,
+    release,
+    request_to_release,
+    saved_name,
+    versions_of,
+)

@@ -7,7 +7,6 @@ with the reason why this backward is better left to the function itself. Read fr
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,14 +24,10 @@ from retrograd.errors import Refusal
 from retrograd.graph.aot_backward import AotBackward, BuiltGradient, Tangent
 
 
-def is_aot_function(ctx: Any) -> bool:
-    """Whether `ctx` is the context of a forward that AOTAutograd compiled."""
-    return hasattr(ctx._forward_cls, "_aot_id") and hasattr(ctx._forward_cls, "_lazy_backward_info")
-
-
 def is_aot_node(node: Any) -> bool:
-    """Whether an autograd node is the context of such a forward."""
-    return hasattr(node, "_forward_cls") and is_aot_function(node)
+    """Whether an autograd node is the context of a forward that AOTAutograd compiled."""
+    function = getattr(node, "_forward_cls", None)
+    return hasattr(function, "_aot_id") and hasattr(function, "_lazy_backward_info")
 
 
 def tensors_on_context(ctx: Any) -> list[torch.Tensor]:
@@ -78,18 +73,18 @@ def _module(compiled: Any) -> fx.GraphModule:
 def _loaded(load: Callable[[], Any]) -> Any:
     """A graph out of AOTAutograd's cache. Loading runs it once, so that random numbers in it, among others,
     become constants: load it with two seeds, and see whether the constants agree."""
-    first, second = (_loaded_with_seed(load, seed) for seed in (1, 2))
+
+    def seeded(seed: int) -> Any:
+        with unset_fake_temporarily(), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return load()
+
+    first, second = seeded(1), seeded(2)
     if isinstance(first, fx.GraphModule):
         constants = zip(first.buffers(), second.buffers(), strict=True)
         if not all(torch.equal(one, two) for one, two in constants):
             raise Refusal("not-inlined", "its graph, as AOTAutograd's cache keeps it, draws random numbers")
     return first
-
-
-def _loaded_with_seed(load: Callable[[], Any], seed: int) -> Any:
-    with unset_fake_temporarily(), torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return load()
 
 
 def _obstacles(module: fx.GraphModule, metadata: Any) -> Iterator[str]:
@@ -118,7 +113,7 @@ def _obstacles_of_call(node: fx.Node) -> Iterator[str]:
             yield f"{target} in its graph changes a tensor in place"
         elif torch.Tag.nondeterministic_seeded in target.tags or "inductor_lookup_seed" in str(target):
             yield f"{target} in its graph draws random numbers"
-        elif target is torch.ops.aten.as_strided.default and _is_placeholder(node.args[0]):
+        elif target is torch.ops.aten.as_strided.default and node.all_input_nodes[0].op == "placeholder":
             yield "as_strided of a saved tensor, whose strides the compiled forward may have chosen otherwise"
     elif getattr(target, "__module__", "") not in _PURE_MODULES:
         yield f"call of {name} in its graph"
@@ -135,10 +130,6 @@ _EFFECTS = frozenset(
 )
 #: where arithmetic on sizes and the picking of results come from.
 _PURE_MODULES = frozenset({"_operator", "operator", "math", "torch", "torch.utils._sympy.functions"})
-
-
-def _is_placeholder(value: Any) -> bool:
-    return isinstance(value, fx.Node) and value.op == "placeholder"
 
 
 # tangents
@@ -207,8 +198,8 @@ def _gradients(module: fx.GraphModule, compiled: Any) -> tuple[Any, ...]:
 def _built(meta: SubclassCreationMeta, is_runtime: bool, outputs: Any) -> BuiltGradient:
     first = meta.flat_tensor_start_idx
     parts = tuple(outputs[first : first + meta.arg_count])
-    return BuiltGradient(parts, functools.partial(_build_subclass, meta, is_runtime))
 
+    def build(*parts: Any) -> Any:
+        return meta.creation_fn([None] * first + list(parts), is_runtime=is_runtime)
 
-def _build_subclass(meta: Any, is_runtime: bool, *parts: Any) -> Any:
-    return meta.creation_fn([None] * meta.flat_tensor_start_idx + list(parts), is_runtime=is_runtime)
+    return BuiltGradient(parts, build)

@@ -10,7 +10,6 @@ pointer for the whole process: ``_torch.autograd.capture_turns`` keeps threads a
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 from torch._C._dynamo import compiled_autograd as engine_protocol
+from torch._dynamo import compiled_autograd as stock
 
 from retrograd._torch.autograd.capture_turns import window
 from retrograd._torch.autograd.engine import EngineRequest, run_stock
@@ -115,9 +115,12 @@ def collect(
             collected.append(call)
 
     captures: list[Any] = []
+    owner = threading.get_ident()
 
     def make() -> Any:
         global _structures
+        if threading.get_ident() != owner:
+            raise Refusal("engine-busy", "a backward of another thread met our capture window")
         _structures += 1
         captures.append(factory())
         return captures[-1]
@@ -130,7 +133,7 @@ def collect(
             clear_engine_cache()
         _collection.receive = receive
         try:
-            with _compiler(functools.partial(_on_own_thread, threading.get_ident(), make)):
+            with _compiler(make):
                 run_stock(quiet)
         finally:
             _collection.receive = prior
@@ -171,12 +174,6 @@ def _forget_foreign_captures() -> None:
         _stock_captures = captures
 
 
-def _on_own_thread(owner: int, factory: Callable[[], Any]) -> Any:
-    if threading.get_ident() != owner:
-        raise Refusal("engine-busy", "a backward of another thread met our capture window")
-    return factory()
-
-
 @contextmanager
 def _compiler(factory: Callable[[], Any] | None) -> Iterator[None]:
     """Install `factory` as the engine's compiler, then restore what was there."""
@@ -185,3 +182,25 @@ def _compiler(factory: Callable[[], Any] | None) -> Iterator[None]:
         yield
     finally:
         engine_protocol.set_autograd_compiler(*prior)
+
+
+def installed_compiler() -> Any | None:
+    """The compiler that stock compiled autograd has installed, another one each time that it is switched on;
+    None if it is off. Ours is never seen here."""
+    if not stock.compiled_autograd_enabled:
+        return None
+    with window.stock():  # no capture of ours is under way on another thread
+        compiler, dynamic = engine_protocol.set_autograd_compiler(None, False)
+        engine_protocol.set_autograd_compiler(compiler, dynamic)
+    return compiler
+
+
+@contextmanager
+def stock_compiler_off() -> Iterator[None]:
+    """Switch stock compiled autograd off, and on again at the end."""
+    with _compiler(None):
+        stock.compiled_autograd_enabled = False
+        try:
+            yield
+        finally:
+            stock.compiled_autograd_enabled = True

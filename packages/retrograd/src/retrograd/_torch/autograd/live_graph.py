@@ -1,14 +1,15 @@
 """Read the autograd graph that hangs from a backward's roots.
 
-In: an `EngineRequest`. Out: a `LiveGraph`. Follows ``next_functions``; the rule for which nodes are
-wanted with ``inputs=`` is that of ``GraphTask::init_to_execute`` in ``torch/csrc/autograd/engine.cpp``.
+In: an `EngineRequest`. Out: a `LiveGraph`, and an `OrderCheck` of later backwards of equal structure. Follows
+``next_functions``; the rule for which nodes are wanted with ``inputs=`` is that of
+``GraphTask::init_to_execute`` in ``torch/csrc/autograd/engine.cpp``.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from retrograd._torch.autograd.engine import EngineRequest
-from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
+from retrograd.graph.eager_order import Edge, LiveGraph, LiveNode, contests
+from retrograd.graph.emit import Emitter
 
 
 def read_ranks(request: EngineRequest) -> tuple[int, ...]:
@@ -100,10 +102,7 @@ def forward_line(node: Any) -> str:
     found = re.search(r'File "([^"]+)", line (\d+).*\n\s*(.*)', frames[-1]) if frames else None
     if found:
         return f"{os.path.basename(found[1])}:{found[2]}  {found[3].strip()}"
-    return _function_line(getattr(node, "_forward_cls", None))
-
-
-def _function_line(function: Any) -> str:
+    function: Any = getattr(node, "_forward_cls", None)
     backward: Any = getattr(function, "backward", None)
     code = getattr(backward, "__code__", None)
     if code is None or (function.__module__ or "").startswith("torch."):
@@ -139,3 +138,71 @@ def _wanted(nodes: Sequence[LiveNode], targets: list[int]) -> frozenset[int]:
                 wanted.add(producer)
                 pending.append(producer)
     return frozenset(wanted)
+
+
+class OrderCheck:
+    """The order of one backward of the whole graph, for others of equal structure. It walks only to the nodes
+    whose numbers eager compares, in generated code: it runs before every backward whose order is visible.
+
+    Args:
+        live: its graph, as discovered.
+        steps: for nodes that stand for several steps, what `graph.eager_order.with_steps` takes.
+    """
+
+    def __init__(self, live: LiveGraph, steps: Mapping[int, Sequence[Sequence[int]]]) -> None:
+        emit = Emitter("compare(roots)")
+        for line in _lines(live, contests(live, steps)):
+            emit.line(line)
+        self._compare = emit.function()
+
+    def holds(self, request: EngineRequest) -> bool:
+        """Whether eager would run `request` in the same order, if its structure is the same."""
+        try:
+            return self._compare([edge_of(root)[0] for root in request.tensors])
+        except (AttributeError, IndexError, TypeError, ValueError):
+            return False  # it is not
+
+
+def _lines(live: LiveGraph, pairs: Sequence[tuple[int, int]]) -> Iterator[str]:
+    wanted = {node for pair in pairs for node in pair}
+    parents = _first_edges(live)
+    on_the_way = set(wanted)
+    for node in sorted(wanted):
+        while node in parents and parents[node][0] not in on_the_way:
+            node = parents[node][0]
+            on_the_way.add(node)
+    below: dict[int, list[tuple[int, int]]] = {}
+    for node in sorted(on_the_way):
+        if node in parents:
+            parent, edge = parents[node]
+            below.setdefault(parent, []).append((node, edge))
+    for place, root in enumerate(live.roots):
+        yield f"n{root.node} = roots[{place}]"
+    # In order of discovery a node stands behind the one by which it is found.
+    for node in sorted(on_the_way):
+        yield from _step(node, below.get(node, []), node in wanted)
+    terms = [f"s{first} > s{second}" for first, second in pairs]
+    yield f"return {' and '.join(terms) or True}"
+
+
+def _step(node: int, below: Sequence[tuple[int, int]], is_wanted: bool) -> Iterator[str]:
+    if is_wanted:
+        yield f"s{node} = n{node}._sequence_nr()"
+    if len(below) == 1:
+        child, edge = below[0]
+        yield f"n{child} = n{node}.next_functions[{edge}][0]"
+    elif below:
+        yield f"f = n{node}.next_functions"
+        for child, edge in below:
+            yield f"n{child} = f[{edge}][0]"
+
+
+def _first_edges(live: LiveGraph) -> dict[int, tuple[int, int]]:
+    """By which edge of which node each node is discovered; roots are given."""
+    roots = {root.node for root in live.roots}
+    found: dict[int, tuple[int, int]] = {}
+    for number, node in enumerate(live.nodes):
+        for place, edge in enumerate(node.edges):
+            if edge is not None and edge.node not in found and edge.node not in roots:
+                found[edge.node] = (number, place)
+    return found

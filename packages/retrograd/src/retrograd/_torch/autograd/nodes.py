@@ -1,4 +1,4 @@
-"""Autograd nodes, called by hand.
+"""Autograd nodes and Functions, called by hand.
 
 In: nodes of an autograd graph (``grad_fn``) and gradients. Out: the gradients they give for each of their
 edges, as ``Engine::evaluate_function`` and ``validate_outputs`` (``torch/csrc/autograd/engine.cpp``) would
@@ -7,18 +7,15 @@ hand them on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from retrograd._torch.autograd.function_flags import materializes_grads
+from retrograd._torch.tensor import zeros_of_slot
 from retrograd.errors import Refusal
-
-
-def edges_of(node: Any) -> tuple[tuple[Any, int] | None, ...]:
-    """One entry per gradient of the node."""
-    return tuple(None if below is None else (below, slot) for below, slot in node.next_functions)
 
 
 def leaf_of(node: Any) -> torch.Tensor | None:
@@ -34,12 +31,6 @@ def input_count(node: Any) -> int:
 def tells_undefined(node: Any) -> bool:
     """Whether the node is a Function that wants None, not zeros, for undefined gradients."""
     return hasattr(node, "apply") and not materializes_grads(node)
-
-
-def zeros_like_input(node: Any, slot: int) -> torch.Tensor:
-    """Zeros of the shape, dtype and device that the node's input `slot` has."""
-    metadata = node._input_metadata[slot]
-    return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
 
 
 def fitted(node: Any, slot: int, grad: torch.Tensor) -> torch.Tensor:
@@ -72,7 +63,7 @@ def call_node(node: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Ten
         results = node(*grads)
         return list(results) if isinstance(results, tuple) else [results]
     if materializes_grads(node):
-        grads = [zeros_like_input(node, i) if grad is None else grad for i, grad in enumerate(grads)]
+        grads = [zeros_of_slot(node, i)() if grad is None else grad for i, grad in enumerate(grads)]
     before = dict(vars(node))
     results = node.apply(*grads)
     if vars(node) != before:
@@ -101,7 +92,7 @@ def _by_edge(node: Any, results: Sequence[Any]) -> list[torch.Tensor | None]:
             f"got {len(results)})",
         )
     values = iter([result for result, want in zip(results, wanted, strict=False) if want])
-    grads = [None if edge is None else next(values) for edge in edges_of(node)]
+    grads = [None if below is None else next(values) for below, _ in node.next_functions]
     for grad in grads:
         if grad is not None and not isinstance(grad, torch.Tensor):
             raise Refusal(
@@ -116,3 +107,45 @@ def _is_expanded(shape: tuple[Any, ...], larger: tuple[Any, ...]) -> bool:
         return False
     pairs = zip(reversed(shape), reversed(larger), strict=False)
     return all(small == large or small == 1 for small, large in pairs)
+
+
+class _Sample(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def materializes_grads(ctx: Any) -> bool:
+    """Whether undefined gradients reach the backward of `ctx` as zeros. torch lets the flag be set, but not
+    be read: it is read in the context's own memory, at the byte that changes when one of ours is switched."""
+    return ctypes.string_at(id(ctx) + flag_offset(), 1) != b"\0"
+
+
+@functools.cache
+def flag_offset() -> int:
+    """Where in a context the flag is.
+
+    Raises:
+        LookupError: switching the flag does not change exactly one byte.
+    """
+    with torch.enable_grad(), torch.inference_mode(False):
+        ctx: Any = _Sample.apply(torch.zeros((), device="cpu", requires_grad=True)).grad_fn
+    images = []
+    for flag in (True, False, True, False):
+        ctx.materialize_grads = flag
+        images.append(ctypes.string_at(id(ctx), torch._C._FunctionBase.__basicsize__))
+    on, off, *again = images
+    changed = [i for i, (one, other) in enumerate(zip(on, off, strict=True)) if one != other]
+    if len(changed) != 1 or again != [on, off] or (on[changed[0]], off[changed[0]]) != (1, 0):
+        raise LookupError(f"torch {torch.__version__} keeps materialize_grads in a way that is not known")
+    return changed[0]
+
+
+def entry_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """What ``function.apply`` calls when no transform is active: torch's C++, bound to the class."""
+    entry: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return entry

@@ -1,7 +1,7 @@
 """The object that the engine talks to when it meets a new structure.
 
 In: the engine's calls, whose forms differ by release, with placeholder tensors of ours for everything
-lifted. Out: the same calls in one form to a `Recorder`, with the recorder's own values.
+lifted. Out: the same calls in one form to a recorder, with the recorder's own values.
 
 The engine never computes with a placeholder; it only passes it on, so an empty CPU tensor per value is
 enough: no fake tensors, no proxies. Source: ``torch/csrc/dynamo/python_compiled_autograd.cpp`` and the
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._dynamo import compiled_autograd as stock
@@ -22,53 +22,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental._backward_state import BackwardState
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from retrograd._torch.autograd.aot_functions import is_aot_function, read_aot_backward
+from retrograd._torch.autograd.aot_functions import is_aot_node, read_aot_backward
 from retrograd._torch.autograd.collection import runtime_wrapper
 from retrograd._torch.releases import accumulated
 from retrograd._torch.tensor import zeros_of_slot
 from retrograd.errors import Refusal
-from retrograd.graph.aot_backward import AotBackward, AotCall
-from retrograd.graph.hook_kind import HookKind
+from retrograd.graph.aot_backward import AotCall
+from retrograd.graph.backward_graph import HookKind
 
 Value = Any  # a value of the recorder (an FX node); None is an undefined gradient
-
-
-class Recorder(Protocol):
-    """What the protocol tells. Lists of values are gradients; None in them is an undefined gradient."""
-
-    def begin(
-        self, inputs: int, sizes: int, scalars: int
-    ) -> tuple[list[Value], list[Value], list[Value]]: ...
-    def enter_node(self, index: int, name: str) -> None: ...
-    def node(
-        self, name: str, fn: Callable[..., Any], grads: list[Value], args: Any, wanted: list[bool]
-    ) -> list[Value]: ...
-    def cpp_function(
-        self, name: str, fn: Callable[..., Any], grads: list[Value], args: Any, wanted: list[bool]
-    ) -> list[Value]: ...
-    def validate(self, fn: Callable[..., Any], outputs: list[Value], args: Any) -> list[Value]: ...
-    def copy_slices_prologue(self, grads: list[Value], base: Any, view: Any) -> list[Value]: ...
-    def copy_slices_epilogue(
-        self, needs: list[bool], result: Value, grads: list[Value], slice_: Value
-    ) -> list[Value]: ...
-    def function(
-        self,
-        context: int,
-        grads: list[Value],
-        saved: list[Value],
-        wanted: list[bool],
-        zeros: tuple[Value, ...],
-        note: str,
-    ) -> list[Value]: ...
-    def aot_backward(self, aot: AotBackward, call: AotCall) -> list[Value]: ...
-    def add(self, old: Value, new: Value) -> Value: ...
-    def accumulate(self, variable: Value, grad: Value, has_post_hooks: bool) -> Value: ...
-    def tensor_hook(self, kind: HookKind, grads: list[Value], hook: int, slot: int) -> list[Value]: ...
-    def node_pre_hook(self, grads: list[Value], hook: int) -> list[Value]: ...
-    def node_post_hook(self, outputs: list[Value], grads: list[Value], hook: int) -> list[Value]: ...
-    def post_accumulate_hook(self, variable: Value, hook: int) -> None: ...
-    def unpack(self, hook: int, packed: int) -> Value: ...
-    def finish(self, outputs: list[Value]) -> Any: ...
 
 
 class EngineProtocol:
@@ -79,10 +41,11 @@ class EngineProtocol:
     something to walk on with, and the exception is raised where nothing is swapped: before the next node.
 
     Args:
-        recorder: is told everything; the artifact it returns from ``finish`` goes into the engine's cache.
+        recorder: is told everything, as ``live.capture.recorder`` is; lists of values are gradients. The
+            artifact that it returns from ``finish`` goes into the engine's cache.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
         self._values: dict[int, Value] = {}
         self._kept: list[torch.Tensor] = []
@@ -104,18 +67,20 @@ class EngineProtocol:
         self._kept.append(tensor)
         return tensor
 
-    def _stand_ins(self, values: Sequence[Value]) -> list[torch.Tensor | None]:
-        return [self._stand_in(value) for value in values]
-
-    def _answer(self, wanted: Sequence[Any], record: Callable[[], Sequence[Value]]) -> list[Any]:
-        """Stand-ins for what `record` returns; if it fails, or something failed before, for nothing in
-        particular, wherever `wanted` is true."""
+    def _answer(self, wanted: Sequence[Any], record: Callable[..., Sequence[Value]], *args: Any) -> list[Any]:
+        """Stand-ins for what `record` returns, called with what `args` stand for; if it fails, or something
+        failed before, for nothing in particular, wherever `wanted` is true."""
         if self._failure is None:
             try:
-                return self._stand_ins(record())
+                return [self._stand_in(value) for value in record(*map(self._read, args))]
             except Exception as error:
                 self._failure = error
         return [self._stand_in(_NOTHING) if want else None for want in wanted]
+
+    def _answer_one(self, record: Callable[..., Value], *args: Any) -> torch.Tensor | None:
+        """The same for one value."""
+        stand_in: torch.Tensor | None = self._answer((True,), lambda *read: [record(*read)], *args)[0]
+        return stand_in
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -149,7 +114,7 @@ class EngineProtocol:
     ) -> tuple[str, list[Any], list[Any], list[Any]]:
         values = self._recorder.begin(len(inputs), len(sizes), len(scalars))
         if not sizes and not scalars:
-            return "0", self._stand_ins(values[0]), [], []
+            return "0", [self._stand_in(value) for value in values[0]], [], []
         symbols = _Symbols()
         fake_sizes = [symbols.integer(size) for size in sizes]
         fake_scalars = [symbols.number(scalar) for scalar in scalars]
@@ -157,7 +122,7 @@ class EngineProtocol:
             self._symbols[_symbol(fake)] = value
         # The engine makes zeros of a symbolic size for an undefined gradient of a custom Function.
         self._modes.enter_context(symbols.fake_mode())
-        return "0", self._stand_ins(values[0]), fake_sizes, fake_scalars
+        return "0", [self._stand_in(value) for value in values[0]], fake_sizes, fake_scalars
 
     def set_node_origin(self, name: str, index: int, function: Any) -> None:
         self._raise_failure()
@@ -176,36 +141,24 @@ class EngineProtocol:
     def apply_functional(self, name: str, grads: list[Any], args: Any, metadata: Sequence[Any]) -> list[Any]:
         wanted = [entry is not None for entry in metadata]
         record = self._recorder.cpp_function if name in _cpp_functions else self._recorder.node
-
-        def recorded() -> list[Value]:
-            return record(name, _bound(name), self._read_list(grads), self._read(tuple(args)), wanted)
-
-        return self._answer(wanted, recorded)
+        return self._answer(wanted, record, name, _bound(name), list(grads), tuple(args), wanted)
 
     def validate_outputs(self, _: Any, outputs: list[Any], args: Any, metadata: Any) -> list[Any]:
-        if all(output is None for output in outputs):
+        wanted = [output is not None for output in outputs]
+        if not any(wanted):
             return outputs
-
-        def recorded() -> list[Value]:
-            fn = _bound("validate_outputs")
-            return self._recorder.validate(fn, self._read_list(outputs), self._read(tuple(args)))
-
-        return self._answer([output is not None for output in outputs], recorded)
+        fn = _bound("validate_outputs")
+        return self._answer(wanted, self._recorder.validate, fn, list(outputs), tuple(args))
 
     def call_copy_slices_prologue(self, inputs: Any, *geometry: Any) -> list[Any]:
-        def recorded() -> list[Value]:
-            base, view = self._read(tuple(geometry[:3])), self._read(tuple(geometry[3:]))
-            return self._recorder.copy_slices_prologue(self._read_list(inputs), base, view)
-
-        return self._answer((True, True, True), recorded)
+        record = self._recorder.copy_slices_prologue
+        return self._answer(
+            (True, True, True), record, list(inputs), tuple(geometry[:3]), tuple(geometry[3:])
+        )
 
     def call_copy_slices_epilogue(self, needs: Any, result: Any, grads: Any, grad_slice: Any) -> list[Any]:
-        def recorded() -> list[Value]:
-            return self._recorder.copy_slices_epilogue(
-                list(needs), self._read(result), self._read_list(grads), self._read(grad_slice)
-            )
-
-        return self._answer(needs, recorded)
+        record = self._recorder.copy_slices_epilogue
+        return self._answer(needs, record, list(needs), result, list(grads), grad_slice)
 
     def proxy_call_backward(
         self,
@@ -227,7 +180,7 @@ class EngineProtocol:
             zeros = tuple(map(self._read_zeros, grads, values))
             read = self._read_list(saved)
             note = ""
-            if is_aot_function(ctx):
+            if is_aot_node(ctx):
                 sizes = self._read_list(ctx._get_compiled_autograd_symints())
                 make_zeros = None if self._symbols else functools.partial(zeros_of_slot, ctx)
                 call = AotCall(context, values, sizes, read, objects, wanted, make_zeros)
@@ -249,15 +202,11 @@ class EngineProtocol:
         return self._read(tuple(grad.shape)), grad.dtype, grad.device, grad.layout
 
     def accumulate(self, old: Any, new: Any) -> torch.Tensor | None:
-        return self._answer((True,), lambda: [self._recorder.add(self._read(old), self._read(new))])[0]
+        return self._answer_one(self._recorder.add, old, new)
 
     def accumulate_grad(self, variable: Any, *rest: Any) -> torch.Tensor | None:
         grad, has_post_hooks, is_answered = accumulated(rest)
-
-        def recorded() -> list[Value]:
-            return [self._recorder.accumulate(self._read(variable), self._read(grad), has_post_hooks)]
-
-        result = self._answer((True,), recorded)[0]
+        result = self._answer_one(self._recorder.accumulate, variable, grad, has_post_hooks)
         return result if is_answered else None
 
     def tensor_pre_hook(self, grads: list[Any], hook: int, slot: int) -> list[Any]:
@@ -267,31 +216,22 @@ class EngineProtocol:
         return self._tensor_hook(HookKind.RETAIN_GRAD, grads, hook, slot)
 
     def _tensor_hook(self, kind: HookKind, grads: list[Any], hook: int, slot: int) -> list[Any]:
-        def recorded() -> list[Value]:
-            return [self._recorder.tensor_hook(kind, self._read_list(grads), hook, slot)[slot]]
-
-        changed = self._answer((True,), recorded)[0]
+        changed = self._answer_one(self._recorder.tensor_hook, kind, grads[slot], hook)
         return [changed if i == slot else grad for i, grad in enumerate(grads)]
 
     def pre_hook(self, grads: Any, hook: int) -> list[Any]:
-        return self._answer(grads, lambda: self._recorder.node_pre_hook(self._read_list(grads), hook))
+        return self._answer(grads, self._recorder.node_pre_hook, list(grads), hook)
 
     def post_hook(self, outputs: Any, grads: Any, hook: int) -> list[Any]:
-        def recorded() -> list[Value]:
-            return self._recorder.node_post_hook(self._read_list(outputs), self._read_list(grads), hook)
-
-        return self._answer([True] * len(outputs), recorded)
+        record = self._recorder.node_post_hook
+        return self._answer([True] * len(outputs), record, list(outputs), list(grads), hook)
 
     def post_acc_grad_hook(self, variable: Any, hook: int) -> list[Any]:
-        def recorded() -> list[Value]:
-            self._recorder.post_accumulate_hook(self._read(variable), hook)
-            return []
-
-        self._answer((), recorded)
+        self._answer_one(self._recorder.post_accumulate_hook, variable, hook)
         return [variable]
 
     def unpack_hook(self, hook: int, packed: int) -> torch.Tensor | None:
-        return self._answer((True,), lambda: [self._recorder.unpack(hook, packed)])[0]
+        return self._answer_one(self._recorder.unpack, hook, packed)
 
     def bind_backward_state(self, index: int) -> Any:
         self._failure = NotImplementedError("BackwardState of a forward compiled under compiled autograd")

@@ -55,17 +55,11 @@ def node_under_way() -> Any:
     return _stack.running[-1][0].current_node() if _stack.running else None
 
 
-def _current() -> Running | None:
-    if not _stack.running:
-        return None
-    running, task = _stack.running[-1]
-    return running if task == torch._C._current_graph_task_id() else None
-
-
 def _answered(answer: Callable[..., Any]) -> Handler:
     def ask(stock: Callable[..., Any], *args: Any) -> Any:
-        running = _current()
-        return stock(*args) if running is None else answer(running, *args)
+        running, task = _stack.running[-1] if _stack.running else (None, None)
+        is_current = running is not None and task == torch._C._current_graph_task_id()
+        return answer(running, *args) if is_current else stock(*args)
 
     return ask
 

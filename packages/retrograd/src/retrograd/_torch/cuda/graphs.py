@@ -1,6 +1,6 @@
 """Record what a function does on a CUDA device, and do it again.
 
-In: a function over a list of tensors. Out: a `CudaRecording`, whose results lie in memory of their own, which
+In: a function over a list of tensors. Out: a CUDA graph, and results that lie in memory of their own, which
 each replay writes anew.
 
 What is recorded allocates from a *pool*. Recordings in the common pool (one for each device and stream) hold
@@ -26,24 +26,6 @@ _Pool = Any  # a pair of numbers, of a type that exists for type checkers only
 
 #: captures by several threads would see each other's cuBLAS workspaces.
 _one_at_a_time = ForkSafeLock()
-
-
-class CudaRecording:
-    """A CUDA graph and its results."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Sequence[Any]) -> None:
-        self.graph = graph
-        self._outputs = outputs
-
-    def take_outputs(self) -> Sequence[Any]:
-        """What the function returned while it was recorded, from now on not held any more. Tensors among it
-        hold values after the first `replay`."""
-        outputs, self._outputs = self._outputs, ()
-        return outputs
-
-    def replay(self) -> None:
-        """Do it again, on the current stream of the device."""
-        self.graph.replay()
 
 
 class CudaRecorder:
@@ -76,7 +58,7 @@ class CudaRecorder:
 
     def record(
         self, fn: Function, inputs: Sequence[Any], device: torch.device, is_common: bool
-    ) -> CudaRecording:
+    ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
         """Record `fn`, called with a list of `inputs`, without running it.
 
         Args:
@@ -85,6 +67,10 @@ class CudaRecorder:
             device: of everything.
             is_common: whether it may share its pool.
 
+        Returns:
+            What replays it, and its results. Tensors among these that belong to no input are written by each
+            replay, the first time by the first one.
+
         Raises:
             Refusal: its memory was not that of the recording.
             Exception: whatever `fn` raises because it is recorded. Nothing was run then.
@@ -92,13 +78,13 @@ class CudaRecorder:
         with _one_at_a_time, torch.cuda.device(device), _quiet():
             torch.cuda.synchronize()
             pool = self._common_pool(device) if is_common else _new_pool()
-            recording = self._capture(fn, inputs, device, pool)
-            _refuse_foreign(recording._outputs, inputs, pool)
-        return recording
+            graph, outputs = self._capture(fn, inputs, device, pool)
+            _refuse_foreign(outputs, inputs, pool)
+        return graph, outputs
 
     def _capture(
         self, fn: Function, inputs: Sequence[Any], device: torch.device, pool: _Pool
-    ) -> CudaRecording:
+    ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._side(device)):
             try:
@@ -112,7 +98,7 @@ class CudaRecorder:
             except BaseException:
                 self._clean(device, pool)
                 raise
-        return CudaRecording(graph, outputs)
+        return graph, outputs
 
     def _side(self, device: torch.device) -> torch.cuda.Stream:
         """Where captures are made: the default stream allows none."""
@@ -124,8 +110,8 @@ class CudaRecorder:
         key = device, self.stream(device)
         if key not in self._common:
             pool = _new_pool()
-            tiny = self._capture(lambda _: [torch.zeros(1, device=device)], [], device, pool)
-            self._common[key] = pool, tiny.graph
+            tiny, _ = self._capture(lambda _: [torch.zeros(1, device=device)], [], device, pool)
+            self._common[key] = pool, tiny
         return self._common[key][0]
 
     # failures

@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -71,30 +71,26 @@ class SideStreams:
 side_streams = SideStreams()
 
 
-@contextmanager
-def in_order_with_streams() -> Iterator[None]:
+def in_order_with_streams() -> AbstractContextManager[None]:
     """Run the block after all that other streams have been given, and let them go on after it."""
-    if not side_streams:
-        yield
-        return
-    _join()
-    try:
-        yield
-    finally:
-        _part()
+    return _between(_join, _part)
+
+
+def user_code_in_order() -> AbstractContextManager[None]:
+    """Inside `in_order_with_streams`: user code may give work to other streams."""
+    return _between(_part, _join)
 
 
 @contextmanager
-def user_code_in_order() -> Iterator[None]:
-    """Inside `in_order_with_streams`: user code may give work to other streams."""
+def _between(before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
     if not side_streams:
         yield
         return
-    _part()
+    before()
     try:
         yield
     finally:
-        _join()
+        after()
 
 
 def is_captured_beside_streams() -> bool:

@@ -11,13 +11,16 @@ from retrograd._torch.dynamo.bridge import (
     graph_inputs,
     guard_same,
     has_symbols,
-    mode_of,
     register_once,
     traced_in,
     why_ended,
     why_not_as_given,
 )
-from retrograd._torch.dynamo.compiled_forwards import CompiledForwards
-from retrograd._torch.dynamo.frames import compiled_frames, is_optimizer_code, place_of, user_error_behind
-from retrograd._torch.dynamo.guards import guard_what_dynamo_does_not
-from retrograd._torch.dynamo.stock_compiler import installed_compiler, stock_compiler_off
+from retrograd._torch.dynamo.compiled_forwards import watch_compiled_forwards
+from retrograd._torch.dynamo.frames import (
+    compiled_frames,
+    guard_what_dynamo_does_not,
+    is_optimizer_code,
+    place_of,
+    user_error_behind,
+)

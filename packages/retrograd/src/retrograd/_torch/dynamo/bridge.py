@@ -16,7 +16,7 @@ from torch import fx
 from torch._dynamo import list_backends, register_backend
 from torch._guards import DuplicateInputs, TracingContext, detect_fake_mode
 
-from retrograd._torch.trace import fake_mode_of, is_fake
+from retrograd._torch.trace import is_fake
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,12 +75,6 @@ def _graph_input(node: fx.Node, given: Any) -> GraphInput:
 def fake_of_attribute(mode: Any, tensor: torch.Tensor) -> Any:
     """The fake of a tensor that the graph itself holds; the same each time. Its sizes are static."""
     return tensor if is_fake(tensor) else mode.from_tensor(tensor, static_shapes=True)
-
-
-def mode_of(inputs: Sequence[GraphInput]) -> Any:
-    """The mode of the fakes; None if there are none."""
-    modes = (fake_mode_of(i.value) for i in inputs if isinstance(i.value, torch.Tensor))
-    return next((mode for mode in modes if mode is not None), None)
 
 
 def why_not_as_given(item: GraphInput) -> str | None:

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from retrograd._torch.autograd import versions_of
 from retrograd._torch.fx import copied
 from retrograd._torch.patches import handle
 from retrograd._torch.releases import gradients_of
-from retrograd._torch.tensor import zeros_for_slot
+from retrograd._torch.state import generator_states
+from retrograd._torch.tensor import zeros_of_slot
 
 
 class _Compiling(threading.local):
@@ -48,7 +49,7 @@ class _Inputs:
         """Remember `args`, tensors weakly."""
         return cls(
             tuple(weakref.ref(a) if isinstance(a, torch.Tensor) else a for a in args),
-            tuple(a._version if _has_version(a) else None for a in args),
+            tuple(versions_of(args)),
         )
 
     def unchanged(self) -> list[Any] | None:
@@ -61,47 +62,29 @@ class _Inputs:
         return values if known else None
 
 
-class CompiledForwards:
-    """Watches Dynamo and AOTAutograd from the first `watch` on: a forward is often compiled before the
-    context around its backward is entered.
+def watch_compiled_forwards(is_active: Callable[[], bool]) -> None:
+    """From here on, see where a compiled function is made: a forward is often compiled before the context
+    around its backward is entered. `is_active` says whether a context is, in any thread."""
 
-    Args:
-        is_active: whether a context is, in any thread.
-    """
-
-    def __init__(self, is_active: Callable[[], bool]) -> None:
-        self._is_active = is_active
-        self._watches = False
-
-    def watch(self) -> None:
-        """Wrap the two places where a compiled function is made."""
-        if not self._watches:
-            self._watches = True
-            handle("torch._dynamo.output_graph:OutputGraph.call_user_compiler", _compiling_graph)
-            handle("torch.autograd.function:FunctionMeta.__init__", self._made_function)
-
-    def _made_function(
-        self, original: Callable[..., None], cls: Any, name: str, bases: Any, attrs: dict[str, Any]
+    def made_function(
+        original: Callable[..., None], cls: Any, name: str, bases: Any, attrs: dict[str, Any]
     ) -> None:
         graph = _compiling.graph
         if graph is not None and "_lazy_backward_info" in attrs:
             _compiling.graph = None  # a second Function of one graph has a part of it: not known which
-            _make_differentiable(cls, attrs, graph, self._is_active)
+            _make_differentiable(cls, attrs, graph, is_active)
         original(cls, name, bases, attrs)
+
+    handle("torch._dynamo.output_graph:OutputGraph.call_user_compiler", _compiling_graph)
+    handle("torch.autograd.function:FunctionMeta.__init__", made_function)
 
 
 def _compiling_graph(original: Callable[..., Any], output: Any, gm: fx.GraphModule, *args: Any) -> Any:
-    with _graph_at_hand(gm):
-        return original(output, gm, *args)
-
-
-@contextmanager
-def _graph_at_hand(gm: fx.GraphModule) -> Iterator[None]:
     prior = _compiling.graph
     # Backends rewrite the graph that they are given.
     _compiling.graph = fx.GraphModule(gm, copied(gm.graph))
     try:
-        yield
+        return original(output, gm, *args)
     finally:
         _compiling.graph = prior
 
@@ -126,7 +109,7 @@ def _make_differentiable(
                 return result
         for i, grad in enumerate(flat):
             if grad is None:
-                flat[i] = zeros_for_slot(ctx, i)
+                flat[i] = zeros_of_slot(ctx, i)()
         return backward(ctx, flat) if boxed else backward(ctx, *flat)
 
     cls.forward = staticmethod(forward_that_remembers)
@@ -177,12 +160,5 @@ def _is_repeatable(graph: fx.GraphModule, metadata: Any, n_inputs: int) -> bool:
 def _random_states(values: Sequence[Any]) -> list[bytes]:
     """The states of the generators that the graph could draw from."""
     devices = {v.device for v in values if isinstance(v, torch.Tensor) and v.device.type == "cuda"}
-    states = [
-        torch.get_rng_state(),
-        *(torch.cuda.get_rng_state(device) for device in sorted(devices, key=str)),
-    ]
-    return [state.numpy().tobytes() for state in states]
-
-
-def _has_version(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_inference()
+    states = generator_states([torch.device("cpu"), *sorted(devices, key=str)])
+    return [state.numpy().tobytes() for state in states.values()]

@@ -1,16 +1,22 @@
-"""Stand before Dynamo's conversion of frames, for one compiled callable.
+"""Stand before Dynamo's conversion of frames, for one compiled callable; guard what its guards leave open.
 
 In: a function, a backend, and a `FrameWatch`. Out: the function as Dynamo compiles it, where the watch
 decides which code runs as it is, and is told of conversions that failed: such a frame runs as Python runs it.
-
 Dynamo asks a callback for every frame that it meets while the callable runs. The callback is ours, and passes
 most frames on. That needs no patch of torch and no setting of the process: other callables of
 ``torch.compile`` and other threads have callbacks of their own.
+
+More guards go among those that Dynamo is about to install, or has installed for code without a graph:
+
+- for the sign of a zero: Dynamo compares numbers by ``==``, and ``0.0 == -0.0``;
+- for an environment variable that was asked for and not found: a key that is missing leaves no guard.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,8 +31,8 @@ from torch._dynamo import eval_frame
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 from torch._dynamo.types import ConvertFrameReturn
+from torch._guards import Guard, TracingContext
 
-from retrograd._torch.dynamo.guards import guard_environment
 from retrograd._torch.releases import frame_limits
 from retrograd.process import ForkSafeLock
 
@@ -42,11 +48,9 @@ class FrameWatch(Protocol):
 
     def runs_as_it_is(self, code: CodeType) -> bool:
         """Whether this code, with all that it calls, is left to Python."""
-        ...
 
     def failed(self, code: CodeType, error: Exception) -> None:
         """The conversion of this code has failed; raises, or lets Python run it."""
-        ...
 
 
 class _Callback:
@@ -84,8 +88,7 @@ class _Callback:
 @contextmanager
 def _exact_numbers() -> Iterator[None]:
     """Inside, Dynamo takes a number that changes for a new constant. As a symbol it would be computed with by
-    the rules for real numbers: ``(x + 1e16) - 1e16`` is ``x`` then. The lock is Dynamo's own, for
-        conversions."""
+    the rules for real numbers: ``(x + 1e16) - 1e16`` is ``x`` then. The lock is Dynamo's own."""
     with compile_lock, dynamo_config.patch(specialize_float=True):
         yield
 
@@ -135,3 +138,51 @@ def user_error_behind(error: Exception) -> Exception:
     """What a backend has raised, without Dynamo's wrapping."""
     inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else None
     return inner if isinstance(inner, Exception) else error
+
+
+#: guards of Dynamo's that compare a value by ``==``.
+_BY_VALUE = ("EQUALS_MATCH", "CONSTANT_MATCH")
+
+
+def guard_what_dynamo_does_not() -> None:
+    """Add them; nothing happens where nobody compiles."""
+    context = TracingContext.try_get()
+    if context is None:
+        return
+    guards: Any = context.guards_context.dynamo_guards
+    for guard in list(guards):
+        if guard.inner_create_fn().__name__ in _BY_VALUE:
+            guards.add(Guard(guard.originating_source, _SIGN_OF_ZERO))
+        elif guard.name.endswith(".environ"):
+            guards.add(Guard(guard.originating_source, _ENVIRONMENT))
+
+
+def _keeps(what: Callable[[Any], Any], text: str, builder: Any, guard: Guard) -> None:
+    """Have `builder` guard on ``what(value)`` of the guarded value; None: there is nothing to guard."""
+    before = what(builder.get(guard))
+    if before is not None:
+        parts = [f"{text} of {guard.name} as it was"]
+        builder.get_guard_manager(guard).add_lambda_guard(
+            lambda value: what(value) == before, parts, guard.user_stack
+        )
+
+
+def guard_environment(guarded_code: Any) -> None:
+    """Add a guard to code of Dynamo's that asks for environment variables; None is no code."""
+    manager = getattr(guarded_code, "guard_manager", None)
+    if manager is not None and any(".environ" in part for part in manager.code_parts):
+        before = _names_in_environment(os.environ)
+        parts = ["names of os.environ as they were"]
+        manager.root.add_lambda_guard(lambda _: _names_in_environment(os.environ) == before, parts, None)
+
+
+def _sign_of_zero(value: Any) -> float | None:
+    return math.copysign(1.0, value) if type(value) is float and value == 0.0 else None
+
+
+def _names_in_environment(value: Any) -> frozenset[str] | None:
+    return frozenset(value) if value is os.environ else None
+
+
+_SIGN_OF_ZERO = functools.partial(_keeps, _sign_of_zero, "sign")
+_ENVIRONMENT = functools.partial(_keeps, _names_in_environment, "names")

@@ -3,15 +3,25 @@
 In: FX graphs. Out: the same, changed or described.
 """
 
-from retrograd._torch.fx.boxed_modules import boxed, copied
-from retrograd._torch.fx.lazy_modules import lazily, lazy_graph_module
-from retrograd._torch.fx.nodes import add_call, add_copy, add_placeholder
+from retrograd._torch.fx.graphs import (
+    add_call,
+    add_copy,
+    add_placeholder,
+    boxed,
+    copied,
+    copied_module,
+    lazily,
+    lazy_graph_module,
+    with_strides,
+)
 from retrograd._torch.fx.operators import (
     aliased_inputs,
     depends_on_data,
+    draws_again,
     fill_in_place,
     fills_with_random_numbers,
     has_effect,
+    insert_replay,
     is_collective,
     is_higher_order,
     is_mutating,
@@ -23,4 +33,3 @@ from retrograd._torch.fx.operators import (
     same_layout,
     schema_of,
 )
-from retrograd._torch.fx.strides import with_strides

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import getitem
 from typing import Any
 
 import torch
@@ -86,6 +87,44 @@ def fill_in_place(graph: fx.Graph) -> None:
             node.target, node.args = _filled_from_state, (node.args[0], operator, *node.args[2:])
         elif is_operator_overload(node.target) and is_random(node):
             node.target, node.args = filled_in_place, (operator, *node.args)
+
+
+def insert_replay(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Replace a call that draws random numbers by one that also keeps the generator's state.
+
+    Returns:
+        The state, what the call gives (which is read in place of `node`), and a call that gives it again.
+    """
+    draw: tuple[Any, ...] = (node.target, *node.args)
+    with graph.inserting_before(node):
+        both = graph.call_function(run_and_save_rng_state, draw, dict(node.kwargs))
+        state = graph.call_function(getitem, (both, 0))
+        value = graph.call_function(getitem, (both, 1))
+        again = graph.call_function(run_with_rng_state, (state, *draw), dict(node.kwargs))
+    for made in (both, value, again):
+        made.meta = dict(node.meta)
+    value.name, again.name = f"{node.name}_drawn", f"{node.name}_again"
+    state.meta["val"] = _fake_state(node)
+    node.replace_all_uses_with(value)
+    graph.erase_node(node)
+    return state, value, again
+
+
+def draws_again(graph: fx.Graph) -> bool:
+    """Whether numbers are drawn in it from a state that was kept."""
+    return any(node.target is run_with_rng_state for node in graph.nodes)
+
+
+def _fake_state(node: fx.Node) -> torch.Tensor:
+    """A fake of the state of the generator that a call draws from."""
+    value = node.meta["val"]
+    while isinstance(value, (tuple, list)):
+        value = value[0]
+    with real_tensors():
+        cuda = value.device.type == "cuda" and torch.cuda.is_available()
+        size = (torch.cuda.get_rng_state() if cuda else torch.random.get_rng_state()).numel()
+    with value.fake_mode:
+        return torch.empty(size, dtype=torch.uint8)
 
 
 def is_higher_order(target: Any) -> bool:
@@ -179,11 +218,6 @@ def is_collective(node: fx.Node) -> bool:
     target = node.target
     known = isinstance(target, torch._ops.OpOverload) and target.namespace in _COLLECTIVES
     return known and not is_wait(node)
-
-
-def is_collective_with_work(node: fx.Node) -> bool:
-    """Whether the call is a collective whose end is waited for outside of any graph."""
-    return getattr(node.target, "namespace", "") == "c10d"
 
 
 def is_wait(node: fx.Node) -> bool:

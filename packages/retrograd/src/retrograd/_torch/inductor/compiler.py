@@ -1,11 +1,16 @@
 """Inductor, called below AOTAutograd: an ATen graph in, a boxed callable out.
 
-Inductor itself is imported when it is used: that takes a second.
+Inductor itself is imported when it is used: that takes a second. The passes that stock runs before it
+partitions a joint graph run as the first of those on the graph that is lowered. So a graph that is found in
+Inductor's cache on disk is not searched for patterns, and these are not even loaded. The cache holds pickles,
+and reading a pickle runs what it says: whoever can write to its folder can run code in this process.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import stat
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,12 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomGraphPassType
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from retrograd._torch.fx import copied, with_strides
-from retrograd._torch.inductor.cache_folder import why_not_trusted
-from retrograd._torch.inductor.passes import with_joint_passes
 from retrograd.errors import FallbackWarning
 from retrograd.process import compiling
 
@@ -139,3 +144,44 @@ def _with_shape_env(fake_mode: FakeTensorMode | None) -> Iterator[None]:
         yield
     finally:
         fake_mode.shape_env = None
+
+
+def why_not_trusted(folder: str) -> str | None:
+    """Why nothing that is pickled should be read from `folder`; None if it is this user's own (or root's)."""
+    if not hasattr(os, "geteuid"):
+        return None
+    try:
+        found = os.stat(folder)
+    except OSError as error:
+        return f"it cannot be examined: {error.strerror}"
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {found.st_uid}, not to this one ({os.geteuid()})"
+    if found.st_mode & stat.S_IWOTH:
+        return "everybody may write to it"
+    return None
+
+
+class _JointPasses(CustomGraphPass):
+    """The joint passes, then the pass that the user has set in this place."""
+
+    def __init__(self, then: Any) -> None:
+        self._then: Sequence[Any] = then if isinstance(then, (list, tuple)) else [then] if then else []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+        assert graph.owning_module is not None
+        joint_graph_passes(graph.owning_module)
+        for each in self._then:
+            each(graph)
+
+    def uuid(self) -> Any | None:
+        """Tells Inductor's cache what runs here; None (nothing is cached) if the user's pass cannot."""
+        theirs = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._then]
+        return None if None in theirs else ("retrograd-joint-passes", torch.__version__, *map(repr, theirs))
+
+
+def with_joint_passes() -> AbstractContextManager[Any]:
+    """Inside, Inductor runs the joint passes on every graph that it lowers and does not find in its cache."""
+    before: CustomGraphPassType = config.post_grad_custom_pre_pass
+    return config.patch(post_grad_custom_pre_pass=_JointPasses(before))

@@ -16,8 +16,9 @@ from torch._functorch import partitioners
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.utils.checkpoint import CheckpointPolicy
 
-from retrograd._torch.fx import lazily, lazy_graph_module
+from retrograd._torch.fx import copied, lazily, lazy_graph_module
 from retrograd._torch.patches import handled_here
+from retrograd.errors import Escape
 
 #: what torch's partitioner gives a backward besides values of the joint graph: cotangents, and states of
 #: generators from which numbers are drawn again.
@@ -40,18 +41,15 @@ def cut_by(
         pinned: calls that must not be made again; if one gives several values, each is kept, whatever its
             mark says.
     """
-    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in gm.graph.nodes:
-        copy = made[node] = graph.node_copy(node, made.__getitem__)
-        copy.meta = dict(node.meta)
+    graph = copied(gm.graph)
+    for node in graph.nodes:
         if node.name in cotangents:
-            copy.target = f"tangents_{node.name}"  # how torch tells them from primals
+            node.target = f"tangents_{node.name}"  # how torch tells them from primals
         if node.name in pinned or (node.target is operator.getitem and node.args[0].name in pinned):
-            copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            copy.meta.setdefault("ac_graph_id", 0)
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            node.meta.setdefault("ac_graph_id", 0)
         if node.meta.get("is_backward"):
-            copy.meta["partitioner_tag"] = "is_backward"
-    names = {copy.name: node.name for node, copy in made.items()}
+            node.meta["partitioner_tag"] = "is_backward"
     inputs = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
     context = tracing(TracingContext(detect_fake_mode(inputs)))  # for states of generators
     module = lazy_graph_module(gm, graph)
@@ -60,20 +58,9 @@ def cut_by(
             chosen = [node.name for node in _minimum_cut(module, inputs, forward_count)]
         else:
             _, backward = partitioner(module, inputs, num_fwd_outputs=forward_count)
-            chosen = [n.name for n in backward.graph.nodes if n.op == "placeholder" and _is_value(n)]
-    return [names.get(name, name) for name in chosen if names.get(name) not in cotangents]
-
-
-def _is_value(placeholder: fx.Node) -> bool:
-    return not str(placeholder.target).startswith(_NO_VALUES)
-
-
-class _ChosenError(Exception):
-    """Not an error: leaves torch's partitioner when it has chosen what is saved."""
-
-    def __init__(self, saved: Sequence[fx.Node]) -> None:
-        super().__init__()
-        self.saved = saved
+            inputs = backward.graph.find_nodes(op="placeholder")
+            chosen = [node.name for node in inputs if not str(node.target).startswith(_NO_VALUES)]
+    return [name for name in chosen if name not in cotangents]
 
 
 def _minimum_cut(module: fx.GraphModule, inputs: Sequence[Any], forward_count: int) -> Sequence[fx.Node]:
@@ -83,13 +70,14 @@ def _minimum_cut(module: fx.GraphModule, inputs: Sequence[Any], forward_count: i
     """
 
     def stop(original: Any, joint: Any, values: Any, saved_sym_nodes: Any, *args: Any, **kwargs: Any) -> Any:
-        raise _ChosenError(_reached(joint.graph, forward_count, {*values, *saved_sym_nodes}))
+        raise Escape(_reached(joint.graph, forward_count, {*values, *saved_sym_nodes}))
 
     with handled_here("torch._functorch.partitioners:_extract_fwd_bwd_modules", stop):
         try:
             partitioners.min_cut_rematerialization_partition(module, inputs, num_fwd_outputs=forward_count)
-        except _ChosenError as chosen:
-            return chosen.saved
+        except Escape as chosen:
+            saved: Sequence[fx.Node] = chosen.value
+            return saved
     raise AssertionError("torch's partitioner has made no halves")
 
 

@@ -3,5 +3,5 @@
 In: tensors of such classes. Out: their inner tensors and metadata, and the tensors again.
 """
 
-from retrograd._torch.subclass.border import SubclassBorder, is_wrapper
-from retrograd._torch.subclass.wrappers import PLAIN, Wrapping, built, parts_of, wrapping_of
+from retrograd._torch.subclass.border import SubclassBorder
+from retrograd._torch.subclass.layout import PLAIN, Layout, built, is_wrapper, layout_of, parts_of

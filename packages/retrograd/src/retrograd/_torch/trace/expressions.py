@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy import functions
 
+from retrograd.errors import Refusal
+
 #: an integer, the name of a symbol, or ``[function, *arguments]``.
 Tree = Any
 
@@ -33,10 +35,6 @@ _FUNCTIONS: dict[str, Any] = {
     **{cls.__name__: cls for cls in _OF_SYMPY},
     **{name: getattr(functions, name) for name in _OF_TORCH},
 }
-
-
-class UnknownExpressionError(ValueError):
-    """A size that cannot be written, or a tree that is none; the text says which."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ def encoded(size: Any) -> Tree:
     """A size, or an expression over symbols, as a tree.
 
     Raises:
-        UnknownExpressionError: a function that is not known, or a number that is no integer.
+        Refusal: a function that is not known, or a number that is no integer.
     """
     if isinstance(size, (torch.SymInt, torch.SymBool)):
         size = size.node.expr
@@ -69,14 +67,14 @@ def encoded(size: Any) -> Tree:
         return size.name
     if isinstance(size, sympy.Basic) and _FUNCTIONS.get(type(size).__name__) is type(size):
         return [type(size).__name__, *map(encoded, size.args)]
-    raise UnknownExpressionError(f"the size {size}")
+    raise Refusal("size", f"the size {size}")
 
 
 def decoded(tree: Tree, symbols: Mapping[str, Any]) -> Any:
     """The expression of a tree.
 
     Raises:
-        UnknownExpressionError: it is none.
+        ValueError: it is none.
     """
     if type(tree) is int:
         return sympy.Integer(tree)
@@ -84,21 +82,21 @@ def decoded(tree: Tree, symbols: Mapping[str, Any]) -> Any:
         return symbols[tree]
     if isinstance(tree, list) and tree and tree[0] in _FUNCTIONS:
         return _FUNCTIONS[tree[0]](*[decoded(argument, symbols) for argument in tree[1:]])
-    raise UnknownExpressionError(f"the size {tree!r}")
+    raise ValueError(f"the size {tree!r}")
 
 
 def symbols_of(shape_env: ShapeEnv | None, sizes: Sequence[Any]) -> dict[str, Symbol]:
     """The symbols of which `sizes` are made.
 
     Raises:
-        UnknownExpressionError: one whose value is not known before the graph runs.
+        Refusal: one whose value is not known before the graph runs.
     """
     found: dict[str, Symbol] = {}
     for size in sizes:
         for symbol in size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ():
             assert shape_env is not None
             if symbol not in shape_env.backed_var_to_val:
-                raise UnknownExpressionError(f"the size {symbol}, which depends on data,")
+                raise Refusal("size", f"the size {symbol}, which depends on data,")
             allowed = shape_env.var_to_range[symbol]
             hint = int(shape_env.backed_var_to_val[symbol])
             found[symbol.name] = Symbol(hint, _integer(allowed.lower), _integer(allowed.upper))
@@ -113,7 +111,7 @@ def guards_of(shape_env: ShapeEnv | None) -> list[Tree]:
     """What tracing relied on, beyond the sizes that have become static.
 
     Raises:
-        UnknownExpressionError: as `encoded`.
+        Refusal: as `encoded`.
     """
     if shape_env is None:
         return []

@@ -1,11 +1,12 @@
 """Fake tensors of real ones, with static or symbolic sizes.
 
-In: real tensors and which of their dimensions may change. Out: fakes, all of one mode.
+In: real tensors and which of their dimensions may change. Out: fakes, all of one mode; the names of the
+symbols in their sizes, and where these can be read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_symbols
 
-from retrograd._torch.subclass import built, is_wrapper, parts_of, wrapping_of
+from retrograd._torch.subclass import built, is_wrapper, layout_of, parts_of
 from retrograd._torch.trace.functional import inner_tensors
+from retrograd.errors import Refusal
 
 
 def new_fake_mode(symbolic: bool) -> FakeTensorMode:
@@ -40,6 +42,12 @@ def fake_mode_of(value: torch.Tensor) -> FakeTensorMode | None:
     return fakes[0].fake_mode if fakes else None
 
 
+def mode_among(values: Iterable[Any]) -> FakeTensorMode | None:
+    """The mode of the first fake tensor among `values`."""
+    modes = (fake_mode_of(value) for value in values if isinstance(value, torch.Tensor))
+    return next(filter(None, modes), None)
+
+
 def alias_of_fake(value: torch.Tensor) -> torch.Tensor:
     """The fake without its history; the number in it stays known, if it is."""
     with torch.no_grad():
@@ -55,8 +63,8 @@ def fake_of(mode: FakeTensorMode, value: torch.Tensor, name: str, symbolic: Iter
         bare = value.detach()
     source, dims = ConstantSource(name), frozenset(symbolic)
     if is_wrapper(bare):
-        wrapping = wrapping_of(bare)
-        return built(wrapping, iter([fake_of(mode, part, name, ()) for part in parts_of(bare, wrapping)]))
+        layout = layout_of(bare)
+        return built(layout, iter([fake_of(mode, part, name, ()) for part in parts_of(bare, layout)]))
     if mode.shape_env is None:
         return mode.from_tensor(bare, static_shapes=True, source=source)
     kinds = [DimDynamic.DUCK if dim in dims else DimDynamic.STATIC for dim in range(value.dim())]
@@ -76,6 +84,10 @@ def why_not_fakeable(value: torch.Tensor) -> str | None:
     """Why a tensor cannot stand in a graph; None if it can."""
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         return "tensor wrapped by a functorch transform"
+    try:
+        layout_of(value)
+    except Refusal as reason:
+        return f"{type(value).__name__}: {reason}"
     for inner in inner_tensors(value) if is_wrapper(value) else [value]:
         if type(inner).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not isinstance(
             inner, FakeTensor
@@ -88,33 +100,19 @@ def why_not_fakeable(value: torch.Tensor) -> str | None:
     return None
 
 
-def fake_results(gm: fx.GraphModule, examples: Sequence[Any]) -> dict[fx.Node, Any]:
-    """What each node of `gm` gives for the fake `examples`."""
-    found: dict[fx.Node, Any] = {}
+def know_values(gm: fx.GraphModule, examples: Sequence[Any]) -> fx.GraphModule:
+    """`gm`, each of whose nodes knows now, in ``meta["val"]``, what it gives for the fake `examples`."""
 
     class Recorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             value = super().run_node(n)
             if n.op != "output":
-                found[n] = value
+                n.meta["val"] = value
             return value
 
-    mode = next(
-        filter(None, (fake_mode_of(value) for value in examples if isinstance(value, torch.Tensor))), None
-    )
-    with torch.no_grad(), mode or new_fake_mode(True), enable_python_dispatcher():
+    with torch.no_grad(), mode_among(examples) or new_fake_mode(True), enable_python_dispatcher():
         Recorder(gm).run(*examples)
-    return found
-
-
-def retraced(gm: fx.GraphModule, examples: Sequence[Any]) -> fx.GraphModule:
-    """A copy of `gm` whose ``meta["val"]`` are what its nodes give for the fake `examples`."""
-    found = fake_results(gm, examples)
-    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in gm.graph.nodes:
-        made[node] = graph.node_copy(node, made.__getitem__)
-        made[node].meta = {**node.meta, "val": found[node]} if node in found else dict(node.meta)
-    return fx.GraphModule(gm, graph)
+    return gm
 
 
 def laid_out_like(fake: Any, value: Any) -> Any:
@@ -129,7 +127,45 @@ def laid_out_like(fake: Any, value: Any) -> Any:
         return torch.empty_strided(fake.shape, value.stride(), dtype=fake.dtype, device=fake.device)
 
 
-def strided_fake(mode: FakeTensorMode, size: Sequence[Any], stride: Sequence[Any], **options: Any) -> Any:
-    """A fake tensor of these sizes and strides, which may be symbolic; `options` are dtype and device."""
-    with mode:
-        return torch.empty_strided(size, stride, **options)
+def symbols_in(value: Any) -> frozenset[str]:
+    """The names of the symbols in the sizes, strides and offset of a tensor, or in a number."""
+    if isinstance(value, torch.Tensor):
+        numbers: Sequence[Any] = (*value.shape, *value.stride(), value.storage_offset())
+    elif isinstance(value, (tuple, list)):
+        numbers = value
+    else:
+        numbers = (value,)
+    found = frozenset[str]()
+    for number in numbers:
+        if isinstance(number, torch.Tensor):
+            found |= symbols_in(number)
+        elif isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            found |= {str(symbol) for symbol in free_symbols(number)}
+    return found
+
+
+def places_of_symbols(values: Sequence[Any]) -> Mapping[str, tuple[int, int | None]]:
+    """Where symbols stand by themselves: by name, the position of a value and its dimension (None: the value
+    is the symbol)."""
+    found: dict[str, tuple[int, int | None]] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            for dim, size in enumerate(value.shape):
+                if _is_symbol(size):
+                    found.setdefault(str(size), (i, dim))
+        elif _is_symbol(value):
+            found[str(value)] = (i, None)
+    return found
+
+
+def _is_symbol(value: Any) -> bool:
+    return isinstance(value, torch.SymInt) and bool(value.node.expr.is_Symbol)
+
+
+def bytes_of(value: torch.Tensor) -> float:
+    """How many bytes the elements take; for symbolic sizes, as many as at capture."""
+    count = 1
+    for size in value.shape:
+        hint = size.node.hint if isinstance(size, torch.SymInt) else size
+        count *= 1 if hint is None else int(hint)
+    return float(count * value.element_size())

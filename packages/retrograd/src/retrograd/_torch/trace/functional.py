@@ -1,22 +1,32 @@
 """Functionalisation: tensors whose mutations and views a trace turns into values.
 
 In: fake tensors, also inside wrapper subclasses. Out: functional tensors, their plain values again, and what
-was done to them in place.
+was done to them in place. Tensors that a function gets hold of without being given them, from closures,
+globals and attributes, become inputs of the trace. Calls with effects are chained by tokens while they are
+traced; `without_tokens` puts plain calls in their place.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import fx
+from torch._higher_order_ops.effects import with_effects
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
+from retrograd._torch import pytree
 from retrograd._torch.fx import fills_with_random_numbers
+from retrograd._torch.tensor import storage_of
 from retrograd._torch.trace.graph_tracer import noted
+from retrograd.errors import Refusal
 
 
 def functional_mode() -> AbstractContextManager[Any]:
@@ -75,12 +85,37 @@ def is_traced(value: torch.Tensor) -> bool:
 
 def storage_key(value: torch.Tensor) -> tuple[int, ...]:
     """Equal for tensors that share memory, as functionalisation sees it."""
-    return tuple(int(inner.untyped_storage()._cdata) for inner in inner_tensors(value))
+    return tuple(map(storage_of, inner_tensors(value)))
 
 
-def was_data_mutated(value: torch.Tensor) -> bool:
-    """Whether its elements were written to, also through an alias."""
-    return any(torch._functionalize_has_data_mutation(part.elem) for part in _parts(value))  # type: ignore[attr-defined]
+class Changes(NamedTuple):
+    """What was done in place to a value, also through an alias.
+
+    Attributes:
+        elements: whether elements were written to.
+        shape: whether its sizes, strides or offset were changed.
+        memory: whether ``set_`` or a resize of the storage gave it other memory.
+        is_unseen: whether all writing was done under ``no_grad``, or through ``.data`` and the like.
+    """
+
+    elements: bool
+    shape: bool
+    memory: bool
+    is_unseen: bool
+
+
+def changes_of(value: torch.Tensor) -> Changes:
+    """What was done to a functional tensor."""
+    parts = [part.elem for part in _parts(value)]
+    resized = (torch._functionalize_was_storage_changed, torch._functionalize_was_inductor_storage_resized)
+    without_grad = torch._functionalize_are_all_mutations_under_no_grad_or_inference_mode
+    hidden = torch._functionalize_are_all_mutations_hidden_from_autograd
+    return Changes(
+        any(map(torch._functionalize_has_data_mutation, parts)),  # type: ignore[attr-defined]
+        any(map(torch._functionalize_has_metadata_mutation, parts)),
+        any(was(part) for part in parts for was in resized),
+        all(without_grad(part) or hidden(part) for part in parts),
+    )
 
 
 def mutations_of(value: torch.Tensor) -> tuple[Any, ...]:
@@ -89,28 +124,107 @@ def mutations_of(value: torch.Tensor) -> tuple[Any, ...]:
     return (*counts, *value.shape, *value.stride())
 
 
-def was_metadata_mutated(value: torch.Tensor) -> bool:
-    """Whether its sizes, strides or offset were changed in place."""
-    return any(torch._functionalize_has_metadata_mutation(part.elem) for part in _parts(value))
-
-
-def was_mutated_unseen_by_autograd(value: torch.Tensor) -> bool:
-    """Whether all writing was done under ``no_grad``, or through ``.data`` and the like."""
-    return all(
-        torch._functionalize_are_all_mutations_under_no_grad_or_inference_mode(part.elem)
-        or torch._functionalize_are_all_mutations_hidden_from_autograd(part.elem)
-        for part in _parts(value)
-    )
-
-
-def was_storage_changed(value: torch.Tensor) -> bool:
-    """Whether ``set_`` or a resize of the storage gave it other memory."""
-    return any(
-        torch._functionalize_was_storage_changed(part.elem)
-        or torch._functionalize_was_inductor_storage_resized(part.elem)
-        for part in _parts(value)
-    )
-
-
 def _parts(value: torch.Tensor) -> list[Any]:
     return [part for part in inner_tensors(value) if isinstance(part, FunctionalTensor)]
+
+
+#: by name: while a context of the live path is open, some of these are wrapped.
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+_CHANGES = {
+    torch.Tensor.detach_: "detach_",
+    torch.Tensor.resize_: "resize_",
+    torch.Tensor.resize_as_: "resize_as_",
+    torch.Tensor.set_: "set_",
+    torch.Tensor.data.__set__: "assigning to .data",  # type: ignore[attr-defined]
+    torch.Tensor.grad.__set__: "assigning to .grad",  # type: ignore[union-attr]
+}
+_DETACH = (
+    torch.Tensor.detach_
+)  # `torch.tensor` calls it for a symbolic number; without history it does nothing
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+#: by name: calls whose kernels and formulas depend on the value of an exponent. Torch traces a symbolic one
+#: to formulas that round otherwise (from 2.14), or not at all.
+_BY_VALUE = {"pow", "pow_", "__pow__", "__rpow__", "__ipow__", "float_power", "float_power_"}
+_BY_VALUE |= {f"lp_pool{dims}d" for dims in (1, 2, 3)}
+
+
+class FreeTensors(TorchFunctionMode):
+    """While open, real tensors are replaced by what `lift` makes of them. A symbolic exponent is replaced by
+    its value, which becomes a guard.
+
+    Attributes:
+        bared: tensors of which ``.data`` was taken.
+    """
+
+    def __init__(self, lift: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._lift = lift
+        self.bared: list[torch.Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _HOOKS:
+            raise Refusal("hook-in-trace", f"it calls Tensor.{func.__name__}")
+        if func in _CHANGES and not (func is _DETACH and not args[0].requires_grad):
+            raise Refusal("tensor-changed", f"it changes a tensor by {_CHANGES[func]}")
+        if func == _DATA:
+            self.bared.append(args[0])
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _BY_VALUE:
+            args, kwargs = pytree.tree_map(_known, (args, kwargs))
+        if any(_is_free(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
+            args, kwargs = pytree.tree_map(self._replaced, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _replaced(self, leaf: Any) -> Any:
+        return self._lift(leaf) if _is_free(leaf) else leaf
+
+
+def _known(leaf: Any) -> Any:
+    """The value of a symbolic number; anything else as it is."""
+    if isinstance(leaf, torch.SymInt):
+        return int(leaf)
+    return float(leaf) if isinstance(leaf, torch.SymFloat) else leaf
+
+
+def _is_free(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not is_traced(leaf)
+
+
+def without_tokens(graph: fx.Graph) -> None:
+    """Change `graph` in place."""
+    tokens = set[fx.Node]()
+    for node in list(graph.nodes):
+        if node.target is with_effects:
+            tokens.add(node.args[0])
+            _unwrapped(graph, node, tokens)
+    for token in reversed([node for node in graph.nodes if node in tokens]):
+        if not token.users:
+            graph.erase_node(token)
+
+
+def _unwrapped(graph: fx.Graph, node: fx.Node, tokens: set[fx.Node]) -> None:
+    """Put the call in place of ``with_effects(token, operator, ...)``, which gives (token, *results)."""
+    target = node.args[1]
+    assert isinstance(target, torch._ops.OpOverload)
+    with graph.inserting_before(node):
+        call = graph.call_function(target, node.args[2:], node.kwargs)
+        call.meta = {**node.meta, "val": node.meta["val"][1:] if "val" in node.meta else None}
+    several = len(target._schema.returns) > 1
+    for user in list(node.users):
+        place = user.args[1]
+        if user.target is not operator.getitem or not isinstance(place, int):
+            continue
+        if place == 0:
+            for later in list(user.users):
+                later.replace_input_with(user, node.args[0])  # type: ignore[arg-type]
+        elif several:
+            user.args = (call, place - 1)
+            continue
+        else:
+            call.meta["val"] = user.meta.get("val")
+            user.replace_all_uses_with(call)
+        graph.erase_node(user)
+    node.replace_all_uses_with(call)
+    graph.erase_node(node)

@@ -34,12 +34,12 @@ Decompositions = Mapping[Any, Callable[..., Any]]
 
 
 class GraphTracer:
-    """What the body of a trace works with."""
+    """What the body of a trace works with; every node carries the entries of `note` in its metadata."""
 
     def __init__(self, tracer: Any) -> None:
         self._tracer = tracer
         self._create_node = tracer.create_node
-        self._note: dict[str, Any] = {}
+        self.note: dict[str, Any] = {}
         tracer.create_node = self._created
 
     def placeholder(self, name: str, value: Any) -> Any:
@@ -52,12 +52,12 @@ class GraphTracer:
     @contextmanager
     def noting(self, **note: Any) -> Iterator[None]:
         """Every node made inside carries these entries in its metadata."""
-        before = self._note
-        self._note = {**before, **note}
+        before = self.note
+        self.note = {**before, **note}
         try:
             yield
         finally:
-            self._note = before
+            self.note = before
 
     def _created(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node: fx.Node = self._create_node(kind, *args, **kwargs)
@@ -69,39 +69,25 @@ class GraphTracer:
         """Write into a new call what is to be known of it. Inductor names kernels by ``original_aten``."""
         if isinstance(node.target, torch._ops.OpOverload):
             node.meta.setdefault("original_aten", node.target)
-        node.meta.update(self._note)
+        node.meta.update(self.note)
 
 
 class JointTracer(GraphTracer):
     """The same for a function and its backward: each call of the forward knows its sequence number and its
-    line, and what a checkpoint says about saving it."""
+    line."""
 
     def __init__(self, tracer: Any) -> None:
         super().__init__(tracer)
-        self._policy: Callable[..., Any] | None = None
         self._generators = seeds_and_states()
 
-    @contextmanager
-    def marking(self, policy: Callable[..., Any], group: int) -> Iterator[None]:
-        """Every call made inside is marked with what `policy` (of an operator and its arguments) says about
-        saving it."""
-        before, self._policy = self._policy, policy
-        try:
-            with self.noting(ac_graph_id=group):
-                yield
-        finally:
-            self._policy = before
-
     def _annotate(self, node: fx.Node) -> None:
-        is_backward = "is_backward" in self._note
+        is_backward = "is_backward" in self.note
         if is_random(node) and not is_backward:
             self._refuse_other_numbers()
         super()._annotate(node)
         if is_backward:
             return
         node.meta.setdefault("seq_nr", torch._C._autograd._get_sequence_nr() - 1)
-        if self._policy is not None:
-            node.meta["recompute"] = self._policy(node.target, *node.args, **node.kwargs)
         if "stack_trace" not in node.meta and (line := _users_line()):
             node.meta["stack_trace"] = line
 
@@ -112,9 +98,10 @@ class JointTracer(GraphTracer):
 
 
 class _Current(threading.local):
-    """The trace that this thread is in."""
+    """The trace that this thread is in; whether it wants to hear nothing of operations that fail."""
 
     tracer: GraphTracer | None = None
+    is_quiet = False
 
 
 _current = _Current()
@@ -187,26 +174,22 @@ def noted(**note: Any) -> AbstractContextManager[None]:
     return _current.tracer.noting(**note) if _current.tracer is not None else nullcontext()
 
 
-class _Quiet(threading.local):
-    """Whether this thread wants to hear nothing of operations that fail on fake tensors."""
-
-    is_on = False
-
-
-_quiet = _Quiet()
+def noted_here() -> Mapping[str, Any]:
+    """The entries that nodes carry which are traced now."""
+    return _current.tracer.note if _current.tracer is not None else {}
 
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
     """torch logs an operation that fails on fake tensors as an error; here it becomes a reason."""
-    before, _quiet.is_on = _quiet.is_on, True
+    before, _current.is_quiet = _current.is_quiet, True
     try:
         yield
     finally:
-        _quiet.is_on = before
+        _current.is_quiet = before
 
 
-logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not _quiet.is_on)
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not _current.is_quiet)
 
 
 def _placeholders_first(graph: fx.Graph) -> None:

@@ -6,7 +6,7 @@ outputs are differentiable and with respect to what, and what eager would have s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from retrograd._torch.tensor import storage_of
 from retrograd.errors import Refusal
-
-Boxed = Callable[[list[Any]], Sequence[Any]]
+from retrograd.graph.emit import Boxed
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def history_of(fn: Boxed, fakes: Sequence[Any]) -> History:
         if o not in identical and isinstance(result, torch.Tensor) and result.requires_grad
     ]
     reached = {o: graph.below(results[o].grad_fn) for o in new}
-    storages = {_storage(fakes[i]): i for i in sorted(first.values(), reverse=True)}
+    storages = {storage_of(fakes[i]): i for i in sorted(first.values(), reverse=True)}
     parts = [_part(group, results, reached, graph, storages, fakes) for group in _groups(new, reached, graph)]
     parts.sort(key=lambda part: max(results[o].grad_fn._sequence_nr() for o in part.outputs))
     return History(identical, tuple(parts), graph.leaves(reached.values()))
@@ -142,29 +142,25 @@ def _part(
 ) -> Part:
     nodes = frozenset[Any]().union(*(reached[o] for o in outputs))
     leaves = {leaf for node in nodes if (leaf := graph.leaf(node)) is not None}
-    saved = {_storage(tensor) for node in nodes for tensor in graph.saved(node)} & storages.keys()
+    saved = {storage_of(tensor) for node in nodes for tensor in graph.saved(node)} & storages.keys()
     return Part(
         tuple(sorted(outputs, key=lambda o: (-results[o].grad_fn._sequence_nr(), results[o].output_nr))),
         tuple(sorted(leaves)),
         frozenset(
-            i for i, fake in enumerate(fakes) if isinstance(fake, torch.Tensor) and _storage(fake) in saved
+            i for i, fake in enumerate(fakes) if isinstance(fake, torch.Tensor) and storage_of(fake) in saved
         ),
     )
 
 
 def _refuse_shared_memory(fakes: Sequence[Any], results: Sequence[Any], identical: dict[int, int]) -> None:
     owners = {
-        _storage(fake): f"argument {i}" for i, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)
+        storage_of(fake): f"argument {i}" for i, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)
     }
     for o, result in enumerate(results):
         if isinstance(result, torch.Tensor) and o not in identical:
-            if owner := owners.get(_storage(result)):
+            if owner := owners.get(storage_of(result)):
                 raise Refusal("no-history", f"in grad mode, output {o} shares the memory of {owner}")
-            owners[_storage(result)] = f"output {o}"
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+            owners[storage_of(result)] = f"output {o}"
 
 
 @contextmanager

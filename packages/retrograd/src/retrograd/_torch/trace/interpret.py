@@ -1,7 +1,9 @@
-"""Run a graph that Dynamo made, so that what its nodes know goes on to what they are traced to.
+"""Checkpoints inside a traced function, and in a graph that Dynamo made.
 
-In: a graph module and its inputs. Out: its outputs. Checkpointed parts are run once; what was to be
-recomputed carries ``meta["recompute"]``, for the partition to decide by.
+In: a trace; or a graph module and its inputs, so that what its nodes know goes on to what they are traced to.
+Out: a checkpoint runs its function once and marks what that computes to be computed again in the backward
+(``meta["recompute"]``), instead of hooking the tensors that it saves or differentiating a second run. The
+partition does the rest, with the same random numbers.
 """
 
 from __future__ import annotations
@@ -16,13 +18,93 @@ from torch import fx
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, _CachingTorchDispatchMode
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    _CachingTorchDispatchMode,
+    noop_context_fn,
+)
 
-from retrograd._torch.releases import policy_context
-from retrograd._torch.trace.graph_tracer import noted
+from retrograd._torch.patches import handled_here
+from retrograd._torch.releases import CHECKPOINT, checkpoint_contexts, policy_context
+from retrograd._torch.trace.graph_tracer import noted, noted_here
 from retrograd.errors import Refusal
 
-_checkpoints = itertools.count()
+
+@contextmanager
+def checkpoints_marked() -> Iterator[None]:
+    """Checkpoints that run inside, on this thread, only mark."""
+    groups = itertools.count(1)
+
+    def without_reentry(original: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        contexts = checkpoint_contexts(*args, **kwargs)
+        with Marking(contexts, CheckpointPolicy.MUST_RECOMPUTE, next(groups)):
+            yield
+
+    def reentrant(original: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        """In place of ``CheckpointFunction.apply``: gradients only if an argument requires grad."""
+        wanted = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+        marking = Marking(None, CheckpointPolicy.MUST_RECOMPUTE, next(groups))
+        with torch.set_grad_enabled(wanted), marking:
+            return function(*args)
+
+    with (
+        handled_here(CHECKPOINT, without_reentry),
+        handled_here("torch.utils.checkpoint:CheckpointFunction.apply", reentrant),
+    ):
+        yield
+
+
+class Marking(TorchDispatchMode):
+    """Writes into the calls that are traced inside what a checkpoint says about saving them.
+
+    Args:
+        contexts: the checkpoint's ``context_fn``, of ``create_selective_checkpoint_contexts``.
+        otherwise: what is said of every call where there is none.
+        group: number of the checkpoint.
+
+    Raises:
+        Refusal: a ``context_fn`` of another kind.
+    """
+
+    def __init__(
+        self, contexts: Callable[[], tuple[Any, Any]] | None, otherwise: CheckpointPolicy, group: int
+    ) -> None:
+        super().__init__()
+        self._group = group
+        self._policy: Callable[..., Any] = lambda *args, **kwargs: otherwise
+        if contexts is not None and contexts is not noop_context_fn:
+            forward, _ = contexts()
+            if not isinstance(forward, _CachingTorchDispatchMode):
+                raise Refusal(
+                    "not-representable",
+                    "a checkpoint has a context_fn that is no selective-checkpoint policy",
+                )
+            self._policy = forward.policy_fn
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs)
+        mode = get_proxy_mode()
+        nodes: Any = mode.tracer.graph.nodes if mode is not None else ()
+        before = len(nodes)
+        result = func(*args, **kwargs)
+        made = list(itertools.islice(reversed(nodes), len(nodes) - before))
+        policy = self._policy(policy_context(result), func, *args, **kwargs)
+        if isinstance(policy, bool):
+            policy = CheckpointPolicy.MUST_SAVE if policy else CheckpointPolicy.PREFER_RECOMPUTE
+        if "recompute" not in noted_here():  # a mark that the graph had already
+            for node in made:  # of nested checkpoints, the innermost comes last
+                if node.op == "call_function":
+                    node.meta["recompute"], node.meta["ac_graph_id"] = policy, self._group
+        return result
 
 
 #: what functionalisation takes for no effect at all.
@@ -30,18 +112,20 @@ _RESIZE = torch.ops.inductor.resize_storage_bytes_
 _REFUSED = (_RESIZE, _RESIZE.default)
 #: the last of the calls to which Dynamo lowers an assignment to ``.data``; the call for reading it.
 _DATA_WRITTEN, _DATA_READ = "_lower_version_count_by_1", "_get_data_attr"
-
-
-def run_graph(gm: fx.GraphModule, args: Sequence[Any]) -> Any:
-    """Run `gm`; while it is traced, stack traces, module paths and checkpoint policies go on to the trace."""
-    return gm(*args) if get_proxy_mode() is None else _Interpreter(gm).run(*args)
-
-
 #: what calls of the trace are to know of the call that they come from.
 _HANDED_ON = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id")
 
 
+def run_graph(gm: fx.GraphModule, args: Sequence[Any]) -> Any:
+    """Run `gm`; while it is traced, stack traces, module paths and checkpoint policies go on to the trace."""
+    return gm(*args) if get_proxy_mode() is None else _Interpreter(gm, itertools.count()).run(*args)
+
+
 class _Interpreter(fx.Interpreter):
+    def __init__(self, gm: fx.GraphModule, checkpoints: Iterator[int]) -> None:
+        super().__init__(gm)
+        self._checkpoints = checkpoints
+
     def run_node(self, n: fx.Node) -> Any:
         with noted(**{key: n.meta[key] for key in _HANDED_ON if key in n.meta}):
             return super().run_node(n)
@@ -56,61 +140,6 @@ class _Interpreter(fx.Interpreter):
         if target is not tag_activation_checkpoint:
             return super().call_function(target, args, kwargs)
         body, *inputs = args
-        with _Tagging(_policy_of(body), next(_checkpoints)):
-            return _Interpreter(body).run(*inputs)
-
-
-Policy = Callable[..., Any]
-
-
-def _policy_of(body: fx.GraphModule) -> Policy:
-    """What of a checkpointed part is to be recomputed: all, or what the user's policy says."""
-    contexts = body.meta.get("_checkpoint_context_fn")
-    if contexts is None:
-        return lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE
-    forward, _ = contexts()
-    if not isinstance(forward, _CachingTorchDispatchMode):
-        raise Refusal(
-            "not-representable", "a checkpoint has a context_fn that is no selective-checkpoint policy"
-        )
-    policy: Policy = forward.policy_fn
-    return policy
-
-
-class _Tagging(TorchDispatchMode):
-    """Writes a policy's answers into the nodes that are made inside."""
-
-    def __init__(self, policy: Policy, number: int) -> None:
-        super().__init__()
-        self._policy, self._number = policy, number
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in SAC_IGNORED_OPS:
-            return func(*args, **kwargs)
-        with _new_nodes() as made:
-            result = func(*args, **kwargs)
-        policy = self._policy(policy_context(result), func, *args, **kwargs)
-        if isinstance(policy, bool):
-            policy = CheckpointPolicy.MUST_SAVE if policy else CheckpointPolicy.PREFER_RECOMPUTE
-        for node in made:
-            if "recompute" not in node.meta:  # the innermost checkpoint decides
-                node.meta["recompute"], node.meta["ac_graph_id"] = policy, self._number
-        return result
-
-
-@contextmanager
-def _new_nodes() -> Iterator[list[fx.Node]]:
-    """The calls that are traced inside; complete on leaving."""
-    mode = get_proxy_mode()
-    graph: Any = mode.tracer.graph if mode is not None else fx.Graph()
-    before, made = len(graph.nodes), list[fx.Node]()
-    yield made
-    nodes = itertools.islice(reversed(graph.nodes), len(graph.nodes) - before)
-    made += [node for node in nodes if node.op == "call_function"]
+        contexts = body.meta.get("_checkpoint_context_fn")
+        with Marking(contexts, CheckpointPolicy.PREFER_RECOMPUTE, next(self._checkpoints)):
+            return _Interpreter(body, self._checkpoints).run(*inputs)

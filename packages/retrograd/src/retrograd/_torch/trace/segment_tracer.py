@@ -23,8 +23,7 @@ from retrograd._torch.trace.fakes import fake_of, is_fake, new_fake_mode, symbol
 from retrograd._torch.trace.graph_tracer import Decompositions, make_graph, quiet_fakes
 from retrograd._torch.trace.history import History, history_of
 from retrograd.errors import Refusal
-
-Boxed = Callable[[list[Any]], Sequence[Any]]
+from retrograd.graph.emit import Boxed
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,6 @@ class Traced:
 def is_batched(value: Any) -> bool:
     """Whether the value is a tensor of torch's older vmap, which ``is_grads_batched`` uses."""
     return isinstance(value, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(value)
-
-
-def is_operator(target: Any) -> bool:
-    """Whether a call's target is an operator of torch, of ATen or of higher order."""
-    return isinstance(target, torch._ops.OperatorBase)
 
 
 def trace(

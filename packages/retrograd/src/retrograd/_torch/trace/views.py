@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from retrograd._torch.tensor import storage_of
 from retrograd._torch.trace.functional import inner_tensors
 
 
@@ -20,7 +21,7 @@ def groups_sharing_memory(tensors: Mapping[int, torch.Tensor]) -> list[tuple[int
     for key, tensor in tensors.items():
         for inner in inner_tensors(tensor):
             if inner.layout is torch.strided and not _is_empty(inner):
-                by_storage.setdefault(inner.untyped_storage()._cdata, []).append(key)
+                by_storage.setdefault(storage_of(inner), []).append(key)
     groups = {tuple(dict.fromkeys(keys)) for keys in by_storage.values()}
     return [group for group in sorted(groups) if len(group) > 1]
 

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from retrograd._torch import pytree
+from retrograd._torch.fx import copied_module
 from retrograd._torch.trace import encoded, guards_of, shown, symbols_of
 from retrograd.aot.export.input_check import Expected, InputFit
 from retrograd.aot.export.program import Exported
@@ -21,7 +22,6 @@ from retrograd.aot.export.training import drop_dead, whole_backward
 from retrograd.aot.extract import extract
 from retrograd.aot.joint import JointGraph
 from retrograd.errors import ExportError, Reason
-from retrograd.graph.copies import copied
 from retrograd.graph.joint import Cotangent, Destination, Gradient, Primal
 from retrograd.graph.joint_graph import ComputedOutput, JointValues, SizeOutput, SizeValue
 from retrograd.graph.program import (
@@ -34,7 +34,7 @@ from retrograd.graph.program import (
     ProgramSignature,
     Result,
 )
-from retrograd.graph.verify_joint import output_values, verify_joint
+from retrograd.graph.verify import output_values, verify_joint
 
 
 def export(
@@ -69,7 +69,7 @@ def program_of(joint: JointGraph, kind: ProgramKind, loss: str | None) -> Export
     inputs = [role for role in joint.signature.inputs if isinstance(role, Primal)]
     outputs: list[ProgramOutput]
     if kind is ProgramKind.JOINT:
-        gm, outputs = copied(joint.gm), _joint_outputs(joint, names)
+        gm, outputs = copied_module(joint.gm), _joint_outputs(joint, names)
         inputs = list(joint.signature.inputs)  # type: ignore[arg-type]
     else:
         wanted = [n for n, value in enumerate(joint.values) if n in names or _is_update(joint, n)]

@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 from torch import fx
 
 from retrograd._torch.subclass import PLAIN
-from retrograd._torch.trace import UnknownExpressionError, encoded, guards_of, symbols_of
+from retrograd._torch.trace import encoded, guards_of, symbols_of
 from retrograd.aot.export.serialize_graph import UnwritableNodeError, serialize_graph
 from retrograd.aot.export.serialize_values import UnwritableError, written_value
-from retrograd.errors import ExportError, Reason
+from retrograd.errors import ExportError, Reason, Refusal
 from retrograd.graph.joint import PrimalKind
 from retrograd.graph.joint_graph import AliasOf, ConstantOutput, JointValues, PrimalValue, SameAs
 
@@ -124,7 +124,7 @@ def _check_graph(joint: JointValues) -> None:
             for size in sizes:
                 encoded(size)
         guards_of(env)
-    except UnknownExpressionError as error:
+    except Refusal as error:
         _refuse("size", f"{error} cannot be represented", "sizes", "capture with static sizes")
     try:
         serialize_graph(joint.gm, {})

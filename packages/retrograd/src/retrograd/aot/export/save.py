@@ -21,7 +21,7 @@ from retrograd.aot.export.representable import refuse_unrepresentable
 from retrograd.aot.export.serialize_joint import read_joint, serialize_joint
 from retrograd.errors import LoadError, Reason, VerificationError
 from retrograd.graph.program import ProgramKind
-from retrograd.graph.verify_joint import verify_joint
+from retrograd.graph.verify import verify_joint
 from retrograd.version import VERSION
 
 #: of the files that are written; files of another one are refused.

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from retrograd._torch.trace import fake_results
+from retrograd._torch.trace import know_values
 from retrograd.aot.export.serialize_values import (
     UnwritableError,
     read_operator,
@@ -106,10 +106,7 @@ def read_graph(
         if entry["op"] == "get_attr" and entry["target"] not in written["modules"]:
             root.register_buffer(entry["target"], tensors[prefix + entry["target"]])
     gm = fx.GraphModule(root, graph, "joint")
-    if examples is not None:
-        for node, value in fake_results(gm, examples).items():
-            node.meta["val"] = value
-    return gm
+    return gm if examples is None else know_values(gm, examples)
 
 
 def _read_node(graph: fx.Graph, entry: Mapping[str, Any], nodes: Mapping[str, fx.Node]) -> fx.Node:

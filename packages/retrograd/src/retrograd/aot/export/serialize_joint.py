@@ -21,7 +21,6 @@ from retrograd._torch.trace import (
     encoded,
     guards_of,
     size_of,
-    strided_fake,
     symbolic_mode,
     symbols_of,
 )
@@ -123,9 +122,8 @@ def _read_example(one: Mapping[str, Any], mode: Any, sizes: Mapping[str, Any]) -
     if "number" in one:
         return size_of(one["number"], mode, sizes)
     shape, stride = ([size_of(tree, mode, sizes) for tree in one[key]] for key in ("size", "stride"))
-    return strided_fake(
-        mode, shape, stride, dtype=read_value(one["dtype"], {}), device=torch.device(one["device"])
-    )
+    with mode:
+        return torch.empty_strided(shape, stride, dtype=read_value(one["dtype"], {}), device=one["device"])
 
 
 def _read_state(data: Mapping[str, Any], mode: Any, fakes: Mapping[int | None, Any]) -> CaptureState:

@@ -15,10 +15,9 @@ import torch
 from torch import fx
 
 from retrograd.errors import ExportError, Reason
-from retrograd.graph.dependence import bits_of, cotangents_reaching
-from retrograd.graph.joint import Cotangent, Gradient, Region
+from retrograd.graph.joint import Cotangent, Gradient, Region, bits_of, cotangents_reaching
 from retrograd.graph.joint_graph import JointValues
-from retrograd.graph.verify_joint import output_values
+from retrograd.graph.verify import output_values
 from retrograd.passes.aten.edit import call
 
 _aten = torch.ops.aten

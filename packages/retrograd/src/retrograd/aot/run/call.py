@@ -30,9 +30,8 @@ from retrograd.aot.run.finish import Finish
 from retrograd.aot.run.late import is_ready, still_compiling
 from retrograd.aot.run.region import RegionCode
 from retrograd.backends.base import Boxed
-from retrograd.errors import UnlikeTracedError
+from retrograd.errors import CodeFailedError, NotReadyError, UnlikeTracedError
 from retrograd.graph.partition import Partition
-from retrograd.specialize import CodeFailedError, NotReadyError
 
 
 class CompiledFunction:

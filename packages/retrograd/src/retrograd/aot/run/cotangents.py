@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.subclass import PLAIN, Wrapping, parts_of
+from retrograd._torch.subclass import PLAIN, Layout, parts_of
 from retrograd.graph.partition import Partition
 
 Strides = tuple[Any, ...]
@@ -29,7 +29,7 @@ class Expected:
     """
 
     boundary: int
-    wrapping: Wrapping
+    wrapping: Layout
     parts: tuple[torch.Tensor, ...]
 
     @staticmethod

@@ -20,9 +20,9 @@ from retrograd._torch.trace import common_base
 from retrograd.aot.trace.run_region_nodes import Walk
 from retrograd.aot.trace.structure import divide
 from retrograd.errors import CaptureError, Reason
+from retrograd.graph.eager_order import LiveGraph
 from retrograd.graph.joint import Destination
 from retrograd.graph.joint_graph import AliasOf, ComputedOutput, JointValues
-from retrograd.graph.live_graph import LiveGraph
 
 
 class RepeatableCall(NamedTuple):

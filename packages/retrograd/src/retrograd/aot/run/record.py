@@ -11,14 +11,14 @@ from collections.abc import Collection, Sequence
 from torch import fx
 
 from retrograd.backends.base import Boxed
-from retrograd.cudagraphs import graphed
+from retrograd.cudagraphs.graphed_call import graphed
 from retrograd.cudagraphs.refusals import is_passing
 from retrograd.errors import Reason
 from retrograd.report import process_report
 
 
 def recorded(code: Boxed, graph: fx.Graph, *, kept: Collection[int] = (), loose: Sequence[int] = ()) -> Boxed:
-    """`code`, replayed where that is safe; the other arguments are those of ``cudagraphs.graphed``."""
+    """`code`, replayed where that is safe; the other arguments are those of `graphed`."""
     return graphed(code, graph, kept=kept, loose=loose, tell=_tell)
 
 

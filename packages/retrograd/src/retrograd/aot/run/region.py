@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import has_effect
-from retrograd._torch.state import ThreadModes, draws_again
-from retrograd._torch.subclass import PLAIN, Wrapping, built
+from retrograd._torch.fx import copied_module, draws_again, has_effect
+from retrograd._torch.state import ThreadModes
+from retrograd._torch.subclass import PLAIN, Layout, built
 from retrograd._torch.tensor import graph_is_kept
-from retrograd._torch.trace import is_batched, laid_out_like, retraced
+from retrograd._torch.trace import is_batched, know_values, laid_out_like
 from retrograd.aot.run.cotangents import Expected, Strides
 from retrograd.aot.run.eager_region import rerun_region
 from retrograd.aot.run.late import LateCode, is_ready, still_compiling
@@ -31,7 +31,7 @@ from retrograd.config import Config
 from retrograd.events import counters
 from retrograd.graph.partition import Partition
 from retrograd.report import Report
-from retrograd.specialize import MOST_FAILURES, why_failed
+from retrograd.specialize.callable import MOST_FAILURES, why_failed
 
 #: how many layouts of cotangents code is made for; with others the region runs as eager.
 MOST_LAYOUTS = 4
@@ -68,7 +68,7 @@ class RegionCode:
         joint, self._graphs = partition.joint, partition.backwards[number]
         region = joint.signature.regions[number]
         self.roots, self.destinations = region.roots, region.destinations
-        self._gradients: list[Wrapping | None] = [
+        self._gradients: list[Layout | None] = [
             joint.gradients.get((number, there)) for there in self.destinations
         ]
         self._expected = [Expected.of(partition, number, root) for root in self.roots]
@@ -234,7 +234,7 @@ class RegionCode:
             traced = examples
             examples = [laid_out_like(fake, value) for fake, value in zip(traced, args, strict=True)]
             if any(one is not other for one, other in zip(traced, examples, strict=True)):
-                gm = retraced(gm, examples)
+                gm = know_values(copied_module(gm), examples)
         half = Half(is_backward=True, visible=len(gm.graph.output_node().args[0]))  # type: ignore[arg-type]
         code = lower(self._backend, gm, self._partition.joint.state, half, self._config, examples)
         if not self._config.cudagraphs or isinstance(code, LateCode):

@@ -14,17 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from retrograd._torch.autograd import passes_through_function
-from retrograd._torch.subclass import PLAIN, Wrapping, parts_of, wrapping_of
+from retrograd._torch.subclass import Layout, is_wrapper, layout_of, parts_of
 from retrograd._torch.trace import (
+    changes_of,
     is_traced,
     lies_within,
     plain,
     storage_key,
     view_origin,
-    was_data_mutated,
-    was_metadata_mutated,
-    was_mutated_unseen_by_autograd,
-    was_storage_changed,
 )
 from retrograd.errors import Refusal
 from retrograd.graph.joint_graph import (
@@ -66,14 +63,14 @@ class TracedValue:
     is_seen: bool = True
 
     @property
-    def wrapping(self) -> Wrapping:
+    def wrapping(self) -> Layout:
         """How it is made up."""
-        return wrapping_of(self.value)
+        return layout_of(self.value)
 
     def parts(self) -> list[Any]:
         """The plain values that the graph gives."""
         bare = plain(self.value)
-        return parts_of(bare, wrapping_of(bare))
+        return parts_of(bare, layout_of(bare))
 
     @property
     def is_new_leaf(self) -> bool:
@@ -85,7 +82,7 @@ class TracedValue:
 
     def described(self) -> ForwardValue:
         """What later stages need to know of it."""
-        return ForwardValue(wrapping_of(plain(self.value)), None, self.is_visible, self.is_new_leaf)
+        return ForwardValue(layout_of(plain(self.value)), None, self.is_visible, self.is_new_leaf)
 
 
 @dataclass
@@ -133,24 +130,24 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
         if tensor is None:
             continue
         _refuse_state_changes(primal, leaf)
-        if was_storage_changed(tensor):
+        changes = changes_of(tensor)
+        if changes.memory:
             raise Refusal("not-representable", f"it gives {primal.name} other memory (set_, or a resize)")
-        writes, reshapes = was_data_mutated(tensor), was_metadata_mutated(tensor)
-        if not writes and not reshapes:
+        if not changes.elements and not changes.shape:
             continue
         if any(bared is tensor for bared in inputs.bared):
             raise Refusal(
                 "not-representable",
                 f"it may change {primal.name} through .data, which no version counter shows",
             )
-        unseen = tensor.grad_fn is inputs.histories[number] and was_mutated_unseen_by_autograd(tensor)
-        if reshapes and (primal.wrapping.cls is not None or (primal.differentiable and not unseen)):
+        unseen = tensor.grad_fn is inputs.histories[number] and changes.is_unseen
+        if changes.shape and (primal.wrapping.cls is not None or (primal.differentiable and not unseen)):
             raise Refusal(
                 "not-representable",
                 f"it changes the shape of {primal.name}, which is differentiable or a subclass",
             )
-        view = _view(analysis, tensor, primal.fake, True) if reshapes else None
-        value = analysis.add(TracedValue(tensor, False, not unseen)) if writes else None
+        view = _view(analysis, tensor, primal.fake, True) if changes.shape else None
+        value = analysis.add(TracedValue(tensor, False, not unseen)) if changes.elements else None
         updates.append(Update(number, value, view, unseen))
     return updates
 
@@ -232,7 +229,7 @@ class _Outputs:
         return next((source for source in sources if lies_within(output, entries[source])), sources[0])
 
     def _computed(self, output: torch.Tensor, sharing: Sequence[torch.Tensor]) -> OutputPlan:
-        if len(sharing) == 1 or wrapping_of(output) is not PLAIN or _is_empty(output):
+        if len(sharing) == 1 or is_wrapper(output) or _is_empty(output):
             return ComputedOutput(self.analysis.add(TracedValue(output)))
         base = next((other for other in sharing if other._is_view() and other.requires_grad), sharing[0])
         base = next((other for other in sharing if not other._is_view() and other.requires_grad), base)
@@ -251,7 +248,7 @@ class _Outputs:
                 "not-representable",
                 "a Function returns a view of what it was given, which the caller gets as well",
             )
-        if output.dtype != base.dtype or wrapping_of(output) is not PLAIN:
+        if output.dtype != base.dtype or is_wrapper(output):
             if not output._is_view():
                 raise Refusal(
                     "not-representable", "an output shares memory with a tensor of another dtype or class"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
-from retrograd.graph.live_graph import LiveGraph
+from retrograd.graph.eager_order import LiveGraph
 
 #: more cuts than this are thinned out: each costs a node and a call.
 MOST_BLOCKS = 32

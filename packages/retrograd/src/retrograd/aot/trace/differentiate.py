@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from retrograd._torch.autograd import edge_of, graph_below, leaf_of, tells_undefined
-from retrograd._torch.subclass import Wrapping, built, parts_of, wrapping_of
+from retrograd._torch.subclass import Layout, built, layout_of, parts_of
 from retrograd._torch.trace import JointTracer, plain, to_functional
 from retrograd.aot.trace.analyse import Analysis, TracedValue
 from retrograd.aot.trace.enter import Inputs
 from retrograd.aot.trace.run_region_nodes import Walk
 from retrograd.aot.trace.structure import Structure, divide
 from retrograd.errors import Refusal
+from retrograd.graph.eager_order import Edge, LiveGraph, LiveNode
 from retrograd.graph.joint import Destination, Gradient
-from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Differentiated:
     visible: tuple[int, ...] = ()
     junction_values: tuple[int, ...] = ()
     stand_ins: list[TracedValue] = field(default_factory=list)
-    cotangents: list[tuple[int, Wrapping]] = field(default_factory=list)
+    cotangents: list[tuple[int, Layout]] = field(default_factory=list)
     grads: list[dict[Destination, Any]] = field(default_factory=list)
     undefined_matters: set[int] = field(default_factory=set)
     hooked_leaves: frozenset[int] = frozenset()
@@ -68,19 +68,19 @@ class Differentiated:
 
     def parts(self) -> list[Any]:
         """The gradients, as plain values."""
-        return [part for _, _, grad in self._defined() for part in parts_of(grad, wrapping_of(grad))]
+        return [part for _, _, grad in self._defined() for part in parts_of(grad, layout_of(grad))]
 
     def roles(self) -> list[Gradient]:
         """What each of `parts` is."""
         return [
             Gradient(region, destination, part)
             for region, destination, grad in self._defined()
-            for part in range(wrapping_of(grad).count)
+            for part in range(layout_of(grad).count)
         ]
 
-    def wrappings(self) -> dict[tuple[int, Destination], Wrapping]:
+    def wrappings(self) -> dict[tuple[int, Destination], Layout]:
         """How each gradient is made up."""
-        return {(region, there): wrapping_of(grad) for region, there, grad in self._defined()}
+        return {(region, there): layout_of(grad) for region, there, grad in self._defined()}
 
 
 def differentiate(  # noqa: PLR0913 - as many as ways to divide
@@ -172,13 +172,13 @@ def _cotangents(
     tracer: JointTracer,
     roots: Mapping[int, TracedValue],
     layouts: Mapping[int, Sequence[int]],
-    made: list[tuple[int, Wrapping]],
+    made: list[tuple[int, Layout]],
 ) -> dict[int, Any]:
     """New inputs of the graph, one for each root."""
     found = {}
     for root, value in roots.items():
         bare = plain(value.value)
-        wrapping: Wrapping = wrapping_of(bare)
+        wrapping: Layout = layout_of(bare)
         made.append((root, wrapping))
         parts = []
         for part, like in enumerate(parts_of(bare, wrapping)):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.subclass import PLAIN, Wrapping, built, parts_of, wrapping_of
+from retrograd._torch.subclass import PLAIN, Layout, built, layout_of, parts_of
 from retrograd._torch.trace import (
     FreeTensors,
     JointTracer,
@@ -101,7 +101,7 @@ class Inputs:
     def call(self) -> Any:
         """Run the function."""
         count = len(self.state.leaves)
-        with self.state.ambient.restored(), FreeTensors(self.found) as free, checkpoints_marked(self.tracer):
+        with self.state.ambient.restored(), FreeTensors(self.found) as free, checkpoints_marked():
             result = self.state.call(self.entries[:count])
             if torch.is_grad_enabled() != self.state.ambient.grad:
                 raise Refusal("not-representable", "it leaves grad mode switched")
@@ -154,7 +154,7 @@ class Inputs:
 
     def _tensor(self, given: Leaf, **where: Any) -> Any:
         """Make a primal of a leaf; what the function sees of it."""
-        wrapping: Wrapping = wrapping_of(given.value)
+        wrapping: Layout = layout_of(given.value)
         number = len(self.primals)
         differentiable = given.requires_grad
         self.primals.append(

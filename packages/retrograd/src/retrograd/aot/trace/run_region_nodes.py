@@ -13,8 +13,8 @@ from typing import Any
 
 from retrograd._torch.autograd import call_node, fitted, input_count, refuse_nan
 from retrograd.aot.trace.structure import Structure
+from retrograd.graph.eager_order import Edge, LiveGraph, LiveNode
 from retrograd.graph.joint import Destination
-from retrograd.graph.live_graph import Edge, LiveGraph, LiveNode
 
 
 @dataclass

@@ -16,9 +16,8 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from retrograd.aot.trace.blocks import cut_into_blocks
-from retrograd.graph.eager_order import ROOT, eager_walk
+from retrograd.graph.eager_order import ROOT, Edge, LiveGraph, eager_walk
 from retrograd.graph.joint import BackwardStep, Destination
-from retrograd.graph.live_graph import Edge, LiveGraph
 
 #: more regions than this, and all outputs are differentiated together.
 MOST_REGIONS = 64

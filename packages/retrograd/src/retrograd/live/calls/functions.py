@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from retrograd._torch.autograd import materializes_grads, node_under_way, read_saved, saved_name
-from retrograd._torch.tensor import graph_is_kept, zeros_for_slot
+from retrograd._torch.tensor import graph_is_kept, zeros_of_slot
 
 Grad = torch.Tensor | None
 
@@ -178,7 +178,7 @@ def _call(
 def _zeros(ctx: Any, slot: int, made: Any) -> Grad:
     """What the Function is given in place of an undefined gradient."""
     if made is None:
-        return zeros_for_slot(ctx, slot) if materializes_grads(ctx) else None
+        return zeros_of_slot(ctx, slot)() if materializes_grads(ctx) else None
     if not made:
         return None
     sizes, dtype, device, layout = made

@@ -13,8 +13,8 @@ from typing import Any, Self
 import torch
 from torch import fx
 
+from retrograd._torch.fx import is_higher_order, is_operator_overload
 from retrograd._torch.state import as_if_autocast, without_torch_functions
-from retrograd._torch.trace import is_operator
 
 Geometry = tuple[Sequence[int], Sequence[int], int]
 Grad = torch.Tensor | None
@@ -165,7 +165,7 @@ def operation(node: fx.Node) -> Named:
     if target is torch.ops.aten.view.default:
         target = torch.ops.aten.reshape.default
     name = str(getattr(target, "__name__", target))
-    if not is_operator(target):
+    if not is_operator_overload(target) and not is_higher_order(target):
         return Named(name, target, (target,))
     traced = node.meta.get("val")
     dtype = traced.dtype if isinstance(traced, torch.Tensor) else None

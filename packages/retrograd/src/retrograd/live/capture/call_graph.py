@@ -13,8 +13,7 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.fx import add_call, add_placeholder
-from retrograd.graph.backward_graph import Call, NodeCall, Source, SourceKind, call_of
-from retrograd.graph.hook_kind import CallKind, HookKind
+from retrograd.graph.backward_graph import Call, CallKind, HookKind, NodeCall, Source, SourceKind, call_of
 
 Value = fx.Node | None
 

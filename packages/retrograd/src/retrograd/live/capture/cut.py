@@ -18,9 +18,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import fx
 
-from retrograd.graph.backward_graph import BackwardGraph, call_of
-from retrograd.graph.hook_kind import CallKind
-from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment, dying_values
+from retrograd.graph.backward_graph import (
+    Accumulation,
+    BackwardGraph,
+    CallKind,
+    OpaqueCall,
+    Schedule,
+    Segment,
+    call_of,
+    dying_values,
+)
 
 _WORTH_COMPILING = frozenset({CallKind.NODE, CallKind.ATEN, CallKind.COPY_SLICES})
 

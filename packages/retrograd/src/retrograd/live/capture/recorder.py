@@ -1,8 +1,8 @@
 """Record one backward, as the engine walks it, into a `BackwardGraph`.
 
-In: the calls of ``_torch.autograd.protocol`` (this is its `Recorder`), with FX nodes as values. Out: a
-`BackwardGraph` in the order of the engine's walk. Nothing is computed, traced or compiled here, and no
-tensor metadata is baked in.
+In: the calls of ``_torch.autograd.protocol``, with FX nodes as values: lists of them are gradients, and None
+is an undefined one. Out: a `BackwardGraph` in the order of the engine's walk. Nothing is computed, traced or
+compiled here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import fx
 
 from retrograd._torch.autograd import Kept
 from retrograd.graph.aot_backward import AotBackward, AotCall, InlinedCall
-from retrograd.graph.backward_graph import BackwardGraph, Call, NodeCall, SourceKind
-from retrograd.graph.hook_kind import CallKind, HookKind
+from retrograd.graph.backward_graph import BackwardGraph, Call, CallKind, HookKind, NodeCall, SourceKind
 from retrograd.live.calls import functions, gradients, hooks, nodes
 from retrograd.live.capture.call_graph import CallGraph, Value
 from retrograd.live.inlined.lay_in import CompiledFunctions
@@ -156,15 +155,13 @@ class BackwardRecorder:
         args = (self._calls.placeholder(SourceKind.HOOK, hook), *given)
         return self._calls.call(CallKind.HOOK, target, args, kind)
 
-    def tensor_hook(self, kind: HookKind, grads: list[Value], hook: int, slot: int) -> list[Value]:
+    def tensor_hook(self, kind: HookKind, grad: Value, hook: int) -> Value:
         call = Call(CallKind.HOOK, self._calls.current, kind)
         if kind is HookKind.RETAIN_GRAD:
             self._needs_engine_frame = True
-            node = self._calls.tensor_hook(call, hooks.call_cpp_tensor_hook, hook, grads[slot])
-        else:
-            own = self._calls.placeholder(SourceKind.HOOK, hook)
-            node = self._calls.tensor_hook(call, hooks.call_tensor_hook, own, grads[slot])
-        return [node if i == slot else grad for i, grad in enumerate(grads)]
+            return self._calls.tensor_hook(call, hooks.call_cpp_tensor_hook, hook, grad)
+        own = self._calls.placeholder(SourceKind.HOOK, hook)
+        return self._calls.tensor_hook(call, hooks.call_tensor_hook, own, grad)
 
     def node_pre_hook(self, grads: list[Value], hook: int) -> list[Value]:
         node = self._call_hook(HookKind.NODE_PRE, hooks.call_node_pre_hook, hook, tuple(grads))

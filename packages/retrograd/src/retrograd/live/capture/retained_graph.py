@@ -35,8 +35,7 @@ from retrograd._torch.autograd import (
 from retrograd.errors import Refusal
 from retrograd.events import live_log
 from retrograd.graph.backward_graph import BackwardGraph
-from retrograd.graph.eager_order import ROOT, eager_walk
-from retrograd.graph.live_graph import LiveGraph
+from retrograd.graph.eager_order import ROOT, LiveGraph, eager_walk
 from retrograd.live.backward import LiveBackward
 from retrograd.live.calls.functions import call_kept_backward
 from retrograd.live.capture.recorder import BackwardRecorder

@@ -23,8 +23,7 @@ from torch import fx
 from retrograd._torch.autograd import tensors_on_context
 from retrograd.errors import Refusal
 from retrograd.graph.aot_backward import AotBackward, AotCall, BuiltGradient, InlinedCall, Tangent
-from retrograd.graph.backward_graph import Call, SourceKind, call_of
-from retrograd.graph.hook_kind import CallKind, HookKind
+from retrograd.graph.backward_graph import Call, CallKind, HookKind, SourceKind, call_of
 from retrograd.live.calls import hooks, nodes
 from retrograd.live.capture.call_graph import CallGraph, is_from_hook
 from retrograd.live.inlined.undefined_grads import UndefinedGrads

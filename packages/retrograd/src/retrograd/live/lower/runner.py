@@ -18,7 +18,7 @@ from retrograd._torch.log import profiling
 from retrograd._torch.state import ThreadModes, why_interpreted_now, without_torch_functions
 from retrograd._torch.subclass import is_wrapper
 from retrograd.backends.base import Boxed
-from retrograd.cudagraphs import graphed
+from retrograd.cudagraphs.graphed_call import graphed
 from retrograd.errors import first_line
 from retrograd.events import counters
 from retrograd.live.lower.lowered import BoxedFunction, How, Lowered, Lowerings

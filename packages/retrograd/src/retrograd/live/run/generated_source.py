@@ -16,10 +16,20 @@ from torch import fx
 
 from retrograd._torch.autograd import Collected, versions_of
 from retrograd._torch.state import torch_functions_off
-from retrograd.graph.backward_graph import Source, SourceKind, call_of
+from retrograd.graph.backward_graph import (
+    Accumulation,
+    CallKind,
+    HookKind,
+    OpaqueCall,
+    PlanStep,
+    Schedule,
+    Segment,
+    Source,
+    SourceKind,
+    call_of,
+    dying_values,
+)
 from retrograd.graph.emit import Emitter, emit_calls
-from retrograd.graph.hook_kind import CallKind, HookKind
-from retrograd.graph.schedule import Accumulation, OpaqueCall, PlanStep, Schedule, Segment, dying_values
 from retrograd.live.calls.gradients import Accumulator, accumulate_quietly
 
 Check = Callable[[Sequence[Any]], bool]

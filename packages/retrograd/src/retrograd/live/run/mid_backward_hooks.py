@@ -13,9 +13,7 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.autograd import HookChanges, LateHook
-from retrograd.graph.backward_graph import BackwardGraph, call_of
-from retrograd.graph.hook_kind import CallKind
-from retrograd.graph.schedule import OpaqueCall, PlanStep, Segment
+from retrograd.graph.backward_graph import BackwardGraph, CallKind, OpaqueCall, PlanStep, Segment, call_of
 from retrograd.live.backward import LiveBackward
 from retrograd.live.calls import hooks
 from retrograd.passes.insert_hooks import HookTargets, Insertion, insert_hooks

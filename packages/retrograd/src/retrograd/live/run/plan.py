@@ -22,19 +22,28 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.autograd import Collected, HookChanges, Versions, watching
+from retrograd._torch.autograd import Collected, HookChanges, Versions, versions_of, watching
 from retrograd._torch.cuda import user_code_in_order
 from retrograd._torch.log import profiling
-from retrograd._torch.state import are_modes_plain, modes_kept
+from retrograd._torch.state import ModesKept, are_modes_plain
 from retrograd.backends.background import pending, take_finished
 from retrograd.backends.base import Backend
 from retrograd.backends.registry import EagerBackend
 from retrograd.config import Config
-from retrograd.cudagraphs import graphed
+from retrograd.cudagraphs.graphed_call import graphed
 from retrograd.events import counters
-from retrograd.graph.backward_graph import BackwardGraph, Source, SourceKind, call_of, source_of
-from retrograd.graph.hook_kind import CallKind
-from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment
+from retrograd.graph.backward_graph import (
+    Accumulation,
+    BackwardGraph,
+    CallKind,
+    OpaqueCall,
+    Schedule,
+    Segment,
+    Source,
+    SourceKind,
+    call_of,
+    source_of,
+)
 from retrograd.live.backward import LiveBackward
 from retrograd.live.calls.functions import ModifiedTensor
 from retrograd.live.calls.gradients import accumulate_grad
@@ -192,7 +201,8 @@ class Plan:
         values = _bound(self._layout.placeholders, call)
         if watch is not None:
             watch.begin(values)
-        versions = Versions({node: values[node] for node in self._layout.saved})
+        saved = tuple(self._layout.saved)
+        versions = Versions(zip(saved, versions_of([values[node] for node in saved]), strict=True))
         run = _Run(values, versions, backward, changes, None, watch)
         del values
         results = self._steps(run)
@@ -306,7 +316,7 @@ def _call(
     for node in dying:
         values.pop(node, None)
     assert callable(step.node.target)
-    with modes_kept() as kept, user_code_in_order():
+    with ModesKept() as kept, user_code_in_order():
         result = step.node.target(*args)
     if step.node not in dying:
         values[step.node] = result

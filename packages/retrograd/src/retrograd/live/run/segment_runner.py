@@ -14,12 +14,11 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.state import KeptModes, modes_kept
+from retrograd._torch.state import KeptModes, ModesKept
 from retrograd.backends.base import Backend
 from retrograd.config import Config
-from retrograd.graph.backward_graph import call_of
+from retrograd.graph.backward_graph import Segment, call_of
 from retrograd.graph.emit import boxed_calls, last_uses
-from retrograd.graph.schedule import Segment
 from retrograd.graph.structure import structure_of
 from retrograd.live.lower.lowered import BoxedFunction, How, Lowerings
 from retrograd.live.lower.runner import BoxedRunner
@@ -117,7 +116,7 @@ class LeakedModes:
 
     def around(self, node: fx.Node) -> AbstractContextManager[Any]:
         """The modes in which `node` runs: these if it belongs to the same node, else as they are."""
-        return modes_kept(self._modes) if call_of(node).node_call == self._node_call else nullcontext()
+        return ModesKept(self._modes) if call_of(node).node_call == self._node_call else nullcontext()
 
 
 def step_through(segment: Segment, args: list[Any], around: Around) -> tuple[Any, ...]:

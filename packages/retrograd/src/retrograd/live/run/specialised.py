@@ -24,8 +24,7 @@ from retrograd._torch.state import KeptModes, ThreadModes, UserCode, are_modes_p
 from retrograd._torch.trace import InputGuard
 from retrograd.backends.base import Boxed
 from retrograd.events import counters, live_log
-from retrograd.graph.backward_graph import Source, SourceKind
-from retrograd.graph.schedule import Accumulation, OpaqueCall, Schedule, Segment
+from retrograd.graph.backward_graph import Accumulation, OpaqueCall, Schedule, Segment, Source, SourceKind
 from retrograd.live.backward import LiveBackward
 from retrograd.live.lower.lowered import Lowered
 from retrograd.live.lower.runner import BoxedRunner
@@ -125,7 +124,7 @@ class SpecialisedPlan:
                 runner.failed(error)
 
     def _bailout(self, step: int, found: dict[str, Any], modes: KeptModes | None) -> Bailout:
-        versions = Versions.taken(
+        versions = Versions(
             pair
             for number, watched in self._written.watched.items()
             if number >= step

@@ -17,7 +17,7 @@ from torch import fx
 
 from retrograd.errors import PassError, Reason
 from retrograd.graph.joint import Gradient, JointSignature, PrimalKind
-from retrograd.graph.verify_joint import output_values
+from retrograd.graph.verify import output_values
 from retrograd.passes.aten.edit import call, signature_of
 
 _aten = torch.ops.aten

@@ -17,7 +17,7 @@ from torch import fx
 
 from retrograd.errors import PassError, Reason, VerificationError
 from retrograd.graph.joint import JointSignature
-from retrograd.graph.verify_joint import output_kinds, verify_joint
+from retrograd.graph.verify import output_kinds, verify_joint
 from retrograd.passes.aten.edit import signature_of
 
 #: ``pass(gm, example_inputs) -> gm``; it may change `gm` or return another.

@@ -1,24 +1,25 @@
-"""The modes of a thread that change what operations do, or what code is right: one value for all of them.
+"""The modes of a thread that change what operations do, or what code is right; random number generators.
 
 In: nothing. Out: `ThreadModes`, to compare and to put back; blocks and functions that run under chosen modes;
-why nothing can be captured, or no compiled code may run, under the modes of the moment. Eager restores grad
-mode and autocast before each node of a backward (``ThreadLocalStateGuard`` in ``Engine::thread_main``), so a
-hook that leaves them switched concerns the rest of its own node only.
+why nothing can be captured, or no compiled code may run, under the modes of the moment; states of generators.
+Eager restores grad mode and autocast before each node of a backward (``ThreadLocalStateGuard`` in
+``Engine::thread_main``), so a hook that leaves them switched concerns the rest of its own node only.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+
+from retrograd._torch.fx import real_tensors
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -174,52 +175,51 @@ def _switch(now: KeptModes, to: KeptModes) -> None:
             torch.set_autocast_enabled(device, on)
 
 
-@dataclass
-class Kept:
-    """What was put back after a block: `left` are the modes as the block left them, None if as before."""
+class ModesKept:
+    """Puts grad mode and autocast back at the end of a block.
 
-    left: KeptModes | None = None
+    Args:
+        switched_to: how they are inside; None: as they are outside.
+
+    Attributes:
+        left: the modes as the block left them, None if as before.
+    """
+
+    __slots__ = ("_before", "_switched_to", "left")
+
+    def __init__(self, switched_to: KeptModes | None = None) -> None:
+        self._switched_to = switched_to
+        self.left: KeptModes | None = None
+
+    def __enter__(self) -> ModesKept:
+        self._before = _kept_modes()
+        if self._switched_to is not None:
+            _switch(self._before, self._switched_to)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if (now := _kept_modes()) != self._before:
+            self.left = now
+            _switch(now, self._before)
 
 
-@contextmanager
-def modes_kept(switched_to: KeptModes | None = None) -> Iterator[Kept]:
-    """Put grad mode and autocast back at the end of the block; inside, first switch them if that is asked."""
-    before = _kept_modes()
-    kept = Kept()
-    if switched_to is not None:
-        _switch(before, switched_to)
-    try:
-        yield kept
-    finally:
-        if (now := _kept_modes()) != before:
-            kept.left = now
-            _switch(now, before)
-
-
-class UserCode:
-    """Calls user code, one call after the other, as inside `modes_kept`; cheap where nothing changes.
+class UserCode(ModesKept):
+    """Calls user code, one call after the other, and puts modes back after each.
 
     Args:
         modes: what `ThreadModes.now` gives now.
-
-    Attributes:
-        left: the modes as the last call left them, None if as before it.
     """
 
-    __slots__ = ("_before", "_modes", "left")
+    __slots__ = ("_modes",)
 
     def __init__(self, modes: ThreadModes) -> None:
-        self._before, self._modes = _kept_modes(), modes
-        self.left: KeptModes | None = None
+        super().__init__()
+        self._modes = modes
 
     def call(self, fn: Callable[..., T], args: Sequence[Any]) -> T:
         """What ``fn(*args)`` returns."""
-        try:
+        with self:
             return fn(*args)
-        finally:
-            if (now := _kept_modes()) != self._before:
-                self.left = now
-                _switch(now, self._before)
 
     def has_changed_modes(self) -> bool:
         """Whether what runs next may not run as it would have run before the last call."""
@@ -249,7 +249,8 @@ def are_modes_plain() -> bool:
 
 def why_interpreted_now(args: Sequence[Any]) -> str | None:
     """Which mode of the moment compiled code would escape; None if none does."""
-    if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)] if forward_ad._current_level >= 0 else ()
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         return "forward-mode AD: an argument has a tangent"
     if torch._C._functorch.maybe_current_level() is not None:
         return "a functorch transform is active"
@@ -258,10 +259,6 @@ def why_interpreted_now(args: Sequence[Any]) -> str | None:
     if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "saved-tensor hooks are active in grad mode"
     return None
-
-
-def _has_tangent(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
 
 
 def why_not_capturable_now(has_seen_functions: bool = False) -> tuple[str, str] | None:
@@ -278,7 +275,7 @@ def why_not_capturable_now(has_seen_functions: bool = False) -> tuple[str, str] 
     if (
         not has_seen_functions
         and torch._C._len_torch_function_stack()
-        and any(map(_is_foreign, _get_current_function_mode_stack()))
+        and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
     ):
         return "function-mode", "a TorchFunctionMode is active, which may take operations over"
     if torch.is_anomaly_enabled():
@@ -289,5 +286,34 @@ def why_not_capturable_now(has_seen_functions: bool = False) -> tuple[str, str] 
     return "saved-tensor-hooks", "saved-tensor hooks see, and may change, exactly what eager saves"
 
 
-def _is_foreign(mode: Any) -> bool:
-    return type(mode) is not DeviceContext
+def generator_states(devices: Iterable[torch.device]) -> dict[torch.device, Any]:
+    """The states of the default generators of these devices."""
+    cuda, cpu = torch.cuda.get_rng_state, torch.random.get_rng_state
+    return {device: cuda(device) if device.type == "cuda" else cpu() for device in devices}
+
+
+def seeds_and_states() -> tuple[Any, ...]:
+    """What the default generators are at, to be compared: the CPU's state, and the seed of CUDA in use."""
+    seeds = torch.cuda.initial_seed() if torch.cuda.is_initialized() else None
+    with real_tensors():
+        return bytes(torch.random.get_rng_state().numpy()), seeds
+
+
+@contextmanager
+def with_generator_states(states: dict[torch.device, Any]) -> Iterator[None]:
+    """Inside, the default generators are in `states`; afterwards as they were before."""
+    before = generator_states(states)
+    try:
+        restore_generator_states(states)
+        yield
+    finally:
+        restore_generator_states(before)
+
+
+def restore_generator_states(states: dict[torch.device, Any]) -> None:
+    """Put generators back into states from `generator_states`."""
+    for device, state in states.items():
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.random.set_rng_state(state)

@@ -1,4 +1,4 @@
-"""Hooks that user code registers or removes while a backward is running.
+"""Hooks: which user code registers or removes while a backward is running, and which need something special.
 
 In: registrations and removals on any thread, seen at torch's Python entry points to them. Out:
 `HookChanges`. Eager looks hooks up when it reaches a node; a plan knows the hooks that were there when it was
@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C._dynamo import compiled_autograd as engine_protocol
 from torch.autograd.graph import get_gradient_edge
 
 from retrograd._torch.patches import Handler, handle
-from retrograd.graph.hook_kind import HookKind
+from retrograd.errors import Escape
+from retrograd.graph.backward_graph import HookKind
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,6 @@ class HookChanges:
                         yield LateHook(kind, node, 0, hook, number)
 
 
-class _FoundError(Exception):
-    def __init__(self, hooks: Any) -> None:
-        self.hooks = hooks
-
-
 #: of the plans under way, on all threads: a hook may concern any of them.
 _watched: list[HookChanges] = []
 _ASKING = object()
@@ -102,22 +99,18 @@ def _dict_behind(register: Callable[..., Any]) -> Any:
     """The dict into which `register` would put a hook; nothing is put there."""
     try:
         register(_ASKING)
-    except _FoundError as found:
-        return found.hooks
+    except Escape as found:
+        return found.value
     raise AssertionError("torch registers node hooks in another way than it did")
-
-
-def _note(kind: HookKind, tensor: torch.Tensor, hook: Callable[..., Any], number: int) -> None:
-    edge = get_gradient_edge(tensor)
-    for changes in tuple(_watched):
-        changes.late.append(LateHook(kind, edge.node, edge.output_nr, hook, number))
 
 
 def _registering(kind: HookKind) -> Handler:
     def register(original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
         handle = original(tensor, hook)
         if _watched:
-            _note(kind, tensor, hook, handle.id)
+            edge = get_gradient_edge(tensor)
+            for changes in tuple(_watched):
+                changes.late.append(LateHook(kind, edge.node, edge.output_nr, hook, handle.id))
         return handle
 
     return register
@@ -125,7 +118,7 @@ def _registering(kind: HookKind) -> Handler:
 
 def _registering_on_node(original: Callable[..., Any], hooks: Any, hook: Any) -> Any:
     if hook is _ASKING:
-        raise _FoundError(hooks)
+        raise Escape(hooks)
     hooks, handle = original(hooks, hook)
     for changes in tuple(_watched):
         changes._unplaced.append((hooks, hook, handle.id))
@@ -147,3 +140,28 @@ def watch_hooks() -> None:
     handle("torch:Tensor.register_post_accumulate_grad_hook", _registering(HookKind.POST_ACCUMULATE))
     handle("torch.autograd.function:_HookMixin._register_hook", _registering_on_node)
     handle("torch.utils.hooks:RemovableHandle.remove", _removing)
+
+
+def call_cpp_tensor_pre_hooks(hook: int, grad: torch.Tensor) -> torch.Tensor:
+    """Call C++ hook number `hook` of the backward whose engine frame is alive."""
+    result = engine_protocol.call_cpp_tensor_pre_hooks(hook, grad)
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def counts_other_hooks(hook: Any) -> bool:
+    """Whether `hook` belongs to ``torch.autograd.graph.register_multi_grad_hook``."""
+    function = getattr(hook, "func", hook)
+    name = str(getattr(function, "__qualname__", ""))
+    return (
+        getattr(function, "__module__", "") == "torch.autograd.graph" and "register_multi_grad_hook" in name
+    )
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def has_waiting_hooks(values: Iterable[Any]) -> bool:
+    """Whether one of `values` is a leaf with post-accumulate-grad hooks. They may free the gradient at once,
+    as an optimizer in backward does, so that it matters how many gradients there are at a time."""
+    return any(bool(value._post_accumulate_grad_hooks) for value in values if type(value) in _PLAIN)

@@ -1,8 +1,10 @@
-"""Torch's structured trace (``TORCH_TRACE``, read by tlparse): artifacts, timed events, compile ids.
+"""Torch's profiler and its structured trace (``TORCH_TRACE``, read by tlparse).
 
-In: names and texts. Out: records, where somebody listens; nothing, at the cost of one check, where nobody
-does. A captured backward has a compile id of the kind that stock compiled autograd has (``!3``), from the
-same counter; what Inductor records while it compiles a segment is filed under it.
+In: names and texts. Out: ranges and records, where somebody listens; nothing, at the cost of one check, where
+nobody does. A captured backward has a compile id of the kind that stock compiled autograd has (``!3``), from
+the same counter; what Inductor records while it compiles a segment is filed under it. Eager's ranges in the
+profiler also carry the sequence number that links a node to its forward operation; torch gives Python no way
+to set it.
 """
 
 from __future__ import annotations
@@ -13,12 +15,29 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch._dynamo import compiled_autograd as stock
 from torch._dynamo.utils import get_chromium_event_logger
 from torch._guards import CompileContext, CompileId, compile_context
 from torch._logging._internal import trace_structured
 
-from retrograd._torch.log.profiler import profiling, text_range
+
+def profiling() -> bool:
+    """Whether a profiler is active."""
+    return torch._C._autograd._profiler_enabled()
+
+
+def text_range(text: str) -> torch.autograd.profiler.record_function:
+    """A range called `text`."""
+    return torch.autograd.profiler.record_function(text)
+
+
+@contextmanager
+def node_range(name: str) -> Iterator[None]:
+    """The two ranges that eager's engine puts around a node."""
+    with text_range(f"autograd::engine::evaluate_function: {name}"), text_range(name):
+        yield
+
 
 _trace_log = logging.getLogger("torch.__trace")
 

@@ -1,0 +1,130 @@
+"""Functions compiled ahead that are given another number in each call.
+
+A formula may depend on the value of a number: the square and the cube of a tensor have kernels of their own,
+and so have their derivatives. A number that a compiler keeps symbolic must not change what is computed.
+
+In: a probe, whose `compile` is the identity for eager. Out: values and gradients of each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradparity.corpus.scenario import scenario
+from gradparity.probe import Probe
+
+TAGS = ("compiled", "aot", "shapes")
+
+
+def _with_numbers(
+    p: Probe, function: Callable[[Tensor, float], Tensor], numbers: Iterable[float], positive: bool = False
+) -> None:
+    start = p.rand(4, 5) + 0.5 if positive else p.randn(4, 5)
+    x = p.leaf("x", start.requires_grad_())
+    call = p.compile(lambda a, n: function(a.tanh(), n))
+    for step, number in enumerate(numbers):
+        out = call(x, number)
+        p.value(f"out{step}", out)
+        with p.backward():
+            out.square().sum().backward()
+        p.value(f"grad{step}", x.grad)
+
+
+@scenario(tags=TAGS)
+def aot_exponent_that_is_another_integer(p: Probe) -> None:
+    """Exponents 0 to 5: squares and cubes are multiplied out; that of 0 has a gradient of zeros."""
+    _with_numbers(p, lambda x, n: x**n, (1, 2, 3, 4, 5, 0, 2, 3))
+
+
+@scenario(tags=TAGS)
+def aot_exponent_that_is_another_float(p: Probe) -> None:
+    """Exponents with a fraction: the square root and its reciprocal have kernels of their own."""
+    _with_numbers(p, lambda x, n: x.pow(n), (0.5, -0.5, 1.5, 2.0, 3.0, -1.0, 0.0), positive=True)
+
+
+@scenario(tags=TAGS)
+def aot_exponent_computed_from_a_number(p: Probe) -> None:
+    """The exponent is the reciprocal of what the caller gives."""
+    _with_numbers(p, lambda x, n: x.softmax(-1).pow(1 / n), (1, 2, 3, 4, 2), positive=True)
+
+
+@scenario(tags=TAGS)
+def aot_base_that_is_another_number(p: Probe) -> None:
+    """A number to the power of a tensor; the derivative at base 0 is a case of its own."""
+    _with_numbers(p, lambda x, n: n**x, (2, 3, 4, 1, 0, 2), positive=True)
+
+
+@scenario(tags=TAGS)
+def aot_exponent_in_place(p: Probe) -> None:
+    """The power is written into an intermediate."""
+    _with_numbers(p, lambda x, n: (x * 2).pow_(n), (2, 3, 4, 2))
+
+
+@scenario(tags=TAGS)
+def aot_exponent_in_double_precision(p: Probe) -> None:
+    """`float_power` computes in float64, whatever it is given."""
+    _with_numbers(p, lambda x, n: torch.float_power(x, n).float(), (2, 3, 4, 2))
+
+
+@scenario(tags=TAGS)
+def aot_exponent_of_a_pooling(p: Probe) -> None:
+    """`lp_pool1d` raises to a power and takes the root."""
+    _with_numbers(p, lambda x, n: functional.lp_pool1d(x[None], n, 2), (2, 3, 4, 2), positive=True)
+
+
+@scenario(tags=TAGS)
+def aot_exponent_that_is_a_size(p: Probe) -> None:
+    """The exponent is the number of rows, another one in each call; a size to a power stays a size."""
+    x = p.leaf("x", (p.rand(6, 3) + 0.5).requires_grad_())
+    call = p.compile(lambda a: (a ** a.shape[0]).sum() / a.shape[0] ** 2)
+    for step, rows in enumerate((2, 3, 4, 5)):
+        with p.backward():
+            call(x[:rows]).backward()
+        p.value(f"grad{step}", x.grad)
+
+
+@scenario(tags=TAGS)
+def aot_order_of_a_norm(p: Probe) -> None:
+    """Norms of order 1, 2, 3, infinity and 0 have formulas of their own."""
+    _with_numbers(p, lambda x, n: torch.linalg.vector_norm(x, n, dim=-1), (1, 2, 3, float("inf"), 0, 2.5))
+
+
+@scenario(tags=TAGS)
+def aot_order_of_a_distance(p: Probe) -> None:
+    """Distances of order 1, 2 and others."""
+    _with_numbers(p, lambda x, n: functional.pairwise_distance(x, x.detach().flip(0), p=n), (1, 2, 3, 4, 1.5))
+
+
+@scenario(tags=TAGS)
+def aot_slopes_and_thresholds(p: Probe) -> None:
+    """Numbers that activations compare with and multiply by."""
+
+    def activated(x: Tensor, n: float) -> Tensor:
+        return (
+            functional.leaky_relu(x, n * 0.1) + functional.elu(x, n) + functional.hardtanh(x, -n / 4, n / 3)
+        )
+
+    _with_numbers(p, activated, (1, 2, 3, 4, 0.5))
+
+
+@scenario(tags=TAGS)
+def aot_factors_of_sums(p: Probe) -> None:
+    """`alpha`, `beta` and `value`, among them 1 and 0, which eager leaves out."""
+
+    def summed(x: Tensor, n: float) -> Tensor:
+        product = torch.addmm(x, x @ x.T, x, beta=n, alpha=n)
+        return torch.add(product, x.sin(), alpha=n) + torch.addcmul(x, x.sin(), x.cos(), value=n)
+
+    _with_numbers(p, summed, (2, 1, 0, 3, 0.5))
+
+
+@scenario(tags=TAGS)
+def aot_tensor_made_of_a_number(p: Probe) -> None:
+    """The number becomes a tensor inside."""
+    _with_numbers(
+        p, lambda x, n: torch.logaddexp(x, torch.tensor(float(n))) * torch.tensor(n), (1, 2, 3.5, 4)
+    )

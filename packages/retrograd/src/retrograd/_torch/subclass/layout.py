@@ -1,0 +1,323 @@
+"""How a tensor is made up: plain, or a wrapper subclass (the ``__tensor_flatten__`` protocol).
+
+In: values, some of them wrapper subclasses. Out: a `Layout`: class, metadata and inner values, frozen in
+time, to be compared with another value, and from which an equal one can be built of other inner tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from retrograd.errors import Refusal
+
+_ATOMS = (
+    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, type, enum.Enum,
+)  # fmt: skip
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """A copy of a subclass tensor's metadata.
+
+    Attributes:
+        context: the second part of ``__tensor_flatten__``.
+        attributes: instance attributes that are neither inner tensors nor restored by the class itself; None
+            if attributes do not matter, as in a trace, where no tensor has any.
+        restored: the names of those that the class restores, with values where they can be compared.
+        shared: whether nothing in `context` can be changed in place.
+    """
+
+    context: Any
+    attributes: Mapping[str, Any] | None
+    restored: Mapping[str, Any]
+    shared: bool
+
+    @classmethod
+    def of(
+        cls, tensor: torch.Tensor, inner: Sequence[str], context: Any, rebuilt: torch.Tensor | None
+    ) -> Metadata:
+        """Read the metadata of `tensor`, of which `rebuilt` is what the class makes of its flattened form;
+        None if attributes do not matter.
+
+        Raises:
+            Refusal: a later change could not be noticed, or not be carried over.
+        """
+        name = type(tensor).__name__
+        own = {} if rebuilt is None else attributes_of(tensor, inner)
+        made = {} if rebuilt is None else attributes_of(rebuilt, inner)
+        attributes, restored = {}, {}
+        for key, value in own.items():
+            if key in made and (is_same(made[key], value) or _guards_itself(tensor)):
+                restored[key] = value
+            elif _is_constant(value):
+                attributes[key] = value
+            else:
+                raise Refusal(
+                    "subclass-metadata", f"attribute {key!r} of {name} is lost when it is flattened"
+                )
+        frozen = _copied(context, f"the context of {name}")
+        if not _agrees(tensor, frozen, context):
+            raise Refusal("subclass-metadata", f"the context of {name} is not equal to its own copy")
+        return cls(frozen, None if rebuilt is None else attributes, restored, _is_constant(context))
+
+    def guarded(self, tensor: torch.Tensor) -> Metadata:
+        """The same for comparing with: changes made in place to what the class restores are noticed too.
+
+        Raises:
+            Refusal: an attribute cannot be copied.
+        """
+        kept = {} if _guards_itself(tensor) else self.restored
+        what = f"an attribute of {type(tensor).__name__}"
+        return replace(self, restored={key: _copied(value, what) for key, value in kept.items()})
+
+    def holds_for(self, tensor: torch.Tensor, inner: Sequence[str], context: Any) -> bool:
+        """Whether `tensor` has the same metadata."""
+        agrees = _agrees(tensor, self.context, context)
+        if self.attributes is None or not agrees:
+            return agrees
+        now = attributes_of(tensor, inner)
+        known = {**self.attributes, **self.restored}
+        if _guards_itself(tensor):
+            return all(key in now and is_same(value, now[key]) for key, value in self.attributes.items())
+        return now.keys() == known.keys() and all(is_same(value, now[key]) for key, value in known.items())
+
+    def own_context(self) -> Any:
+        """The context for one more tensor: a copy where tensors could change it under one another."""
+        return self.context if self.shared else copy.deepcopy(self.context)
+
+
+def attributes_of(tensor: torch.Tensor, inner: Sequence[str]) -> dict[str, Any]:
+    """The instance attributes of `tensor` except for its inner tensors."""
+    found = dict(vars(tensor))
+    for cls in type(tensor).__mro__:
+        if cls is torch.Tensor:
+            break
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(tensor, name):
+                found[name] = getattr(tensor, name)
+    return {name: value for name, value in found.items() if name not in inner}
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Equal, and of the same types all the way down: 2, 2.0 and True are three values."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor):
+        return one is other
+    if isinstance(one, float):
+        return one == other and math.copysign(1, one) == math.copysign(1, other)
+    try:
+        return one is other or bool(one == other)
+    except Exception:
+        return False
+
+
+def holds_symbols(value: Any) -> bool:
+    """Whether a symbolic number is, or may be, somewhere in `value`."""
+    return any(isinstance(leaf, _SYMBOLIC) or not isinstance(leaf, _ATOMS) for leaf in _leaves(value))
+
+
+def _guards_itself(tensor: torch.Tensor) -> bool:
+    return hasattr(type(tensor), "__metadata_guard__")
+
+
+def _agrees(tensor: torch.Tensor, before: Any, now: Any) -> bool:
+    if _guards_itself(tensor):
+        return bool(type(tensor).__metadata_guard__(before, now))  # type: ignore[attr-defined]
+    return is_same(before, now)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether `value` is immutable through and through: what is hashed by value has to be."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    kind: Any = type(value)
+    return isinstance(value, _ATOMS) or (kind.__eq__ is not object.__eq__ and _is_hashable(value))
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except Exception:
+        return False
+    return not isinstance(value, torch.Tensor)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(key)
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _copied(value: Any, what: str) -> Any:
+    if _is_constant(value):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise Refusal("subclass-metadata", f"{what} cannot be copied: {type(error).__name__}") from error
+
+
+def is_wrapper(value: Any) -> bool:
+    """Whether `value` is a subclass tensor that can be flattened."""
+    if type(value) is torch.Tensor or not is_traceable_wrapper_subclass(value):
+        return False
+    tensor: torch.Tensor = value  # type: ignore[assignment]
+    return not tensor.is_nested and tensor.layout is torch.strided
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An inner value that is no tensor."""
+
+    value: Any = field(compare=False)
+    count = 0
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A plain tensor."""
+
+    cls = None
+    count = 1
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value is made up like this."""
+        return not is_wrapper(value)
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A subclass tensor.
+
+    Attributes:
+        cls, metadata: what it is besides its parts.
+        requires_grad: whether it requires grad; None if neither that nor attributes matter.
+        parts: name and layout of each inner value.
+        geometry: outer sizes and strides; None where the number is a flat value.
+    """
+
+    cls: Any
+    metadata: Metadata = field(compare=False)
+    requires_grad: bool | None
+    parts: tuple[tuple[str, Plain | Wrapper | Constant], ...]
+    geometry: tuple[Any, ...]
+
+    @property
+    def count(self) -> int:
+        """How many plain tensors it takes."""
+        return sum(part.count for _, part in self.parts)
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value is made up like this; its strides may differ."""
+        return taken(self, value, [])
+
+
+Layout = Plain | Wrapper
+PLAIN = Plain()
+
+
+def wrapper_layout(
+    value: Any, part_of: Callable[[Any], Layout], requires_grad: bool | None, geometry: Any = None
+) -> Wrapper:
+    """The layout of a subclass tensor.
+
+    Args:
+        part_of: gives that of an inner tensor. requires_grad, geometry: as in `Wrapper`; by default its own
+            geometry.
+
+    Raises:
+        Refusal: it cannot be taken apart without loss.
+    """
+    names, context = value.__tensor_flatten__()
+    inner = {name: getattr(value, name) for name in names}
+    parts = tuple(
+        (name, part_of(part) if isinstance(part, torch.Tensor) else Constant(part))
+        for name, part in inner.items()
+    )
+    rebuilt = None
+    if requires_grad is not None:
+        rebuilt = type(value).__tensor_unflatten__(inner, context, value.shape, value.stride())
+        if type(rebuilt) is not type(value):
+            text = f"{type(value).__name__} is rebuilt as {type(rebuilt).__name__}"
+            raise Refusal("subclass-metadata", text)
+    metadata = Metadata.of(value, names, context, rebuilt)
+    numbers = (*value.shape, *value.stride()) if geometry is None else geometry
+    return Wrapper(type(value), metadata, requires_grad, parts, numbers)
+
+
+def layout_of(value: Any) -> Layout:
+    """How `value` is made up, whether or not it requires grad and whatever attributes it has.
+
+    Raises:
+        Refusal: it cannot be taken apart without loss.
+    """
+    return wrapper_layout(value, layout_of, None) if is_wrapper(value) else PLAIN
+
+
+def parts_of(value: Any, layout: Layout | Constant) -> list[Any]:
+    """The plain tensors inside `value`."""
+    if isinstance(layout, Wrapper):
+        return [inner for name, part in layout.parts for inner in parts_of(getattr(value, name), part)]
+    return [value] * layout.count
+
+
+def taken(layout: Layout | Constant, value: Any, flat: list[Any]) -> bool:
+    """Put the flat values of `value` into `flat`, if it has this layout."""
+    if isinstance(layout, Constant):
+        return not isinstance(value, torch.Tensor) and bool(value is layout.value or value == layout.value)
+    if isinstance(layout, Plain):
+        flat.append(value)
+        return not is_wrapper(value)
+    if type(value) is not layout.cls or layout.requires_grad not in (None, value.requires_grad):
+        return False
+    names, context = value.__tensor_flatten__()
+    if list(names) != [name for name, _ in layout.parts] or 2 * value.dim() != len(layout.geometry):
+        return False
+    if any(known not in (None, size) for known, size in zip(layout.geometry, value.shape, strict=False)):
+        return False
+    if not layout.metadata.holds_for(value, names, context):
+        return False
+    if not all(taken(part, getattr(value, name), flat) for name, part in layout.parts):
+        return False
+    numbers = zip(layout.geometry, (*value.shape, *value.stride()), strict=True)
+    flat += [number for known, number in numbers if known is None]
+    return True
+
+
+def built(layout: Layout | Constant, flat: Iterator[Any]) -> Any:
+    """Put a value together of the next flat values."""
+    if isinstance(layout, Constant):
+        return layout.value
+    if isinstance(layout, Plain):
+        return next(flat)
+    inner = {name: built(part, flat) for name, part in layout.parts}
+    geometry = [next(flat) if number is None else number for number in layout.geometry]
+    rank = len(geometry) // 2
+    size, stride = torch.Size(geometry[:rank]), tuple(geometry[rank:])
+    made: Any = layout.cls.__tensor_unflatten__(inner, layout.metadata.own_context(), size, stride)
+    for name, value in (layout.metadata.attributes or {}).items():
+        setattr(made, name, value)
+    wanted = layout.requires_grad
+    return made if wanted in (None, made.requires_grad) else made.requires_grad_(wanted)

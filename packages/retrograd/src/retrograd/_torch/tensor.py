@@ -1,0 +1,145 @@
+"""What only torch's internals know of a tensor: its memory, who refers to it, which layout its gradient owes.
+
+In: real tensors. Out: addresses to compare, counts of holders, aliases that autograd knows nothing of,
+gradients. The layout contract is ``torch/csrc/autograd/utils/grad_layout_contract.h``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C._dynamo import guards
+
+Size = tuple[int, ...]
+
+_compared = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+_compiled: Any = guards  # its annotations leave out what generated code calls
+
+
+def addresses_are(tensors: list[Any], addresses: list[int], places: list[int]) -> bool:
+    """Whether each of `tensors` at `places` lies where `addresses` (one for each tensor) says."""
+    if _compared is not None:  # only in builds with CUDA
+        return bool(_compared(tensors, addresses, places))
+    return all(tensors[i].data_ptr() == addresses[i] for i in places)
+
+
+def geometry_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Sizes and strides; None if more than these says what the elements are: if it is lazily conjugated or
+    negated, sparse, or holds a batch of torch's vmaps."""
+    functorch = torch._C._functorch
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return None
+    if functorch.is_legacy_batchedtensor(tensor) or functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    return tensor.shape, tensor.stride()
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What tells the storage of a tensor from others that live."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def holders(storages: Sequence[int]) -> list[int]:
+    """How many hold each storage (of `storage_of`; it must live)."""
+    count = torch._C._storage_Use_Count
+    return [count(storage) for storage in storages]
+
+
+def reinterpreted(
+    tensor: torch.Tensor, size: Sequence[Any], stride: Sequence[Any], further: Any = 0
+) -> torch.Tensor:
+    """A tensor over the memory of `tensor`, beginning `further` elements behind its beginning, that autograd
+    does not know as a view."""
+    made: torch.Tensor = _compiled._reinterpret_tensor(tensor, tuple(size), tuple(stride), further)
+    return made
+
+
+def new_memory(device: torch.device) -> Callable[[Size, Size, torch.dtype], torch.Tensor]:
+    """What makes tensors of a size, strides and a dtype on `device`, as quickly as is possible now."""
+    if device.type == "cpu":
+        return _compiled._empty_strided_cpu
+    if device.type == "cuda" and device.index == torch.cuda.current_device():
+        return _compiled._empty_strided_cuda
+    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def whole_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """From the first to the last element of tensors of one dtype in one storage, as one row."""
+    begin = min(tensor.storage_offset() for tensor in tensors)
+    end = max(map(_end, tensors))
+    return reinterpreted(tensors[0], (end - begin,), (1,), begin - tensors[0].storage_offset())
+
+
+def _end(tensor: torch.Tensor) -> int:
+    begin = int(tensor.storage_offset())
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return begin + 1 + sum(int((size - 1) * stride) for size, stride in pairs) if tensor.numel() else begin
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill the memory between the first and the last, each place once."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True
+
+
+def obeys_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> bool:
+    """Whether a dense `grad` has the strides that ``variable.grad`` owes."""
+    if grad.is_nested or variable.layout is not torch.strided:
+        return False
+    if not is_dense(variable):
+        return grad.is_contiguous()
+    return all(
+        stride == owed if size != 1 else stride != 0
+        for size, stride, owed in zip(grad.shape, grad.stride(), variable.stride(), strict=False)
+    )
+
+
+def clone_for_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> torch.Tensor:
+    """A copy of `grad` with the strides that ``variable.grad`` owes; differentiable in grad mode."""
+    if variable.layout is torch.strided and is_dense(variable):
+        empty = grad.new_empty_strided(
+            variable.shape, variable.stride(), dtype=grad.dtype, device=variable.device
+        )
+        return empty.copy_(grad)
+    return grad.clone(memory_format=torch.contiguous_format)
+
+
+#: torch's own: a subclass may have a property called ``grad``, which eager's C++ does not call.
+_grad: Any = torch._C.TensorBase.grad
+grad_of: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
+set_grad: Callable[[torch.Tensor, torch.Tensor], None] = _grad.__set__
+
+
+def accumulate_in_node(variable: torch.Tensor, grad: torch.Tensor) -> None:
+    """Have the AccumulateGrad node of `variable` write its ``.grad``, without any hook."""
+    leaf: Any = variable
+    with torch.enable_grad():
+        node = leaf.clone().grad_fn.next_functions[0][0]  # no view: some layouts have none
+    hooks = leaf._post_accumulate_grad_hooks or {}
+    kept = dict(hooks)
+    hooks.clear()  # the node calls what is in there; the plan calls it in its own time
+    try:
+        node(grad)
+    finally:
+        hooks.update(kept)
+
+
+def zeros_of_slot(node: Any, slot: int) -> Callable[[], torch.Tensor]:
+    """Makes zeros in place of an undefined gradient for the differentiable output number `slot` of the
+    forward of `node`; does not hold on to `node`."""
+    metadata = node._input_metadata[slot]
+    return functools.partial(torch.zeros, metadata.shape, dtype=metadata.dtype, device=metadata.device)
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward that is running was asked to retain the graph."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -1,0 +1,131 @@
+"""The zoo of speed as tables: what each way of training takes, and how ours compares with stock.
+
+In: a `figures.Table` with parts "train-MODEL:WAY". Out: Markdown, which `python -m benchmarks.render FILE`
+shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import geometric_mean
+
+from .figures import Table
+from .markdown import markdown
+from .speed_rows import TRAINED, WAYS
+
+OURS = ("retrograd-compile", "retrograd-reduce-overhead", "retrograd-live", "retrograd-step")
+STOCK = ("stock", "stock-reduce-overhead")
+#: figures that are shown for each way: name, what it is divided by, its unit.
+SHOWN = (
+    ("warm step", 1e-3, "steady step, ms"),
+    ("cold start", 1.0, "first three steps, caches empty, s"),
+    ("warm start", 1.0, "first three steps, caches full, s"),
+    ("warm allocated", 2.0**30, "peak memory allocated, GiB"),
+    ("warm reserved", 2.0**30, "peak memory reserved, GiB"),
+    ("warm kernels", 1e-3, "work on the device in a steady step, ms"),
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A figure of the best of some ways over the best of others, for every model that has both.
+
+    Attributes:
+        title: what it is of.
+        figure: its name.
+        over, under: ways; the smallest figure of each group counts. All ways of a group must have been
+            measured.
+        mean, worst: what the geometric mean and the largest ratio must not exceed; None: only shown.
+        devices: where it is asked for.
+    """
+
+    title: str
+    figure: str
+    over: tuple[str, ...]
+    under: tuple[str, ...]
+    mean: float | None = None
+    worst: float | None = None
+    devices: tuple[str, ...] = ("cuda",)
+
+
+BOTH = ("cpu", "cuda")
+COMPARISONS = (
+    Comparison("steady step, best of ours / best of stock", "warm step", OURS, STOCK, 0.95, 1.02),
+    Comparison("steady step, compile / stock compile", "warm step", OURS[:1], STOCK[:1], None, 1.02, BOTH),
+    Comparison("steady step, CUDA graphs / reduce-overhead", "warm step", OURS[1:2], STOCK[1:], None, 1.05),
+    Comparison(
+        "steady step, compile_step / best of the others",
+        "warm step",
+        OURS[3:],
+        (*OURS[:3], *STOCK),
+        None,
+        1.02,
+    ),
+    Comparison("steady step, live / eager", "warm step", OURS[2:3], ("eager",), None, 1.0),
+    Comparison("steady step, live / eager", "warm step", OURS[2:3], ("eager",), None, 1.05, ("cpu",)),
+    Comparison("cold start, compile / stock compile", "cold start", OURS[:1], STOCK[:1], 0.6, 0.9, BOTH),
+    Comparison("warm start, compile / stock compile", "warm start", OURS[:1], STOCK[:1], None, 1.0, BOTH),
+    Comparison("reserved memory, compile / stock compile", "warm reserved", OURS[:1], STOCK[:1], None, 1.02),
+    Comparison("reserved memory, with CUDA graphs", "warm reserved", OURS[1:2], STOCK[1:], None, 1.10),
+)
+
+
+def ratios(table: Table, comparison: Comparison) -> dict[str, float]:
+    """The ratio of each model that has all figures."""
+    found = {}
+    for model in TRAINED:
+        over, under = (
+            [table.figure(f"train-{model}:{way}/{comparison.figure}") for way in ways]
+            for ways in (comparison.over, comparison.under)
+        )
+        if None not in over and None not in under:
+            found[model] = min(over) / min(under)  # type: ignore[type-var, operator]
+    return found
+
+
+def render(table: Table) -> Iterable[str]:
+    """The blocks of text; none if no model was trained."""
+    models = [model for model in TRAINED if any(part.startswith(f"train-{model}:") for part in table.parts)]
+    if not models:
+        return
+    for figure, scale, title in SHOWN:
+        rows = [(model, *(_shown(table, model, way, figure, scale) for way in WAYS)) for model in models]
+        if any(text for row in rows for text in row[1:]):
+            yield markdown((title, *WAYS), rows)
+    yield markdown(("ratio", "mean", "goal", "worst", "goal", "models"), list(_compared(table)))
+    if any(_fell_back(table, model, way) for model in models for way in WAYS):
+        yield "\\* Some of it ran as eager runs it; `retrograd.explain()` says why."
+
+
+def _compared(table: Table) -> Iterable[tuple[str, ...]]:
+    for one in COMPARISONS:
+        found = ratios(table, one) if table.machine.device in one.devices else {}
+        if found:
+            model, worst = max(found.items(), key=lambda item: item[1])
+            mean = geometric_mean(found.values())
+            yield (
+                one.title,
+                f"{mean:.2f}",
+                _goal(one.mean, mean),
+                f"{worst:.2f} ({model})",
+                _goal(one.worst, worst),
+                str(len(found)),
+            )
+
+
+def _goal(limit: float | None, value: float) -> str:
+    if limit is None:
+        return ""
+    return f"≤ {limit:g}" + ("" if value <= limit else ", **not met**")
+
+
+def _shown(table: Table, model: str, way: str, figure: str, scale: float) -> str:
+    value = table.figure(f"train-{model}:{way}/{figure}")
+    if value is None:
+        return ""
+    return f"{value / scale:.3g}" + (r"\*" if _fell_back(table, model, way) else "")
+
+
+def _fell_back(table: Table, model: str, way: str) -> bool:
+    return bool(table.figure(f"train-{model}:{way}/warm fallbacks"))
