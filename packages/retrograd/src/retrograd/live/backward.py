@@ -74,8 +74,3 @@ class LiveBackward:
     def execution_order(self) -> list[Any]:
         """The nodes in the order in which eager executes them."""
         return [self.graph.nodes[i].handle for i in eager_walk(self.graph) if i != ROOT]
-
-
-def unknown_backward() -> LiveBackward:
-    """The backward in which stock compiled autograd runs a plan of ours: it does not tell which one it is."""
-    return LiveBackward(EngineRequest((), (), False, False, accumulate_grad=True))

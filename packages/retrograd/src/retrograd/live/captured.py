@@ -13,6 +13,7 @@ from typing import Any
 
 from retrograd._torch.autograd import (
     Collected,
+    EngineRequest,
     OrderCheck,
     edge_of,
     forward_line,
@@ -27,7 +28,7 @@ from retrograd.errors import Refusal, VerificationError
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph, CallKind, HookKind, Source, source_of
 from retrograd.graph.eager_order import ROOT, eager_walk, with_steps
-from retrograd.live.backward import LiveBackward, unknown_backward
+from retrograd.live.backward import LiveBackward
 from retrograd.live.run.plan import Plan
 from retrograd.passes.drop_outputs import without_last_outputs
 from retrograd.passes.lay_out_like_eager import lay_out_like_eager
@@ -141,8 +142,10 @@ class CapturedBackward:
             return self.graph
 
     def __call__(self, call: Any) -> list[Any]:
-        """Run as captured: stock compiled autograd found our structure in the engine's cache."""
-        return self._as_captured.run(call, unknown_backward())
+        """Run as captured: stock compiled autograd found our structure in the engine's cache. It does not
+        tell which backward it runs."""
+        unknown = EngineRequest((), (), False, False, accumulate_grad=True)
+        return self._as_captured.run(call, LiveBackward(unknown))
 
     @functools.cached_property
     def _as_captured(self) -> Plan:

@@ -23,10 +23,10 @@ from torch import fx
 from retrograd._torch.fx import copied
 from retrograd._torch.trace import Traced, fake_mode_of, fake_of
 from retrograd.graph.backward_graph import BackwardGraph, CallKind
+from retrograd.graph.emit import Boxed
 from retrograd.graph.structure import places_of, structure_and_numbers, written
 from retrograd.process import Recent
 
-Boxed = Callable[[list[Any]], Sequence[Any]]
 #: as texts.
 Numbers = tuple[str, ...]
 #: a number's place in a graph: the node whose second operand it is, counted from the first.

@@ -112,8 +112,10 @@ def _write(variable: torch.Tensor, total: torch.Tensor, grad: torch.Tensor) -> N
 def _first(variable: torch.Tensor, grad: torch.Tensor, stealable: bool) -> torch.Tensor:
     if stealable and _may_be_taken_over(variable, grad):
         return grad.detach()
-    if stealable and grad.is_sparse and _parts_are_contiguous(grad):
-        return torch.sparse_coo_tensor(grad._indices(), grad._values(), grad.shape, check_invariants=False)
+    if stealable and grad.is_sparse:
+        indices, values = grad._indices(), grad._values()
+        if indices.is_contiguous() and values.is_contiguous():
+            return torch.sparse_coo_tensor(indices, values, grad.shape, check_invariants=False)
     if grad.layout is not torch.strided or grad.is_nested:
         return grad.clone()
     return clone_for_layout_contract(grad, variable)
@@ -125,10 +127,6 @@ def _may_be_taken_over(variable: torch.Tensor, grad: torch.Tensor) -> bool:
     if grad.layout is not torch.strided or variable.layout is torch.sparse_csr:
         return False
     return not is_layout_enforced() or obeys_layout_contract(grad, variable)
-
-
-def _parts_are_contiguous(grad: torch.Tensor) -> bool:
-    return grad._indices().is_contiguous() and grad._values().is_contiguous()
 
 
 class Accumulator:

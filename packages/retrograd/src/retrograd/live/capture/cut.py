@@ -35,16 +35,11 @@ _WORTH_COMPILING = frozenset({CallKind.NODE, CallKind.ATEN, CallKind.COPY_SLICES
 Divide = Callable[[Sequence[fx.Node]], Sequence[Sequence[fx.Node]]]
 
 
-def whole(run: Sequence[fx.Node]) -> Sequence[Sequence[fx.Node]]:
-    """`run` in one piece."""
-    return [run]
-
-
 def cut(
     backward: BackwardGraph,
     opaque: Mapping[fx.Node, str],
     apart: Mapping[fx.Node, str] | None = None,
-    divide: Divide = whole,
+    divide: Divide | None = None,
     at_once: bool = False,
 ) -> Schedule:
     """Cut `backward` into steps.
@@ -53,7 +48,7 @@ def cut(
         backward: in eager's order.
         opaque: functional calls that are to run as eager runs them nevertheless, with the reason.
         apart: functional calls that are to be interpreted in segments of their own, with the reason.
-        divide: divides a run of functional calls into segments.
+        divide: divides a run of functional calls into segments; without it, each run is one segment.
         at_once: whether each accumulation ends a segment.
     """
     apart = apart or {}
@@ -66,15 +61,14 @@ def cut(
     return Schedule(steps, dying)
 
 
+_Reasons = Mapping[fx.Node, str]
 _Run = list[fx.Node] | OpaqueCall | Accumulation
 
 
 class _Cutter:
     """Splits the calls into runs of functional ones and everything else."""
 
-    def __init__(
-        self, opaque: Mapping[fx.Node, str], apart: Mapping[fx.Node, str], divide: Divide, at_once: bool
-    ) -> None:
+    def __init__(self, opaque: _Reasons, apart: _Reasons, divide: Divide | None, at_once: bool) -> None:
         self._opaque, self._apart, self._divide, self._at_once = opaque, apart, divide, at_once
         self._runs: list[_Run] = []
         self._current: list[fx.Node] = []
@@ -104,7 +98,9 @@ class _Cutter:
 
     def _flush(self) -> None:
         """The pieces of the current run, each followed by the accumulations whose gradients are there."""
-        pieces = self._divide(self._current) if self._current else []
+        pieces: Sequence[Sequence[fx.Node]] = [self._current] if self._current else []
+        if pieces and self._divide is not None:
+            pieces = self._divide(self._current)
         made_in = {node: i for i, piece in enumerate(pieces) for node in piece} if len(pieces) > 1 else {}
         waiting = deque(self._accumulations)
         for i, piece in enumerate(pieces[:-1]):

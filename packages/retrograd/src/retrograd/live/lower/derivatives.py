@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,12 +21,6 @@ from retrograd.backends.base import Boxed
 Grad = torch.Tensor | None
 
 
-class Runner(Protocol):
-    """Runs a boxed function, compiled where it can be."""
-
-    def run(self, args: list[Any]) -> Sequence[Any]: ...
-
-
 class Differentiable:
     """Gives autograd nodes to the outputs of one lowering.
 
@@ -34,14 +28,14 @@ class Differentiable:
         fn: the function as captured.
         args: arguments like those of every later call.
         history: what eager records when it runs.
-        runner: makes a `Runner` of a boxed function; the second argument says what it is.
+        runner: makes a function that runs compiled where it can; the second argument says what it is.
 
     Raises:
         Exception: a derivative cannot be traced.
     """
 
     def __init__(
-        self, fn: Boxed, args: Sequence[Any], history: History, runner: Callable[[Boxed, str], Runner]
+        self, fn: Boxed, args: Sequence[Any], history: History, runner: Callable[[Boxed, str], Boxed]
     ) -> None:
         self._identical = history.identical
         self._parts = tuple(_DifferentiablePart(fn, args, part, runner) for part in history.parts)
@@ -79,11 +73,11 @@ class _DifferentiablePart:
     """The outputs of one `Part`, and its derivatives: one for each set of outputs that has a cotangent."""
 
     def __init__(
-        self, fn: Boxed, args: Sequence[Any], part: Part, runner: Callable[[Boxed, str], Runner]
+        self, fn: Boxed, args: Sequence[Any], part: Part, runner: Callable[[Boxed, str], Boxed]
     ) -> None:
         self.part = part
         self._fn, self._runner = fn, runner
-        self._derivatives: dict[tuple[int, ...], Runner] = {}
+        self._derivatives: dict[tuple[int, ...], Boxed] = {}
         every = vector_jacobian_product(fn, len(args), part.inputs, part.outputs)
         self._first = _first_places(args)
         self._saved = [i for i in part.saved if self._first[i] == i]
@@ -108,7 +102,7 @@ class _DifferentiablePart:
                 at_hand[i] = value.empty() if isinstance(value, _Described) else value
         return [at_hand[i] for i in self._first]
 
-    def derivative(self, arity: int, given: tuple[int, ...]) -> Runner:
+    def derivative(self, arity: int, given: tuple[int, ...]) -> Boxed:
         """The lowered vector-Jacobian product, for cotangents of the outputs `given`."""
         if given not in self._derivatives:
             product = vector_jacobian_product(self._fn, arity, self.part.inputs, given)
@@ -177,7 +171,7 @@ class _CompiledSegment(torch.autograd.Function):
             return (*_NO_GRADS, *[None] * len(part.part.inputs))
         args = part.arguments(ctx.saved_tensors, ctx.arguments)
         runner = part.derivative(len(args), given)
-        return (*_NO_GRADS, *runner.run([*args, *(grad for grad in cotangents if grad is not None)]))
+        return (*_NO_GRADS, *runner([*args, *(grad for grad in cotangents if grad is not None)]))
 
 
 def vector_jacobian_product(fn: Boxed, arity: int, wanted: tuple[int, ...], given: tuple[int, ...]) -> Boxed:

@@ -20,7 +20,7 @@ from retrograd.backends.background import Later, begin
 from retrograd.backends.base import Boxed
 from retrograd.errors import LoweringError, Refusal, first_line
 from retrograd.events import counters, live_log
-from retrograd.live.lower.derivatives import Differentiable, Runner
+from retrograd.live.lower.derivatives import Differentiable
 from retrograd.live.lower.lowered import BoxedFunction, How, Lowered, Lowerings
 
 Symbolic = dict[int, frozenset[int]]
@@ -43,7 +43,7 @@ class Lowerer:
     """
 
     def __init__(
-        self, fn: BoxedFunction, how: How, shared: Lowerings, runner: Callable[[Boxed, str], Runner]
+        self, fn: BoxedFunction, how: How, shared: Lowerings, runner: Callable[[Boxed, str], Boxed]
     ) -> None:
         self._fn, self._how, self._shared, self._runner = fn, how, shared, runner
         self.lowered: list[Lowered] = []

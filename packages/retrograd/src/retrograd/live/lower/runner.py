@@ -149,7 +149,7 @@ class BoxedRunner:
         return self._graphed[lowered]
 
 
-def _derivative(how: How, fn: Boxed, role: str) -> BoxedRunner:
+def _derivative(how: How, fn: Boxed, role: str) -> Boxed:
     """Runs a derivative of a function that is lowered as `how` says."""
     role = f"{role} of its {how.role}" if how.role else role
-    return BoxedRunner(BoxedFunction(fn, fn, fn, nullcontext), replace(how, role=role))
+    return BoxedRunner(BoxedFunction(fn, fn, fn, nullcontext), replace(how, role=role)).run

@@ -107,11 +107,6 @@ class PlanLayout:
     guard: Check | None = None
     guarded: Sequence[fx.Node] = ()
 
-    def called_with(self, call: Collected) -> PlanLayout:
-        """The layout for calls like this one."""
-        lengths = {kind: len(values) for kind, values in lists_of(call).items()}
-        return replace(self, lengths=lengths)
-
     def with_steps(self, steps: Sequence[PlanStep], codes: Sequence[Code]) -> PlanLayout:
         """Other steps, and the codes of the segments among them."""
         reads = [step.inputs if isinstance(step, Segment) else step.node.all_input_nodes for step in steps]

@@ -47,7 +47,7 @@ from retrograd.graph.backward_graph import (
 from retrograd.live.backward import LiveBackward
 from retrograd.live.calls.functions import ModifiedTensor
 from retrograd.live.calls.gradients import accumulate_grad
-from retrograd.live.capture.cut import cut, whole
+from retrograd.live.capture.cut import cut
 from retrograd.live.lower.runner import BoxedRunner
 from retrograd.live.plan_log import PlanLog
 from retrograd.live.run.generated_source import PlanLayout, is_only_for_post_hooks, lists_of
@@ -193,7 +193,8 @@ class Plan:
             return None
         self._attempts += 1
         record = partial(graphed, tell=self.log.noted) if self._records else None
-        return Specialising(self._layout.called_with(call), self._runners, record)
+        lengths = {kind: len(values) for kind, values in lists_of(call).items()}
+        return Specialising(replace(self._layout, lengths=lengths), self._runners, record)
 
     def _run_steps(
         self, call: Collected, backward: LiveBackward, changes: HookChanges, watch: Specialising | None
@@ -260,7 +261,7 @@ def _schedule(graph: BackwardGraph, config: Config, backend: Backend) -> Schedul
     if not backend.traces:
         return cut(graph, named, at_once=True)
     smallest = config.smallest_repeat
-    divide = partial(regions_of, smallest=smallest, copies=config.fewest_copies) if smallest else whole
+    divide = partial(regions_of, smallest=smallest, copies=config.fewest_copies) if smallest else None
     return cut(graph, named, changing_numbers(graph), divide)
 
 
