@@ -1,5 +1,7 @@
 """Ablation: the first rung that diverges names the stage; hashes of values name the operator."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from gradparity.ablation.ladders import ladder
 from gradparity.ablation.operators import Call, compare_calls, parting, recorded
 from gradparity.case import Case
 from gradparity.corpus import registry as corpora
+from gradparity.probe import Probe
 from gradparity.subjects.base import Subject
 from gradparity.subjects.eager import Eager
 from gradparity.subjects.registry import resolve
@@ -87,9 +90,30 @@ def test_a_call_that_takes_what_the_other_side_has_goes_before_one_that_follows_
     assert compare_calls([late, first], [Call("other", "forward", ("a",), ("z",))]).eager == first
 
 
-def test_the_stage_and_the_operator_of_a_real_divergence() -> None:
-    program = corpora.program(Case("demo", "gradient_of_a_function_by_func_grad"), CPU)
-    found = ablate(program, "compile:aot_eager", CPU)
+class TellsNone(torch.autograd.Function):
+    """Its backward adds one where an output took no part: Dynamo gives it zeros there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        return x.sin(), x.cos()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> torch.Tensor:
+        first, second = grads
+        assert first is not None
+        return first + 1 if second is None else first * second.cos()
+
+
+def without_the_second(p: Probe) -> None:
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+    out = p.compile(lambda a: TellsNone.apply(a)[0])(x)
+    with p.backward():
+        out.sum().backward()
+
+
+def test_the_stage_and_the_operator_of_a_real_divergence(bench) -> None:
+    found = ablate(bench.program(without_the_second), "compile:aot_eager", CPU)
     assert (found.stage, [step.verdict for step in found.steps]) == ("dynamo", ["DIVERGE"])
     assert found.operator
     assert Ablation.from_json(found.to_json()) == found

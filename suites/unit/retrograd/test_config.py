@@ -42,17 +42,39 @@ def identity(x: Any) -> Any:
 DOORS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "compiled_autograd": (
         retrograd.compiled_autograd,
-        ("backend", "strict", "dynamic", "recompile_limit", "opaque", "regions", "background", "cudagraphs"),
+        (
+            "backend",
+            "strict",
+            "dynamic",
+            "recompile_limit",
+            "opaque",
+            "regions",
+            "background",
+            "cudagraphs",
+            "compile_timeout",
+        ),
     ),
-    "enable": (retrograd.enable, ("backend", "strict", "dynamic", "opaque", "regions")),
+    "enable": (
+        retrograd.enable,
+        ("backend", "strict", "dynamic", "opaque", "regions", "compile_timeout"),
+    ),
     "compile": (lambda **given: retrograd.compile(identity, **given), ("backend", "dynamic")),
     "compile, options": (
         lambda **given: retrograd.compile(identity, options=given),
-        ("backward", "partitioner", "passes", "strict", "regions", "single_region", "cudagraphs"),
+        (
+            "backward",
+            "partitioner",
+            "passes",
+            "strict",
+            "regions",
+            "single_region",
+            "cudagraphs",
+            "compile_timeout",
+        ),
     ),
     "compile_step": (
         lambda **given: retrograd.compile_step(identity, **given),
-        ("backend", "strict", "dynamic", "recompile_limit", "regions", "cudagraphs"),
+        ("backend", "strict", "dynamic", "recompile_limit", "regions", "cudagraphs", "compile_timeout"),
     ),
     "aot.function": (
         lambda **given: aot.function(identity, **given),

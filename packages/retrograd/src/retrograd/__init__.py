@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from retrograd.dynamo import CompiledStep, compile_step
     from retrograd.errors import (
         BackendError,
+        CallError,
         CaptureError,
         ContextError,
         ExportError,
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
         LoadError,
         LoweringError,
         OptionError,
+        PassError,
         RetrogradError,
+        UnlikeTracedError,
         UnsupportedTorchError,
         VerificationError,
     )
@@ -49,6 +52,7 @@ _HOMES = {
 
 __all__ = [
     "BackendError",
+    "CallError",
     "CaptureError",
     "CompiledAutograd",
     "CompiledStep",
@@ -59,7 +63,9 @@ __all__ = [
     "LoadError",
     "LoweringError",
     "OptionError",
+    "PassError",
     "RetrogradError",
+    "UnlikeTracedError",
     "UnsupportedTorchError",
     "VerificationError",
     "compile",

@@ -62,7 +62,8 @@ class CompiledAutograd:
         return decorated(self, fn)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all contexts have compiled what they compile in the background (``background=True``).
+        """Wait until all contexts have compiled what they compile in the background (``background=True``,
+        ``compile_timeout``).
 
         Args:
             timeout: how many seconds to wait; None waits as long as it takes.
@@ -87,6 +88,7 @@ def compiled_autograd(  # noqa: PLR0913 - as many parameters as there are choice
     regions: bool | int = True,
     background: bool = False,
     cudagraphs: bool = False,
+    compile_timeout: float | None = None,
 ) -> CompiledAutograd:
     """Compile every backward that runs inside the returned context.
 
@@ -105,6 +107,7 @@ def compiled_autograd(  # noqa: PLR0913 - as many parameters as there are choice
         background: compile on another thread. Backwards run interpreted, as eager runs them, until the code
             is there; `CompiledAutograd.wait` waits for it. Under ``torch.use_deterministic_algorithms`` the
             first backward waits.
+        compile_timeout: the same for segments that take more seconds than this; None: backwards wait.
         cudagraphs: record what compiled segments do on a CUDA device, and replay it where that is safe. The
             report says why a segment is not recorded.
 
@@ -133,6 +136,7 @@ def compiled_autograd(  # noqa: PLR0913 - as many parameters as there are choice
         regions=regions,
         background=background,
         cudagraphs=cudagraphs,
+        compile_timeout=compile_timeout,
     )
     find_backend(backend)
     watch_compiled_forwards(is_anything_open)
@@ -162,8 +166,8 @@ def compile(
         backend: as in `compiled_autograd`, for forward and backward.
         fullgraph, dynamic, mode: as in ``torch.compile``.
         options: as in ``torch.compile(backend="retrograd", options=...)``, without ``"backend"``;
-            see ``retrograd.dynamo.list_options()``. ``"strict"``, ``"regions"`` and ``"cudagraphs"`` also
-            hold for the live path.
+            see ``retrograd.dynamo.list_options()``. ``"strict"``, ``"regions"``, ``"cudagraphs"`` and
+            ``"compile_timeout"`` also hold for the live path.
 
     Returns:
         What ``torch.compile`` returns: for a module, a module.
@@ -188,6 +192,7 @@ def compile(
         dynamic=dynamic,
         regions=config.regions,
         cudagraphs=config.cudagraphs,
+        compile_timeout=config.compile_timeout,
     )
     session = Session(live, process_report, is_paced=True)
     check_supported()

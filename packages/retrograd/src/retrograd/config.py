@@ -9,7 +9,7 @@ parameters, the option keeps its default.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from retrograd.errors import OptionError
@@ -105,7 +105,7 @@ class Config:
         regions: whether repeated structure is compiled once where that pays. A number is the smallest size
             that pays, in autograd nodes.
         single_region: differentiate all outputs together, as stock AOTAutograd does.
-        background: compile on another thread, and interpret until the code is there.
+        background: compile on another thread, and interpret until the code is there; ``compile_timeout=0``.
         cudagraphs: record what compiled code does on a CUDA device, and replay it where that is safe.
         compile_timeout: seconds after which a compilation goes on in the background, while calls run as eager
             runs them; None: calls wait.
@@ -152,10 +152,11 @@ class Config:
         """The fewest copies that such a part has."""
         return _FEWEST_COPIES if self.regions is True else 2
 
-    @staticmethod
-    def default_of(name: str) -> Any:
-        """The value of an option that the user does not give."""
-        return next(option.default for option in fields(Config) if option.name == name)
+    @property
+    def patience(self) -> float | None:
+        """For how many seconds a call waits for code, which is compiled on another thread; None: for as long
+        as it takes, on this thread."""
+        return 0 if self.background else self.compile_timeout
 
 
 def _collected(value: Any, kind: Callable[[Iterable[Any]], Any]) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Reason:
         return "\n".join(lines)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of the text of `error`, after the name of its class unless it is a `Refusal`."""
     text = (str(error).strip().splitlines() or [""])[0]
     return text if isinstance(error, Refusal) else f"{type(error).__name__}: {text}"
@@ -87,6 +87,11 @@ class _ReasonedError(RetrogradError):
     def __init__(self, reason: Reason) -> None:
         super().__init__(str(reason))
         self.reason = reason
+
+    @classmethod
+    def because(cls, code: str, text: str, stage: str, node: str = "", way_out: str = "") -> Self:
+        """The error with a `Reason` of these fields."""
+        return cls(Reason(code, text, stage, node, way_out=way_out))
 
 
 class CaptureError(_ReasonedError):

@@ -1,8 +1,9 @@
 """Counters and loggers: what happened, for people and for tests.
 
-In: increments and texts from the stages. Out: `counters`, and the loggers below ``retrograd.live``. Three
-things switch a logger on: ``TORCH_LOGS="+retrograd.live"``, as for any importable module; ``logging`` itself;
-and ``RETROGRAD_LOGS=graph,schedule,guards,recompiles``, which writes the named logs to standard error.
+In: increments and texts from the stages. Out: `counters`, and the loggers below ``retrograd.live`` and
+``retrograd.aot``. Three things switch a logger on: ``TORCH_LOGS="+retrograd.live"``, as for any importable
+module; ``logging`` itself; and ``RETROGRAD_LOGS=graph,schedule,guards,recompiles``, which writes the named
+logs to standard error.
 """
 
 from __future__ import annotations
@@ -22,12 +23,17 @@ from retrograd.process import forgotten_by_reset
 counters: Counter[str] = Counter()
 forgotten_by_reset(counters.clear)
 
-live_log = logging.getLogger("retrograd.live")
+#: what ``RETROGRAD_LOGS`` may name. ``graph``: each captured backward in eager's order, and each joint graph;
+#: ``schedule``: the steps of a backward, hooks included; ``guards``: what each piece of code relies on;
+#: ``recompiles``: why a segment or function is compiled again or interpreted, with the two values that
+#: differ, and why something ran as eager runs it.
+NAMES = ("graph", "schedule", "guards", "recompiles")
 
-#: what ``RETROGRAD_LOGS`` may name. ``graph``: each captured backward in eager's order; ``schedule``: its
-#: steps, hooks included; ``guards``: what each lowering relies on; ``recompiles``: why a segment is lowered
-#: again or interpreted, with the two values that differ, and why a backward ran on the stock engine.
-LOGS = {name: live_log.getChild(name) for name in ("graph", "schedule", "guards", "recompiles")}
+live_log = logging.getLogger("retrograd.live")
+LOGS = {name: live_log.getChild(name) for name in NAMES}
+
+#: the same for what is captured ahead of time: by ``retrograd.aot`` and behind Dynamo.
+AOT_LOGS = {name: logging.getLogger("retrograd.aot").getChild(name) for name in NAMES}
 
 
 def switch_logs(names: str) -> None:
@@ -36,12 +42,11 @@ def switch_logs(names: str) -> None:
     An unknown name gives a warning, because a misspelt setting must not end a training run.
     """
     wanted = [name.strip().lstrip("+") for name in names.split(",") if name.strip()]
-    if unknown := sorted(set(wanted) - set(LOGS)):
+    if unknown := sorted(set(wanted) - set(NAMES)):
         warnings.warn(
-            f"RETROGRAD_LOGS: unknown {', '.join(unknown)}\n  known  {', '.join(LOGS)}", stacklevel=2
+            f"RETROGRAD_LOGS: unknown {', '.join(unknown)}\n  known  {', '.join(NAMES)}", stacklevel=2
         )
-    for name in set(wanted) & set(LOGS):
-        log = LOGS[name]
+    for log in [logs[name] for logs in (LOGS, AOT_LOGS) for name in NAMES if name in wanted]:
         log.setLevel(logging.DEBUG)
         log.propagate = False
         if not log.handlers:

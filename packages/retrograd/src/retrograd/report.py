@@ -5,7 +5,6 @@ In: filled in by the stages while they work. Out: read by people, tests and the 
 
 from __future__ import annotations
 
-import logging
 import sys
 import warnings
 from collections import Counter, deque
@@ -16,12 +15,10 @@ from torch import fx
 
 from retrograd._torch.log import artifact
 from retrograd.errors import FallbackWarning, Reason, first_line
-from retrograd.events import LOGS, counters
+from retrograd.events import AOT_LOGS, LOGS, counters
 from retrograd.graph.backward_graph import BackwardGraph, Schedule
 from retrograd.graph.render import readable
 from retrograd.process import ForkSafeLock, forgotten_by_reset
-
-log = logging.getLogger("retrograd.aot")
 
 _lock = ForkSafeLock()
 
@@ -159,18 +156,19 @@ class Report:
     def compiled(self, graph: GraphReport) -> None:
         """A graph was compiled ahead of time."""
         counters["aot_captures"] += 1
-        log.info("%s", graph)
+        AOT_LOGS["graph"].info("%s", graph)
         for report in self._all():
             report.graphs.append(graph)
 
     def fell_back(self, reason: Reason, what: str) -> None:
         """Something ran as eager runs it; `what` says so in words. Warns once per code and text."""
-        counters["fallbacks" if reason.stage.startswith("live") else "aot_fallbacks"] += 1
+        is_live = reason.stage.startswith("live")
+        counters["fallbacks" if is_live else "aot_fallbacks"] += 1
         with _lock:
             for report in self._all():
                 report.fallbacks[reason] += 1
         if (text := _first(reason, what)) is not None:
-            LOGS["recompiles"].info("%s", text)
+            (LOGS if is_live else AOT_LOGS)["recompiles"].info("%s", text)
             warnings.warn(text, FallbackWarning, stacklevel=_users_level())
 
     def noted(self, reason: Reason, *, warn: bool = True) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -142,6 +143,30 @@ def test_a_compiled_partition_refuses_what_is_no_list_of_inputs() -> None:
     call = aot.compile(aot.partition(captured(torch.sin, tensor(1))), "eager")
     with pytest.raises(RetrogradError, match="list"):
         call.flat(tensor(1))
+
+
+def test_a_compiled_partition_refuses_a_tensor_that_begins_elsewhere_if_that_is_read() -> None:
+    memory = tensor(6)
+    joint = captured(lambda x: x.as_strided((2,), (1,), 1) * 2, memory[1:4])
+    call = aot.compile(aot.partition(joint), "eager")
+    with pytest.raises(retrograd.CallError, match="began at 1 in its memory at capture, and begins at 2"):
+        call.flat([memory[2:5]])
+    assert torch.equal(call.flat([memory[1:4]]), memory[1:3] * 2)
+    with pytest.raises(retrograd.CallError, match="began at 1"):
+        call.flat([memory[2:5]])
+    with pytest.raises(retrograd.ExportError, match="where its inputs begin"):
+        aot.export(joint)
+
+
+def test_a_compiled_partition_compares_arrays_by_their_values() -> None:
+    x, factors = tensor(2), np.arange(3.0)
+    joint = captured(lambda x, factors: x * float(factors.sum()), x, factors)
+    call = aot.compile(aot.partition(joint), "eager")
+    for _ in range(2):
+        assert torch.equal(call.flat([x, np.arange(3.0)]), x * 3)
+    factors[0] = 4
+    with pytest.raises(retrograd.CallError, match="capture"):
+        call.flat([x, np.arange(3.0) + 1])
 
 
 # Passes

@@ -83,7 +83,7 @@ def test_outputs_that_need_no_grad_get_no_cotangent() -> None:
     assert [value.boundary for value in joint.values] == [0, None, None]
 
 
-def test_a_hidden_tensor_where_two_outputs_meet_is_a_junction() -> None:
+def test_a_hidden_tensor_where_two_outputs_meet_is_a_boundary() -> None:
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:
         h = x * 2
         return h.sin(), h.exp()

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -537,8 +538,101 @@ def test_two_threads() -> None:
 
 
 def test_a_start_that_is_a_tensor_is_read_in_every_call() -> None:
-    """With symbolic sizes it is a size of its own, of which no guard can speak."""
-    call = compiled(lambda x, start: x.narrow(0, start, 2) * 2, dynamic=True, strict=False)
-    x = leaf(5)
+    """With symbolic sizes it is a size of its own: the guard reads it out of the tensor."""
+    call, before = compiled(lambda x, start: x.narrow(0, start, 2) * 2, dynamic=True), captures()
+    x, y = leaf(5), leaf(5)
     for start in (1, 3, 0):
-        assert torch.equal(call(x, torch.tensor(start)), x[start : start + 2] * 2)
+        found = call(x, torch.tensor(start))
+        assert torch.equal(found, y[start : start + 2] * 2)
+        found.sum().backward()
+        (y[start : start + 2] * 2).sum().backward()
+        assert torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
+    assert captures() - before == 1
+
+
+@pytest.mark.parametrize("flip", [0, 2])
+def test_numpy_arrays_are_arguments_by_value(flip: int) -> None:
+    call, before = compiled(lambda x, factors: x * float(factors.sum())), captures()
+    factors = np.arange(3.0)
+    assert torch.equal(call(w, factors), w * 3)
+    assert torch.equal(call(w, factors.copy()), w * 3)
+    assert captures() - before == 1
+    factors[flip] += 1
+    assert torch.equal(call(w, factors), w * 4)
+    assert captures() - before == 2
+
+
+# Where a tensor begins in its memory
+
+
+def differentiated(fn: Callable[[Tensor], Tensor], begin: int) -> tuple[Tensor, Tensor]:
+    memory = torch.arange(10.0, requires_grad=True)
+    result = fn(memory[begin : begin + 4])
+    result.sum().backward()
+    assert memory.grad is not None
+    return result.detach(), memory.grad
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (lambda x: x * x.storage_offset(), 2),
+        (lambda x: x.as_strided((2,), (1,), 3) * 2, 2),
+        (lambda x: torch.as_strided(x, (2,), (1,), storage_offset=3) * 2, 2),
+        (lambda x: x.as_strided((2,), (1,)) * 2, 1),
+        (lambda x: x[1:] * 2, 1),
+    ],
+)
+def test_an_offset_that_is_read_is_guarded(fn: Callable[[Tensor], Tensor], expected: int) -> None:
+    call, before = compiled(fn), captures()
+    for begin in (2, 3, 2):
+        found, wanted = differentiated(call, begin), differentiated(fn, begin)
+        assert torch.equal(found[0], wanted[0])
+        assert torch.equal(found[1], wanted[1])
+    assert captures() - before == expected
+
+
+# Tensors that a function closes over
+
+
+def changed_sizes(t: Tensor) -> None:
+    t.data = torch.full((5, 4), 3.0)
+
+
+def changed_dtype(t: Tensor) -> None:
+    t.data = t.data.double()
+
+
+def changed_grad(t: Tensor) -> None:
+    t.requires_grad_(not t.requires_grad)
+
+
+@pytest.mark.parametrize("change", [changed_sizes, changed_dtype, changed_grad])
+def test_the_metadata_of_a_tensor_that_is_closed_over_is_guarded(change: Callable[[Tensor], None]) -> None:
+    other = torch.full((3, 4), 2.0)
+    fn = lambda x: x.sum() * other  # noqa: E731
+    call, before = compiled(fn), captures()
+    same(fn, call, w)
+    change(other)
+    same(fn, call, w)
+    assert captures() - before == 2
+    assert call(w).requires_grad is other.requires_grad
+
+
+@quiet
+def test_a_tensor_that_is_given_and_closed_over_may_be_changed() -> None:
+    other = torch.ones(3)
+    call = compiled(lambda x: (x.add_(1), other * 2)[1], strict=False)
+    assert torch.equal(call(torch.ones(3)), torch.full((3,), 2.0))
+    assert torch.equal(call(other), torch.full((3,), 4.0))
+    assert torch.equal(call(other[:]), torch.full((3,), 6.0))
+
+
+def test_a_parameter_may_be_replaced_by_another() -> None:
+    net = nn.Linear(3, 3)
+    call, x = compiled(lambda m, x: m(x)), tensor(2, 3)
+    same(lambda x: net(x), lambda x: call(net, x), x)
+    net.weight, net.bias = nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.zeros(5))
+    same(lambda x: net(x), lambda x: call(net, x), x)
+    net.double()
+    same(lambda x: net(x), lambda x: call(net, x), x.double())

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from benchmarks.allocator import allocator_peak_of
 from retrograd import aot
-from retrograd.aot.trace.blocks import MOST_BLOCKS, cut_into_blocks
+from retrograd.aot.trace.structure import MOST_BLOCKS, cut_into_blocks
 from retrograd.graph.eager_order import Edge, LiveGraph, LiveNode
 
 Run = Callable[[torch.Tensor], torch.Tensor]

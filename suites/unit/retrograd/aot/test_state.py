@@ -103,9 +103,9 @@ def test_sizes_are_symbolic_where_asked() -> None:
 
 
 def test_the_modes_of_the_call_are_kept() -> None:
-    assert state_of(leaf(2)).ambient.grad
+    assert state_of(leaf(2)).thread_modes.grad
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        ambient = state_of(leaf(2)).ambient
+        ambient = state_of(leaf(2)).thread_modes
     assert not ambient.grad
     assert ambient.autocast == (("cpu", torch.bfloat16),)
 

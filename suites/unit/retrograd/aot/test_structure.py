@@ -102,7 +102,7 @@ def test_regions_and_order(live: LiveGraph, expected: list[str]) -> None:
     assert text(divided(live)) == expected
 
 
-def test_visible_junctions_come_first_as_given() -> None:
+def test_visible_boundaries_come_first_as_given() -> None:
     assert divided(MEETING).boundaries == (Edge(0, 0), Edge(1, 0), Edge(2, 0))
     assert divided(INTERMEDIATE).boundaries == (Edge(0, 0), Edge(1, 0))
 

@@ -12,6 +12,7 @@ from torch import fx
 
 import retrograd
 from retrograd.backends.background import wait_for_all
+from retrograd.errors import FallbackWarning
 
 
 class Held:
@@ -118,3 +119,55 @@ def test_one_code_for_equal_segments() -> None:
     assert wait_for_all(60)
     run()
     assert 0 < len(backend.threads) <= 3
+
+
+@pytest.mark.parametrize("seconds", [60, 0.05])
+def test_a_time_limit_holds_on_the_live_path(seconds: float) -> None:
+    weight = torch.randn(5, requires_grad=True)
+    backend = Held()
+    context = retrograd.compiled_autograd(backend, compile_timeout=seconds)
+    if seconds > 1:
+        backend.may_finish.set()
+    first = backward(weight, context).clone()
+    assert (backend.runs == 1) is (seconds > 1)
+    backend.may_finish.set()
+    assert context.wait(60)
+    assert torch.equal(backward(weight, context), first)
+    assert backend.runs >= 1
+    assert all(name.startswith("retrograd-compile") for name in backend.threads)
+
+
+def test_a_time_limit_holds_for_both_halves_of_a_compiled_function() -> None:
+    backend = Held()
+    call = retrograd.compile(
+        lambda x: (x.sin() * x).sum(), backend=backend, options={"compile_timeout": 0.05}
+    )
+    x, y = (torch.arange(5.0, requires_grad=True) for _ in range(2))
+    with pytest.warns(FallbackWarning, match="compile_timeout"):
+        call(x).backward()
+    (y.sin() * y).sum().backward()
+    assert torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
+    assert backend.runs == 0
+    backend.may_finish.set()
+    assert wait_for_all(60)
+    call(x).backward()
+    assert backend.runs >= 1
+
+
+def test_a_time_limit_holds_for_the_pieces_of_a_step() -> None:
+    weight, backend = torch.arange(5.0, requires_grad=True), Held()
+
+    @retrograd.compile_step(backend=backend, compile_timeout=0.05)
+    def step() -> torch.Tensor:
+        weight.grad = None
+        (weight.sin() * weight).sum().backward()
+        return weight.grad  # type: ignore[return-value]
+
+    wanted = step().clone()
+    with pytest.warns(FallbackWarning, match="compile_timeout"):
+        assert torch.allclose(step(), wanted)
+    assert backend.runs == 0
+    backend.may_finish.set()
+    assert wait_for_all(60)
+    assert torch.allclose(step(), wanted)
+    assert backend.runs >= 1

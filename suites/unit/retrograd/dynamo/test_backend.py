@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from retrograd.aot import stages
 from retrograd.dynamo import config_of, graph_function, list_mode_options, list_options, retrograd
 from retrograd.errors import CaptureError, FallbackWarning, OptionError
 from retrograd.report import process_report
@@ -30,7 +31,7 @@ STRICT = {"backend": "eager", "strict": True}
 @pytest.fixture(autouse=True)
 def forget():
     torch._dynamo.reset()
-    retrograd.reset()
+    process_report.clear()
     yield
     torch._dynamo.reset()
     torch.set_grad_enabled(True)
@@ -86,11 +87,30 @@ def test_by_name_with_options():
     assert len(process_report.graphs) == 1
 
 
-def test_dynamo_reset_resets_the_report():
+def test_dynamo_reset_leaves_the_report():
+    """It tells backends to let go of compiled code. The report belongs to the process."""
     torch.compile(lambda a: a.sin(), backend="retrograd", options=STRICT)(leaf(2))
-    assert process_report.graphs
     torch._dynamo.reset()
-    assert not process_report.graphs
+    assert len(process_report.graphs) == 1
+
+
+@pytest.mark.filterwarnings("ignore::retrograd.errors.FallbackWarning")
+def test_an_input_that_begins_elsewhere_in_its_memory():
+    """``as_strided`` names a place in the memory, so its derivative depends on where the input begins."""
+
+    def strided(memory, begin, fn):
+        memory.grad = None
+        fn(memory[begin : begin + 4]).sum().backward()
+        return memory.grad
+
+    def fn(x):
+        return x.as_strided((2,), (1,), 3) * 2
+
+    compiled = torch.compile(fn, backend="retrograd", options={"backend": "eager"})
+    memory = torch.arange(10.0, requires_grad=True)
+    for begin in (2, 3, 2):
+        assert torch.equal(strided(memory, begin, compiled).clone(), strided(memory, begin, fn))
+    assert [reason.code for reason in process_report.fallbacks] == ["begins-elsewhere"]
 
 
 # options
@@ -282,13 +302,13 @@ def test_no_tensor_is_made_fake_a_second_time(monkeypatch):
 
 def test_capture_works_in_dynamos_shape_environment(monkeypatch):
     environments = []
-    original = graph_function.capture
+    original = stages.capture
 
     def capture(state, **kwargs):
         environments.append((state.fake_mode.shape_env, TracingContext.get().fake_mode.shape_env))
         return original(state, **kwargs)
 
-    monkeypatch.setattr(graph_function, "capture", capture)
+    monkeypatch.setattr(stages, "capture", capture)
     compiled(lambda a: a.sin(), dynamic=True)[0](leaf(4, 3))
     ((ours, dynamos),) = environments
     assert ours is dynamos
@@ -395,13 +415,13 @@ def test_mark_dynamic():
 
 def test_what_inputs_are_to_the_user(monkeypatch):
     kinds = {}
-    original = graph_function.capture
+    original = stages.capture
 
     def capture(state, **kwargs):
         kinds.update({leaf.name: leaf.kind.value for leaf in state.leaves})
         return original(state, **kwargs)
 
-    monkeypatch.setattr(graph_function, "capture", capture)
+    monkeypatch.setattr(stages, "capture", capture)
     model = nn.Linear(3, 4, bias=False)
     model.register_buffer("scale", torch.ones(4))
     model.forward = lambda x: (x @ model.weight.T) * model.scale
@@ -596,14 +616,14 @@ def test_a_policy_of_selective_checkpointing_decides_what_is_saved(monkeypatch):
         return checkpoint(lambda x, y: (x @ y).sin().exp(), a, b, use_reentrant=False, context_fn=contexts)
 
     saved = []
-    original = graph_function.partition
+    original = stages.partition
 
     def partition(joint, policy):
         parts = original(joint, policy)
         saved.extend(entry.name for entry in parts.saved)
         return parts
 
-    monkeypatch.setattr(graph_function, "partition", partition)
+    monkeypatch.setattr(stages, "partition", partition)
     inputs = leaf(4, 4), leaf(4, 4, seed=1)
     assert_same(outcome(compiled(fn)[0], *inputs), outcome(fn, *inputs))
     assert "mm" in saved

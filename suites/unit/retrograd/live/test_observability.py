@@ -59,6 +59,39 @@ def test_our_variable_writes_the_named_logs_and_warns_of_unknown_names() -> None
     assert "[retrograd.live.guards]" not in text
 
 
+AHEAD_OF_TIME = """
+import torch
+from retrograd import aot
+
+{wrap}
+def refuse(gm, example_inputs):
+    raise ValueError("not this one")
+
+call = wrap(lambda x: x.sin(), "eager")
+call(torch.ones(2, requires_grad=True)).sum().backward()
+call(torch.ones(3, 4, requires_grad=True))
+wrap(lambda x: x.cos(), refuse)(torch.ones(2, requires_grad=True))
+"""
+
+
+@pytest.mark.parametrize(
+    ("wrap", "guards"),
+    [
+        ("wrap = lambda fn, how: aot.function(fn, backend=how, dynamic=False)", True),
+        ('wrap = lambda fn, how: torch.compile(fn, backend="retrograd", options={"backend": how})', False),
+    ],
+)
+def test_our_variable_names_the_logs_of_what_is_captured_ahead_of_time_too(wrap: str, guards: bool) -> None:
+    text = run({"RETROGRAD_LOGS": "graph,guards,recompiles"}, AHEAD_OF_TIME.replace("{wrap}", wrap))
+    assert "[retrograd.aot.graph]" in text
+    assert "cotangent" in text
+    assert "calls forward" in text
+    assert "ValueError: not this one" in text
+    assert "[retrograd.aot.recompiles]" in text
+    assert ("1 tensors: type, dtype" in text) is guards
+    assert ("is compiled again: " in text) is guards
+
+
 def test_torch_logs_knows_our_loggers() -> None:
     text = run({"TORCH_LOGS": "+retrograd.live"})
     for part in (

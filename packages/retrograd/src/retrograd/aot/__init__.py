@@ -10,13 +10,12 @@ later.
 
 from __future__ import annotations
 
-from retrograd.aot.capture import capture
+from retrograd.aot.capture import JointGraph, capture
 from retrograd.aot.compile import compile
 from retrograd.aot.export.exporter import export
 from retrograd.aot.export.program import Exported, ProgramResult
 from retrograd.aot.export.save import load, save
 from retrograd.aot.function import AotFunction, AotModule, function, module
-from retrograd.aot.joint import JointGraph
 from retrograd.aot.partition import partition
 from retrograd.aot.state import create_state
 

@@ -4,13 +4,14 @@ In: a function and fake inputs. Out: one graph that computes the outputs and, of
 what the call does in place, and which outputs share memory with what.
 
 The function runs once, functionalised, with autograd on. Then the autograd graph that it left is divided into
-regions, and each region is run by hand, so that the joint graph adds up gradients as eager does. If the run
-shows that an input has to enter otherwise (one that is not a leaf and is changed in place; two that share
-memory, one of which is changed), it is repeated so.
+regions, and each region is run by hand, so that the joint graph adds up gradients as eager does. Some inputs
+have to enter in another way: one that is not a leaf and is changed in place, or two that share memory if one
+of them is changed. If the run shows this, it is repeated.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -20,16 +21,74 @@ import torch
 from torch import fx
 
 from retrograd._torch import pytree
+from retrograd._torch.fx import copied_module
 from retrograd._torch.state import autocast_off
-from retrograd._torch.trace import JointTracer, make_graph
-from retrograd.aot.joint import JointGraph
+from retrograd._torch.trace import JointTracer, make_graph, without_tokens
 from retrograd.aot.trace.analyse import Analysis, analyse
-from retrograd.aot.trace.differentiate import Differentiated, differentiate
+from retrograd.aot.trace.differentiate import Differentiated, Manner, differentiate
 from retrograd.aot.trace.enter import EntryPlan, Inputs
-from retrograd.aot.trace.tidy import tidy
-from retrograd.errors import CaptureError, Reason, Refusal, RetrogradError, first_line
+from retrograd.errors import CaptureError, PassError, Refusal, RetrogradError, first_line
 from retrograd.graph.capture_state import CaptureState
 from retrograd.graph.joint import Boundary, Cotangent, JointSignature, Output, Region
+from retrograd.graph.joint_graph import JointValues
+from retrograd.graph.render import rendered
+from retrograd.passes.aten import AnyPass, PassReport, pass_named, remove_dead_code, run_passes
+
+
+@dataclass(frozen=True, eq=False)
+class JointGraph(JointValues):
+    """A captured function: (primals, cotangents) -> (outputs, gradients).
+
+    See `JointValues` for the other attributes.
+
+    Attributes:
+        reports: what each pass that was applied did, in order.
+    """
+
+    reports: tuple[PassReport, ...] = ()
+
+    def apply(self, *passes: AnyPass | str, texts: bool = False, **options: Any) -> JointGraph:
+        """The joint graph with `passes` applied, in order; this one stays as it is.
+
+        Args:
+            passes: each is ``pass(gm, example_inputs, **options) -> gm`` and may change the `gm` that it is
+                given; or the name of one of our own (``retrograd.passes.aten``).
+            texts: whether the reports hold the graph as code before and after.
+            options: keyword arguments of the pass; there must be only one then.
+
+        Raises:
+            PassError: a pass raised (its error is the cause), or returned no graph module.
+            VerificationError: the graph broke a law of joint graphs after a pass; the text names the pass,
+                the node, its role and the way out.
+            ValueError: there is no pass of that name.
+        """
+        named = [pass_named(one) if isinstance(one, str) else one for one in passes]
+        if options and len(named) != 1:
+            raise PassError.because(
+                "pass-options",
+                f"keyword arguments ({', '.join(options)}) were given for {len(named)} passes",
+                "aot.apply",
+                way_out="one apply for each pass, or functools.partial for its arguments",
+            )
+        chosen = [functools.partial(one, **options) if options else one for one in named]
+        earlier = [report.name for report in self.reports]
+        gm, reports = run_passes(
+            copied_module(self.gm), self.example_inputs, chosen, texts=texts, earlier=earlier
+        )
+        return replace(self, gm=gm, reports=(*self.reports, *reports))
+
+    @property
+    def example_inputs(self) -> tuple[Any, ...]:
+        """Fake tensors and symbolic numbers like the primals and cotangents."""
+        return tuple(node.meta["val"] for node in self.gm.graph.find_nodes(op="placeholder"))
+
+    def print_readable(self, *, sources: bool = True) -> str:
+        """The graph as code, each placeholder and each output with its role; it is returned, not printed.
+
+        Args:
+            sources: whether the lines of the forward's source stand where their calls begin.
+        """
+        return rendered(self.gm.graph, self.signature, sources)
 
 
 def capture(
@@ -46,13 +105,13 @@ def capture(
         state: from `create_state`.
         single_region: differentiate all outputs together, as stock AOTAutograd does, instead of keeping
             eager's structure.
-        split_at_leaf_grads: end regions where gradients of leaves are complete, so that hooks see these one
-            by one, and need not hold them all at once. Bits stay the same; each piece costs a call.
-        sums_apart: hand over several contributions to the gradient of one input one by one, so that they are
-            added in eager's order to what other functions contribute. Their memory is held until the region
-            ends.
-        layouts: strides of cotangents, by boundary. Others lie in memory like their values, if these are
-            dense, else contiguously.
+        split_at_leaf_grads: end regions where gradients of leaves are complete, so that hooks see these
+            gradients one by one and they need not all exist at once. The bits stay the same, and each piece
+            costs a call.
+        sums_apart: hand over the contributions to the gradient of one input one by one, so that they are
+            added in eager's order to those of other functions. They occupy memory until the region ends.
+        layouts: strides of cotangents, by boundary. Other cotangents have the layout of their values if these
+            are dense; otherwise they are contiguous.
 
     Returns:
         The joint graph. If nothing requires grad (or grad mode is off) it has no backward half.
@@ -60,9 +119,9 @@ def capture(
     Raises:
         CaptureError: the function does what a graph cannot hold; the cause is chained.
     """
-    plan = EntryPlan()
+    plan, manner = EntryPlan(), Manner(single_region, split_at_leaf_grads, sums_apart, layouts)
     while True:
-        attempt = _Attempt(state, plan, single_region, split_at_leaf_grads, sums_apart, layouts)
+        attempt = _Attempt(state, plan, manner)
         try:
             with autocast_off(), state.fake_mode:
                 # A code generator is given what stock gives it, such as a dropout in one piece.
@@ -76,7 +135,7 @@ def capture(
                 continue
             raise _capture_error(state, error) from error
         if attempt.leaves_gaps:
-            split_at_leaf_grads = False
+            manner = replace(manner, split_at_leaf_grads=False)
             continue
         if attempt.amended == plan:
             return attempt.result(gm)
@@ -89,13 +148,11 @@ def _is_size(value: Any) -> bool:
 
 
 def _capture_error(state: CaptureState, error: Exception) -> CaptureError:
-    return CaptureError(
-        Reason(
-            error.code if isinstance(error, Refusal) else "trace-failed",
-            f"cannot capture {state.name}: {first_line(error)}",
-            "aot.capture",
-            way_out="call it eagerly, or keep the part that cannot be captured out of the function",
-        )
+    return CaptureError.because(
+        error.code if isinstance(error, Refusal) else "trace-failed",
+        f"cannot capture {state.name}: {first_line(error)}",
+        "aot.capture",
+        way_out="call it eagerly, or keep the part that cannot be captured out of the function",
     )
 
 
@@ -105,10 +162,7 @@ class _Attempt:
 
     state: CaptureState
     plan: EntryPlan
-    single_region: bool
-    split_at_leaf_grads: bool
-    sums_apart: bool
-    layouts: Mapping[int, Sequence[int]]
+    manner: Manner
     leaves_gaps: bool = False
 
     def body(self, tracer: JointTracer) -> Sequence[Any]:
@@ -122,18 +176,10 @@ class _Attempt:
             if self.amended != self.plan:
                 return (0,)
             before = inputs.mutations(flat)
-            self.backward = differentiate(
-                tracer,
-                inputs,
-                self.analysis,
-                self.single_region,
-                self.split_at_leaf_grads,
-                self.sums_apart,
-                self.layouts,
-            )
+            self.backward = differentiate(tracer, inputs, self.analysis, self.manner)
             if inputs.mutations(flat) != before:
                 raise Refusal("backward-effect", "its backward changes a tensor that others can see")
-            self.leaves_gaps = self.split_at_leaf_grads and self.backward.leaves_gaps()
+            self.leaves_gaps = self.manner.split_at_leaf_grads and self.backward.leaves_gaps()
             return self._outputs(self.analysis, self.backward)
 
     def _outputs(self, analysis: Analysis, backward: Differentiated) -> list[Any]:
@@ -143,11 +189,11 @@ class _Attempt:
 
     def result(self, gm: fx.GraphModule) -> JointGraph:
         values = tuple(
-            replace(value.described(), boundary=self.backward.junction_of(number))
+            replace(value.described(), boundary=self.backward.boundary_of(number))
             for number, value in enumerate([*self.analysis.values, *self.backward.stand_ins])
         )
         gm.meta["signature"] = signature = self._signature(values)
-        tidy(gm)
+        _tidy(gm)
         return JointGraph(
             state=self.state,
             gm=gm,
@@ -159,9 +205,10 @@ class _Attempt:
             out_spec=self.out_spec,
             gradients=self.backward.wrappings(),
             undefined_matters=frozenset(self.backward.undefined_matters),
-            is_single_region=self.single_region,
-            sums_apart=self.sums_apart,
+            is_single_region=self.manner.single_region,
+            sums_apart=self.manner.sums_apart,
             hooked_leaves=self.backward.hooked_leaves,
+            offsets_matter=self.inputs.reads_offsets,
         )
 
     def _signature(self, values: Sequence[Any]) -> JointSignature:
@@ -182,8 +229,29 @@ class _Attempt:
             outputs=(*forward, *self.backward.roles()),
             boundaries=tuple(
                 Boundary(value, number < visible)
-                for number, value in enumerate(self.backward.junction_values)
+                for number, value in enumerate(self.backward.boundary_values)
             ),
             regions=tuple(Region(region.roots, region.destinations) for region in structure.regions),
             order=structure.order,
         )
+
+
+_aten = torch.ops.aten
+#: backwards that take running statistics, but read them in evaluation mode only.
+_BATCH_NORM_BACKWARD = {_aten.native_batch_norm_backward.default, _aten.batch_norm_backward.default}
+_STATISTICS, _TRAINING = (3, 4), 7
+_ALIASES = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
+
+
+def _tidy(gm: fx.GraphModule) -> None:
+    """Leave out what only tracing needed: aliases that stand for the very tensor, running statistics that a
+    batch norm in training does not read, and calls that nothing reads."""
+    without_tokens(gm.graph)
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in _ALIASES:
+            node.replace_all_uses_with(node.args[0])
+        elif node.target in _BATCH_NORM_BACKWARD and node.args[_TRAINING] is True:
+            for place in _STATISTICS:
+                node.update_arg(place, None)
+    remove_dead_code(gm)
+    gm.recompile()

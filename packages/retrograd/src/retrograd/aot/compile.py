@@ -1,24 +1,31 @@
 """Fourth stage: a `Partition` becomes a callable with real autograd.
 
-In: forward and backward graphs, and a backend for each. Out: a `Compiled`.
+In: forward and backward graphs, and a backend for each. Out: a `Compiled`, called like what was captured. It
+refuses inputs that are not like those of the capture; ``aot.function`` captures again for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from retrograd.aot.compiled import Compiled
+import torch
+
+from retrograd._torch.pytree import tree_flatten
+from retrograd._torch.trace import InputGuard
+from retrograd.aot.modules import FlatCall
 from retrograd.aot.run.call import CompiledFunction
-from retrograd.aot.run.late import is_ready
-from retrograd.aot.run.lower_half import lower
-from retrograd.aot.run.record import recorded
+from retrograd.aot.run.lower_half import is_ready, lower, recorded
 from retrograd.aot.run.region import RegionCode
 from retrograd.backends.base import Boxed, Half
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
+from retrograd.errors import CallError, CodeFailedError, NotReadyError
+from retrograd.graph.capture_state import CaptureState, Leaf
+from retrograd.graph.constants import is_same_constant
 from retrograd.graph.partition import Partition, SavedKind
 from retrograd.report import Report, process_report
+from retrograd.specialize.guard import guard_as_traced
 
 
 def compile(
@@ -84,3 +91,108 @@ def _forward_half(partition: Partition, lazy: bool) -> Half:
     saved = sum(saved.kind is SavedKind.INTERMEDIATE for saved in partition.saved)
     visible = partition.joint.signature.forward_count + (0 if lazy else saved)
     return Half(is_inference=not partition.backwards, visible=visible)
+
+
+class Compiled:
+    """A compiled joint graph with real autograd.
+
+    Attributes:
+        code: what runs, for flat inputs that are known to fit.
+    """
+
+    def __init__(self, code: CompiledFunction) -> None:
+        self.code = code
+        self._joint = code.partition.joint
+        self._state: CaptureState = self._joint.state
+        self._guard: InputGuard | None = None
+
+    @property
+    def partition(self) -> Partition:
+        """What it was made of."""
+        return self.code.partition
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it like what was captured; a module's parameters and buffers are those that it has now.
+
+        Raises:
+            CallError: arguments unlike those of the capture.
+        """
+        state, (flat, spec) = self._state, tree_flatten((args, kwargs))
+        if state.in_spec is not None and spec != state.in_spec:
+            raise self._error(
+                "arguments", f"the arguments are {spec}, and were {state.in_spec}", "give them as then"
+            )
+        held = state.call.state.current() if isinstance(state.call, FlatCall) else []
+        if len(held) + len(flat) != len(state.leaves):
+            count = len(state.leaves) - len(held)
+            raise self._error(
+                "arguments", f"{count} inputs were captured, and {len(flat)} are given", _WITH_STATE
+            )
+        return self._checked([*held, *flat])
+
+    def flat(self, leaves: Sequence[Any]) -> Any:
+        """Call it with flat inputs: a module's parameters and buffers first, then the arguments.
+
+        Raises:
+            CallError: inputs unlike those of the capture.
+        """
+        if not isinstance(leaves, (list, tuple)):
+            raise self._error(
+                "inputs", f"expected a list of inputs, got {type(leaves).__name__}", _WITH_STATE
+            )
+        if len(leaves) != len(self._state.leaves):
+            count = len(self._state.leaves)
+            raise self._error(
+                "inputs", f"{count} inputs were captured, and {len(leaves)} are given", _WITH_STATE
+            )
+        return self._checked(list(leaves))
+
+    def _checked(self, leaves: list[Any]) -> Any:
+        sources = [*leaves, *self._joint.found]
+        if self._guard is None or not self._guard.check(sources):
+            for leaf, value in zip(self._state.leaves, leaves, strict=True):
+                for what in _differences(leaf, value, self._joint.offsets_matter):
+                    raise self._error(leaf.name, f"{leaf.name} {what}", _ANEW)
+            if self._guard is not None:
+                raise self._error("inputs", self._guard.why_not(sources), _ANEW)
+            self._guard = guard_as_traced(leaves, self._joint)
+        try:
+            return self.code(leaves)
+        except (CodeFailedError, NotReadyError) as error:
+            raise error.__cause__ or error from None
+
+    def _error(self, role: str, text: str, way_out: str) -> CallError:
+        name = self._state.name
+        return CallError.because(
+            "call", f"cannot call the compiled {name}: {text}", "aot.call", role, way_out=way_out
+        )
+
+
+_WITH_STATE = "call it like the function that was captured, or .flat([...]) with its state first"
+_ANEW = "capture it for such inputs too, or use aot.function, which does"
+
+
+def _differences(leaf: Leaf, value: Any, offsets_matter: bool) -> Iterator[str]:
+    """What makes `value` another kind of input than `leaf`."""
+    if not isinstance(leaf.value, torch.Tensor):
+        if leaf.kind is None and not is_same_constant(leaf.value, value):
+            yield f"was {leaf.value!r} at capture, and is {value!r}"
+        return
+    if not isinstance(value, torch.Tensor):
+        yield f"was a tensor at capture, and is {type(value).__name__}"
+        return
+    fake = leaf.value
+    static = [size if type(size) is int else None for size in fake.shape]
+    sizes_fit = value.dim() == len(static) and all(
+        size is None or size == now for size, now in zip(static, value.shape, strict=True)
+    )
+    if not sizes_fit:
+        yield f"had sizes {list(fake.shape)} at capture, and has {list(value.shape)}"
+    for what in ("dtype", "device"):
+        if getattr(value, what) != getattr(fake, what):
+            yield f"had {what} {getattr(fake, what)} at capture, and has {getattr(value, what)}"
+    if offsets_matter and value.storage_offset() != fake.storage_offset():
+        begins = value.storage_offset()
+        yield f"began at {fake.storage_offset()} in its memory at capture, and begins at {begins}"
+    if value.requires_grad != leaf.requires_grad:
+        yield f"{'required' if leaf.requires_grad else 'did not require'} grad at capture"

@@ -7,6 +7,7 @@ kind of input. What cannot be captured runs eagerly, and the report says why.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,21 +16,17 @@ from torch import nn
 
 from retrograd._torch import pytree
 from retrograd._torch.autograd import has_waiting_hooks
-from retrograd._torch.state import ThreadModes, why_not_capturable_now
+from retrograd._torch.state import ThreadModes
 from retrograd._torch.trace import changed_sizes, is_tracing_here, why_not_fakeable
-from retrograd.aot.calls import FlatCall
-from retrograd.aot.capture import capture
-from retrograd.aot.compile import compile_with
-from retrograd.aot.constants import constant_key
-from retrograd.aot.modules import ModuleState
-from retrograd.aot.partition import partition
+from retrograd.aot.modules import FlatCall, ModuleState
 from retrograd.aot.run.call import CompiledFunction
+from retrograd.aot.stages import find_named, run_stages
 from retrograd.aot.state import Dynamic, state_of_flat
-from retrograd.aot.summary import summary
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config, Policy
 from retrograd.errors import CaptureError, OptionError, Reason
-from retrograd.passes.aten import pass_named
+from retrograd.events import AOT_LOGS
+from retrograd.graph.constants import constant_key
 from retrograd.report import Report, process_report, reason_of
 from retrograd.specialize.callable import Specialized, Variant
 from retrograd.specialize.guard import CallGuard
@@ -73,15 +70,11 @@ class AotFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, compiled if possible."""
-        if (
-            torch.compiler.is_dynamo_compiling()
-            or is_tracing_here()
-            or (now := why_not_capturable_now()) == _FORCED
-        ):
+        if torch.compiler.is_dynamo_compiling() or is_tracing_here():
             return self.fn(*args, **kwargs)
         eagerly = functools.partial(self.fn, *args, **kwargs)
-        if now is not None:
-            return self._specialized.run_eagerly(_not_now(*now), eagerly)
+        if (now := self._specialized.why_not_now()) is not None:
+            return self._specialized.run_eagerly(now, eagerly)
         flat, form = _flattened(args, kwargs)
         try:
             state = self._state_of(flat)
@@ -124,11 +117,20 @@ class AotFunction:
             state.note()
             code = self._stages(leaves, state, _spec(form), self._dynamic(leaves, known), split_at_leaf_grads)
             state.refuse_changes()
-            return Variant(CallGuard.for_joint(leaves, code.partition.joint), code)
+            guard = CallGuard.for_joint(leaves, code.partition.joint)
+            self._tell(guard, leaves, known)
+            return Variant(guard, code)
         except Exception as error:
             if self.config.strict or any(isinstance(x, torch.Tensor) and why_not_fakeable(x) for x in leaves):
                 raise  # no guard can describe such inputs
             return Variant(CallGuard.exact(leaves), None, reason_of(error, "aot.compile"))
+
+    def _tell(self, guard: CallGuard, leaves: Sequence[Any], known: Sequence[Variant]) -> None:
+        AOT_LOGS["guards"].debug("%s: %s", self.__name__, guard.inputs)
+        if known and AOT_LOGS["recompiles"].isEnabledFor(logging.INFO):
+            assert isinstance(known[-1].guard, CallGuard)
+            why = known[-1].guard.why_not(leaves)
+            AOT_LOGS["recompiles"].info("%s is compiled again: %s", self.__name__, why)
 
     def _dynamic(self, leaves: Sequence[Any], known: Sequence[Variant]) -> Dynamic:
         """Sizes that differ from those of earlier inputs are symbolic from now on."""
@@ -137,7 +139,7 @@ class AotFunction:
         changed: dict[int, frozenset[int]] = {}
         for variant in known:
             assert isinstance(variant.guard, CallGuard)
-            for i, dims in changed_sizes(variant.guard.inputs.args_metadata, leaves).items():
+            for i, dims in changed_sizes(variant.guard.inputs.args_metadata[: len(leaves)], leaves).items():
                 if isinstance(leaves[i], torch.Tensor):
                     changed[i] = changed.get(i, frozenset()) | dims
         return changed or None
@@ -150,7 +152,7 @@ class AotFunction:
         dynamic: Dynamic,
         split_at_leaf_grads: bool,
     ) -> CompiledFunction:
-        config, call = self.config, FlatCall(self.fn, modules, spec)
+        call = FlatCall(self.fn, modules, spec)
         state = state_of_flat(
             call,
             leaves,
@@ -158,20 +160,9 @@ class AotFunction:
             names=call.names(leaves),
             kinds=call.kinds(leaves),
             dynamic=dynamic,
-            decompositions=find_backend(config.backend).decompositions(),
+            decompositions=find_backend(self.config.backend).decompositions(),
         )
-        joint = capture(
-            state,
-            single_region=config.single_region,
-            split_at_leaf_grads=split_at_leaf_grads,
-            sums_apart=not find_backend(config.backend).traces,
-        )
-        for change in config.passes:
-            joint = joint.apply(change)
-        parts = partition(joint, config.partitioner)
-        code = compile_with(parts, config, self._report)
-        self._report.compiled(summary(parts))
-        return code
+        return run_stages(state, self.config, self._report, split_at_leaf_grads=split_at_leaf_grads)
 
 
 class AotModule(nn.Module):
@@ -262,12 +253,7 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
         regions=regions,
         compile_timeout=compile_timeout,
     )
-    find_backend(config.backend)
-    if config.backward is not None:
-        find_backend(config.backward, "backward")
-    for one in config.passes:
-        if isinstance(one, str):
-            pass_named(one)
+    find_named(config)
     return AotFunction(fn, config)
 
 
@@ -290,13 +276,6 @@ def module(mod: nn.Module, **options: Any) -> AotModule:
             "mod", f"got {type(mod).__name__}", "a torch.nn.Module; aot.function takes functions"
         )
     return _module_of(mod, function(mod, **options).config)
-
-
-_FORCED = ("force-eager", "")
-
-
-def _not_now(code: str, text: str) -> Reason:
-    return Reason(code, text, _STAGE, way_out="call it outside of that")
 
 
 _HOOKS = Reason(

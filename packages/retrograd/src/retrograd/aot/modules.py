@@ -1,14 +1,15 @@
-"""The modules that are given to a function: parameters and buffers as inputs, settings as a key.
+"""A function of modules and pytrees as a function of flat inputs.
 
-In: modules. Out: `ModuleState`: their tensors, each once however often it is tied; a way to call with others
-in their place; and what must stay as it is for a capture to stand: structure, ``training`` flags, hooks, and
+In: a function, modules, and how the arguments are nested. Out: `FlatCall`, with a name and a kind for each
+flat input; and `ModuleState`, which has the modules' tensors (a tied one once), calls with others in their
+place, and says whether what a capture relies on is as it was: structure, ``training`` flags, hooks, and
 attributes that are plain values.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +20,9 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from retrograd.aot.constants import PLAIN_VALUES
-from retrograd.errors import CaptureError, Reason, Refusal
+from retrograd._torch import pytree
+from retrograd.errors import CaptureError, Refusal
+from retrograd.graph.constants import PLAIN_VALUES
 from retrograd.graph.joint import PrimalKind
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -147,7 +149,13 @@ class ModuleState:
                 else:
                     del vars(module)[key]
             if changed:
-                raise _left_behind(f"sets {min(changed)} of {type(module).__name__}")
+                raise CaptureError.because(
+                    "side-effect",
+                    f"the function sets {min(changed)} of {type(module).__name__}, which would happen at "
+                    "capture only",
+                    "aot.function",
+                    way_out='torch.compile(backend="retrograd"), which sees it',
+                )
 
     @contextmanager
     def replaced(self, tensors: Sequence[Any]) -> Iterator[None]:
@@ -180,25 +188,62 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {k: value for k, value in vars(module).items() if not k.startswith("_") or k.startswith("__")}
 
 
-def _left_behind(what: str) -> CaptureError:
-    return CaptureError(
-        Reason(
-            "side-effect",
-            f"the function {what}, which would happen at capture only",
-            "aot.function",
-            way_out='torch.compile(backend="retrograd"), which sees it',
-        )
-    )
-
-
 def _refuse_lazy(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     if is_lazy(tensor):
-        raise CaptureError(
-            Reason(
-                "lazy-state",
-                f"{name} of {type(module).__name__} is not initialised",
-                "aot.create_state",
-                node=name,
-                way_out="call the module once on real inputs first",
-            )
+        raise CaptureError.because(
+            "lazy-state",
+            f"{name} of {type(module).__name__} is not initialised",
+            "aot.create_state",
+            node=name,
+            way_out="call the module once on real inputs first",
         )
+
+
+@dataclass(frozen=True)
+class FlatCall:
+    """Calls `fn` with the state of its module, if it is one, and arguments nested as `spec` says.
+
+    Called with flat inputs: the tensors of `state` first, then the arguments.
+    """
+
+    fn: Callable[..., Any]
+    state: ModuleState
+    spec: Any
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        """What `fn` returns.
+
+        Raises:
+            Refusal: `fn` changes the containers of its arguments.
+            Refusal: the module replaces a parameter or buffer.
+        """
+        count = len(self.state.tensors)
+        given = list(leaves[count:])
+        args, kwargs = pytree.tree_unflatten(given, self.spec)
+        with self.state.replaced(leaves[:count]):
+            result = self.fn(*args, **kwargs)
+        left = pytree.tree_leaves((args, kwargs))
+        if len(left) != len(given) or any(a is not b for a, b in zip(left, given, strict=True)):
+            raise Refusal("not-representable", "it changes a container that it was given")
+        return result
+
+    def names(self, leaves: Sequence[Any]) -> list[str]:
+        """``layer.weight``, ``args[0]['x']``, or the keyword; numbers where a container has no names for its
+        parts."""
+        arguments = list(leaves[len(self.state.tensors) :])
+        try:
+            paths = pytree.tree_flatten_with_path(pytree.tree_unflatten(arguments, self.spec))[0]
+        except ValueError:
+            return [*self.state.names, *(f"input {i}" for i in range(len(arguments)))]
+        return [*self.state.names, *(_argument_name(path) for path, _ in paths)]
+
+    def kinds(self, leaves: Sequence[Any]) -> list[PrimalKind]:
+        """What each flat input is to the user."""
+        return [*self.state.kinds, *[PrimalKind.ARGUMENT] * (len(leaves) - len(self.state.tensors))]
+
+
+def _argument_name(path: Sequence[Any]) -> str:
+    which, *rest = path
+    if which.idx == 0:
+        return "args" + pytree.keystr(tuple(rest))
+    return str(rest[0].key) + pytree.keystr(tuple(rest[1:]))

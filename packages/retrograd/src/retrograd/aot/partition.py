@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from retrograd._torch.fx import copied_module, has_effect, insert_replay, is_mutating, lazy_graph_module
-from retrograd.aot.extract import extract, needed_between
+from retrograd.aot.extract import extract, finished_backward, needed_between
 from retrograd.aot.policies import choose_saved, draws_random_numbers
-from retrograd.aot.sink_recompute import compute_again_late
 from retrograd.aot.trace.aliases import (
     Memory,
     backward_nodes,
@@ -26,7 +24,7 @@ from retrograd.aot.trace.aliases import (
     read_by_backward,
 )
 from retrograd.config import Policy
-from retrograd.errors import Reason, VerificationError
+from retrograd.errors import VerificationError
 from retrograd.graph.joint import Cotangent, Gradient
 from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.partition import Partition, RegionBackward, Saved, SavedKind
@@ -180,16 +178,14 @@ class _Division:
                 self.joint.gm, [*read, *cotangents], wanted, f"backward_{number}", self.instead, effects
             )
         except KeyError as missing:
-            raise VerificationError(
-                Reason(
-                    "partition-law",
-                    f"the backward of region {number} reads {missing}, "
-                    "which is neither saved nor its own cotangent",
-                    "aot.partition",
-                    node=str(missing),
-                    way_out="a pass has mixed regions: let each region's gradients depend on its own "
-                    "cotangents only",
-                )
+            raise VerificationError.because(
+                "partition-law",
+                f"the backward of region {number} reads {missing}, "
+                "which is neither saved nor its own cotangent",
+                "aot.partition",
+                node=str(missing),
+                way_out="a pass has mixed regions: let each region's gradients depend on its own "
+                "cotangents only",
             ) from missing
         order = {node: i for i, node in enumerate(saved)}
         return RegionBackward(
@@ -218,27 +214,14 @@ class _Division:
         return tuple(checked)
 
 
-def finished_backward(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph of a region, once it is cut out: what is computed again stands late; views may be copies,
-    since a backend may give what is saved another layout than tracing did."""
-    compute_again_late(gm.graph)
-    for node in gm.graph.nodes:
-        if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
-    gm.recompile()
-    return gm
-
-
 def _refuse_effect(node: fx.Node) -> None:
     if is_backward(node) or node.op != "call_function":
         return
     if is_mutating(node):
-        raise VerificationError(
-            Reason(
-                "partition-law",
-                f"{node.target} changes something in place and would run again in the backward",
-                "aot.partition",
-                node=node.name,
-                way_out="mark it CheckpointPolicy.MUST_SAVE in node.meta['recompute']",
-            )
+        raise VerificationError.because(
+            "partition-law",
+            f"{node.target} changes something in place and would run again in the backward",
+            "aot.partition",
+            node=node.name,
+            way_out="mark it CheckpointPolicy.MUST_SAVE in node.meta['recompute']",
         )

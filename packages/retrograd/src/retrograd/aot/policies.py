@@ -14,7 +14,7 @@ from retrograd._torch.fx import is_operator_overload, is_random
 from retrograd._torch.inductor import cut_by
 from retrograd.aot.trace.aliases import Memory, is_backward, is_number, read_by_backward
 from retrograd.config import PARTITIONERS, Policy
-from retrograd.errors import OptionError, Reason, VerificationError
+from retrograd.errors import OptionError, VerificationError
 from retrograd.graph.joint import cotangents_reaching
 from retrograd.graph.joint_graph import JointValues
 
@@ -31,7 +31,7 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
 
     Raises:
         OptionError: an unknown policy.
-        VerificationError: one that saves what is no value of the forward half.
+        VerificationError: one that saves something that is not a value of the forward half.
     """
     if policy == "save_all":
         return _without_marked(_read(joint))
@@ -99,13 +99,11 @@ def _named(known: Mapping[str, fx.Node], names: Iterable[str]) -> set[fx.Node]:
     """The nodes of these names, of those that depend on no cotangent."""
     for name in names:
         if name not in known:
-            raise VerificationError(
-                Reason(
-                    "partitioner",
-                    f"the partitioner saves {name}, which is no value that the forward can compute",
-                    "aot.partition",
-                    node=name,
-                    way_out="save nodes of the joint graph by their own names",
-                )
+            raise VerificationError.because(
+                "partitioner",
+                f"the partitioner saves {name}, which is no value that the forward can compute",
+                "aot.partition",
+                node=name,
+                way_out="save nodes of the joint graph by their own names",
             )
     return {known[name] for name in names}

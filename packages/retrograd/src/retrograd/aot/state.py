@@ -26,9 +26,8 @@ from retrograd._torch.trace import (
     new_fake_mode,
     why_not_fakeable,
 )
-from retrograd.aot.calls import FlatCall
-from retrograd.aot.modules import ModuleState
-from retrograd.errors import CaptureError, Reason
+from retrograd.aot.modules import FlatCall, ModuleState
+from retrograd.errors import CaptureError
 from retrograd.graph.capture_state import AliasGroup, CaptureState, Leaf, MemberView
 from retrograd.graph.joint import PrimalKind
 
@@ -105,7 +104,7 @@ def state_of_flat(  # noqa: PLR0913 - what a `CaptureState` is made of
         name=name,
         call=call,
         leaves=made,
-        ambient=ThreadModes.now(),
+        thread_modes=ThreadModes.now(),
         fake_mode=fakes.mode,
         aliases=tuple(fakes.groups(made, leaves)),
         decompositions=decompositions,
@@ -158,14 +157,12 @@ class _Fakes:
         return fake_of(self.mode, value, name, dims)
 
     def _refuse(self, code: str, name: str, found: str, way_out: str) -> None:
-        raise CaptureError(
-            Reason(
-                code,
-                f"input {name} of {self.function} {found}",
-                "aot.create_state",
-                node=name,
-                way_out=way_out,
-            )
+        raise CaptureError.because(
+            code,
+            f"input {name} of {self.function} {found}",
+            "aot.create_state",
+            node=name,
+            way_out=way_out,
         )
 
     def free(self, value: torch.Tensor) -> Any:

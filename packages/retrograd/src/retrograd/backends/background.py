@@ -1,14 +1,15 @@
-"""Compile on another thread while backwards go on, interpreted.
+"""Compile on another thread, while calls run as eager runs them.
 
-In: something to compile. Out: `Later`, which becomes code between two backwards: within one, every segment
-runs as it ran at its start. One thread compiles, in the order of asking; Inductor's own worker processes do
-most of the work.
+In: something to compile, and how long to wait for it. Out: `Later`, which holds the code once it is there.
+One thread compiles, in the order of asking; Inductor's own worker processes do most of the work.
 """
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import os
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -17,10 +18,10 @@ from retrograd.process import ForkSafeLock
 
 
 class Later:
-    """Code that is not there yet.
+    """Code that may not be there yet.
 
     Attributes:
-        code: the code, once a backward has begun since it was there.
+        code: the code, if it was there in time, or once a step border has been passed since.
         error: why there will be none.
     """
 
@@ -30,38 +31,49 @@ class Later:
         self.error: BaseException | None = None
 
     def take(self) -> None:
-        """Between two backwards: the code, or what went wrong."""
+        """Take the code, or what went wrong."""
         self.error = self.future.exception()
         if self.error is None:
             self.code = self.future.result()
 
 
-#: what has begun and has not been taken yet.
-pending: list[Later] = []
+#: what has begun and was not taken yet.
+_pending: weakref.WeakSet[Later] = weakref.WeakSet()
 _lock = ForkSafeLock()
 
 
-def begin(compile: Callable[[], Boxed]) -> Later:
-    """Compile on another thread."""
-    later = Later(_thread().submit(compile))
+def begin(compile: Callable[[], Boxed], seconds: float) -> Later:
+    """Compile on another thread, and wait for it for at most `seconds`.
+
+    Raises:
+        BaseException: what compiling raised within that time.
+    """
+    later = Later(_thread().submit(contextvars.copy_context().run, compile))
+    if seconds and wait([later.future], seconds).done:
+        later.take()
+        if later.error is not None:
+            raise later.error
+        return later
     with _lock:
-        pending.append(later)
+        _pending.add(later)
     return later
 
 
 def take_finished() -> None:
-    """A backward begins: what is finished becomes code."""
+    """A backward begins: what is finished becomes code. Within one backward, segments do not change."""
+    if not _pending:
+        return
     with _lock:
-        finished = [later for later in pending if later.future.done()]
+        finished = [later for later in _pending if later.future.done()]
         for later in finished:
             later.take()
-            pending.remove(later)
+            _pending.remove(later)
 
 
 def wait_for_all(timeout: float | None = None) -> bool:
     """Wait until everything that has begun is finished, for at most `timeout` seconds; whether it is."""
     with _lock:
-        futures = [later.future for later in pending]
+        futures = [later.future for later in _pending]
     return not wait(futures, timeout).not_done
 
 
@@ -71,8 +83,8 @@ def _thread() -> ThreadPoolExecutor:
 
 
 def _after_fork() -> None:
-    """The thread is not there in a child; what it was compiling stays interpreted."""
-    pending.clear()
+    """The thread does not exist in a child; what it was compiling stays interpreted there."""
+    _pending.clear()
     _thread.cache_clear()
 
 

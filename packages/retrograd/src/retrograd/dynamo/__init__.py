@@ -11,8 +11,7 @@ from __future__ import annotations
 from retrograd._torch.dynamo import register_once
 from retrograd.dynamo.backend import RetrogradBackend, retrograd
 from retrograd.dynamo.options import config_of, list_mode_options, list_options
-from retrograd.dynamo.step import CompiledStep, compile_step
-from retrograd.dynamo.step_report import StepReport
+from retrograd.dynamo.step import CompiledStep, StepReport, compile_step
 
 __all__ = [
     "CompiledStep",

@@ -64,7 +64,7 @@ class RetrogradBackend:
         """The same for choices that are checked already. `report` receives the result."""
         fake_mode = fake_mode_for(example_inputs)
         if fake_mode is None:
-            return AotFunction(gm, replace(config, dynamic=None))
+            return AotFunction(gm, replace(config, dynamic=None), report)
         guard_what_dynamo_does_not()
         try:
             return GraphFunction(gm, graph_inputs(gm, example_inputs), fake_mode, config, report)
@@ -74,10 +74,6 @@ class RetrogradBackend:
                 raise
             report.fell_back(reason, "a graph of Dynamo's runs eagerly")
             return gm.forward
-
-    def reset(self) -> None:
-        """Forget what was reported. ``torch._dynamo.reset()`` calls this when it forgets the code."""
-        process_report.graphs.clear()
 
 
 retrograd = RetrogradBackend()

@@ -24,15 +24,12 @@ from retrograd._torch.dynamo import (
     why_ended,
     why_not_as_given,
 )
-from retrograd._torch.state import torch_functions_off, why_not_capturable_now
+from retrograd._torch.state import torch_functions_off
 from retrograd._torch.trace import alias_of_fake, common_base, mode_among, run_graph
-from retrograd.aot.capture import capture
-from retrograd.aot.compile import compile_with
 from retrograd.aot.modules import ModuleState
-from retrograd.aot.partition import partition
 from retrograd.aot.run.call import CompiledFunction
+from retrograd.aot.stages import run_stages
 from retrograd.aot.state import state_of_flat
-from retrograd.aot.summary import summary
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import CaptureError, Reason
@@ -76,19 +73,24 @@ class GraphFunction:
         # that: its ``StorageOverlap`` compares offsets only.
         moving = [i for i, item in enumerate(inputs) if not item.is_static]
         writes = any(update.value is not None for update in code.partition.joint.updates)
-        self._memory = MemoryGuard([item.given for item in inputs], moving) if writes else None
+        given = [item.given for item in inputs]
+        self._memory = MemoryGuard(given, moving) if writes else None
+        # Nor does Dynamo guard where an input begins in its memory.
+        tensors = [(i, value) for i, value in enumerate(given) if isinstance(value, torch.Tensor)]
+        matter = code.partition.joint.offsets_matter
+        self._offsets = [(i, value.storage_offset()) for i, value in tensors] if matter else []
         self._specialized = Specialized("a graph of Dynamo's", "dynamo", config, report, self._recompiled)
-        self._specialized.add(self._leafness([item.given for item in inputs]), Variant(None, code))
+        self._specialized.add(self._leafness(given), Variant(None, code))
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph's code on real inputs."""
         eagerly = functools.partial(self._eagerly, *args)
-        if (now := why_not_capturable_now(has_seen_functions=True)) is not None:
-            code, text = now
-            reason = Reason(code, text, "dynamo", way_out="call it outside of that")
-            return eagerly() if code == "force-eager" else self._specialized.run_eagerly(reason, eagerly)
+        if (now := self._specialized.why_not_now(has_seen_functions=True)) is not None:
+            return self._specialized.run_eagerly(now, eagerly)
         if self._memory is not None and not self._memory.fits(args):
             return self._specialized.run_eagerly(_MEMORY, eagerly)
+        if any(args[i].storage_offset() != offset for i, offset in self._offsets):
+            return self._specialized.run_eagerly(_OFFSETS, eagerly)
         leaves = [*self._module.current(), *args]
         outputs = self._specialized(self._leafness(args), leaves, eagerly)
         if self._grad_mode is not None:
@@ -124,17 +126,9 @@ class GraphFunction:
             return Variant(None, None, reason_of(error, "dynamo"))
 
     def _compiled(self, state: CaptureState) -> CompiledFunction:
-        config = self._config
-        is_exact = not find_backend(config.backend).traces
-        joint = capture(state, single_region=config.single_region, sums_apart=is_exact)
-        for change in config.passes:
-            joint = joint.apply(change)
-        parts = partition(joint, config.partitioner)
         # Code that is compiled later cannot add guards, because Dynamo installs its guards now.
         lazy = not has_symbols(state.fake_mode)
-        code = compile_with(parts, config, self._report, lazy)
-        self._report.compiled(summary(parts, why_ended(self._gm)))
-        return code
+        return run_stages(state, self._config, self._report, lazy=lazy, ended_by=why_ended(self._gm))
 
 
 def state_of_graph(
@@ -213,4 +207,10 @@ _MEMORY = Reason(
     "the inputs, of which some are changed in place, share memory otherwise than when this was compiled",
     "dynamo",
     way_out="give the function inputs that do not share memory",
+)
+_OFFSETS = Reason(
+    "begins-elsewhere",
+    "an input begins elsewhere in its memory than when this was compiled, and the function depends on that",
+    "dynamo",
+    way_out="slices instead of as_strided with an offset",
 )

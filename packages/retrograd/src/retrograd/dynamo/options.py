@@ -10,23 +10,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from retrograd._torch.inductor import settings
-from retrograd.backends.registry import InductorBackend, find_backend
+from retrograd.aot.stages import find_named
+from retrograd.backends.registry import InductorBackend
 from retrograd.config import Config
 from retrograd.errors import OptionError
-from retrograd.passes.aten import pass_named
 
-#: our own options and what they mean. Any other option must be one of Inductor's.
-OPTIONS: Mapping[str, str] = {
-    "backend": "'inductor', 'eager', 'aten', or a callable (gm, example_inputs) -> callable, for the graphs",
-    "backward": "the same for the backward graphs, if another one",
-    "partitioner": "'min_cut', 'save_all', 'recompute_all', or a callable in the form of torch's",
-    "passes": "passes over the joint graph, in order: names, or callables (gm, example_inputs) -> gm",
-    "cudagraphs": "record what the code does on a CUDA device, and replay it where that is safe",
-    "regions": "compile what repeats itself once; a number: from so many autograd nodes on; False: never",
-    "single_region": "differentiate all outputs together, as stock AOTAutograd does",
-    "compile_timeout": "seconds after which a compilation goes on in the background; None: calls wait for it",
-    "strict": "raise instead of running eagerly what cannot be captured",
-}
+#: our own options; `Config` says what they mean. Any other option must be one of Inductor's.
+OPTIONS = (
+    "backend", "backward", "compile_timeout", "cudagraphs", "partitioner", "passes", "regions",
+    "single_region", "strict",
+)  # fmt: skip
 
 _AUTOTUNE = {"max_autotune": True, "coordinate_descent_tuning": True}
 _MODES: Mapping[str, Mapping[str, Any]] = {
@@ -50,19 +43,14 @@ def config_of(mode: str | None, options: Mapping[str, Any] | None) -> Config:
     own.setdefault("cudagraphs", mode in _WITH_CUDA_GRAPHS)
     inner = _inner(mode, given)
     config = Config(**own)
-    find_backend(config.backend)
-    if config.backward is not None:
-        find_backend(config.backward, "backward")
-    for one in config.passes:
-        if isinstance(one, str):
-            pass_named(one)
+    find_named(config)
     if config.backend == "inductor":
         return Config(**{**own, "backend": InductorBackend(inner)}) if inner else config
     if given:
         raise OptionError(
             next(iter(sorted(given))),
             f"it is a setting of Inductor, but the backend is {config.backend!r}",
-            f"one of {', '.join(sorted(OPTIONS))}",
+            f"one of {', '.join(OPTIONS)}",
         )
     return config
 
@@ -83,7 +71,7 @@ def list_mode_options(mode: str | None = None, dynamic: bool | None = None) -> d
 
 def list_options() -> list[str]:
     """The keys that ``options`` may have: ours, then those of Inductor's settings."""
-    return [*sorted(OPTIONS), *sorted(set(settings()) - set(_CUDA_GRAPHS))]
+    return [*OPTIONS, *sorted(set(settings()) - set(_CUDA_GRAPHS))]
 
 
 def _inner(mode: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,7 +81,7 @@ def _inner(mode: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
         raise OptionError(refused[0], "retrograd records CUDA graphs itself", "'cudagraphs': True instead")
     known = set(settings()) if given else set()
     if unknown := sorted(key for key, name in names.items() if name not in known):
-        expected = f"one of {', '.join(sorted(OPTIONS))}, or one of torch._inductor.list_options()"
+        expected = f"one of {', '.join(OPTIONS)}, or one of torch._inductor.list_options()"
         raise OptionError(unknown[0], "there is no such option", expected)
     return {**_MODES[_known_mode(mode or "default")], **{names[key]: value for key, value in given.items()}}
 

@@ -1,6 +1,7 @@
 """A whole training step: forward, backward, hooks and optimizers behind one callable.
 
-In: a function that makes a training step, and the user's choices. Out: a callable that does the same. Dynamo
+In: a function that makes a training step, and the user's choices. Out: a callable that does the same, with a
+report. Dynamo
 compiles the Python of the step, so it knows what the step reads and changes. Where the step calls
 ``backward``, Dynamo's graph ends, and the live path runs the backward.
 
@@ -14,6 +15,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,12 +27,55 @@ from retrograd._torch.trace import is_tracing_here
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.dynamo.backend import retrograd
-from retrograd.dynamo.step_report import StepReport
-from retrograd.errors import OptionError
+from retrograd.errors import OptionError, Reason
 from retrograd.live.contexts import enter, leave
 from retrograd.live.session import Session
-from retrograd.report import process_report, reason_of
+from retrograd.report import Report, process_report, reason_of
 from retrograd.specialize.pace import Pace
+
+
+@dataclass(eq=False)
+class StepReport:
+    """The report of one step.
+
+    Attributes:
+        name: of the step.
+        eager, compiled: how many calls ran eagerly, and how many compiled.
+        pieces: the graphs from Dynamo, the backwards, and what ran as eager runs it.
+        left_to_python: what is not traced, because its results would differ from eager's.
+        aside: why the step runs eagerly from now on; None if it does not.
+    """
+
+    name: str
+    eager: int = 0
+    compiled: int = 0
+    pieces: Report = field(default_factory=lambda: Report(above=process_report))
+    left_to_python: set[str] = field(default_factory=set)
+    aside: Reason | None = None
+
+    @property
+    def calls(self) -> int:
+        """How many calls there were."""
+        return self.eager + self.compiled
+
+    @property
+    def compilations(self) -> int:
+        """How many graphs and backwards were captured. While this grows, the step is not steady."""
+        lowerings = sum(len(backward.lowerings) for backward in self.pieces.backwards)
+        return len(self.pieces.graphs) + len(self.pieces.backwards) + lowerings
+
+    def called(self, is_compiled: bool) -> None:
+        """A call begins."""
+        if is_compiled:
+            self.compiled += 1
+        else:
+            self.eager += 1
+
+    def __str__(self) -> str:
+        parts = [f"step {self.name}: {self.compiled} calls compiled, {self.eager} eager"]
+        parts += [f"{what}: runs as it is; traced, it would round otherwise" for what in self.left_to_python]
+        parts += [str(self.aside)] if self.aside is not None else []
+        return "\n\n".join([*parts, str(self.pieces)])
 
 
 class CompiledStep:
@@ -132,6 +177,7 @@ def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
     recompile_limit: int = 8,
     regions: bool | int = True,
     cudagraphs: bool = False,
+    compile_timeout: float | None = None,
 ) -> Any:
     """Compile a training step: forward, backward, hooks and optimizers.
 
@@ -154,6 +200,7 @@ def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
         recompile_limit: how often one piece is compiled. After that it runs eagerly.
         regions: as in `compiled_autograd`.
         cudagraphs: record what each piece does on a CUDA device, and replay it where that is safe.
+        compile_timeout: as in `compiled_autograd`, for each piece.
 
     Returns:
         A `CompiledStep`: called like `step`, with ``explain()`` and ``reset()``.
@@ -178,6 +225,7 @@ def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
         recompile_limit=recompile_limit,
         regions=regions,
         cudagraphs=cudagraphs,
+        compile_timeout=compile_timeout,
     )
     find_backend(backend)
     check_supported()

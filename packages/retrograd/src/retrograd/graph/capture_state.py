@@ -74,7 +74,7 @@ class CaptureState:
         call: the function of its flat inputs; returns what the user's function returns.
         leaves: the flat inputs: parameters and buffers first, then arguments.
         aliases: groups of leaves that share memory.
-        ambient: the thread's modes under which it is called.
+        thread_modes: the thread's modes under which it is called.
         fake_mode: of the fake values; its shape environment gets the guards.
         decompositions: applied while tracing.
         free: makes a fake of a real tensor that the function uses without being given it.
@@ -84,7 +84,7 @@ class CaptureState:
     name: str
     call: Callable[[Sequence[Any]], Any]
     leaves: tuple[Leaf, ...]
-    ambient: Any
+    thread_modes: Any
     fake_mode: Any
     aliases: tuple[AliasGroup, ...] = ()
     decompositions: Mapping[Any, Callable[..., Any]] = field(default_factory=dict)

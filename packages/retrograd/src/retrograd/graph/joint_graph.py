@@ -161,9 +161,10 @@ class JointValues:
         out_spec: the pytree of the outputs.
         gradients: how the gradient of each destination of each region is built; absent where it is undefined.
         undefined_matters: regions in which a cotangent that is undefined is not the same as zeros.
-        hooked_leaves: primals after whose gradients regions end, for that they become visible one by one.
+        hooked_leaves: primals after whose gradients regions end, so that these become visible one by one.
         is_single_region: whether the outputs are differentiated together, not in eager's structure.
         sums_apart: whether a region hands over several contributions to one gradient one by one.
+        offsets_matter: whether the function reads where its inputs begin in their memory.
     """
 
     state: CaptureState
@@ -179,3 +180,9 @@ class JointValues:
     is_single_region: bool = False
     sums_apart: bool = False
     hooked_leaves: frozenset[int] = frozenset()
+    offsets_matter: bool = False
+
+    @property
+    def found(self) -> list[Any]:
+        """The tensors that the function found by itself."""
+        return [primal.found for primal in self.primals if primal.found is not None]

@@ -66,62 +66,61 @@ def insert_hooks(
         The remaining backward, and its placeholders: those for `computed`, then one for each new hook, in the
         order of their numbers.
     """
-    return _Rest(backward, targets).run(computed, done, came, went)
+    return _Rest(backward, computed, done, came, went, targets).laid_out()
 
 
 class _Rest:
-    def __init__(self, backward: BackwardGraph, targets: HookTargets) -> None:
-        self._backward, self._targets = backward, targets
-        self._graph = fx.Graph()
-        self._new: dict[fx.Node, Any] = {}
-        self._hooks: list[fx.Node] = []
-
-    def run(
+    def __init__(
         self,
+        backward: BackwardGraph,
         computed: Sequence[fx.Node],
         done: Collection[fx.Node],
         came: Mapping[int, Sequence[Insertion]],
         went: Collection[fx.Node],
-    ) -> tuple[BackwardGraph, list[fx.Node]]:
-        placeholders = [self._placeholder(node.name, i) for i, node in enumerate(computed)]
-        self._new.update(zip(computed, placeholders, strict=True))
-        count = sum(map(len, came.values()))
-        self._hooks = [self._placeholder(f"late_hook_{i}", len(computed) + i) for i in range(count)]
-        waiting = {index: list(hooks) for index, hooks in came.items()}
-        for index, nodes in self._blocks(done):
-            self._block(nodes, waiting.get(index, []), went)
+        targets: HookTargets,
+    ) -> None:
+        self._backward, self._done, self._went, self._targets = backward, done, went, targets
+        self._waiting = {index: list(hooks) for index, hooks in came.items()}
+        self._graph = fx.Graph()
+        self._placeholders = [self._placeholder(node.name, i) for i, node in enumerate(computed)]
+        self._new: dict[fx.Node, Any] = dict(zip(computed, self._placeholders, strict=True))
+        first, count = len(computed), sum(map(len, came.values()))
+        self._hooks = [self._placeholder(f"late_hook_{i}", first + i) for i in range(count)]
+
+    def laid_out(self) -> tuple[BackwardGraph, list[fx.Node]]:
+        for index, nodes in self._blocks():
+            self._block(nodes, self._waiting.get(index, []))
         self._graph.output(tuple(self._value(node) for node in self._backward.outputs()))
-        return self._backward.with_graph(self._graph), [*placeholders, *self._hooks]
+        return self._backward.with_graph(self._graph), [*self._placeholders, *self._hooks]
 
     def _placeholder(self, name: str, index: int) -> fx.Node:
         node = self._graph.placeholder(name)
         node.meta["source"] = Source(SourceKind.INPUT, index)
         return node
 
-    def _blocks(self, done: Collection[fx.Node]) -> list[tuple[int, list[fx.Node]]]:
+    def _blocks(self) -> list[tuple[int, list[fx.Node]]]:
         """The remaining part of each node call, and of each step of an inlined node."""
         blocks: dict[tuple[int, int], list[fx.Node]] = {}
         for node, call in self._backward.calls():
-            if node not in done:
+            if node not in self._done:
                 blocks.setdefault(call.place, []).append(node)
         return [(index, nodes) for (index, _), nodes in blocks.items()]
 
-    def _block(self, nodes: list[fx.Node], waiting: list[Insertion], went: Collection[fx.Node]) -> None:
+    def _block(self, nodes: list[fx.Node], waiting: list[Insertion]) -> None:
         """One node call: its hooks before, the node, its hooks after, then the sums that it feeds.
 
         Hooks that are called are taken out of `waiting`."""
         own = [node for node in nodes if call_of(node).kind is not CallKind.SUM]
         for node in own:
-            if call_of(node).hook is None:
+            is_hook = call_of(node).hook is not None
+            if not is_hook:
                 self._insert_at_entry(node, own, waiting)
-            stage = _stage(node)
-            if stage is not None:
-                waiting = self._insert_before(node, stage, waiting)
-            if node in went:
+            self._insert_before(node, waiting)
+            if node in self._went:
                 self._leave_out(node)
             else:
                 self._copy(node)
-            if call_of(node).hook is not None:
+            if is_hook:
                 self._insert_at_entry(node, own, waiting)
         self._insert_after(own, waiting)
         for node in nodes:
@@ -140,24 +139,20 @@ class _Rest:
             args = (self._hooks[hook.number], self._value(grad))
             self._rename(grad, self._call(self._targets.tensor, args, call, hook.kind))
 
-    def _insert_before(self, node: fx.Node, stage: int, waiting: list[Insertion]) -> list[Insertion]:
-        """Insert the hooks that run before `node`, and return the others."""
-        for hook in [hook for hook in waiting if _STAGES[hook.kind] < stage]:
+    def _insert_before(self, node: fx.Node, waiting: list[Insertion]) -> None:
+        """Insert the hooks that run before `node`."""
+        kinds = _kinds_before(node)
+        for hook in [hook for hook in waiting if hook.kind in kinds]:
             waiting.remove(hook)
-            self._hook_gradients(node, hook)
-        return waiting
-
-    def _hook_gradients(self, node: fx.Node, hook: Insertion) -> None:
-        call = call_of(node)
-        old = _gradients(node)
-        grads = [self._value(grad) for grad in old]
-        if hook.kind is HookKind.TENSOR_PRE:
-            grad = grads[hook.slot]
-            changed = self._call(self._targets.tensor, (self._hooks[hook.number], grad), call, hook.kind)
-            self._rename(old[hook.slot], changed)
-        elif hook.kind is HookKind.NODE_PRE:
-            args = (self._hooks[hook.number], tuple(grads))
-            self._project(self._call(self._targets.node_pre, args, call, hook.kind), old, call)
+            call, old = call_of(node), _gradients(node)
+            grads = [self._value(grad) for grad in old]
+            value = self._hooks[hook.number]
+            if hook.kind is HookKind.TENSOR_PRE:
+                changed = self._call(self._targets.tensor, (value, grads[hook.slot]), call, hook.kind)
+                self._rename(old[hook.slot], changed)
+            else:
+                result = self._call(self._targets.node_pre, (value, tuple(grads)), call, hook.kind)
+                self._project(result, old, call)
 
     def _insert_after(self, nodes: list[fx.Node], waiting: list[Insertion]) -> None:
         executed = next((node for node in nodes if call_of(node).kind.is_node), None)
@@ -209,23 +204,12 @@ class _Rest:
             self._new[node] = self._graph.node_copy(node, lambda arg: self._new[arg])
 
 
-#: the order of the hooks around a node; the node itself is at 2.
-_STAGES = {
-    HookKind.TENSOR_PRE: 0,
-    HookKind.RETAIN_GRAD: 0,
-    HookKind.NODE_PRE: 1,
-    HookKind.UNPACK: 2,
-    HookKind.POST_ACCUMULATE: 3,
-    HookKind.NODE_POST: 4,
-}
-
-
-def _stage(node: fx.Node) -> int | None:
-    """The place of a call that takes gradients; None for other calls."""
+def _kinds_before(node: fx.Node) -> tuple[HookKind, ...]:
+    """The kinds of hooks that are called before a call that takes gradients."""
     call = call_of(node)
     if call.kind.is_node and node.target is not None and _gradients(node):
-        return 2
-    return 1 if call.hook is HookKind.NODE_PRE else None
+        return HookKind.TENSOR_PRE, HookKind.NODE_PRE
+    return (HookKind.TENSOR_PRE,) if call.hook is HookKind.NODE_PRE else ()
 
 
 def _gradients(node: fx.Node) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from retrograd._torch.state import why_not_capturable_now
 from retrograd.config import Config
 from retrograd.errors import CaptureError, CodeFailedError, NotReadyError, Reason, UnlikeTracedError
 from retrograd.events import counters
@@ -163,12 +164,19 @@ class Specialized:
         except CodeFailedError as error:
             return self._after_failure(variant, error, eagerly)
 
+    def why_not_now(self, has_seen_functions: bool = False) -> Reason | None:
+        """Why the modes of this thread allow no compiled code; see `why_not_capturable_now`."""
+        now = why_not_capturable_now(has_seen_functions)
+        return None if now is None else Reason(*now, self._stage, way_out="call it outside of that")
+
     def run_eagerly(self, reason: Reason, eagerly: Callable[[], Any]) -> Any:
-        """The result of `eagerly`, noted; in strict mode an error.
+        """The result of `eagerly`, noted; in strict mode an error. Under ``force_eager`` nothing is noted.
 
         Raises:
             CaptureError: in strict mode.
         """
+        if reason.code == "force-eager":
+            return eagerly()
         if self._config.strict:
             raise CaptureError(reason)
         result = eagerly()

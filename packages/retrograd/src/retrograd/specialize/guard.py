@@ -3,7 +3,8 @@
 In: the flat inputs that it was captured for, and the joint graph. Out: `CallGuard.fits`. Looks at what a
 capture relies on: metadata of tensors and relations between sizes (torch's own guards), which tensors are
 leaves, how wrapper subclasses are made up, and, if the function changes inputs, which of them share memory
-and where each of these begins in it.
+and where each of these begins in it. The same holds for tensors that the function found by itself, which
+stand behind the inputs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from retrograd._torch.subclass import is_wrapper, layout_of
 from retrograd._torch.tensor import addresses_are, storage_of
 from retrograd._torch.trace import InputGuard, groups_sharing_memory
-from retrograd.graph.capture_state import CaptureState
+from retrograd.errors import Refusal
 from retrograd.graph.joint_graph import JointValues
 
 
@@ -30,21 +31,32 @@ class CallGuard:
         inner: of the tensors that require grad, which are leaves; others always are.
         wrappings: how the wrapper subclasses among them are made up.
         aliases: which share memory, and where each of these begins in it; None if that does not matter.
+        found: the tensors that the function found by itself.
     """
 
     inputs: InputGuard
     inner: tuple[tuple[int, bool], ...]
     wrappings: tuple[tuple[int, Any], ...] = ()
     aliases: MemoryGuard | None = None
+    found: tuple[Any, ...] = ()
 
     @staticmethod
     def for_joint(leaves: Sequence[Any], joint: JointValues) -> CallGuard:
-        """For the inputs that `joint` was captured for, and all others that it is right for."""
-        wrappings = tuple((i, layout_of(leaf)) for i, leaf in enumerate(leaves) if is_wrapper(leaf))
+        """For the inputs that `joint` was captured for, and all others that it is right for.
+
+        Raises:
+            Refusal: the function changes memory that an input and a tensor that it found share.
+        """
+        sources = [*leaves, *joint.found]
+        if joint.updates and any(group[-1] >= len(leaves) for group, _ in memory_layout(sources)):
+            text = "it changes memory that an input shares with a tensor it closes over"
+            raise Refusal("not-representable", text)
+        wrappings = tuple((i, layout_of(leaf)) for i, leaf in enumerate(sources) if is_wrapper(leaf))
         # Parameters and buffers stay where they are; other tensors come from anywhere.
-        moving = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.nn.Parameter)]
-        memory = MemoryGuard(leaves, moving) if joint.updates else None
-        return CallGuard(guard_as_traced(leaves, joint.state), _inner(leaves), wrappings, memory)
+        moving = [i for i, leaf in enumerate(sources) if not isinstance(leaf, torch.nn.Parameter)]
+        memory = MemoryGuard(sources, moving) if joint.updates else None
+        guard = guard_as_traced(leaves, joint)
+        return CallGuard(guard, _inner(sources), wrappings, memory, tuple(joint.found))
 
     @staticmethod
     def exact(leaves: Sequence[Any]) -> CallGuard:
@@ -52,8 +64,17 @@ class CallGuard:
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         return CallGuard(InputGuard(leaves, tensors, [leaves[i] for i in tensors], None), _inner(leaves))
 
+    def why_not(self, values: Sequence[Any]) -> str:
+        """What does not hold."""
+        sources = [*values, *self.found]
+        if not self.inputs.check(sources):
+            return self.inputs.why_not(sources)
+        return "other inputs are leaves, share memory, or are made up of other tensors"
+
     def fits(self, values: Sequence[Any]) -> bool:
         """Whether all of it holds for `values`."""
+        if self.found:
+            values = [*values, *self.found]
         if not self.inputs.check(values):
             return False
         for i, is_leaf in self.inner:
@@ -64,14 +85,17 @@ class CallGuard:
         )
 
 
-def guard_as_traced(leaves: Sequence[Any], state: CaptureState) -> InputGuard:
-    """A guard on metadata and relations between sizes, for all inputs that a trace of `state` fits."""
+def guard_as_traced(leaves: Sequence[Any], joint: JointValues) -> InputGuard:
+    """A guard on metadata and relations between sizes, for all inputs that `joint` fits; it is checked with
+    the tensors that the function found behind them."""
+    state = joint.state
     fakes = {
         i: leaf.value
         for i, leaf in enumerate(state.leaves)
         if isinstance(leaf.value, torch.Tensor) and not is_wrapper(leaf.value)
     }
-    return InputGuard(leaves, list(fakes), list(fakes.values()), state.fake_mode.shape_env)
+    sources, env = [*leaves, *joint.found], state.fake_mode.shape_env
+    return InputGuard(sources, list(fakes), list(fakes.values()), env, joint.offsets_matter)
 
 
 def _inner(leaves: Sequence[Any]) -> tuple[tuple[int, bool], ...]:

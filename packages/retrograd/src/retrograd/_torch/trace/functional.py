@@ -138,6 +138,8 @@ _CHANGES = {
     torch.Tensor.data.__set__: "assigning to .data",  # type: ignore[attr-defined]
     torch.Tensor.grad.__set__: "assigning to .grad",  # type: ignore[union-attr]
 }
+#: take an offset from the beginning of the memory, as their fourth or fifth argument.
+_STRIDED = {"as_strided": 3, "as_strided_": 3, "as_strided_copy": 3, "as_strided_scatter": 4}
 _DETACH = (
     torch.Tensor.detach_
 )  # `torch.tensor` calls it for a symbolic number; without history it does nothing
@@ -154,24 +156,28 @@ class FreeTensors(TorchFunctionMode):
 
     Attributes:
         bared: tensors of which ``.data`` was taken.
+        reads_offsets: whether anything depended on where a tensor begins in its memory.
     """
 
     def __init__(self, lift: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self._lift = lift
         self.bared: list[torch.Tensor] = []
+        self.reads_offsets = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", "") in _HOOKS:
+        name = getattr(func, "__name__", "")
+        self.reads_offsets |= name == "storage_offset" or _is_given_offset(name, args, kwargs or {})
+        if name in _HOOKS:
             raise Refusal("hook-in-trace", f"it calls Tensor.{func.__name__}")
         if func in _CHANGES and not (func is _DETACH and not args[0].requires_grad):
             raise Refusal("tensor-changed", f"it changes a tensor by {_CHANGES[func]}")
         if func == _DATA:
             self.bared.append(args[0])
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in _BY_VALUE:
+        if name in _BY_VALUE:
             args, kwargs = pytree.tree_map(_known, (args, kwargs))
         if any(_is_free(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
             args, kwargs = pytree.tree_map(self._replaced, (args, kwargs))
@@ -179,6 +185,12 @@ class FreeTensors(TorchFunctionMode):
 
     def _replaced(self, leaf: Any) -> Any:
         return self._lift(leaf) if _is_free(leaf) else leaf
+
+
+def _is_given_offset(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call names a place in the memory of a tensor, so that it matters where the tensor begins."""
+    place = _STRIDED.get(name, len(args))
+    return name in _STRIDED and (place < len(args) or kwargs.get("storage_offset") is not None)
 
 
 def _known(leaf: Any) -> Any:

@@ -15,6 +15,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from retrograd.errors import Refusal
+from retrograd.graph.constants import is_same_constant
 
 
 class InputGuard:
@@ -25,6 +26,7 @@ class InputGuard:
         fed: positions of the traced inputs, and `example_inputs` their fakes; a dimension that is symbolic
             in a fake may differ.
         shape_env: has the relations that tracing relied on; None when every size is static.
+        offsets: whether each tensor must begin where it began in its memory.
 
     Raises:
         Refusal: a relation is not one between inputs.
@@ -36,6 +38,7 @@ class InputGuard:
         fed: Sequence[int],
         example_inputs: Sequence[Any],
         shape_env: ShapeEnv | None,
+        offsets: bool = False,
     ) -> None:
         symbolic = {i: _symbolic_dims(fake) for i, fake in zip(fed, example_inputs, strict=True)}
         first = {
@@ -59,7 +62,11 @@ class InputGuard:
             dynamic_dims_strides=strides,  # type: ignore[arg-type]
         )
         self._shape_env, self._fed = shape_env, tuple(fed)
-        self._relations = shape_env.produce_guards_expression(example_inputs) if shape_env else None
+        self._offsets = [(i, args[i].storage_offset()) for i in self._tensors] if offsets else []
+        read = _read_values(shape_env, example_inputs) if shape_env else []
+        self._read = [fed[number] for number, _ in read]
+        known = [*example_inputs, *(size for _, size in read)]
+        self._relations = shape_env.produce_guards_expression(known) if shape_env else None
         self.args_metadata = tuple(map(_sizes, args))
         try:
             self._relations_hold(args)
@@ -75,18 +82,26 @@ class InputGuard:
         """Whether the lowering may be used for these values."""
         return (
             (not self._same or all(args[i] is args[j] for i, j in self._same))
-            and (
-                not self._constants
-                or all(type(args[i]) is type(value) and args[i] == value for i, value in self._constants)
-            )
-            and self._guards.check(*(args if self._are_all_tensors else [args[i] for i in self._tensors]))
+            and (not self._constants or self._constants_hold(args))
+            and self._tensors_fit(args)
+            and (not self._offsets or self._offsets_hold(args))
             and (self._relations is None or self._relations_hold(args))
         )
+
+    def _constants_hold(self, args: Sequence[Any]) -> bool:
+        return all(is_same_constant(value, args[i]) for i, value in self._constants)
+
+    def _offsets_hold(self, args: Sequence[Any]) -> bool:
+        return all(args[i].storage_offset() == offset for i, offset in self._offsets)
+
+    def _tensors_fit(self, args: Sequence[Any]) -> bool:
+        """Whether each is a tensor like its own."""
+        return self._guards.check(*(args if self._are_all_tensors else [args[i] for i in self._tensors]))
 
     def why_not(self, args: Sequence[Any]) -> str:
         """What failed, with the two values that differ."""
         for i, value in self._constants:
-            if type(args[i]) is not type(value) or args[i] != value:
+            if not is_same_constant(value, args[i]):
                 return f"argument {i} was {_describe(value)}, now {_describe(args[i])}"
         for i in self._tensors:
             if not isinstance(args[i], torch.Tensor):
@@ -95,6 +110,9 @@ class InputGuard:
         verbose = self._guards.check_verbose(*[args[i] for i in self._tensors], tensor_check_names=names)
         if isinstance(verbose, str):
             return verbose
+        for i, offset in self._offsets:
+            if args[i].storage_offset() != offset:
+                return f"argument {i} began at {offset} in its memory, now at {args[i].storage_offset()}"
         if not self._relations_hold(args):
             before, now = (
                 str([sizes for sizes in all_ if sizes]) for all_ in (self.args_metadata, map(_sizes, args))
@@ -105,7 +123,7 @@ class InputGuard:
     def _relations_hold(self, args: Sequence[Any]) -> bool:
         if self._relations is None or self._shape_env is None:
             return True
-        values = [args[i] for i in self._fed]
+        values = [*(args[i] for i in self._fed), *(args[i].item() for i in self._read)]
         return bool(self._shape_env.evaluate_guards_expression(self._relations, values))
 
     def __str__(self) -> str:
@@ -120,6 +138,18 @@ def changed_sizes(before: Sequence[Any], args: Sequence[Any]) -> dict[int, froze
         if old is not None and new is not None and len(old) == len(new) and old != new:
             changed[i] = frozenset(d for d, (a, b) in enumerate(zip(old, new, strict=True)) if a != b)
     return changed
+
+
+def _read_values(shape_env: ShapeEnv, fakes: Sequence[Any]) -> list[tuple[int, Any]]:
+    """The tensors out of which tracing read a size (``start.item()``) that a guard speaks of, and that
+    size."""
+    used = {symbol for guard in shape_env.guards for symbol in guard.expr.free_symbols}
+    memos = [(number, getattr(fake, "item_memo", None)) for number, fake in enumerate(fakes)]
+    return [
+        (number, memo)
+        for number, memo in memos
+        if isinstance(memo, torch.SymInt) and memo.node.expr.free_symbols & used
+    ]
 
 
 def _symbolic_dims(fake: Any) -> frozenset[int]:

@@ -15,13 +15,12 @@ from torch import fx
 from retrograd._torch import pytree
 from retrograd._torch.fx import copied_module
 from retrograd._torch.trace import encoded, guards_of, shown, symbols_of
-from retrograd.aot.export.input_check import Expected, InputFit
-from retrograd.aot.export.program import Exported
+from retrograd.aot.capture import JointGraph
+from retrograd.aot.export.program import Expected, Exported, InputCheck
 from retrograd.aot.export.representable import refuse_unrepresentable
-from retrograd.aot.export.training import drop_dead, whole_backward
+from retrograd.aot.export.training import whole_backward
 from retrograd.aot.extract import extract
-from retrograd.aot.joint import JointGraph
-from retrograd.errors import ExportError, Reason
+from retrograd.errors import ExportError
 from retrograd.graph.joint import Cotangent, Destination, Gradient, Primal
 from retrograd.graph.joint_graph import ComputedOutput, JointValues, SizeOutput, SizeValue
 from retrograd.graph.program import (
@@ -35,6 +34,7 @@ from retrograd.graph.program import (
     Result,
 )
 from retrograd.graph.verify import output_values, verify_joint
+from retrograd.passes.aten import remove_dead_code
 
 
 def export(
@@ -89,7 +89,9 @@ def program_of(joint: JointGraph, kind: ProgramKind, loss: str | None) -> Export
         for role, node in zip(inputs, placeholders, strict=True)
         if isinstance(role, Cotangent) or joint.primals[role.index].found is None
     ]
-    fit = _fit(joint, [_input_name(joint, role, names) for role, _ in taken], [node for _, node in taken])
+    fit = _input_check(
+        joint, [_input_name(joint, role, names) for role, _ in taken], [node for _, node in taken]
+    )
     short = {name: f"d{number}" for number, name in enumerate(fit.symbols)}
     given = [_input(role, one, short) for (role, _), one in zip(taken, fit.expected, strict=True)]
     return Exported(kind, joint, gm, ProgramSignature(tuple(given), tuple(outputs)), fit, loss)
@@ -129,7 +131,7 @@ def _joint_outputs(joint: JointValues, names: dict[int, str]) -> list[ProgramOut
     for role in joint.signature.outputs:
         if isinstance(role, Gradient):
             of = role.of
-            name = _junction_name(joint, of.index, names) if of.is_boundary else joint.primals[of.index].name
+            name = _boundary_name(joint, of.index, names) if of.is_boundary else joint.primals[of.index].name
             suffix = f" from region {role.region}" if several else ""
             outputs.append(ProgramOutput(f"gradient of {name}{suffix}", GradientOf(of, role.region)))
         else:
@@ -137,7 +139,7 @@ def _joint_outputs(joint: JointValues, names: dict[int, str]) -> list[ProgramOut
     return outputs
 
 
-def _junction_name(joint: JointValues, boundary: int, names: dict[int, str]) -> str:
+def _boundary_name(joint: JointValues, boundary: int, names: dict[int, str]) -> str:
     number = joint.signature.boundaries[boundary].value
     if number in names:
         return names[number]
@@ -152,7 +154,8 @@ def _forward(joint: JointValues, wanted: Sequence[int]) -> fx.GraphModule:
     placeholders = joint.gm.graph.find_nodes(op="placeholder")
     primals = placeholders[: len(joint.signature.primals)]
     gm = extract(joint.gm, primals, [values[number] for number in wanted], "forward")
-    drop_dead(gm)
+    remove_dead_code(gm)
+    gm.recompile()
     return gm
 
 
@@ -174,14 +177,12 @@ def _loss(joint: JointValues, names: dict[int, str], given: str | None) -> tuple
         if given
         else f"{len(scalars)} outputs could be the loss"
     )
-    raise ExportError(
-        Reason(
-            "loss",
-            f"{found} of {joint.state.name}; there are: {known}",
-            "aot.export",
-            node=given or "",
-            way_out="loss=, with one of these names; or let the function return its loss",
-        )
+    raise ExportError.because(
+        "loss",
+        f"{found} of {joint.state.name}; there are: {known}",
+        "aot.export",
+        node=given or "",
+        way_out="loss=, with one of these names; or let the function return its loss",
     )
 
 
@@ -194,7 +195,7 @@ def _input_name(joint: JointValues, role: Primal | Cotangent, names: dict[int, s
     return (
         role.name
         if isinstance(role, Primal)
-        else f"cotangent of {_junction_name(joint, role.boundary, names)}"
+        else f"cotangent of {_boundary_name(joint, role.boundary, names)}"
     )
 
 
@@ -206,7 +207,7 @@ def _input(role: Primal | Cotangent, one: Expected, short: dict[str, str]) -> Pr
     return ProgramInput(one.name, role, shape, stride, one.dtype, one.device)
 
 
-def _fit(joint: JointValues, names: Sequence[str], nodes: Sequence[fx.Node]) -> InputFit:
+def _input_check(joint: JointValues, names: Sequence[str], nodes: Sequence[fx.Node]) -> InputCheck:
     env = joint.state.fake_mode.shape_env
     expected, sizes = [], list[Any]()
     for name, node in zip(names, nodes, strict=True):
@@ -218,4 +219,4 @@ def _fit(joint: JointValues, names: Sequence[str], nodes: Sequence[fx.Node]) -> 
         else:
             expected.append(Expected(name, None, None, None, None, encoded(value)))
             sizes.append(value)
-    return InputFit(tuple(expected), symbols_of(env, sizes), tuple(guards_of(env)))
+    return InputCheck(tuple(expected), symbols_of(env, sizes), tuple(guards_of(env)))

@@ -1,6 +1,7 @@
 """An exported program: a frozen value that can be called, saved, and compiled.
 
-In: made by ``aot.export`` and ``aot.load``. Out: results, new values of buffers, and gradients, by name.
+In: made by ``aot.export`` and ``aot.load``. Out: results, new values of buffers, and gradients, by name; an
+`ExportError` that names the input, if one is not like that of the capture.
 """
 
 from __future__ import annotations
@@ -14,10 +15,118 @@ from torch import fx
 
 from retrograd._torch import pytree
 from retrograd._torch.state import autocast_off
-from retrograd.aot.export.input_check import InputFit, refused
-from retrograd.aot.joint import JointGraph
+from retrograd._torch.trace import Symbol, Tree, holds, value_of
+from retrograd.aot.capture import JointGraph
+from retrograd.errors import ExportError
+from retrograd.graph.constants import is_same_constant
 from retrograd.graph.joint_graph import ComputedOutput, ConstantOutput, SameAs, SizeOutput, SizeValue
 from retrograd.graph.program import GradientOf, NewValue, ProgramKind, ProgramSignature, Result
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one input must be like; sizes and strides as trees. A number has neither."""
+
+    name: str
+    size: tuple[Tree, ...] | None
+    stride: tuple[Tree, ...] | None
+    dtype: Any
+    device: Any
+    number: Tree = None
+
+
+@dataclass(frozen=True)
+class InputCheck:
+    """What all inputs must be like.
+
+    Attributes:
+        expected: one per input.
+        symbols: sizes that may differ.
+        guards: relations that must hold between them.
+    """
+
+    expected: tuple[Expected, ...]
+    symbols: Mapping[str, Symbol] = field(default_factory=dict)
+    guards: tuple[Tree, ...] = ()
+
+    def checked(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs, laid out as they were traced.
+
+        Raises:
+            ExportError: one is missing, or is not like what was captured.
+        """
+        if len(inputs) != len(self.expected):
+            text = f"{len(inputs)} inputs where the program takes {len(self.expected)}"
+            raise refused("arity", text, "", "see signature.inputs")
+        values: dict[str, int] = {}
+        for expected, given in zip(self.expected, inputs, strict=True):
+            self._bind(expected, given, values)
+        for expected, given in zip(self.expected, inputs, strict=True):
+            _check_sizes(expected, given, values)
+        for guard in self.guards:
+            if not holds(guard, values):
+                text = f"sizes {values} do not satisfy {guard}, which the capture relied on"
+                raise refused("guard", text, "sizes", "capture again with such sizes")
+        return [
+            _laid_out(expected, given, values) for expected, given in zip(self.expected, inputs, strict=True)
+        ]
+
+    def _bind(self, expected: Expected, given: Any, values: dict[str, int]) -> None:
+        if expected.size is None:
+            if type(given) is not int:
+                raise _unfit(expected, f"is a {type(given).__name__}, not an int")
+            self._bind_size(expected, expected.number, given, values)
+            return
+        if not isinstance(given, torch.Tensor):
+            raise _unfit(expected, f"is a {type(given).__name__}, not a tensor")
+        if given.dtype != expected.dtype or given.device != expected.device:
+            was = f"{expected.dtype} on {expected.device}"
+            raise _unfit(expected, f"is {given.dtype} on {given.device}, and was {was} at capture")
+        if given.dim() != len(expected.size):
+            raise _unfit(expected, f"has {given.dim()} dimensions, and had {len(expected.size)} at capture")
+        for size, tree in zip(given.shape, expected.size, strict=True):
+            self._bind_size(expected, tree, size, values)
+
+    def _bind_size(self, expected: Expected, tree: Tree, size: int, values: dict[str, int]) -> None:
+        if not isinstance(tree, str):
+            return
+        symbol = self.symbols[tree]
+        low, high = symbol.lower, symbol.upper
+        if (low is not None and size < low) or (high is not None and size > high):
+            raise _unfit(
+                expected, f"has a size {size}, and the capture is for sizes from {low} to {high or 'any'}"
+            )
+        values.setdefault(tree, size)
+
+
+def _check_sizes(expected: Expected, given: Any, values: Mapping[str, int]) -> None:
+    trees = (expected.number,) if expected.size is None else expected.size
+    wanted = [value_of(tree, values) for tree in trees]
+    found = [given] if expected.size is None else list(given.shape)
+    if found != wanted:
+        raise _unfit(expected, f"has sizes {found}, and {wanted} fit the capture and the other inputs")
+
+
+def _laid_out(expected: Expected, given: Any, values: Mapping[str, int]) -> Any:
+    """The input in the layout that was traced."""
+    if expected.stride is None:
+        return given
+    strides = tuple(value_of(tree, values) for tree in expected.stride)
+    if given.stride() == strides:
+        return given.detach()
+    made = torch.empty_strided(given.shape, strides, dtype=given.dtype, device=given.device)
+    return made.copy_(given.detach())
+
+
+def _unfit(expected: Expected, found: str) -> ExportError:
+    return refused(
+        "input", f"input {expected.name} {found}", expected.name, "give what was captured, or capture again"
+    )
+
+
+def refused(code: str, text: str, name: str, way_out: str) -> ExportError:
+    """The error that says what about an input `name` a program does not take."""
+    return ExportError.because(code, text, "aot.program", node=name, way_out=way_out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +160,7 @@ class Exported:
     joint: JointGraph
     gm: fx.GraphModule
     signature: ProgramSignature
-    fit: InputFit = field(repr=False)
+    input_check: InputCheck = field(repr=False)
     loss: str | None = None
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
@@ -66,7 +175,7 @@ class Exported:
         Raises:
             ExportError: an input that the graph was not captured for.
         """
-        values = iter(self.fit.checked(inputs))
+        values = iter(self.input_check.checked(inputs))
         fed = [primal.found if primal.found is not None else next(values) for primal in self.joint.primals]
         with torch.no_grad(), autocast_off():
             return tuple(self.gm(*fed, *values))
@@ -96,7 +205,8 @@ class Exported:
             args, kwargs: as the function takes them.
 
         Raises:
-            ExportError: the arguments are built otherwise than at capture, an entry of `state` is missing, or
+            ExportError: the arguments are nested in another way than at capture, an entry of `state` is
+            missing, or
                 the program is a joint graph, which takes cotangents.
         """
         if self.kind is ProgramKind.JOINT:
@@ -125,7 +235,9 @@ class Exported:
                 )
             leaves.append(state[leaf.name])
         for leaf, value in zip(known[count:], flat, strict=True):
-            _refuse_other_constant(leaf, value)
+            if leaf.kind is None and not is_same_constant(leaf.value, value):
+                text = f"{leaf.name} is {value!r}, and was the constant {leaf.value!r} at capture"
+                raise refused("constant", text, leaf.name, "give the same constant, or capture again")
             leaves.append(value)
         for number, leaf in enumerate(known):
             if leaf.same_as is not None and leaves[number] is not leaves[leaf.same_as]:
@@ -166,9 +278,3 @@ class Exported:
                     flat.append(changed.get(source, leaves[source]))
         value = pytree.tree_unflatten(flat, self.joint.out_spec)
         return ProgramResult(value, updates, gradients)
-
-
-def _refuse_other_constant(leaf: Any, value: Any) -> None:
-    if leaf.kind is None and not (type(value) is type(leaf.value) and value == leaf.value):
-        text = f"{leaf.name} is {value!r}, and was the constant {leaf.value!r} at capture"
-        raise refused("constant", text, leaf.name, "give the same constant, or capture again")

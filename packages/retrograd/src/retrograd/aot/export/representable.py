@@ -1,19 +1,17 @@
 """What a program that outlives its process can hold.
 
-In: a joint graph. Out: nothing, or one `ExportError` that names the first thing that stands against it.
+In: a joint graph. Out: nothing, or an `ExportError` that names the first obstacle.
 """
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from torch import fx
-
 from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import encoded, guards_of, symbols_of
-from retrograd.aot.export.serialize_graph import UnwritableNodeError, serialize_graph
-from retrograd.aot.export.serialize_values import UnwritableError, written_value
-from retrograd.errors import ExportError, Reason, Refusal
+from retrograd.aot.export.serialize_graph import serialize_graph
+from retrograd.aot.export.serialize_values import serialize_value
+from retrograd.errors import ExportError, Refusal
 from retrograd.graph.joint import PrimalKind
 from retrograd.graph.joint_graph import AliasOf, ConstantOutput, JointValues, PrimalValue, SameAs
 
@@ -37,6 +35,9 @@ def refuse_unrepresentable(joint: JointValues) -> None:
         if value.requires_grad:
             text = f"output {number} is a new leaf that requires grad"
             _refuse("new-leaf", text, f"output {number}", "let the caller call requires_grad_()")
+    if joint.offsets_matter:
+        text = f"{joint.state.name} reads where its inputs begin in their memory"
+        _refuse("storage-offset", text, "inputs", "as_strided and storage_offset depend on it: use slices")
     _check_updates(joint)
     _check_outputs(joint)
     for leaf in joint.state.leaves:
@@ -109,8 +110,8 @@ def _source_name(joint: JointValues, source: int | None) -> str:
 
 def _check_constant(value: Any, name: str, way_out: str) -> None:
     try:
-        written_value(value)
-    except UnwritableError as error:
+        serialize_value(value)
+    except Refusal as error:
         _refuse("constant", f"{name} is {error}", name, way_out)
 
 
@@ -126,17 +127,8 @@ def _check_graph(joint: JointValues) -> None:
         guards_of(env)
     except Refusal as error:
         _refuse("size", f"{error} cannot be represented", "sizes", "capture with static sizes")
-    try:
-        serialize_graph(joint.gm, {})
-    except UnwritableNodeError as error:
-        _refuse(
-            "graph", f"the graph holds {error}", _named(error.node), "replace the call by one of an operator"
-        )
-
-
-def _named(node: fx.Node) -> str:
-    return f"{node.name} ({node.target})"
+    serialize_graph(joint.gm, {})
 
 
 def _refuse(code: str, text: str, node: str, way_out: str) -> NoReturn:
-    raise ExportError(Reason(code, text, "aot.export", node=node, way_out=way_out))
+    raise ExportError.because(code, text, "aot.export", node=node, way_out=way_out)

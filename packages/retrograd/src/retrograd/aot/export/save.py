@@ -19,7 +19,7 @@ from retrograd.aot.export.exporter import program_of
 from retrograd.aot.export.program import Exported
 from retrograd.aot.export.representable import refuse_unrepresentable
 from retrograd.aot.export.serialize_joint import read_joint, serialize_joint
-from retrograd.errors import LoadError, Reason, VerificationError
+from retrograd.errors import LoadError, VerificationError, first_line
 from retrograd.graph.program import ProgramKind
 from retrograd.graph.verify import verify_joint
 from retrograd.version import VERSION
@@ -80,8 +80,7 @@ def load(file: File) -> Exported:
             "law", f"the joint graph in {_name(file)} breaks a law: {error.reason.text}", writer
         ) from error
     except Exception as error:
-        text = (str(error).splitlines() or [""])[0]
-        found = f"the joint graph in {_name(file)} cannot be read: {type(error).__name__}: {text}"
+        found = f"the joint graph in {_name(file)} cannot be read: {first_line(error)}"
         raise _refused("contents", found, f"it was {writer}; export it again") from error
 
 
@@ -97,9 +96,10 @@ def _contents(file: File) -> tuple[dict[str, Any], dict[str, Any], dict[str, tor
     except (OSError, LoadError):
         raise
     except Exception as error:
-        text = (str(error).splitlines() or [""])[0]
         raise _refused(
-            "damaged", f"{_name(file)} is damaged, or no exported program: {text}", "export it again"
+            "damaged",
+            f"{_name(file)} is damaged, or no exported program: {first_line(error)}",
+            "export it again",
         ) from error
     if not isinstance(data, dict) or not isinstance(tensors, dict):
         raise _refused("damaged", f"{_name(file)} is damaged: it holds no joint graph", "export it again")
@@ -127,4 +127,4 @@ def _name(file: File) -> str:
 
 
 def _refused(code: str, text: str, way_out: str) -> LoadError:
-    return LoadError(Reason(f"load-{code}", text, "aot.load", way_out=way_out))
+    return LoadError.because(f"load-{code}", text, "aot.load", way_out=way_out)

@@ -15,29 +15,21 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.trace import know_values
 from retrograd.aot.export.serialize_values import (
-    UnwritableError,
     read_operator,
     read_value,
-    written_operator,
-    written_value,
+    serialize_operator,
+    serialize_value,
 )
+from retrograd.errors import ExportError, Refusal
 
 _PLAIN = (bool, int, str, CheckpointPolicy)
-
-
-class UnwritableNodeError(UnwritableError):
-    """A node that cannot be written: `node`, and what of it."""
-
-    def __init__(self, node: fx.Node, found: str) -> None:
-        super().__init__(found)
-        self.node = node
 
 
 def serialize_graph(gm: fx.GraphModule, tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
     """The nodes of `gm`; tensors that it holds are added to `tensors`.
 
     Raises:
-        UnwritableNodeError: a node that cannot be written.
+        ExportError: a node that cannot be written.
     """
     modules: dict[str, Any] = {}
     nodes = []
@@ -45,22 +37,26 @@ def serialize_graph(gm: fx.GraphModule, tensors: dict[str, torch.Tensor], prefix
         try:
             entry: dict[str, Any] = {"op": node.op, "name": node.name}
             if node.op == "call_function":
-                entry["target"] = written_operator(node.target)
+                entry["target"] = serialize_operator(node.target)
             elif node.op == "get_attr":
                 _write_attribute(gm, node, (tensors, prefix, modules))
                 entry["target"] = node.target
             elif node.op not in ("placeholder", "output"):
-                raise UnwritableError(f"a node of kind {node.op}")
+                raise Refusal("unwritable", f"a node of kind {node.op}")
             if node.op != "placeholder":
-                entry["args"] = [written_value(value) for value in node.args]
-                entry["kwargs"] = {key: written_value(value) for key, value in node.kwargs.items()}
+                entry["args"] = [serialize_value(value) for value in node.args]
+                entry["kwargs"] = {key: serialize_value(value) for key, value in node.kwargs.items()}
             entry["meta"] = {
-                key: written_value(value) for key, value in node.meta.items() if isinstance(value, _PLAIN)
+                key: serialize_value(value) for key, value in node.meta.items() if isinstance(value, _PLAIN)
             }
-        except UnwritableNodeError:
-            raise
-        except UnwritableError as error:
-            raise UnwritableNodeError(node, str(error)) from error
+        except Refusal as error:
+            raise ExportError.because(
+                "graph",
+                f"the graph holds {error}",
+                "aot.export",
+                node=f"{node.name} ({node.target})",
+                way_out="replace the call by one of an operator",
+            ) from error
         nodes.append(entry)
     return {"nodes": nodes, "modules": modules}
 
@@ -78,7 +74,7 @@ def _write_attribute(
     elif type(value) in (torch.Tensor, torch.nn.Parameter) and "." not in name:
         tensors[prefix + name] = value.detach()
     else:
-        raise UnwritableError(f"the attribute {name}, a {type(value).__name__},")
+        raise Refusal("unwritable", f"the attribute {name}, a {type(value).__name__},")
 
 
 def read_graph(

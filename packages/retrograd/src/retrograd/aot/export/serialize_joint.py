@@ -24,10 +24,10 @@ from retrograd._torch.trace import (
     symbolic_mode,
     symbols_of,
 )
+from retrograd.aot.capture import JointGraph
 from retrograd.aot.export.serialize_graph import read_graph, serialize_graph
-from retrograd.aot.export.serialize_values import read_value, written_value
-from retrograd.aot.joint import JointGraph
-from retrograd.errors import CaptureError, Reason
+from retrograd.aot.export.serialize_values import read_value, serialize_value
+from retrograd.errors import CaptureError
 from retrograd.graph.capture_state import CaptureState, Leaf
 from retrograd.graph.joint_graph import JointValues
 
@@ -63,31 +63,33 @@ def serialize_joint(joint: JointValues) -> tuple[dict[str, Any], dict[str, torch
     data = {
         "name": state.name,
         "ambient": {
-            "grad": state.ambient.grad,
-            "autocast": [[device, written_value(dtype)] for device, dtype in state.ambient.autocast],
-            "caches": state.ambient.autocast_caches,
+            "grad": state.thread_modes.grad,
+            "autocast": [[device, serialize_value(dtype)] for device, dtype in state.thread_modes.autocast],
+            "caches": state.thread_modes.autocast_caches,
         },
         "symbols": {name: asdict(symbol) for name, symbol in symbols_of(env, sizes).items()},
         "guards": guards_of(env),
-        "examples": [_written_example(value) for value in examples],
-        "leaves": [written_value(replace(leaf, value=None) if leaf.kind else leaf) for leaf in state.leaves],
+        "examples": [_serialize_example(value) for value in examples],
+        "leaves": [
+            serialize_value(replace(leaf, value=None) if leaf.kind else leaf) for leaf in state.leaves
+        ],
         "in_spec": None if state.in_spec is None else pytree.treespec_dumps(state.in_spec),
         "out_spec": pytree.treespec_dumps(joint.out_spec),
-        "primals": [written_value(replace(primal, fake=None, found=None)) for primal in joint.primals],
-        "gradients": [written_value(place) for place in joint.gradients],
-        **{name: written_value(getattr(joint, name)) for name in _FIELDS},
+        "primals": [serialize_value(replace(primal, fake=None, found=None)) for primal in joint.primals],
+        "gradients": [serialize_value(place) for place in joint.gradients],
+        **{name: serialize_value(getattr(joint, name)) for name in _FIELDS},
         "graph": serialize_graph(joint.gm, tensors),
     }
     return data, tensors
 
 
-def _written_example(value: Any) -> dict[str, Any]:
+def _serialize_example(value: Any) -> dict[str, Any]:
     if not isinstance(value, torch.Tensor):
         return {"number": encoded(value)}
     return {
         "size": [encoded(size) for size in value.shape],
         "stride": [encoded(stride) for stride in value.stride()],
-        "dtype": written_value(value.dtype),
+        "dtype": serialize_value(value.dtype),
         "device": str(value.device),
     }
 
@@ -132,13 +134,13 @@ def _read_state(data: Mapping[str, Any], mode: Any, fakes: Mapping[int | None, A
         leaf: Leaf = read_value(one, {})
         fake = fakes.get(number if leaf.same_as is None else leaf.same_as)
         leaves.append(replace(leaf, value=fake) if leaf.kind else leaf)
-    ambient = data["ambient"]
-    autocast = tuple((device, read_value(dtype, {})) for device, dtype in ambient["autocast"])
+    thread_modes = data["ambient"]
+    autocast = tuple((device, read_value(dtype, {})) for device, dtype in thread_modes["autocast"])
     return CaptureState(
         name=data["name"],
         call=_Absent(data["name"]),
         leaves=tuple(leaves),
-        ambient=ThreadModes(ambient["grad"], autocast, ambient["caches"]),
+        thread_modes=ThreadModes(thread_modes["grad"], autocast, thread_modes["caches"]),
         fake_mode=mode,
         in_spec=None if data["in_spec"] is None else _read_spec(data["in_spec"]),
     )
@@ -151,15 +153,13 @@ class _Absent:
         self._name = name
 
     def __call__(self, leaves: Sequence[Any]) -> NoReturn:
-        raise CaptureError(
-            Reason(
-                "loaded-graph",
-                f"{self._name} was loaded from a file, which holds its joint graph, not the function; this "
-                "(a second derivative, a backward under autocast, or cotangents of another kind) needs the "
-                "function again",
-                "aot.load",
-                way_out="capture the function in this process",
-            )
+        raise CaptureError.because(
+            "loaded-graph",
+            f"{self._name} was loaded from a file, which holds its joint graph, not the function; this "
+            "(a second derivative, a backward under autocast, or cotangents of another kind) needs the "
+            "function again",
+            "aot.load",
+            way_out="capture the function in this process",
         )
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,44 +20,16 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.fx import is_higher_order, is_operator_overload
 from retrograd._torch.subclass import PLAIN
+from retrograd.errors import Refusal
 from retrograd.graph import joint, joint_graph
 from retrograd.graph.capture_state import Leaf
 
+Nodes = Mapping[str, fx.Node]
 
-class UnwritableError(ValueError):
-    """What cannot be written; the text says what."""
-
-
-_NAMED: dict[str, type] = {
-    "dtype": torch.dtype,
-    "layout": torch.layout,
-    "memory_format": torch.memory_format,
-}
-_SEQUENCES: dict[type, str] = {torch.Size: "size", tuple: "tuple", frozenset: "set"}
-_ARITHMETIC = [
-    "getitem",
-    "add",
-    "sub",
-    "mul",
-    "floordiv",
-    "truediv",
-    "mod",
-    "neg",
-    "pos",
-    "pow",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "and_",
-    "or_",
-    "not_",
-    "lshift",
-    "rshift",
-    "abs",
-]
+_ARITHMETIC = (
+    "getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "neg", "pos", "pow", "eq", "ne", "lt", "le",
+    "gt", "ge", "and_", "or_", "not_", "lshift", "rshift", "abs",
+)  # fmt: skip
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"operator.{name}": getattr(operator, name) for name in _ARITHMETIC},
     **{f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "trunc", "sqrt", "pow")},
@@ -66,86 +39,108 @@ _NAMES = {function: name for name, function in reversed(_FUNCTIONS.items())}
 #: dataclasses whose fields can be written.
 _RECORDS: dict[str, Any] = {
     cls.__name__: cls
-    for cls in (
-        *(joint.Primal, joint.Cotangent, joint.Output, joint.Gradient, joint.Destination, joint.Boundary),
-        *(joint.Region, joint.BackwardStep, joint.JointSignature),
-        *(joint_graph.SizeValue, joint_graph.ConstantOutput, joint_graph.ComputedOutput, joint_graph.SameAs),
-        *(
-            joint_graph.SizeOutput,
-            joint_graph.ForwardValue,
-            joint_graph.PrimalValue,
-            joint_graph.Update,
-            Leaf,
-        ),
-    )
+    for cls in (Leaf, *vars(joint).values(), *vars(joint_graph).values())
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls)
 }
 #: operators of higher order that refer to nothing outside of the graph.
-_HIGHER_ORDER = frozenset(
-    [
-        "associative_scan",
-        "auto_functionalized",
-        "auto_functionalized_v2",
-        "cond",
-        "flex_attention",
-        "flex_attention_backward",
-        "invoke_subgraph",
-        "map_impl",
-        "out_dtype",
-        "scan",
-        "while_loop",
-    ]
-)
+_HIGHER_ORDER = (
+    "associative_scan", "auto_functionalized", "auto_functionalized_v2", "cond", "flex_attention",
+    "flex_attention_backward", "invoke_subgraph", "map_impl", "out_dtype", "scan", "while_loop",
+)  # fmt: skip
 
 
-def written_value(value: Any) -> Any:
+@dataclass(frozen=True)
+class _Form:
+    """How values of one type are written and read, where JSON has no form for them."""
+
+    type: Any
+    write: Callable[[Any], Any]
+    read: Callable[[Any, Nodes], Any]
+
+
+def _sequence(type: type, make: Callable[[list[Any]], Any], parts: Callable[[Any], Any] = list) -> _Form:
+    return _Form(
+        type, lambda value: serialize_value(parts(value)), lambda w, nodes: make(read_value(w, nodes))
+    )
+
+
+def _attribute(type: type) -> _Form:
+    """For values that are attributes of ``torch``."""
+
+    def read(name: str, nodes: Nodes) -> Any:
+        if not isinstance(found := getattr(torch, name), type):
+            raise ValueError(f"{name!r} is no {type.__name__}")
+        return found
+
+    return _Form(type, lambda value: str(value).removeprefix("torch."), read)
+
+
+def _serialize_dict(value: dict[Any, Any]) -> Any:
+    if not all(isinstance(key, str) for key in value):
+        raise _unwritable(value)
+    return {key: serialize_value(one) for key, one in value.items()}
+
+
+def _serialize_record(value: Any) -> Any:
+    name = type(value).__name__
+    if _RECORDS.get(name) is not type(value):
+        raise _unwritable(value)
+    return [name, {one.name: serialize_value(getattr(value, one.name)) for one in dataclasses.fields(value)}]
+
+
+def _serialize_plain(value: Any) -> Any:
+    if value is not PLAIN:
+        raise _unwritable(value)
+    return True
+
+
+def _unwritable(value: Any) -> Refusal:
+    return Refusal("unwritable", f"{type(value).__name__} {value!r}"[:200])
+
+
+def _read_dict(written: Any, nodes: Nodes) -> dict[str, Any]:
+    return {key: read_value(one, nodes) for key, one in written.items()}
+
+
+#: by their names in files; the last two are for values whose type is not listed.
+_FORMS: dict[str, _Form] = {
+    "float": _Form(float, repr, lambda w, nodes: float(w)),
+    "complex": _sequence(complex, lambda parts: complex(*parts), lambda value: [value.real, value.imag]),
+    "node": _Form(fx.Node, lambda value: value.name, lambda w, nodes: nodes[w]),
+    "size": _sequence(torch.Size, torch.Size),
+    "tuple": _sequence(tuple, tuple),
+    "set": _sequence(frozenset, frozenset),
+    "slice": _sequence(slice, lambda ends: slice(*ends), lambda value: [value.start, value.stop, value.step]),
+    "dict": _Form(dict, _serialize_dict, _read_dict),
+    "plain": _Form(type(PLAIN), _serialize_plain, lambda w, nodes: PLAIN),
+    "primal_kind": _Form(joint.PrimalKind, lambda kind: kind.value, lambda w, nodes: joint.PrimalKind(w)),
+    "dtype": _attribute(torch.dtype),
+    "layout": _attribute(torch.layout),
+    "memory_format": _attribute(torch.memory_format),
+    "device": _Form(torch.device, str, lambda w, nodes: torch.device(w)),
+    "policy": _Form(CheckpointPolicy, lambda value: value.name, lambda w, nodes: CheckpointPolicy[w]),
+    "operator": _Form(None, lambda value: serialize_operator(value), lambda w, nodes: read_operator(w)),
+    "record": _Form(None, _serialize_record, lambda w, nodes: _RECORDS[w[0]](**_read_dict(w[1], nodes))),
+}
+_NAME_OF = {form.type: name for name, form in _FORMS.items()}
+
+
+def serialize_value(value: Any) -> Any:
     """A value that stands in an argument list.
 
     Raises:
-        UnwritableError: there is no way to write it.
+        Refusal: there is no way to write it.
     """
-    if value is None or (
-        isinstance(value, (bool, int, str)) and not isinstance(value, (torch.SymInt, torch.SymBool))
-    ):
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"float": repr(value)}
-    if isinstance(value, complex):
-        return {"complex": [written_value(value.real), written_value(value.imag)]}
-    if isinstance(value, fx.Node):
-        return {"node": value.name}
-    if type(value) in _SEQUENCES:
-        return {_SEQUENCES[type(value)]: [written_value(one) for one in value]}
     if isinstance(value, list):
-        return [written_value(one) for one in value]
-    if isinstance(value, slice):
-        return {"slice": [written_value(one) for one in (value.start, value.stop, value.step)]}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: written_value(one) for key, one in value.items()}}
-    return _written_name(value)
+        return [serialize_value(one) for one in value]
+    name = _NAME_OF.get(type(value)) or ("operator" if is_operator_overload(value) else "record")
+    return {name: _FORMS[name].write(value)}
 
 
-def _written_name(value: Any) -> Any:
-    if _RECORDS.get(type(value).__name__) is type(value):
-        fields = {one.name: written_value(getattr(value, one.name)) for one in dataclasses.fields(value)}
-        return {"record": [type(value).__name__, fields]}
-    if value is PLAIN:
-        return {"plain": True}
-    if isinstance(value, joint.PrimalKind):
-        return {"primal_kind": value.value}
-    for kind, cls in _NAMED.items():
-        if isinstance(value, cls):
-            return {kind: str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        return {"device": str(value)}
-    if isinstance(value, CheckpointPolicy):
-        return {"policy": value.name}
-    if is_operator_overload(value):
-        return {"operator": written_operator(value)}
-    raise UnwritableError(f"{type(value).__name__} {value!r}"[:200])
-
-
-def read_value(written: Any, nodes: Mapping[str, fx.Node]) -> Any:
-    """What `written_value` wrote; `nodes` by their names there.
+def read_value(written: Any, nodes: Nodes) -> Any:
+    """What `serialize_value` wrote; `nodes` by their names there.
 
     Raises:
         ValueError, KeyError, TypeError: it is nothing that was written so.
@@ -154,57 +149,36 @@ def read_value(written: Any, nodes: Mapping[str, fx.Node]) -> Any:
         return written
     if isinstance(written, list):
         return [read_value(one, nodes) for one in written]
-    ((kind, inner),) = written.items()
-    if kind in _NAMED:
-        found = getattr(torch, inner)
-        if not isinstance(found, _NAMED[kind]):
-            raise ValueError(f"{inner!r} is no {kind}")
-        return found
-    if kind in _READERS:
-        return _READERS[kind](inner, nodes)
-    raise ValueError(f"a value of unknown kind {kind!r}")
+    ((name, inner),) = written.items()
+    if name not in _FORMS:
+        raise ValueError(f"a value of unknown kind {name!r}")
+    return _FORMS[name].read(inner, nodes)
 
 
-_READERS: dict[str, Callable[[Any, Mapping[str, fx.Node]], Any]] = {
-    "node": lambda inner, nodes: nodes[inner],
-    "float": lambda inner, nodes: float(inner),
-    "complex": lambda inner, nodes: complex(*[read_value(one, nodes) for one in inner]),
-    "tuple": lambda inner, nodes: tuple(read_value(one, nodes) for one in inner),
-    "set": lambda inner, nodes: frozenset(read_value(one, nodes) for one in inner),
-    "record": lambda inner, nodes: _RECORDS[inner[0]](
-        **{name: read_value(one, nodes) for name, one in inner[1].items()}
-    ),
-    "plain": lambda inner, nodes: PLAIN,
-    "primal_kind": lambda inner, nodes: joint.PrimalKind(inner),
-    "size": lambda inner, nodes: torch.Size(inner),
-    "slice": lambda inner, nodes: slice(*[read_value(one, nodes) for one in inner]),
-    "dict": lambda inner, nodes: {key: read_value(one, nodes) for key, one in inner.items()},
-    "device": lambda inner, nodes: torch.device(inner),
-    "policy": lambda inner, nodes: CheckpointPolicy[inner],
-    "operator": lambda inner, nodes: read_operator(inner),
-}
-
-
-def written_operator(target: Any) -> Any:
+def serialize_operator(target: Any) -> Any:
     """The operator, with its schema if it has one.
 
     Raises:
-        UnwritableError: another process could not find it.
+        Refusal: another process could not find it.
     """
     if is_operator_overload(target):
         return {"name": target._schema.name, "overload": target._overloadname, "schema": str(target._schema)}
     if is_higher_order(target):
         if target.name() in _HIGHER_ORDER:
             return {"higher_order": target.name()}
-        raise UnwritableError(f"the higher-order operator {target.name()}, which refers to this process")
+        raise Refusal(
+            "unwritable", f"the higher-order operator {target.name()}, which refers to this process"
+        )
     try:
         return {"function": _NAMES[target]}
     except (KeyError, TypeError):
-        raise UnwritableError(f"{getattr(target, '__name__', target)}, a function without a schema") from None
+        raise Refusal(
+            "unwritable", f"{getattr(target, '__name__', target)}, a function without a schema"
+        ) from None
 
 
 def read_operator(written: Any) -> Any:
-    """What `written_operator` wrote.
+    """What `serialize_operator` wrote.
 
     Raises:
         ValueError: it is unknown here, or has another schema.

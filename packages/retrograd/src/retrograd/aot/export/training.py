@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd.errors import ExportError, Reason
+from retrograd.errors import ExportError
 from retrograd.graph.joint import Cotangent, Gradient, Region, bits_of, cotangents_reaching
 from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.verify import output_values
+from retrograd.passes.aten import remove_dead_code
 from retrograd.passes.aten.edit import call
 
 _aten = torch.ops.aten
@@ -67,7 +68,8 @@ class _Whole:
         order += [primal for primal in self.gradients if primal not in order]
         self.graph.output((*results, *(self.gradients[primal] for primal in order)))
         gm = fx.GraphModule(self.joint.gm, self.graph, "training")
-        drop_dead(gm)
+        remove_dead_code(gm)
+        gm.recompile()
         return gm, tuple(order)
 
     def _result(self, value: Any) -> Any:
@@ -98,22 +100,26 @@ class _Whole:
         if root in self.cotangents:
             return _laid_out(self.cotangents[root], traced)
         if region in self.joint.undefined_matters:
-            raise _undefined(region, root)
+            raise ExportError.because(
+                "undefined-cotangent",
+                f"region {region} of the backward has to know that nothing flows into boundary {root}, as a "
+                "custom function sees it",
+                "aot.export",
+                node=f"cotangent of boundary {root}",
+                way_out='kind="joint", or return the loss alone',
+            )
         like = next(iter(self.cotangents.values()))
         return call(like, _aten.new_zeros.default, (like, self._sizes(traced)), {"dtype": traced.dtype})
 
     def _sizes(self, traced: Any) -> list[int]:
         if any(isinstance(size, torch.SymInt) for size in traced.shape):
-            raise _symbolic_zeros(tuple(traced.shape))
+            raise ExportError.because(
+                "symbolic-zeros",
+                f"the backward needs zeros of symbolic sizes {tuple(traced.shape)}",
+                "aot.export",
+                way_out="return the loss alone, or capture with static sizes",
+            )
         return [int(size) for size in traced.shape]
-
-
-def drop_dead(gm: fx.GraphModule) -> None:
-    """Leave out calls that nothing reads."""
-    for node in reversed(gm.graph.nodes):
-        if node.op in ("call_function", "get_attr") and not node.users and not node.is_impure():
-            gm.graph.erase_node(node)
-    gm.recompile()
 
 
 def _laid_out(cotangent: fx.Node, traced: torch.Tensor) -> fx.Node:
@@ -125,27 +131,3 @@ def _laid_out(cotangent: fx.Node, traced: torch.Tensor) -> fx.Node:
     sizes, strides = list(traced.shape), list(traced.stride())
     empty = call(cotangent, _aten.new_empty_strided.default, (cotangent, sizes, strides))
     return call(cotangent, _aten.copy.default, (empty, cotangent))
-
-
-def _undefined(region: int, root: int) -> ExportError:
-    return ExportError(
-        Reason(
-            "undefined-cotangent",
-            f"region {region} of the backward has to know that nothing flows into boundary {root}, as a "
-            "custom function sees it",
-            "aot.export",
-            node=f"cotangent of boundary {root}",
-            way_out='kind="joint", or return the loss alone',
-        )
-    )
-
-
-def _symbolic_zeros(shape: tuple[Any, ...]) -> ExportError:
-    return ExportError(
-        Reason(
-            "symbolic-zeros",
-            f"the backward needs zeros of symbolic sizes {shape}",
-            "aot.export",
-            way_out="return the loss alone, or capture with static sizes",
-        )
-    )

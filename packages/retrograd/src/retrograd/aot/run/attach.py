@@ -1,6 +1,7 @@
 """Give the values of a call eager's history.
 
-In: the frame of a call (see `call`). Out: the same, its differentiable values with a ``grad_fn``.
+In: the frame of a call (see `call`). Out: the same frame, where differentiable values have a ``grad_fn``: a
+`RegionNode`, whose backward runs the region's compiled graph.
 
 A region's node is applied after those of the regions that take gradients from it, so that its sequence number
 is lower. A leaf whose gradient must wait for its turn gets a *barrier*: an alias, made at its place in the
@@ -13,13 +14,46 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from retrograd.aot.run.call_values import Layout, picker
-from retrograd.aot.run.finish import Finish
+import torch
+
+from retrograd._torch.autograd import entry_of
+from retrograd.aot.run.frame import Finish, Layout, picker
 from retrograd.aot.run.region import RegionCode
-from retrograd.aot.run.region_node import attach
 from retrograd.graph.joint import BackwardStep, Destination
 from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.partition import Partition
+
+
+class RegionNode(torch.autograd.Function):
+    """One node for one region. Its context keeps, besides the saved tensors, ``numbers`` (saved values that
+    are not tensors) and ``again`` (what is needed to run the region as eager would). They are released
+    together."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        backward: Callable[..., Sequence[Any]],
+        saved: tuple[torch.Tensor, ...],
+        numbers: tuple[Any, ...],
+        again: Any,
+        values: tuple[torch.Tensor, ...],
+        *inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Save, and hand out the values."""
+        ctx.run, ctx.numbers, ctx.again = backward, numbers, again
+        ctx.materialize_grads = False
+        ctx.to_save = saved
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+        """Run the region, which gets the context and the cotangents, and gives a gradient for each input."""
+        return None, None, None, None, None, *ctx.run(ctx, cotangents)
+
+
+#: called like ``RegionNode.apply``: with `RegionNode.forward`'s arguments after the context.
+attach = entry_of(RegionNode)
+
 
 Frame = list[Any]
 
@@ -91,8 +125,8 @@ class Attaching:
 
 
 def _barriers_of(joint: JointValues, primal: int) -> list[Any]:
-    """What each barrier of a leaf is for, the last to run first. A barrier adds up what arrives at it, so
-    contributions that are to stay apart have one each."""
+    """What each barrier of a leaf is for; the one that runs last comes first. A barrier adds up what arrives
+    at it, so contributions that must stay apart have one barrier each."""
     if not joint.sums_apart:
         return [primal]
     regions = enumerate(joint.signature.regions)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from retrograd._torch.autograd import versions_of
 from retrograd._torch.fx import has_effect
@@ -23,11 +24,9 @@ from retrograd._torch.subclass import built, parts_of
 from retrograd._torch.trace import common_base
 from retrograd.aot.policies import draws_random_numbers
 from retrograd.aot.run.attach import Attaching
-from retrograd.aot.run.call_values import Layout, rebuilder
-from retrograd.aot.run.check_fake_metadata import expected_results, refuse_unlike_traced
 from retrograd.aot.run.eager_region import RepeatableCall
-from retrograd.aot.run.finish import Finish
-from retrograd.aot.run.late import is_ready, still_compiling
+from retrograd.aot.run.frame import Finish, Layout, rebuilder
+from retrograd.aot.run.lower_half import is_ready, still_compiling
 from retrograd.aot.run.region import RegionCode
 from retrograd.backends.base import Boxed
 from retrograd.errors import CodeFailedError, NotReadyError, UnlikeTracedError
@@ -45,7 +44,7 @@ class CompiledFunction:
         self.partition = partition
         self._joint = joint = partition.joint
         self._code, self._run = code, undifferentiated(code)
-        self._found = [primal.found for primal in joint.primals if primal.found is not None]
+        self._found = joint.found
         self._direct = self._plan_primals()
         self._layout = layout = Layout.of(partition)
         self._value_count = len(joint.values)
@@ -56,7 +55,8 @@ class CompiledFunction:
         )
         self._finish, self._rebuild = Finish(joint, layout.values), rebuilder(joint.out_spec)
         self._attaching = Attaching(partition, regions, layout, self._finish) if regions else None
-        self._records_inside = not joint.state.ambient.grad  # autograd was switched on by the function itself
+        #: whether the function itself switched autograd on
+        self._records_inside = not joint.state.thread_modes.grad
         self._draws = self._random_devices()
         self._has_effects = any(
             has_effect(node) and not draws_random_numbers(node) for node in partition.forward.graph.nodes
@@ -186,3 +186,35 @@ def _device(value: Any) -> torch.device:
         value = value[0]
     device: torch.device = value.device
     return device
+
+
+def expected_results(partition: Partition, saved_too: bool) -> list[Any]:
+    """A fake for each result of the forward graph (with what is saved, if code is made for that); None for
+    what is no tensor."""
+    results: Any = partition.forward.graph.output_node().args[0]
+    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in results]
+    if not saved_too:
+        values = values[: partition.joint.signature.forward_count]
+    return [value if isinstance(value, torch.Tensor) else None for value in values]
+
+
+def refuse_unlike_traced(results: Sequence[Any], expected: Sequence[Any], name: str) -> None:
+    """Compare shapes and types.
+
+    Raises:
+        UnlikeTracedError: a result is not what was predicted.
+    """
+    for number, (result, fake) in enumerate(zip(results, expected, strict=False)):
+        if fake is None or not isinstance(result, torch.Tensor):
+            continue
+        sizes_differ = result.dim() != fake.dim() or any(
+            type(size) is int and size != now for size, now in zip(fake.shape, result.shape, strict=True)
+        )
+        if sizes_differ or result.dtype != fake.dtype:
+            raise UnlikeTracedError.because(
+                "unlike-traced",
+                f"result {number} of {name} is {result.dtype} {list(result.shape)}, and a fake tensor of "
+                f"torch's said {fake.dtype} {list(fake.shape)}",
+                "aot.call",
+                way_out="this is a wrong fake kernel in torch: keep its operator out of the function",
+            )

@@ -19,7 +19,7 @@ from retrograd._torch.state import with_generator_states
 from retrograd._torch.trace import common_base
 from retrograd.aot.trace.run_region_nodes import Walk
 from retrograd.aot.trace.structure import divide
-from retrograd.errors import CaptureError, Reason
+from retrograd.errors import CaptureError
 from retrograd.graph.eager_order import LiveGraph
 from retrograd.graph.joint import Destination
 from retrograd.graph.joint_graph import AliasOf, ComputedOutput, JointValues
@@ -53,7 +53,13 @@ def rerun_region(
         RuntimeError: an input was changed in place since the call, in eager's words.
     """
     if call is None:
-        raise _no_call(joint)
+        raise CaptureError.because(
+            "call-not-repeatable",
+            f"{joint.state.name} changes its inputs in place, so that this backward (a second derivative, or "
+            "cotangents of another kind than captured) cannot be made",
+            "aot.run_backward",
+            way_out="keep the change out of the function, or run it eagerly",
+        )
     primals = dict(enumerate(call.primals))
     for primal, version in zip(call.primals, call.versions, strict=True):
         if version is not None and primal._version != version:
@@ -82,8 +88,8 @@ def rerun_region(
 
 
 def _ending_like_a_trace(graph: LiveGraph, ends: Iterable[int]) -> LiveGraph:
-    """The graph with its ends ordered as nodes that accumulate, which they were when it was captured: the
-    division has to be the same."""
+    """The graph with the sequence numbers of its ends changed to those of nodes that accumulate. At capture
+    the ends were such nodes, and the graph must be divided in the same way now."""
     nodes = list(graph.nodes)
     for i in ends:
         nodes[i] = replace(nodes[i], sequence=_ACCUMULATES)
@@ -109,7 +115,7 @@ def _again(joint: JointValues, call: RepeatableCall, entries: Mapping[int, Any])
     for i, same in enumerate(leaf.same_as for leaf in joint.state.leaves):
         if same is not None:
             leaves[i] = leaves[same]
-    with joint.state.ambient.restored(), with_generator_states(dict(call.generators)):
+    with joint.state.thread_modes.restored(), with_generator_states(dict(call.generators)):
         return pytree.tree_leaves(joint.state.call(leaves))
 
 
@@ -123,15 +129,3 @@ def _values(joint: JointValues, outputs: Sequence[Any]) -> list[tuple[Any, int]]
             tensors[plan.value] = common_base([output])  # type: ignore[assignment]
     edges = [edge_of(tensors[j.value]) for j in joint.signature.boundaries if j.is_visible]
     return [edge for edge in edges if edge[0] is not None]
-
-
-def _no_call(joint: JointValues) -> CaptureError:
-    return CaptureError(
-        Reason(
-            "call-not-repeatable",
-            f"{joint.state.name} changes its inputs in place, so that this backward (a second derivative, or "
-            "cotangents of another kind than captured) cannot be made",
-            "aot.run_backward",
-            way_out="keep the change out of the function, or run it eagerly",
-        )
-    )

@@ -1,23 +1,28 @@
 """Give one half of a partition to a backend.
 
-In: a functional ATen graph whose placeholders have example values. Out: a boxed callable.
+In: a functional ATen graph whose placeholders have example values. Out: a boxed callable, recorded as a CUDA
+graph where that is wanted and safe; `LateCode` if compiling takes longer than the user wants to wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from retrograd._torch.trace import decomposed, guard_count
-from retrograd.aot.run.late import in_time
+from retrograd.backends.background import Later, begin
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.config import Config
+from retrograd.cudagraphs.graphed_call import graphed
+from retrograd.cudagraphs.refusals import is_passing
+from retrograd.errors import Reason
 from retrograd.events import counters
 from retrograd.graph.capture_state import CaptureState
 from retrograd.repeats.compile import CALLS_PER_NODE, compile_in_regions
+from retrograd.report import process_report
 
 
 def lower(
@@ -28,9 +33,8 @@ def lower(
     config: Config,
     example_inputs: Sequence[Any] | None = None,
 ) -> Boxed:
-    """Compile `gm`, after the decompositions that the backend asks for unless `capture` applied them; what
-    repeats itself in it once, where `config` says so and the backend takes parts of graphs. What takes too
-    long becomes code later."""
+    """Compile `gm`, after the decompositions that the backend asks for unless `capture` applied them.
+    Repeated structure is compiled once, where `config` says so and the backend takes parts of graphs."""
     inputs = example_inputs or [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
     table = backend.decompositions()
     if table and not state.decompositions:
@@ -44,4 +48,56 @@ def lower(
     def compile_graph() -> Boxed:
         return compile_in_regions(gm, inputs, compile_part, least, half.visible, config.fewest_copies)
 
-    return in_time(compile_graph, config.compile_timeout, lambda: guard_count(state.fake_mode))
+    if config.patience is None:
+        return compile_graph()
+    later = begin(compile_graph, config.patience)
+    if later.code is not None:
+        return later.code
+    return LateCode(later, lambda: guard_count(state.fake_mode))
+
+
+class LateCode:
+    """Code that is being compiled on another thread.
+
+    Args:
+        later: becomes the code.
+        guards: how many guards the sizes of the graph have by now. Code that adds guards when nobody installs
+            them any more is not used.
+    """
+
+    def __init__(self, later: Later, guards: Callable[[], int]) -> None:
+        self._later, self._guards, self._guards_then = later, guards, guards()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it may be called, if only to say why it cannot run."""
+        return self._later.future.done() and self._guards() == self._guards_then
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        """Run it."""
+        return self._later.future.result()(args)
+
+
+def is_ready(code: Boxed) -> bool:
+    """Whether the code may be called."""
+    return code.is_ready if isinstance(code, LateCode) else True
+
+
+def still_compiling(name: str) -> Reason:
+    """Why something runs as eager runs it meanwhile."""
+    return Reason(
+        "compile-timeout",
+        f"{name} takes longer to compile than compile_timeout allows; it is compiled in the background",
+        "aot.compile",
+        way_out="nothing to do, or a larger compile_timeout",
+    )
+
+
+def recorded(code: Boxed, graph: fx.Graph, *, kept: Collection[int] = (), loose: Sequence[int] = ()) -> Boxed:
+    """`code`, replayed where that is safe; `graph`, `kept` and `loose` are as in `graphed`. The
+    report says why something is not recorded, with a warning if it never will be."""
+    return graphed(code, graph, kept=kept, loose=loose, tell=_tell)
+
+
+def _tell(reason: Reason) -> None:
+    process_report.noted(reason, warn=not is_passing(reason))

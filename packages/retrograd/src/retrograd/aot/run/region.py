@@ -1,8 +1,8 @@
 """The backward of one region at run time.
 
 In: the context of a `RegionNode` and cotangents. Out: a gradient for each of the region's destinations.
-Compiled code runs if it was made for cotangents like these; for other layouts the region is traced again, a
-few times; what is left, and what code cannot do that eager can, runs as eager would run it.
+Compiled code runs if it was made for cotangents like these. For other layouts the region is traced again, a
+few times. Everything else runs as eager would run it, also where compiled code raises and eager does not.
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ from retrograd._torch.state import ThreadModes
 from retrograd._torch.subclass import PLAIN, Layout, built
 from retrograd._torch.tensor import graph_is_kept
 from retrograd._torch.trace import is_batched, know_values, laid_out_like
-from retrograd.aot.run.cotangents import Expected, Strides
+from retrograd.aot.run.cotangents import Expected, Strides, traced_for
 from retrograd.aot.run.eager_region import rerun_region
-from retrograd.aot.run.late import LateCode, is_ready, still_compiling
-from retrograd.aot.run.lower_half import lower
-from retrograd.aot.run.record import recorded
-from retrograd.aot.run.relayout import traced_for
+from retrograd.aot.run.lower_half import LateCode, is_ready, lower, recorded, still_compiling
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, EagerBackend
 from retrograd.config import Config
@@ -35,8 +32,8 @@ from retrograd.specialize.callable import MOST_FAILURES, why_failed
 
 #: how many layouts of cotangents code is made for; with others the region runs as eager.
 MOST_LAYOUTS = 4
-#: in place of strides: cotangents of torch's older vmap (``is_grads_batched``), which no generated code
-#: takes.
+#: stands for the strides of cotangents from torch's older vmap (``is_grads_batched``). Generated code cannot
+#: take them.
 _BATCHED = ("batched",)
 #: layouts, one entry for each root.
 Layouts = tuple[Strides | str | None, ...]
@@ -227,8 +224,8 @@ class RegionCode:
 
     @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
     def _lowered(self, gm: fx.GraphModule, args: Sequence[Any] | None) -> Boxed:
-        """Code for inputs laid out as they are in `args`: a backend may have given what is saved other
-        strides than tracing did."""
+        """Code for inputs laid out as in `args`: saved values may have other strides than in the trace,
+        because the forward's backend chose them."""
         examples = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
         if args is not None and not self.follows_layout:
             traced = examples

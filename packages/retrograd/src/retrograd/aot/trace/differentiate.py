@@ -26,6 +26,16 @@ from retrograd.graph.eager_order import Edge, LiveGraph, LiveNode
 from retrograd.graph.joint import Destination, Gradient
 
 
+@dataclass(frozen=True)
+class Manner:
+    """How values are differentiated; see ``aot.capture``."""
+
+    single_region: bool
+    split_at_leaf_grads: bool
+    sums_apart: bool
+    layouts: Mapping[int, Sequence[int]]
+
+
 @dataclass
 class Differentiated:
     """The backward half.
@@ -41,16 +51,16 @@ class Differentiated:
 
     structure: Structure = field(default_factory=lambda: Structure((), (), ()))
     visible: tuple[int, ...] = ()
-    junction_values: tuple[int, ...] = ()
+    boundary_values: tuple[int, ...] = ()
     stand_ins: list[TracedValue] = field(default_factory=list)
     cotangents: list[tuple[int, Layout]] = field(default_factory=list)
     grads: list[dict[Destination, Any]] = field(default_factory=list)
     undefined_matters: set[int] = field(default_factory=set)
     hooked_leaves: frozenset[int] = frozenset()
 
-    def junction_of(self, value: int) -> int | None:
+    def boundary_of(self, value: int) -> int | None:
         """The boundary of a forward value."""
-        return self.junction_values.index(value) if value in self.junction_values else None
+        return self.boundary_values.index(value) if value in self.boundary_values else None
 
     def leaves_gaps(self) -> bool:
         """Whether a hidden boundary gets no gradient, which the next region would have to take for zeros."""
@@ -83,27 +93,11 @@ class Differentiated:
         return {(region, there): layout_of(grad) for region, there, grad in self._defined()}
 
 
-def differentiate(  # noqa: PLR0913 - as many as ways to divide
-    tracer: JointTracer,
-    inputs: Inputs,
-    analysis: Analysis,
-    single_region: bool,
-    split_at_leaf_grads: bool,
-    sums_apart: bool,
-    layouts: Mapping[int, Sequence[int]],
-) -> Differentiated:
-    """Trace the backward of all differentiable values.
-
-    Args:
-        tracer: of the joint graph.
-        inputs, analysis: of the forward.
-        single_region: differentiate all values together.
-        sums_apart: as in `divide`.
-        split_at_leaf_grads: let gradients of leaves become visible one by one.
-        layouts: strides of cotangents, by boundary.
+def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manner: Manner) -> Differentiated:
+    """Trace the backward of all differentiable values, into the graph of `tracer`.
 
     Raises:
-        Refusal: the autograd graph ends in something that is no input.
+        Refusal: the autograd graph ends in something that is not an input.
         Refusal: an autograd node gives what the engine would refuse.
         Exception: whatever a node raises.
     """
@@ -119,9 +113,9 @@ def differentiate(  # noqa: PLR0913 - as many as ways to divide
     graph = graph_below(edges.values())
     primals = _accumulated(graph, inputs)
     hooked_leaves = frozenset(
-        primal for primal in primals.values() if split_at_leaf_grads and inputs.primals[primal].is_leaf
+        primal for primal in primals.values() if manner.split_at_leaf_grads and inputs.primals[primal].is_leaf
     )
-    structure = divide(graph, primals, single_region, hooked_leaves, sums_apart)
+    structure = divide(graph, primals, manner.single_region, hooked_leaves, manner.sums_apart)
     stand_ins = [_stand_in(graph, edge) for edge in structure.boundaries[len(edges) :]]
     count = len(analysis.values)
     values = (*edges, *range(count, count + len(stand_ins)))
@@ -133,7 +127,7 @@ def differentiate(  # noqa: PLR0913 - as many as ways to divide
             if any(tells_undefined(graph.nodes[node].handle) for node in region.nodes):
                 made.undefined_matters.add(number)
             walk = Walk(graph, structure, primals, number, partial(_noting, tracer))
-            made.grads.append(walk.run(_cotangents(tracer, roots, layouts, made.cotangents)))
+            made.grads.append(walk.run(_cotangents(tracer, roots, manner.layouts, made.cotangents)))
     return made
 
 

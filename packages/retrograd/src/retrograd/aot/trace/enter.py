@@ -77,6 +77,7 @@ class Inputs:
             sees.
         entered: by primal, the tensor that the function can change.
         bared: tensors of which the function took ``.data``.
+        reads_offsets: whether it depends on where tensors begin in their memory.
         histories: by primal, the ``grad_fn`` with which it entered.
     """
 
@@ -89,6 +90,7 @@ class Inputs:
     entered: list[Any] = field(default_factory=list)
     entries: list[Any] = field(default_factory=list)
     bared: list[Any] = field(default_factory=list)
+    reads_offsets: bool = False
     histories: list[Any] = field(default_factory=list)
 
     @contextmanager
@@ -101,11 +103,15 @@ class Inputs:
     def call(self) -> Any:
         """Run the function."""
         count = len(self.state.leaves)
-        with self.state.ambient.restored(), FreeTensors(self.found) as free, checkpoints_marked():
+        with (
+            self.state.thread_modes.restored(),
+            FreeTensors(self.found) as free,
+            checkpoints_marked(),
+        ):
             result = self.state.call(self.entries[:count])
-            if torch.is_grad_enabled() != self.state.ambient.grad:
+            if torch.is_grad_enabled() != self.state.thread_modes.grad:
                 raise Refusal("not-representable", "it leaves grad mode switched")
-        self.bared = free.bared
+        self.bared, self.reads_offsets = free.bared, free.reads_offsets
         return result
 
     def mutations(self, outputs: Sequence[Any]) -> list[Any]:

@@ -7,6 +7,10 @@ Two nodes belong to the same region if the same visible tensors reach them witho
 tensor. So a region is reached as a whole or not at all, whatever outputs a loss is made of. Where an edge
 leads from one region into another there is a boundary. (That no two regions wait for each other follows: an
 edge that is no visible boundary leads to nodes that are reached by as many roots or more.)
+
+If hooks take gradients of leaves away as soon as they have accumulated (an optimizer in backward), eager has
+few of them at a time, while a region gives all its gradients at once. Regions may therefore be cut into
+blocks, each of which ends with a node that completes the gradient of such a leaf.
 """
 
 from __future__ import annotations
@@ -15,13 +19,13 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from retrograd.aot.trace.blocks import cut_into_blocks
 from retrograd.graph.eager_order import ROOT, Edge, LiveGraph, eager_walk
 from retrograd.graph.joint import BackwardStep, Destination
 
 #: more regions than this, and all outputs are differentiated together.
 MOST_REGIONS = 64
-#: contributions of one function to one gradient; more are added up inside: their memory would be held.
+#: if one function makes more contributions to a gradient than this, it adds them up itself, because separate
+#: contributions occupy memory until the region ends.
 MOST_APART = 32
 
 
@@ -67,10 +71,10 @@ def divide(
         graph: the autograd graph.
         primals: by node that accumulates: the primal whose gradient it is.
         single: make one region of it all.
-        hooked_leaves: primals whose gradients are to become visible one by one: regions end where these are
+        hooked_leaves: primals whose gradients become visible one by one: regions end where these are
             complete.
-        sums_apart: contributions to one gradient stay apart, also where one region makes them all: the engine
-            adds them, one by one, to what comes from outside of the function.
+        sums_apart: keep contributions to one gradient apart even if one region makes them all. The engine
+            adds them, one by one, to what comes from outside the function.
     """
     order = [node for node in eager_walk(graph) if node != ROOT]
     reached = _reached_by(graph, primals, order)
@@ -142,9 +146,9 @@ class _Division:
         return RegionNodes(tuple(nodes), tuple(roots), tuple(dict.fromkeys(sends.values())), sends)
 
     def _apart(self, regions: Sequence[RegionNodes]) -> list[RegionNodes]:
-        """Contributions to a gradient from several regions, three or more in all, stay apart. So do those of
-        one region, where something from outside may be added to them: a gradient that only this function
-        sees is that of a hidden boundary."""
+        """Keep contributions to a gradient apart, where there are three or more from several regions. With
+        `sums_apart`, also those of one region, if contributions from outside the function may be added to
+        them; nothing is added from outside to the gradient of a hidden boundary."""
         counts = [Counter(region.sends.values()) for region in regions]
         total = sum(counts, Counter[Destination]())
         shared = {
@@ -160,14 +164,14 @@ class _Division:
         return [_numbered(region, shared) for region in regions]
 
     def _steps(self, regions: Sequence[RegionNodes]) -> list[BackwardStep]:
-        """A region as late as may be: just before the first thing that a user can see of it, which is a hook
-        on a visible tensor, or a gradient that is complete."""
+        """The steps in order. A region runs as late as possible: just before the user can see something of
+        it, which is a hook on a visible tensor or a complete gradient."""
         home = {node: number for number, region in enumerate(regions) for node in region.nodes}
-        junction_home = [home[edge.node] for edge in self.boundaries]
+        boundary_home = [home[edge.node] for edge in self.boundaries]
         needs: dict[int | Destination, list[int]] = {}
         for number, region in enumerate(regions):
             for there in region.destinations:
-                key = junction_home[there.index] if there.is_boundary else Destination(there.index)
+                key = boundary_home[there.index] if there.is_boundary else Destination(there.index)
                 needs.setdefault(key, []).append(number)
         steps: dict[BackwardStep, None] = {}
 
@@ -207,3 +211,66 @@ def _in_order(
     place = {number: i for i, number in enumerate(run)}
     order = tuple(step if step.is_leaf else BackwardStep(place[step.index]) for step in steps)
     return Structure(boundaries, tuple(regions[number] for number in run), order)
+
+
+#: most cuts that are made: each costs a node and a call.
+MOST_BLOCKS = 32
+
+
+def cut_into_blocks(
+    graph: LiveGraph,
+    primals: Mapping[int, int],
+    order: Sequence[int],
+    region_of: Mapping[int, Hashable],
+    hooked_leaves: Collection[int],
+) -> dict[int, Hashable]:
+    """For each node that does not accumulate: its region and the number of its block.
+
+    Args:
+        graph, primals, order: as in ``structure``.
+        region_of: by node that does not accumulate.
+        hooked_leaves: primals after whose gradients to cut.
+    """
+    nodes: dict[Hashable, list[int]] = {}
+    for node in order:
+        if node not in primals:
+            nodes.setdefault(region_of[node], []).append(node)
+    cuts = {region: _cuts(graph, primals, inside, hooked_leaves) for region, inside in nodes.items()}
+    every = -(-sum(map(len, cuts.values())) // MOST_BLOCKS) or 1
+    blocks: dict[int, Hashable] = {}
+    for region, inside in nodes.items():
+        chosen = set(cuts[region][every - 1 :: every])
+        block = 0
+        for place, node in enumerate(inside):
+            blocks[node] = (region, block)
+            block += place in chosen
+    return blocks
+
+
+def _cuts(
+    graph: LiveGraph, primals: Mapping[int, int], nodes: Sequence[int], hooked_leaves: Collection[int]
+) -> list[int]:
+    """Places among `nodes` after which to cut, in order. These are the nodes that complete the gradient of a
+    hooked leaf. The last node is left out, and so is every place where a cut would change the order of a sum.
+
+    A block adds up what it gives to one place before anything else is added. That is eager's sum if, of those
+    that give to one place, only one comes after the cut.
+    """
+    given: dict[Hashable, list[int]] = {}
+    for place, node in enumerate(nodes):
+        for edge in graph.nodes[node].edges:
+            if edge is not None:
+                given.setdefault(edge, []).append(place)
+    completed = {
+        places[-1]
+        for edge, places in given.items()
+        if edge.node in primals and primals[edge.node] in hooked_leaves  # type: ignore[attr-defined]
+    }
+    return [
+        place
+        for place in sorted(completed)
+        if place < len(nodes) - 1
+        and not any(
+            places[0] <= place and len(places) > 2 and places[-2] > place for places in given.values()
+        )
+    ]

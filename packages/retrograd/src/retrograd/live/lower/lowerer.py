@@ -181,9 +181,11 @@ def _code(
     where derivatives are wanted, because a derivative must not run before the function has its code.
     """
     compile = partial(how.backend.compile, traced.gm, traced.example_inputs)
-    if how.config.background and not torch.get_deterministic_debug_mode() and traced.history is None:
-        return _not_there, begin(compile)
-    if shared.family is not None and args is not None and not how.config.background:
+    patience = how.config.patience
+    if patience is not None and not torch.get_deterministic_debug_mode() and traced.history is None:
+        later = begin(compile, patience)
+        return (_not_there, later) if later.code is None else (later.code, None)
+    if shared.family is not None and args is not None and patience is None:
         code = shared.family.code_for(shared.numbers, traced, args, how.backend.compile)
         if code is not None:
             counters["lifted_numbers"] += 1

@@ -26,7 +26,7 @@ from retrograd._torch.autograd import Collected, HookChanges, Versions, versions
 from retrograd._torch.cuda import user_code_in_order
 from retrograd._torch.log import profiling
 from retrograd._torch.state import ModesKept, are_modes_plain
-from retrograd.backends.background import pending, take_finished
+from retrograd.backends.background import take_finished
 from retrograd.backends.base import Backend
 from retrograd.backends.registry import EagerBackend
 from retrograd.config import Config
@@ -147,8 +147,7 @@ class Plan:
             call: what the engine collected; its lists are emptied.
             backward: is told which node call user code runs for.
         """
-        if pending:
-            take_finished()
+        take_finished()
         self.report.runs += 1
         counters["runs"] += 1
         with watching() if self.runs_user_code else _NO_CHANGES as changes:

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.fx import same_layout
-from retrograd.graph.joint import Gradient, JointSignature, PrimalKind, cotangents_reaching
+from retrograd.graph.joint import cotangents_reaching
 from retrograd.graph.verify import output_values
 from retrograd.passes.aten.edit import call, signature_of
 
@@ -58,7 +58,8 @@ def accumulate_in_fp32(
         PassError: the graph has no signature.
     """
     signature = signature_of(gm, "accumulate_in_fp32")
-    ends = _parameter_gradients(gm.graph, signature)
+    outputs = output_values(gm.graph)
+    ends = {outputs[place] for place in signature.parameter_gradients} - {None}
     rules = _Rules(cotangents_reaching(gm.graph, signature), many, _reductions_before(ends))
     place = {node: number for number, node in enumerate(gm.graph.nodes)}
     changed = False
@@ -70,16 +71,6 @@ def accumulate_in_fp32(
     if changed:
         gm.recompile()
     return gm
-
-
-def _parameter_gradients(graph: fx.Graph, signature: JointSignature) -> set[fx.Node]:
-    """The outputs that are gradients of parameters."""
-    return {
-        value
-        for value, role in zip(output_values(graph), signature.outputs, strict=True)
-        if isinstance(value, fx.Node) and isinstance(role, Gradient) and not role.of.is_boundary
-        if signature.primals[role.of.index].kind is PrimalKind.PARAMETER
-    }  # fmt: skip
 
 
 def _reductions_before(ends: set[fx.Node]) -> frozenset[fx.Node]:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd.errors import PassError, Reason
-from retrograd.graph.joint import Gradient, JointSignature, PrimalKind
+from retrograd.errors import PassError
+from retrograd.graph.joint import JointSignature
 from retrograd.graph.verify import output_values
 from retrograd.passes.aten.edit import call, signature_of
 
@@ -57,21 +57,15 @@ def clip_gradients(
 
 def _positions(signature: JointSignature) -> list[int]:
     """The positions of parameters' gradients among the outputs, in the order of the parameters."""
-    gradients = [(n, role) for n, role in enumerate(signature.outputs) if isinstance(role, Gradient)]
-    gradients.sort(key=lambda found: found[1].of.index)
     if len(signature.regions) > 1:
         text = f"the backward runs in {len(signature.regions)} parts, and the norm needs the gradients of all"
         way_out = "return one differentiable output, or call torch.nn.utils.clip_grad_norm_ afterwards"
         _refuse("several-regions", text, way_out, f"region {signature.regions[1].roots} of the signature")
-    found = [n for n, role in gradients if _is_of_parameter(role, signature)]
-    if gradients and not found:
-        text = f"none of the {len(gradients)} gradients is of a parameter"
+    found = signature.parameter_gradients
+    if not found and (count := len(signature.outputs) - signature.forward_count):
+        text = f"none of the {count} gradients is of a parameter"
         _refuse("no-parameters", text, "capture the module, so that its parameters have that role")
     return found
-
-
-def _is_of_parameter(role: Gradient, signature: JointSignature) -> bool:
-    return not role.of.is_boundary and signature.primals[role.of.index].kind is PrimalKind.PARAMETER
 
 
 def _checked(gradient: Any) -> fx.Node:
@@ -104,4 +98,4 @@ def _on_device_of(gradient: fx.Node, value: fx.Node) -> fx.Node:
 
 
 def _refuse(code: str, text: str, way_out: str, node: str = "") -> None:
-    raise PassError(Reason(code, text, f"passes.{_NAME}", node=node, way_out=way_out))
+    raise PassError.because(code, text, f"passes.{_NAME}", node=node, way_out=way_out)

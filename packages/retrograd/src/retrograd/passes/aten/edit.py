@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_arg
 
-from retrograd.errors import PassError, Reason
+from retrograd.errors import PassError
 from retrograd.graph.joint import JointSignature
 
 _OF_THE_VALUE = ("val", "tensor_meta", "original_aten", "recompute")
@@ -51,5 +51,5 @@ def signature_of(gm: fx.GraphModule, name: str) -> JointSignature:
     if not isinstance(signature, JointSignature):
         text = f"{name} needs to know what the graph's inputs and outputs mean, and gm.meta has no signature"
         way_out = "give it a joint graph (retrograd.aot.capture), and keep gm.meta in passes before it"
-        raise PassError(Reason("no-signature", text, f"passes.{name}", way_out=way_out))
+        raise PassError.because("no-signature", text, f"passes.{name}", way_out=way_out)
     return signature

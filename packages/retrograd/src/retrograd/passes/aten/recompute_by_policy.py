@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.fx import has_effect, is_operator_overload
 from retrograd._torch.releases import policy_context
-from retrograd.errors import PassError, Reason
+from retrograd.errors import PassError
 from retrograd.graph.joint import cotangents_reaching
 from retrograd.passes.aten.edit import signature_of
 
@@ -107,4 +107,4 @@ def _allowed(node: fx.Node, mark: CheckpointPolicy) -> CheckpointPolicy:
 
 def _refuse(code: str, text: str, way_out: str, node: fx.Node | None = None) -> None:
     name = node.name if node is not None else ""
-    raise PassError(Reason(code, text, f"passes.{_NAME}", node=name, way_out=way_out))
+    raise PassError.because(code, text, f"passes.{_NAME}", node=name, way_out=way_out)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd.errors import PassError, Reason, VerificationError
+from retrograd.errors import PassError, VerificationError
 from retrograd.graph.joint import JointSignature
 from retrograd.graph.verify import output_kinds, verify_joint
 from retrograd.passes.aten.edit import signature_of
@@ -115,7 +115,7 @@ def _keep_signature(gm: fx.GraphModule, site: _Site, name: str) -> None:
         text = "the pass gave the graph another signature"
         stage = f"aot.apply, after passes [{', '.join((*site.done, name))}]"
         way_out = "a pass changes the graph; what its inputs and outputs mean is fixed at capture"
-        raise VerificationError(Reason("joint-signature", text, stage, way_out=way_out))
+        raise VerificationError.because("joint-signature", text, stage, way_out=way_out)
 
 
 def _failed(name: str, done: tuple[str, ...], error: Exception) -> PassError:
@@ -128,7 +128,7 @@ def _failed(name: str, done: tuple[str, ...], error: Exception) -> PassError:
     else:
         message = f"{type(error).__name__}: {error}"
     text = f"pass {name} failed: {message}"
-    return PassError(Reason("pass-failed", text, f"aot.apply, {after}", node=node, way_out=way_out))
+    return PassError.because("pass-failed", text, f"aot.apply, {after}", node=node, way_out=way_out)
 
 
 def _text(gm: fx.GraphModule, site: _Site) -> str:

@@ -1,17 +1,22 @@
-"""The end of a call: inputs changed as the function changes them, outputs that share memory with them.
+"""The values of one call: where they stand, and what is made of them at the end.
 
-In: the inputs of a call and the values that the graph computed. Out: the function's flat outputs.
+In: a partition. Out: `Layout`: places in the call's one list of values, its *frame*; pickers, functions that
+take values out of it by places which are decided before the first call; and `Finish`, which changes inputs as
+the function changes them, and gives the function's flat outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
 
+from retrograd._torch import pytree
+from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import copy_each, with_view_origin
-from retrograd.aot.run.call_values import picker
 from retrograd.graph.joint_graph import (
     AliasOf,
     ComputedOutput,
@@ -24,13 +29,90 @@ from retrograd.graph.joint_graph import (
     Update,
     View,
 )
+from retrograd.graph.partition import Partition, Saved, SavedKind
+
+Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where in a frame each kind of value begins. First come the primals.
+
+    Attributes:
+        is_plain: whether there are no wrapper subclasses; then primals are their own parts.
+        is_apart: whether values stand apart from the graph's results: if there are wrapper subclasses, or if
+            values are written into primals, which they are from then on.
+        parts: what the graph is given.
+        results: what it gives.
+        values: forward values of the joint graph; they get their history during the call.
+        end: behind all of them.
+        plain_values: by place among the results, the value that it is.
+    """
+
+    is_plain: bool
+    is_apart: bool
+    parts: int
+    results: int
+    values: int
+    end: int
+    plain_values: dict[int, int]
+
+    @staticmethod
+    def of(partition: Partition) -> Layout:
+        """The layout of calls of `partition`."""
+        joint = partition.joint
+        is_plain = all(primal.wrapping is PLAIN for primal in joint.primals) and all(
+            value.wrapping is PLAIN for value in joint.values
+        )
+        forward = joint.signature.outputs[: joint.signature.forward_count]
+        kept = sum(saved.kind is SavedKind.INTERMEDIATE for saved in partition.saved)
+        parts = 0 if is_plain else len(joint.primals)
+        results = parts + sum(primal.wrapping.count for primal in joint.primals)
+        is_apart = bool(joint.updates) or not is_plain
+        behind = results + len(forward) + kept
+        plain = {
+            place: role.index  # type: ignore[union-attr]
+            for place, role in enumerate(forward)
+            if joint.values[role.index].wrapping is PLAIN  # type: ignore[union-attr]
+        }
+        values, end = (behind, behind + len(joint.values)) if is_apart else (results, behind)
+        return Layout(is_plain, is_apart, parts, results, values, end, plain)
+
+    def place_of(self, saved: Saved) -> int:
+        """Where a saved value stands. One that eager saves too is saved as it is now: perhaps written into a
+        primal, with its history."""
+        if saved.kind is SavedKind.PRIMAL:
+            return self.parts + saved.place
+        if saved.by_eager and saved.place in self.plain_values:
+            return self.values + self.plain_values[saved.place]
+        return self.results + saved.place
+
+
+def picker(places: Sequence[int]) -> Picker:
+    """A function that takes the values at `places` out of a frame."""
+    if not places:
+        return lambda frame: ()
+    if len(places) == 1:
+        place = places[0]
+        return lambda frame: (frame[place],)
+    return itemgetter(*places)
+
+
+def rebuilder(spec: pytree.TreeSpec) -> Callable[[Sequence[Any]], Any]:
+    """What ``tree_unflatten`` does for `spec`, without walking one tensor, or a flat tuple or list."""
+    if spec.is_leaf():
+        return lambda values: values[0]
+    if spec.type in (tuple, list) and all(child.is_leaf() for child in spec.children()):
+        made: Callable[[Sequence[Any]], Any] = spec.type
+        return made
+    return lambda values: pytree.tree_unflatten(values, spec)
 
 
 class Finish:
-    """What is left to do when the graph of `joint` has run: first `write`, as values come to be, then the
-    outputs.
+    """What is left to do after the graph of `joint` has run: `write` values into inputs as soon as they have
+    their history, then give the outputs.
 
-    Works on the frame of a call (see `frame`), in which values begin at `first` and primals at 0.
+    Works on the frame of a call, in which values begin at `first` and primals at 0.
     """
 
     def __init__(self, joint: JointValues, first: int) -> None:
@@ -57,8 +139,8 @@ class Finish:
         return [self._output(plan, sources, frame) for plan in self._joint.outputs]
 
     def write_unseen(self, frame: list[Any]) -> None:
-        """Make all changes that have no part in the autograd graph. Values that are written are the primals
-        from then on."""
+        """Make all changes that autograd does not see. From then on, the written values are the primals
+        themselves."""
         if self._at_once:
             with torch.no_grad():
                 copy_each(
