@@ -18,11 +18,19 @@ from retrograd._torch.probe import check_supported
 from retrograd.backends.background import wait_for_all
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
+from retrograd.decorate import decorated
 from retrograd.dynamo import config_of
 from retrograd.dynamo.backend import retrograd as dynamo_backend
-from retrograd.live.backward_ownership import begin_claims, claim, end_claims
-from retrograd.live.contexts import ProcessWide, enter, is_anything_open, leave, open_gateway
-from retrograd.live.decorate import decorated
+from retrograd.live.contexts import (
+    ProcessWide,
+    begin_claims,
+    claim,
+    end_claims,
+    enter,
+    is_anything_open,
+    leave,
+    open_gateway,
+)
 from retrograd.live.session import Session
 from retrograd.process import forget_everything
 from retrograd.report import Report, process_report

@@ -1,7 +1,7 @@
 """State of the whole process: ``reset`` forgets it, and a forked child can use it.
 
 In: each module that keeps something for the process registers here how it is forgotten, and takes its locks
-from here. Out: `forget_everything`, and locks that a forked child finds free.
+from here. Out: `forget_everything`, locks that a forked child finds free, and mappings that stay small.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from typing import TypeVar
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
 
 Forget = TypeVar("Forget", bound=Callable[[], object])
+Entry = TypeVar("Entry")
 
 _forgets: list[Callable[[], object]] = []
 
@@ -76,3 +78,36 @@ tracing = ForkSafeLock()
 
 #: held while Inductor compiles a graph, because it keeps state in the same way. Other threads may trace.
 compiling = ForkSafeLock()
+
+
+class Recent(Generic[Entry]):
+    """A mapping of the entries used last; ``reset`` empties it.
+
+    Args:
+        kept: how many, so that a long process does not grow without end.
+    """
+
+    def __init__(self, kept: int = 512) -> None:
+        self._kept = kept
+        self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
+        self._lock = ForkSafeLock()
+        forgotten_by_reset(self.clear)
+
+    def get(self, key: Hashable, make: Callable[[], Entry]) -> tuple[Entry, bool]:
+        """The entry, and whether it was made just now."""
+        with self._lock:
+            is_new = key not in self._entries
+            if is_new:
+                self._entries[key] = make()
+                while len(self._entries) > self._kept:
+                    self._entries.popitem(last=False)
+            self._entries.move_to_end(key)
+            return self._entries[key], is_new
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._entries.clear()
+
+    def __len__(self) -> int:
+        return len(self._entries)

@@ -12,7 +12,7 @@ from torch import nn
 import retrograd
 from retrograd import counters
 from retrograd.errors import OptionError
-from retrograd.live.backward_ownership import has_claims
+from retrograd.live.contexts import has_claims
 
 STRICT = {"strict": True}
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 import retrograd
 from retrograd._torch.autograd import collection as collect
 from retrograd.live.captured import CapturedBackward
-from retrograd.live.lower import sharing
+from retrograd.process import Recent
 
 Step = Callable[[Tensor, Tensor, float], Tensor]
 
@@ -243,7 +243,7 @@ def test_the_engine_does_not_remember_structures_without_end(monkeypatch: pytest
 
 
 def test_what_captures_share_is_bounded() -> None:
-    recent = sharing.Recent[int](2)
+    recent = Recent[int](2)
     made = [recent.get(key, lambda key=key: key) for key in (1, 2, 1, 3, 2)]
     assert made == [(1, True), (2, True), (1, False), (3, True), (2, True)]
     assert len(recent) == 2

@@ -10,10 +10,10 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 import retrograd
-from retrograd._torch.autograd.engine import EngineRequest
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.render import readable
 from retrograd.graph.verify import verify_layout
+from retrograd.live.backward import LiveBackward
 from retrograd.live.capture.cut import cut
 from retrograd.live.captured import CapturedBackward
 from unit.retrograd.programs import leaf
@@ -30,9 +30,9 @@ def captured(root: Tensor) -> tuple[BackwardGraph, BackwardGraph]:
     kept: list[BackwardGraph] = []
     original = CapturedBackward.__init__
 
-    def keep(self: CapturedBackward, backward: BackwardGraph, request: EngineRequest) -> None:
-        kept.append(backward)
-        original(self, backward, request)
+    def keep(self: CapturedBackward, graph: BackwardGraph, backward: LiveBackward) -> None:
+        kept.append(graph)
+        original(self, graph, backward)
 
     CapturedBackward.__init__ = keep  # type: ignore[method-assign]
     try:

@@ -12,7 +12,7 @@ import torch._functorch.config
 from torch import Tensor, fx, nn
 
 import retrograd
-from retrograd.live.inlined.undefined_grads import TangentFlow
+from retrograd.live.inlined.undefined_grads import UndefinedGrads
 
 Events = list[Any]
 Program = Callable[[Callable[[Tensor], Any], nn.Module, Events], None]
@@ -324,10 +324,10 @@ def graph_of_two_tangents() -> tuple[fx.Graph, dict[str, fx.Node]]:
     return graph, nodes
 
 
-def flow(undefined: set[int], *outputs: str) -> tuple[TangentFlow, dict[str, fx.Node]]:
+def flow(undefined: set[int], *outputs: str) -> tuple[UndefinedGrads, dict[str, fx.Node]]:
     graph, nodes = graph_of_two_tangents()
     tangents = [[nodes["t1"]], [nodes["t2"]]]
-    return TangentFlow(graph, tangents, undefined, [[nodes[name]] for name in outputs]), nodes
+    return UndefinedGrads(graph, tangents, undefined, [[nodes[name]] for name in outputs]), nodes
 
 
 def test_a_sum_loses_an_undefined_operand_and_what_hangs_from_it_alone_is_undefined() -> None:
@@ -348,7 +348,7 @@ def test_where_sizes_are_not_known_the_tangent_itself_is_zeros() -> None:
     graph, nodes = graph_of_two_tangents()
     for node in nodes.values():
         del node.meta["val"]
-    found = TangentFlow(graph, [[nodes["t1"]], [nodes["t2"]]], {1}, [[nodes["cat"]], [nodes["b"]]])
+    found = UndefinedGrads(graph, [[nodes["t1"]], [nodes["t2"]]], {1}, [[nodes["cat"]], [nodes["b"]]])
     assert found.zeros == {1}
     assert not any(map(found.is_undefined, nodes.values()))
 

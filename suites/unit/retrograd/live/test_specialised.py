@@ -1,4 +1,4 @@
-"""Plans that have settled: gradients, hooks and errors are eager's, and what changes is seen."""
+"""Plans that are specialised: gradients, hooks and errors are eager's, and what changes is seen."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import retrograd
 from retrograd.events import counters
 from retrograd.live.run import plan as plans
-from retrograd.live.run.specialised import SpecialisedPlan, Specialising
-from retrograd.live.run.whole_backward_function import joined
+from retrograd.live.run.specialised import SpecialisedPlan, Specialising, joined
 from unit.retrograd.programs import everything, leaf
 
 BACKENDS = ("eager", "aten")
@@ -73,9 +72,9 @@ def zero_and_backward(module: nn.Module, number: int) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_plan_settles_in_its_second_run(backend: str) -> None:
     as_eager(zero_and_backward, backend)
-    assert counters["settled_plans"] == 1
+    assert counters["specialised_plans"] == 1
     # With nothing to compile there is nothing to watch.
-    assert counters["settled_runs"] == (5 if backend == "eager" else 4)
+    assert counters["specialised_runs"] == (5 if backend == "eager" else 4)
     assert counters["runs"] == 6
 
 
@@ -92,7 +91,7 @@ def test_gradients_add_up_in_place(backend: str, smallest: int | None) -> None:
                 assert grad._version == version + 1
 
     as_eager(step, backend)
-    assert counters["settled_runs"]
+    assert counters["specialised_runs"]
 
 
 GRADS: dict[str, Callable[[nn.Module], None]] = {
@@ -122,7 +121,7 @@ def test_existing_gradients_of_all_kinds(backend: str, kind: str) -> None:
         module(inputs(seed=number)).square().sum().backward()
 
     as_eager(step, backend, 8)
-    assert counters["settled_runs"]
+    assert counters["specialised_runs"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -138,7 +137,7 @@ def test_a_gradient_of_two_leaves_is_stolen_once(backend: str) -> None:
         assert a.grad.untyped_storage().data_ptr() != b.grad.untyped_storage().data_ptr()
         a.grad.add_(1)
         assert b.grad.tolist() == [1, 1, 1]
-    assert counters["settled_runs"]
+    assert counters["specialised_runs"]
 
 
 CHANGES: dict[str, Callable[[nn.Module], contextlib.AbstractContextManager[Any]]] = {
@@ -177,13 +176,13 @@ def test_what_changes_is_left_to_the_plan(change: str) -> None:
         with CHANGES[change](module) if number == 4 else contextlib.nullcontext():
             x = inputs(seed=number, dtype=next(module.parameters()).dtype)
             loss = module(x).square().sum()
-            settled = counters["settled_runs"]
+            before = counters["specialised_runs"]
             loss.backward()
             if number == 4:
-                assert counters["settled_runs"] == settled
+                assert counters["specialised_runs"] == before
 
     as_eager(step, "aten", 8)
-    assert counters["settled_runs"] >= 4
+    assert counters["specialised_runs"] >= 4
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -214,7 +213,7 @@ def test_hooks_of_all_kinds(backend: str) -> None:
     found, ours = events(retrograd.compiled_autograd(backend=backend))
     assert found == expected
     assert_equal([ours], [eagers]) if backend == "eager" else torch.testing.assert_close(ours, eagers)
-    assert counters["settled_runs"]
+    assert counters["specialised_runs"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -226,7 +225,7 @@ def test_a_hook_added_between_backwards_is_called(backend: str) -> None:
         with retrograd.compiled_autograd(backend=backend):
             zero_and_backward(module, number)
     assert len(calls) == 2
-    assert counters["settled_runs"]
+    assert counters["specialised_runs"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -249,8 +248,8 @@ def test_a_hook_that_adds_a_hook_is_obeyed_at_once(backend: str) -> None:
         return seen
 
     assert events(retrograd.compiled_autograd(backend=backend)) == events(contextlib.nullcontext())
-    assert counters["settled_runs"] > 0
-    assert counters["settled_runs_left"] == 2
+    assert counters["specialised_runs"] > 0
+    assert counters["bailouts"] == 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -273,7 +272,7 @@ def test_a_saved_tensor_that_a_hook_changes_is_eagers_error(backend: str) -> Non
                     high.sum().backward()
             else:
                 high.sum().backward()
-    assert counters["settled_runs"]
+    assert counters["specialised_runs"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -303,7 +302,7 @@ def test_what_a_hook_returns_is_guarded(backend: str) -> None:
         module[3:](hidden).square().sum().backward()
 
     as_eager(step, backend, 8)
-    assert counters["settled_runs"]
+    assert counters["specialised_runs"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -318,7 +317,7 @@ def test_retain_graph_grad_and_inputs(backend: str) -> None:
             weight.grad = weight.grad + 2 * grad
 
     as_eager(step, backend)
-    assert counters["settled_plans"] == 3
+    assert counters["specialised_plans"] == 3
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -328,7 +327,7 @@ def test_create_graph_does_not_settle(backend: str) -> None:
         with retrograd.compiled_autograd(backend=backend):
             (first,) = torch.autograd.grad(x.exp().sin().sum(), x, create_graph=True)
         assert first.requires_grad
-    assert not counters["settled_plans"]
+    assert not counters["specialised_plans"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -336,10 +335,10 @@ def test_all_segments_as_one_function(backend: str, monkeypatch: pytest.MonkeyPa
     """What runs between the guard and the accumulations can be replaced by a function of the same shape."""
     calls: list[tuple[int, int]] = []
 
-    def settled_otherwise(self: Specialising) -> SpecialisedPlan | None:
-        settled = original(self)
-        assert settled is not None
-        segments = joined(settled.laid)
+    def specialised_otherwise(self: Specialising) -> SpecialisedPlan | None:
+        found = original(self)
+        assert found is not None
+        segments = joined(found.layout)
         assert segments is not None
         assert segments.is_compiled == (backend != "eager")
 
@@ -350,26 +349,26 @@ def test_all_segments_as_one_function(backend: str, monkeypatch: pytest.MonkeyPa
             calls.append((len(results), len(segments.gives)))
             return results
 
-        return SpecialisedPlan(segments.around(run), settled.runners)
+        return SpecialisedPlan(segments.around(run), found.runners)
 
-    original = Specialising.settled
-    monkeypatch.setattr(Specialising, "settled", settled_otherwise)
+    original = Specialising.specialised
+    monkeypatch.setattr(Specialising, "specialised", specialised_otherwise)
     as_eager(zero_and_backward, backend)
-    assert calls == [(12, 12)] * counters["settled_runs"]
+    assert calls == [(12, 12)] * counters["specialised_runs"]
     assert calls
 
 
 def test_plans_with_hooks_have_no_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[object] = []
-    original = Specialising.settled
+    original = Specialising.specialised
 
-    def settled(self: Specialising) -> SpecialisedPlan | None:
+    def specialised(self: Specialising) -> SpecialisedPlan | None:
         result = original(self)
         assert result is not None
-        found.append(joined(result.laid))
+        found.append(joined(result.layout))
         return result
 
-    monkeypatch.setattr(Specialising, "settled", settled)
+    monkeypatch.setattr(Specialising, "specialised", specialised)
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda grad: None)
     for _ in range(4):
@@ -410,7 +409,7 @@ def test_code_that_fails_is_interpreted_from_then_on() -> None:
             zero_and_backward(module, number)
             assert_equal([found], [gradients(module)])
     assert counters["run_failures"] == 1
-    assert counters["settled_runs"] >= 2
+    assert counters["specialised_runs"] >= 2
 
 
 def test_a_hook_that_raises_leaves_nothing_behind() -> None:
@@ -497,4 +496,4 @@ def test_plans_without_end_do_not_settle_without_end(monkeypatch: pytest.MonkeyP
     for number in range(12):
         with retrograd.compiled_autograd(backend="aten", dynamic=False):
             module(inputs(rows=2 + number % 6)).sum().backward()
-    assert counters["settled_plans"] <= 2
+    assert counters["specialised_plans"] <= 2

@@ -11,12 +11,13 @@ saved tensors (``packed_i``). Every other node carries a `Call` under ``meta["ca
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from retrograd.graph.aot_backward import InlinedCall
+from retrograd.graph.emit import last_uses
 
 
 class HookKind(enum.Enum):
@@ -258,3 +259,16 @@ class Schedule:
     def opaque_calls(self) -> tuple[OpaqueCall, ...]:
         """The opaque calls, in order."""
         return tuple(step for step in self.steps if isinstance(step, OpaqueCall))
+
+
+def dying_values(
+    reads: Sequence[Iterable[fx.Node]], outputs: Iterable[fx.Node | None]
+) -> tuple[frozenset[fx.Node], ...]:
+    """For each step, the values that no later step reads.
+
+    Args:
+        reads: by step, the values that it reads or makes. outputs: outlive all steps.
+    """
+    kept = [node for node in outputs if node is not None]
+    last = last_uses([*enumerate(reads), (len(reads), kept)])
+    return tuple(frozenset(last.get(number, ())) for number in range(len(reads)))

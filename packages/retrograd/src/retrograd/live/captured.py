@@ -1,7 +1,7 @@
 """A captured structure and its plans: one per setting and per order in which eager would run it.
 
-In: a `BackwardGraph` as captured; it is kept by the engine's structural cache. Out: the `Plan` for a request.
-The engine's cache does not hold sequence numbers, so a structure met again may run in another order.
+In: a `BackwardGraph` as captured; the engine's structural cache keeps it. Out: the `Plan` for a backward.
+That cache does not hold sequence numbers, so a structure that is met again may run in another order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from retrograd._torch.autograd import (
     edge_of,
     forward_line,
     leaf_of,
-    read_live_graph,
     read_ranks,
     saved_name,
 )
@@ -28,9 +27,9 @@ from retrograd.config import Config
 from retrograd.errors import Refusal, VerificationError
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph, CallKind, HookKind, Source, source_of
-from retrograd.graph.eager_order import ROOT, LiveGraph, eager_walk, engine_walk, with_steps
+from retrograd.graph.eager_order import ROOT, eager_walk, with_steps
+from retrograd.live.backward import LiveBackward
 from retrograd.live.run.plan import Plan
-from retrograd.live.run.running_backward import RunningBackward
 from retrograd.passes.drop_outputs import without_last_outputs
 from retrograd.passes.lay_out_like_eager import lay_out_like_eager
 
@@ -48,101 +47,114 @@ class CapturedBackward:
     """One structure.
 
     Args:
-        backward: as captured.
-        request: the backward that it was captured from.
+        graph: as captured.
+        backward: that it was captured from.
 
     Attributes:
-        n_outputs: how many gradients the engine expects back.
+        graph: as given. n_outputs: how many gradients the engine expects back.
         needs_engine_frame: whether it must run while the engine's call is alive.
-        has_aot_graphs: whether the backward of a compiled function was laid in: a function of values that
-            the compiled forward saved, whose own history is not known either.
+        has_aot_graphs: whether the backward of a compiled function was laid in. It computes with values that
+            the compiled forward saved, and their history is not known.
         has_cpp_functions: whether a C++ function is called that may keep state on its context. The engine
-            hands over a copy of it: what a backward leaves there is lost to a later one.
+            hands over a copy of the context: a later backward does not find what this one leaves there.
     """
 
-    def __init__(self, backward: BackwardGraph, request: EngineRequest) -> None:
+    def __init__(self, graph: BackwardGraph, backward: LiveBackward) -> None:
         counters["captures"] += 1
-        running = RunningBackward(request)
-        _refuse_unusual_leaves(running.node_calls)
-        self.backward = _with_sources(backward, running.node_calls)
-        _return_totals(self.backward, running, request)
-        self.needs_engine_frame = backward.needs_engine_frame
-        self.n_outputs = len(backward.outputs())
-        self.has_aot_graphs = bool(backward.inlined)
-        kinds = {call.kind for _, call in backward.calls()}
-        self.has_cpp_functions = CallKind.CPP_FUNCTION in kinds
+        _refuse_unusual_leaves(backward.node_calls)
+        self.graph = _with_sources(graph, backward.node_calls)
+        _return_totals(self.graph, backward)
+        self.needs_engine_frame = graph.needs_engine_frame
+        self.n_outputs = len(graph.outputs())
+        self.has_aot_graphs = bool(graph.inlined)
+        self.has_cpp_functions = any(call.kind is CallKind.CPP_FUNCTION for _, call in graph.calls())
         self._unpacked: list[tuple[int, Source, Source]] = [
             (call.node_call, source_of(node.all_input_nodes[0]), source_of(node.all_input_nodes[1]))
-            for node, call in backward.calls()
+            for node, call in graph.calls()
             if call.hook is HookKind.UNPACK
         ]
-        self._order_is_visible = _order_is_visible(backward)
+        self._order_is_visible = _order_is_visible(graph)
         self._checks: tuple[tuple[Config, OrderCheck, Plan], ...] = ()
-        self._plans: dict[tuple[Config, tuple[int, ...] | None, int], Plan] = {}
+        #: by setting (the id of one that is kept), order and number of added inputs.
+        self._plans: dict[tuple[int, tuple[int, ...] | None, int], tuple[Config, Plan]] = {}
 
-    def plan(self, config: Config, request: EngineRequest) -> tuple[Plan, bool]:
-        """The plan for `request`, and whether it was made just now.
+    def plan(self, config: Config, backward: LiveBackward) -> tuple[Plan, bool]:
+        """The plan for `backward`, and whether it was made just now.
 
         Raises:
             LookupError: the live graph is not what the engine walked.
         """
+        request = backward.request
         ordered = self._order_is_visible or request.create_graph
         for checked, check, plan in self._checks if ordered and not request.inputs else ():
-            if checked == config and check.holds(request):
+            if (checked is config or checked == config) and check.holds(request):
                 return plan, False
-        key = (config, read_ranks(request) if ordered else None, request.added)
-        known = self._plans.get(key)
+        place = (read_ranks(request) if ordered else None, request.added)
+        known = self._plans.get((id(config), *place)) or self._of_equal_setting(config, place)
         if known is not None:
+            plan = known[1]
             if ordered and not request.inputs:
-                self._check_from_now_on(config, known, request)
-            return known, False
+                self._check_from_now_on(config, plan, backward)
+            return plan, False
         while len(self._plans) >= KEPT_PLANS:
             self._plans.pop(next(iter(self._plans)), None)
         with event("retrograd.lay_out"):
-            backward = self._laid_out(read_live_graph(request))
-            backward = without_last_outputs(backward, request.added)
-            plan = self._plans[key] = Plan(backward, config, find_backend(config.backend))
+            graph = without_last_outputs(self._laid_out(backward), request.added)
+            plan = Plan(graph, config, find_backend(config.backend))
+        self._plans[id(config), *place] = config, plan
         return plan, True
 
-    def _check_from_now_on(self, config: Config, plan: Plan, request: EngineRequest) -> None:
+    def _of_equal_setting(
+        self, config: Config, place: tuple[tuple[int, ...] | None, int]
+    ) -> tuple[Config, Plan] | None:
+        """A plan that was made for an equal setting; from here on it is found by this one."""
+        for key, (other, plan) in list(self._plans.items()):
+            if key[1:] == place and other == config:
+                self._plans.pop(key, None)
+                self._plans[id(config), *place] = config, plan
+                return config, plan
+        return None
+
+    def _check_from_now_on(self, config: Config, plan: Plan, backward: LiveBackward) -> None:
         """An order that was met twice is likely to be met again."""
         if len(self._checks) < KEPT_CHECKS and all(other is not plan for _, _, other in self._checks):
-            live = read_live_graph(request)
-            self._checks = (*self._checks, (config, OrderCheck(live, _steps(self.backward, live)), plan))
+            check = OrderCheck(backward.graph, _steps(self.graph, backward))
+            self._checks = (*self._checks, (config, check, plan))
 
-    def node_without_history(self, call: Collected, request: EngineRequest) -> str | None:
+    def node_without_history(self, call: Collected, backward: LiveBackward) -> str | None:
         """The name of a node that unpacks a saved tensor whose history cannot be had; None if there is none.
 
         A differentiable backward needs the history, which the engine does not tell.
         """
-        nodes = RunningBackward(request).node_calls if self._unpacked else []
         for node_call, hook, packed in self._unpacked:
-            if saved_name(nodes[node_call], call.hooks[hook.index], call.packed[packed.index]) is None:
-                return self.backward.node_name(node_call)
+            node = backward.node_calls[node_call]
+            if saved_name(node, call.hooks[hook.index], call.packed[packed.index]) is None:
+                return self.graph.node_name(node_call)
         return None
 
-    def _laid_out(self, live: LiveGraph) -> BackwardGraph:
+    def _laid_out(self, backward: LiveBackward) -> BackwardGraph:
         try:
-            return lay_out_like_eager(self.backward, _positions(self.backward, live))
+            return lay_out_like_eager(self.graph, _positions(self.graph, backward))
         except (LookupError, VerificationError):
             if not self._plans:
                 raise  # still capturing: the stock engine can run this backward
             live_log.exception("eager's order is not known: running in the engine's")
-            return self.backward
+            return self.graph
 
     def __call__(self, call: Any) -> list[Any]:
-        """Run as captured: stock compiled autograd found our structure in the engine's cache."""
-        return self._as_captured.run(call, RunningBackward(None))
+        """Run as captured: stock compiled autograd found our structure in the engine's cache. It does not
+        tell which backward it runs."""
+        unknown = EngineRequest((), (), False, False, accumulate_grad=True)
+        return self._as_captured.run(call, LiveBackward(unknown))
 
     @functools.cached_property
     def _as_captured(self) -> Plan:
-        return Plan(self.backward, Config(backend="eager"), find_backend("eager"))
+        return Plan(self.graph, Config(backend="eager"), find_backend("eager"))
 
 
 def _refuse_unusual_leaves(nodes: Sequence[Any]) -> None:
-    """What the engine hands over is not all that eager does: it leaves out post-accumulate hooks of a leaf
-    that does not require grad any more, and its cache does not know which dtype a leaf asks of its ``.grad``.
-    """
+    """The engine does not hand over all that eager does: it leaves out the post-accumulate hooks of a leaf
+    that no longer requires grad, and its cache does not know which dtype a leaf asks of its ``.grad``."""
     for leaf in (None if node is None else leaf_of(node) for node in nodes):
         if leaf is None:
             continue
@@ -152,22 +164,22 @@ def _refuse_unusual_leaves(nodes: Sequence[Any]) -> None:
             raise Refusal("grad-dtype", "a leaf asks for a gradient of another dtype than its own")
 
 
-def _return_totals(backward: BackwardGraph, running: RunningBackward, request: EngineRequest) -> None:
-    """``autograd.grad`` for an output of a compiled function that it also uses itself: the engine returns
-    what arrives from outside, eager the whole gradient."""
-    if not backward.inlined or not request.inputs:
+def _return_totals(graph: BackwardGraph, backward: LiveBackward) -> None:
+    """For an output of a compiled function that the function also uses itself, ``autograd.grad`` in the
+    engine returns what arrives from outside; in eager, the whole gradient."""
+    if not graph.inlined or not backward.request.inputs:
         return
-    index = {node: i for i, node in enumerate(running.node_calls)}
-    outputs = list(backward.outputs())
-    for i, (node, slot) in enumerate(map(edge_of, request.inputs)):
-        inlined = backward.inlined.get(index.get(node, -1))
+    index = {node: i for i, node in enumerate(backward.node_calls)}
+    outputs = list(graph.outputs())
+    for i, (node, slot) in enumerate(map(edge_of, backward.request.inputs)):
+        inlined = graph.inlined.get(index.get(node, -1))
         if inlined is not None:
             outputs[i] = inlined.totals.get(slot)
-    next(iter(reversed(backward.graph.nodes))).args = (tuple(outputs),)
+    next(iter(reversed(graph.graph.nodes))).args = (tuple(outputs),)
 
 
 def _order_is_visible(backward: BackwardGraph) -> bool:
-    """Whether anybody can tell in which order the nodes ran: user code, or the rounding of a long sum."""
+    """Whether the order in which the nodes ran can be observed: by user code or by the rounding of a sum."""
     return any(
         not (call.kind.is_functional or call.kind is CallKind.ACCUMULATE)
         or (call.kind is CallKind.SUM and len(node.args) > _ASSOCIATIVE)
@@ -187,23 +199,20 @@ def _with_sources(backward: BackwardGraph, nodes: Sequence[Any]) -> BackwardGrap
     return replace(backward, node_calls=tuple(named))
 
 
-def _steps(backward: BackwardGraph, live: LiveGraph) -> dict[int, tuple[tuple[int, ...], ...]]:
+def _steps(graph: BackwardGraph, backward: LiveBackward) -> dict[int, tuple[tuple[int, ...], ...]]:
     """The steps of inlined nodes, by their places in the live graph."""
-    if not backward.inlined:
-        return {}
-    walk = engine_walk(live)
-    return {walk[index]: inlined.steps for index, inlined in backward.inlined.items()}
+    return {backward.walk[index]: inlined.steps for index, inlined in graph.inlined.items()}
 
 
-def _positions(backward: BackwardGraph, live: LiveGraph) -> dict[tuple[int, int], int]:
+def _positions(graph: BackwardGraph, backward: LiveBackward) -> dict[tuple[int, int], int]:
     """For each node call and each of its steps, its place in eager's order."""
-    walk = engine_walk(live)
-    for call, i in zip(backward.node_calls, walk, strict=False):
+    live, walk = backward.graph, backward.walk
+    for call, i in zip(graph.node_calls, walk, strict=False):
         if i != ROOT and call.name and call.name != live.nodes[i].name:
             raise LookupError(f"node call {call.index} is {call.name}, expected {live.nodes[i].name}")
-    if len(walk) < len(backward.node_calls):
-        raise LookupError(f"{len(backward.node_calls)} node calls, expected {len(walk)}")
-    stepwise, chains = with_steps(live, _steps(backward, live))
+    if len(walk) < len(graph.node_calls):
+        raise LookupError(f"{len(graph.node_calls)} node calls, expected {len(walk)}")
+    stepwise, chains = with_steps(live, _steps(graph, backward))
     place = {node: position for position, node in enumerate(eager_walk(stepwise))}
     return {
         (index, step): place[link]

@@ -1,24 +1,32 @@
 """Which session runs a backward: that of the innermost context of this thread, else the process-wide one,
 else that of the callable of ``retrograd.compile`` from which it comes.
 
-In: contexts that are entered and left, and the process-wide setting. Out: `run_backward`, which answers
-torch's gateway. Contexts are kept in a ``ContextVar``: each thread and each asyncio task has its own, and a
-task made inside a context inherits it for as long as the context is open.
+In: contexts that are entered and left, the process-wide setting, and the outputs of compiled callables. Out:
+`run_backward`, which answers torch's gateway. Contexts are kept in a ``ContextVar``: each thread and each
+asyncio task has its own, and a task made inside a context inherits it for as long as the context is open.
+
+The outputs of a compiled callable are marked on their autograd nodes, where the mark lives as long as they
+do. A backward belongs to the callable whose mark is met first below its roots. So ``retrograd.compile``
+compiles a backward that runs long after the call, in any thread, without a setting for the whole process:
+backwards that meet no mark run as if nothing were there.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
 
+from retrograd._torch import pytree
 from retrograd._torch.autograd import (
     GATEWAYS,
     EngineRequest,
     answer_queries,
     clear_engine_cache,
+    edge_of,
     installed_compiler,
     is_traced,
     is_transformed,
@@ -31,7 +39,6 @@ from retrograd._torch.autograd import (
 from retrograd._torch.patches import handle
 from retrograd._torch.state import compile_stance
 from retrograd.errors import ContextError
-from retrograd.live.backward_ownership import claimant, has_claims
 from retrograd.live.session import MOST_NESTED, TOO_DEEP, Session
 from retrograd.process import ForkSafeLock
 
@@ -54,14 +61,14 @@ _entered: ContextVar[tuple[_EnteredContext, ...]] = ContextVar("retrograd_entere
 
 
 def enter(owner: object, session: Session) -> None:
-    """From here on, on this thread, backwards belong to `session`."""
+    """From now on backwards of this thread belong to `session`."""
     open_gateway()
     _entered.set((*_open_entries(), _EnteredContext(owner, session)))
     _count_open(1)
 
 
 def leave(owner: object) -> None:
-    """End what `owner` entered last; what others entered since stays.
+    """End what `owner` entered last; contexts that others have entered since stay open.
 
     Raises:
         ContextError: `owner` is not entered on this thread.
@@ -99,6 +106,37 @@ class ProcessWide:
         return cls._entry
 
 
+# backwards of compiled callables
+
+_MARK = "retrograd.session"
+
+#: the sessions of callables that are alive; without any, no graph is searched.
+_living: set[Session] = set()
+
+
+def begin_claims(session: Session) -> None:
+    """From now on, backwards that meet the mark of `session` belong to it."""
+    _living.add(session)
+
+
+def end_claims(session: Session) -> None:
+    """Its callable is gone: backwards through its outputs run as if it had not been."""
+    _living.discard(session)
+
+
+def has_claims() -> bool:
+    """Whether a callable is alive whose backwards are compiled."""
+    return bool(_living)
+
+
+def claim(outputs: Any, session: Session) -> None:
+    """Leave the mark of `session` on the nodes of all tensors in `outputs`, unless they have one."""
+    for output in pytree.tree_leaves(outputs):
+        if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+            node: Any = output.grad_fn
+            node.metadata.setdefault(_MARK, session)
+
+
 def run_backward(
     stock_run: Any, tensors: Any, grad_tensors: Any, keep_graph: bool, create_graph: bool, inputs: Any = (),
     *flags: bool, **named: bool,
@@ -111,7 +149,7 @@ def run_backward(
     entry = next((entry for entry in reversed(_entered.get()) if entry.is_open), None) or ProcessWide.entry()
     stock = installed_compiler()
     if stock is None and entry is not None and plans_under_way() > MOST_NESTED:
-        # As few frames of ours as can be: here eager has room for 60 levels.
+        # With as few Python frames of ours as possible: eager has room for 60 levels here.
         entry.session.refuse(TOO_DEEP)
         with window.stock():
             grads = run_stock(request)
@@ -127,8 +165,26 @@ def run_backward(
 
 
 def _claimed(request: EngineRequest) -> _EnteredContext | None:
-    session = claimant(request)
-    return None if session is None else _EnteredContext(session, session)
+    """The callable to which a backward belongs; None if it meets no mark of a living one."""
+    if not _living:
+        return None
+    for node in _nodes_below(request.tensors):
+        session = node.metadata.get(_MARK)
+        if session is not None and session in _living:
+            return _EnteredContext(session, session)
+    return None
+
+
+def _nodes_below(roots: Iterable[Any]) -> Iterable[Any]:
+    """The nodes below the roots, nearest first."""
+    seen = dict.fromkeys(node for node, _ in map(edge_of, roots) if node is not None)
+    nodes = list(seen)
+    for node in nodes:  # grows while it is read
+        yield node
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen[below] = None
+                nodes.append(below)
 
 
 def _run(entry: _EnteredContext | None, request: EngineRequest) -> Grads:
@@ -157,7 +213,7 @@ _engine_cache = _EngineCache()
 
 @functools.cache
 def open_gateway() -> None:
-    """From here on every backward of this process passes `run_backward`."""
+    """From now on every backward of this process passes through `run_backward`."""
     for gateway in GATEWAYS:
         handle(gateway, run_backward)
     answer_queries()

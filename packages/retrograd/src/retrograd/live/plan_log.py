@@ -1,7 +1,7 @@
 """Telling what happens to one captured backward: in its report, the logs and torch's structured trace.
 
 In: what the stages did. Out: entries of its `BackwardReport`; records below ``retrograd.live``; artifacts and
-events under a compile id of its own. Texts are made only for those who listen.
+events under a compile id of its own. A text is made only if somebody listens.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ class PlanLog:
     def laid_out(self) -> None:
         """The plan is made."""
         graph, schedule = self._report.graph, self._report.schedule
-        self._tell("graph", "retrograd_backward_graph", lambda: readable(graph))
-        self._tell("schedule", "retrograd_hook_schedule", lambda: readable_schedule(graph, schedule))
+        _tell(self.compile_id, "graph", "retrograd_backward_graph", lambda: readable(graph))
+        _tell(
+            self.compile_id, "schedule", "retrograd_hook_schedule", lambda: readable_schedule(graph, schedule)
+        )
 
     def lowered(self, lowering: LoweringReport) -> None:
         """A segment was compiled, or given up."""
@@ -58,24 +60,19 @@ class PlanLog:
         segment, name = f"segment {lowering.segment}", f"retrograd_segment_{lowering.segment}"
         if lowering.graph is not None:
             artifact(f"{name}_graph", lowering.code, self.compile_id)
-            self._tell("guards", f"{name}_guards", lambda: f"{segment}: {lowering.guards}")
+            _tell(self.compile_id, "guards", f"{name}_guards", lambda: f"{segment}: {lowering.guards}")
         if lowering.recompile:
             text = f"{segment} is lowered again: {lowering.because}"
-            self._tell("recompiles", f"{name}_recompile_reason", lambda: text, logging.INFO)
+            _tell(self.compile_id, "recompiles", f"{name}_recompile_reason", lambda: text, logging.INFO)
         elif lowering.graph is None:
             text = f"{segment} is interpreted: {lowering.because}"
-            self._tell("recompiles", f"{name}_interpreted", lambda: text, logging.INFO)
+            _tell(self.compile_id, "recompiles", f"{name}_interpreted", lambda: text, logging.INFO)
 
     def noted(self, reason: Reason) -> None:
         """Something runs otherwise than asked."""
         if reason not in self._report.notes:
             self._report.notes.append(reason)
             live_log.info("backward %s: %s", self.compile_id, reason)
-
-    def _tell(self, log: str, name: str, text: Callable[[], str], level: int = logging.DEBUG) -> None:
-        if LOGS[log].isEnabledFor(level):
-            LOGS[log].log(level, "backward %s\n%s", self.compile_id, text())
-        artifact(name, text, self.compile_id)
 
     # spans
 
@@ -89,7 +86,7 @@ class PlanLog:
         """Around the tracing of `node`: its ATen nodes are to name its autograd node and source line."""
         name = self._report.graph.node_name(call_of(node).node_call)
         note: dict[str, Any] = {"custom": {"autograd_node": name}}
-        if found := _LINE.fullmatch(self._node_call(node).source):
+        if found := _LINE.fullmatch(_node_call(self._report, node).source):
             place = f'  File "{found["file"]}", line {found["line"]}, in forward'
             note["stack_trace"] = f"{place}\n    {found['code']}\n"
         return noted(**note)
@@ -98,20 +95,33 @@ class PlanLog:
 
     def node_ranges(self, node: fx.Node) -> AbstractContextManager[None]:
         """Around one call of an interpreted segment: eager's ranges, for the calls that are nodes."""
-        return node_range(self._node_call(node).name) if call_of(node).kind in _HAS_RANGE else nullcontext()
+        if call_of(node).kind not in _HAS_RANGE:
+            return nullcontext()
+        return node_range(_node_call(self._report, node).name)
 
     def step_range(self, step: OpaqueCall | Accumulation) -> AbstractContextManager[None]:
         """Around an opaque call or an accumulation: eager's ranges for a node, else what it is."""
-        name = self._node_call(step.node).name
+        name = _node_call(self._report, step.node).name
         if isinstance(step, Accumulation) or call_of(step.node).kind in _HAS_RANGE:
             return node_range(name)
         return text_range(f"{step.reason} of {name}")
 
     def segment_range(self, segment: Segment, number: int) -> AbstractContextManager[None]:
         """Around a compiled segment: the names of its nodes."""
-        names = [self._node_call(node).name for node in segment.nodes if call_of(node).kind in _HAS_RANGE]
+        names = [
+            _node_call(self._report, node).name for node in segment.nodes if call_of(node).kind in _HAS_RANGE
+        ]
         shown = ", ".join(names[:8]) + (f", … ({len(names)} nodes)" if len(names) > 8 else "")
         return text_range(f"retrograd segment {number}: {shown}")
 
-    def _node_call(self, node: fx.Node) -> NodeCall:
-        return self._report.graph.node_calls[call_of(node).node_call]
+
+def _node_call(report: BackwardReport, node: fx.Node) -> NodeCall:
+    return report.graph.node_calls[call_of(node).node_call]
+
+
+def _tell(
+    compile_id: CompileId, log: str, name: str, text: Callable[[], str], level: int = logging.DEBUG
+) -> None:
+    if LOGS[log].isEnabledFor(level):
+        LOGS[log].log(level, "backward %s\n%s", compile_id, text())
+    artifact(name, text, compile_id)

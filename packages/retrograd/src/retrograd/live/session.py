@@ -6,7 +6,9 @@ would return.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -16,35 +18,42 @@ from retrograd._torch.autograd import (
     EngineRequest,
     answering,
     beginning_of,
+    names_of_nodes,
     plans_under_way,
     run_in_graph_task,
     run_stock,
     why_not_collectable,
     window,
 )
-from retrograd._torch.cuda import in_order_with_streams
+from retrograd._torch.cuda import in_order_with_streams, side_streams
 from retrograd._torch.log import event
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import CaptureError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph
+from retrograd.graph.structure import first_difference
+from retrograd.live.backward import LiveBackward
 from retrograd.live.capture.retained_graph import collect_and_release
-from retrograd.live.capture.unreached import raise_as_eager
 from retrograd.live.captured import CapturedBackward
-from retrograd.live.inlined.consumed_parts import use_up
-from retrograd.live.inlined.request_inlined import with_compiled_functions
-from retrograd.live.lower.determinism import operations_may_warn
-from retrograd.live.repetition import Repetition
+from retrograd.live.inlined.parts import ask_for_compiled_functions, use_up
 from retrograd.live.run.plan import Plan
-from retrograd.live.run.running_backward import RunningBackward
 from retrograd.report import Report
 from retrograd.specialize.pace import Pace
 
 Grads = tuple[torch.Tensor | None, ...]
 
-#: for so many kinds of backwards a session decides whether they are worth compiling; all others are compiled.
+#: for this many kinds of backwards a session decides whether they are worth compiling; others are compiled.
 KEPT_PACES = 64
+
+#: after this many new structures nothing repeats; each is paid back by this many backwards of a known one.
+MOST_NEW, PAYS_BACK = 12, 8
+
+#: then the graph of one backward in this many is looked at, at first; and this many graphs are remembered.
+LOOKS, LOOKS_KEPT = 16, 32
+
+
+_NOTHING = nullcontext()
 
 
 class Session:
@@ -60,7 +69,7 @@ class Session:
         self.config, self._report = config, report
         paced = is_paced and not config.strict and find_backend(config.backend).for_speed
         self._paces: dict[Hashable, Pace] | None = {} if paced else None
-        self._repetition = Repetition()
+        self._repetition = _Repetition()
 
     def run(self, asked: EngineRequest) -> Grads:
         """Run one backward."""
@@ -71,11 +80,11 @@ class Session:
         if pace.aside is not None:
             return self._fall_back(asked, pace.aside)
         with pace.timed(is_compiled, _compilations):
-            return self._run(asked) if is_compiled else self._run_stock(asked)
+            return self._run(asked) if is_compiled else _run_stock(asked)
 
     def _pace_of(self, asked: EngineRequest) -> Pace | None:
-        """What measures backwards like this one; None if nothing does. Before the engine has walked their
-        graphs, two are alike that begin alike."""
+        """What measures backwards like this one; None if nothing does. Two backwards are alike if they begin
+        alike: the engine has not walked their graphs yet."""
         if self._paces is None or asked.create_graph or plans_under_way():
             return None
         kind = beginning_of(asked)
@@ -87,20 +96,28 @@ class Session:
     def _run(self, asked: EngineRequest) -> Grads:
         if not self.config.strict and (reason := self._repetition.why_not(asked)):
             return self._fall_back(asked, reason)
-        request = with_compiled_functions(asked)
-        if obstacle := why_not_collectable(request):
+        backward = LiveBackward(asked)
+        if asked.inputs:
+            ask_for_compiled_functions(backward)
+        if obstacle := why_not_collectable(backward.request):
             return self._fall_back(asked, _reason(*obstacle))
         ran: list[Grads] = []
         started = False
 
+        def finished(graph: BackwardGraph, backward: LiveBackward) -> CapturedBackward:
+            captured = CapturedBackward(graph, backward)
+            # Laid out now, while a failure can still go to the stock engine.
+            self._plan(captured, backward)
+            return captured
+
         def start(call: Collected) -> None:
             nonlocal started
             started = True
-            ran.append(self._run_collected(call, request))
+            ran.append(self._run_collected(call, backward))
 
         try:
             with event("retrograd.collect"):
-                collected = collect_and_release(request, self._captured, start)
+                collected = collect_and_release(backward, finished, start)
         except Exception as error:
             if started:
                 raise
@@ -109,78 +126,49 @@ class Session:
             start(collected)
         return ran[0]
 
-    # capture
-
-    def _captured(self, backward: BackwardGraph, request: EngineRequest) -> CapturedBackward:
-        captured = CapturedBackward(backward, request)
-        # Laid out now, while a failure can still go to the stock engine.
-        self._plan(captured, request)
-        return captured
-
-    def _plan(self, captured: CapturedBackward, request: EngineRequest) -> Plan:
-        plan, is_new = captured.plan(self.config, request)
+    def _plan(self, captured: CapturedBackward, backward: LiveBackward) -> Plan:
+        plan, is_new = captured.plan(self.config, backward)
         if is_new:
             self._report.captured(plan.report)
             live_log.info("%s", plan.report)
             plan.log.laid_out()
         return plan
 
-    # run
-
-    def _run_collected(self, call: Collected, request: EngineRequest) -> Grads:
-        # Falling back is still possible as long as the graph is kept, which create_graph implies here (see
-        # `why_not_collectable`).
-        if request.create_graph and (node := call.artifact.node_without_history(call, request)):
-            return self._fall_back(request.as_asked(), replace(_NO_HISTORY, node=node))
-        if request.create_graph and call.artifact.has_aot_graphs:
-            return self._fall_back(request.as_asked(), _NO_AOT_HISTORY)
-        if request.keep_graph and call.artifact.has_cpp_functions:
-            return self._fall_back(request.as_asked(), _NO_STATE)
-        return self._checked(request.as_asked(), self._run_plan(call, request))
-
-    def _run_plan(self, call: Collected, request: EngineRequest) -> Grads:
-        plan = self._plan(call.artifact, request)
+    def _run_collected(self, call: Collected, backward: LiveBackward) -> Grads:
+        captured, request = call.artifact, backward.request
+        if reason := _why_not_run(call, backward):
+            return self._fall_back(backward.asked, reason)
+        plan = self._plan(captured, backward)
         self._repetition.runs(plan)
-        running = RunningBackward(request)
-        use_up(call.artifact.backward, request, lambda: running.node_calls)
+        if captured.has_aot_graphs:
+            use_up(captured.graph, backward)
         results: list[Grads] = []
 
         def body() -> None:
-            with answering(running), event("retrograd.run", plan.log.compile_id), in_order_with_streams():
-                results.append(tuple(plan.run(call, running)))
+            in_order = in_order_with_streams() if side_streams else _NOTHING
+            with answering(backward), event("retrograd.run", plan.log.compile_id), in_order:
+                results.append(tuple(plan.run(call, backward)))
 
-        # The engine warns of a backward with create_graph.
-        warns = operations_may_warn() or (request.create_graph and request.accumulate_grad)
+        # Torch hands a warning to Python only inside a backward of its own: that of an operation which is not
+        # deterministic (mode 1), and that of a backward with create_graph.
+        warns = torch.get_deterministic_debug_mode() == 1 or (
+            request.create_graph and request.accumulate_grad
+        )
         if plan.runs_user_code or warns:
             run_in_graph_task(body, request)
         else:
             with torch.set_grad_enabled(request.create_graph):
                 body()
-        return results[0]
-
-    def _checked(self, request: EngineRequest, grads: Grads) -> Grads:
-        """For ``autograd.grad``: the gradients, or eager's error for an input that was not reached."""
-        if request.accumulate_grad:
-            return ()
-        grads = grads[: len(request.inputs)]
-        if not request.allow_unreachable:
-            for i, grad in enumerate(grads):
-                if grad is None:
-                    raise_as_eager(i)
-        return grads
+        return _checked(backward.asked, results[0])
 
     # fall back
 
     def _fall_back(self, request: EngineRequest, reason: Reason, error: Exception | None = None) -> Grads:
         self.refuse(reason, error)
-        grads = self._run_stock(request)
+        grads = _run_stock(request)
         # Only a backward that eager can run is a fallback: an error of the user's is none.
         self.note(reason)
         return grads
-
-    def _run_stock(self, request: EngineRequest) -> Grads:
-        with window.stock():
-            return run_stock(request)
 
     def refuse(self, reason: Reason, error: Exception | None = None) -> None:
         """In strict mode, raise."""
@@ -188,7 +176,7 @@ class Session:
             raise CaptureError(reason) from error
 
     def leave_to_transform(self) -> None:
-        """``torch.func`` differentiates tensors of its own, by a backward that is part of the transform."""
+        """``torch.func`` differentiates tensors of its own by a backward that is part of the transform."""
         self._report.noted(_TRANSFORM, warn=False)
 
     def note(self, reason: Reason) -> None:
@@ -196,8 +184,94 @@ class Session:
         self._report.fell_back(reason, "a backward ran on the stock engine")
 
 
+class _Repetition:
+    """Counts the new structures of one session, to say whether the next backward is worth capturing.
+
+    Capturing a backward takes as long as ten or twenty backwards take in the stock engine. So a program whose
+    graph is different at each step (a mixture of experts) is left to the engine. From time to time its graph
+    is looked at, and once a graph comes back, backwards are captured again.
+    """
+
+    def __init__(self) -> None:
+        self._reason: Reason | None = None
+        self._spent = 0
+        self._last: BackwardGraph | None = None
+        self._looks, self._passed = LOOKS, 0
+        self._seen: deque[int] = deque(maxlen=LOOKS_KEPT)
+
+    def runs(self, plan: Plan) -> None:
+        """A plan is about to run."""
+        if plan.report.runs:
+            self._spent = max(0, self._spent - 1)
+            return
+        graph = plan.report.graph
+        if self._spent + PAYS_BACK > MOST_NEW * PAYS_BACK and self._last is not None:
+            text = f"of the last backwards, {MOST_NEW} or more had a new structure"
+            text = f"{text}: {first_difference(self._last, graph)}"
+            plan.postpone(text)  # compiled only if it is met again
+            self._reason = _reason("nothing-repeats", text)
+        self._last = graph
+        self._spent = min(self._spent + PAYS_BACK, MOST_NEW * PAYS_BACK)
+
+    def why_not(self, request: EngineRequest) -> Reason | None:
+        """Why `request` is not worth capturing; None if structures repeat, as far as is known."""
+        reason = self._reason
+        if reason is None:
+            return None
+        self._passed += 1
+        if self._passed < self._looks:
+            return reason
+        self._passed, names = 0, hash(names_of_nodes(request))
+        if names not in self._seen:
+            self._seen.append(names)
+            return reason
+        # If that was an error, the next time is far off.
+        self._reason = self._last = None
+        self._spent, self._looks = 0, self._looks * LOOKS
+        self._seen.clear()
+        return None
+
+
+def _why_not_run(call: Collected, backward: LiveBackward) -> Reason | None:
+    """Why a backward that was collected runs on the stock engine. It still can as long as the graph is kept,
+    which create_graph implies here (see `why_not_collectable`)."""
+    captured, request = call.artifact, backward.request
+    if request.create_graph and (node := captured.node_without_history(call, backward)):
+        return replace(_NO_HISTORY, node=node)
+    if request.create_graph and captured.has_aot_graphs:
+        return _NO_AOT_HISTORY
+    return _NO_STATE if request.keep_graph and captured.has_cpp_functions else None
+
+
+def _run_stock(request: EngineRequest) -> Grads:
+    with window.stock():
+        return run_stock(request)
+
+
+def _checked(request: EngineRequest, grads: Grads) -> Grads:
+    """For ``autograd.grad``: the gradients, or eager's error for an input that was not reached."""
+    if request.accumulate_grad:
+        return ()
+    grads = grads[: len(request.inputs)]
+    unreached = [grad is None for grad in grads]
+    if not request.allow_unreachable and any(unreached):
+        _raise_unreached(unreached.index(True))
+    return grads
+
+
+def _raise_unreached(position: int) -> None:
+    """Raise what ``autograd.grad`` raises in the installed torch when input number `position` is the first
+    one that is not reached."""
+    with torch.enable_grad():
+        reached = torch.zeros((), requires_grad=True)
+        root = reached.clone()
+        unreached = torch.zeros((), requires_grad=True)
+    _run_stock(EngineRequest((root,), (torch.zeros(()),), False, False, (*[reached] * position, unreached)))
+    raise AssertionError("torch accepted an unreached input")
+
+
 def _compilations() -> int:
-    return sum(counters[name] for name in ("captures", "plans", "lowerings", "settled_plans"))
+    return sum(counters[name] for name in ("captures", "plans", "lowerings", "specialised_plans"))
 
 
 def _reason(code: str, text: str) -> Reason:
@@ -218,6 +292,9 @@ def _reason_of(error: Exception) -> Reason:
 _WAY_OUT = {
     "": "strict=True shows where; retrograd.explain() lists all reasons",
     "create-graph-through-unpack-hooks": "run that operation outside of saved_tensors_hooks",
+    "nothing-repeats": (
+        "nothing to do: capturing would cost more than it saves; strict=True captures nevertheless"
+    ),
     "nested-too-deep": "nothing to do: the outer backwards are compiled, this one runs as eager runs it",
     "nested-in-engine-frame": "register a hook that stores the gradient instead of calling retain_grad()",
     "cpp-function-kept": "declare `static constexpr bool is_traceable = true` if it keeps no state",
@@ -247,7 +324,7 @@ _NO_AOT_HISTORY = _reason(
 )
 
 #: in how many running plans of its thread a backward may be nested. Eager nests 60 deep before it goes on
-#: with a fresh stack on another thread; a plan takes 19 of Python's 1000 frames where eager takes 4.
+#: with a fresh stack on another thread. A plan takes 19 of Python's 1000 frames where eager takes 4.
 MOST_NESTED = 4
 
 TOO_DEEP = _reason(

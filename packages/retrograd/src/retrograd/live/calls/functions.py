@@ -1,32 +1,67 @@
-"""Running the backward of an ``autograd.Function`` as one opaque call.
+"""Running the backward of an ``autograd.Function`` as one opaque call, and unpacking what nodes saved.
 
-In: its context object, the gradients and the saved tensors that the engine lifted. Out: one gradient per
-input of the forward. The checks and their texts are those of ``PyNode::apply`` in
-``torch/csrc/autograd/python_function.cpp``.
+In: the Function's context object, the gradients, and the saved tensors that the engine lifted; or an unpack
+hook and what the pack hook returned. Out: one gradient per input of the forward; or the saved tensor. The
+checks and their texts are those of ``PyNode::apply`` in ``torch/csrc/autograd/python_function.cpp``.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from retrograd._torch.autograd import materializes_grads, node_under_way
+from retrograd._torch.autograd import materializes_grads, node_under_way, read_saved, saved_name
 from retrograd._torch.tensor import graph_is_kept, zeros_of_slot
-from retrograd.live.calls.saved import ModifiedTensor, unpack
 
 Grad = torch.Tensor | None
 
 
-class FunctionContext:
-    """Stands for ``ctx`` during one backward.
+def unpack(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:
+    """Call the unpack hook of a built-in node, which unpacks what it saved when it starts.
 
-    Every attribute is read from and written to the Function's own context, so that state which a backward
-    leaves there is found by the next one. Only the saved tensors come from the plan: the engine has
+    If the backward is to be differentiable, the node that saved the tensor is asked: it knows the tensor's
+    history.
+
+    Raises:
+        TypeError: the hook returned something that is not a tensor.
+    """
+    if torch.is_grad_enabled():
+        node = node_under_way()
+        name = saved_name(node, hook, packed)
+        if name is None:
+            raise LookupError(f"{node} does not give what was packed into {packed!r}")
+        return read_saved(node, name)
+    tensor = hook(packed)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            "Output of saved tensor unpack_hook expected to be a Tensor "
+            f"but got result of type {type(tensor)}"
+        )
+    return tensor
+
+
+@dataclass(frozen=True)
+class ModifiedTensor:
+    """A saved tensor of a Function that was changed in place after the backward began."""
+
+    error: str
+
+    def unpack(self) -> torch.Tensor:
+        """Raise what eager raises when the Function asks for it."""
+        raise RuntimeError(self.error)
+
+
+class FunctionContext:
+    """Replaces ``ctx`` during one backward.
+
+    Every attribute is read from and written to the Function's own context, so that the next backward finds
+    the state that this one leaves there. Only the saved tensors come from the plan, because the engine has
     already released the context's own.
     """
 
@@ -73,7 +108,7 @@ _context_classes: WeakKeyDictionary[type, type[FunctionContext]] = WeakKeyDictio
 
 
 def _context_class(cls: type) -> type[FunctionContext]:
-    """`FunctionContext` under the name of the context class that it stands for."""
+    """`FunctionContext` under the name of the context class that it replaces."""
     if cls not in _context_classes:
         names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
         _context_classes[cls] = type(cls.__name__, (FunctionContext,), names)
@@ -116,8 +151,8 @@ def call_kept_backward(
     zeros: Sequence[Any],
     packed: Sequence[Any],
 ) -> list[Grad]:
-    """As `call_backward`, on a context that the engine has not released: the backward itself unpacks the
-    saved tensors, when it reads them and as often as it does so. They are released afterwards, as in eager.
+    """As `call_backward`, on a context that the engine has not released: the backward unpacks the saved
+    tensors itself, whenever it reads them. They are released afterwards, as in eager.
 
     Args:
         packed: the saved tensors, those behind hooks as pairs of unpack hook and packed value. Needed where
@@ -141,7 +176,7 @@ def _call(
 
 
 def _zeros(ctx: Any, slot: int, made: Any) -> Grad:
-    """What stands for an undefined gradient."""
+    """What the Function is given in place of an undefined gradient."""
     if made is None:
         return zeros_of_slot(ctx, slot)() if materializes_grads(ctx) else None
     if not made:

@@ -1,19 +1,22 @@
 """Adding gradients: where several meet, and into ``.grad``. The one place that writes ``.grad``.
 
-In: gradients (None is undefined). Out: their sum, or the parameter's ``.grad``. The rules are those of
-``InputBuffer::add`` (``input_buffer.cpp``) and ``AccumulateGrad::accumulateGrad``
+In: gradients (None is undefined). Out: their sum, or the ``.grad`` of one leaf or of many. The rules are
+those of ``InputBuffer::add`` (``input_buffer.cpp``) and ``AccumulateGrad::accumulateGrad``
 (``accumulate_grad.h``) in ``torch/csrc/autograd``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from sys import getrefcount
+from typing import Any
 
 import torch
 
 from retrograd._torch.autograd import warn_of_layout
 from retrograd._torch.releases import is_layout_enforced
-from retrograd._torch.state import without_torch_functions
+from retrograd._torch.state import torch_functions_off, without_torch_functions
 from retrograd._torch.tensor import (
     accumulate_in_node,
     clone_for_layout_contract,
@@ -21,13 +24,16 @@ from retrograd._torch.tensor import (
     obeys_layout_contract,
     set_grad,
 )
+from retrograd._torch.trace import InputGuard, add_each
 
 #: references to a gradient that may be stolen: a local variable, and `getrefcount`'s argument. The rule is
 #: ``is_tensor_stealable`` in ``torch/csrc/autograd/variable.h``.
-OWN_REFERENCES = 2
+_OWN_REFERENCES = 2
 
 
 Grad = torch.Tensor | None
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 @without_torch_functions
@@ -50,10 +56,10 @@ def accumulate_quietly(variable: torch.Tensor, box: list[Grad], kept_for_post_ho
 
     Args:
         variable: a leaf.
-        box: the gradient, taken out of the list so that nobody but this function refers to it (a
-            gradient that somebody else refers to is copied, not stolen).
-        kept_for_post_hooks: whether the plan refers to the gradient too, to show it to the node's post hooks:
-            eager does the same, and steals it nevertheless.
+        box: the gradient. It is taken out of the list, so that only this function refers to it: a gradient
+            with another reference is copied, not stolen.
+        kept_for_post_hooks: whether the plan refers to the gradient too, to show it to the node's post hooks.
+            Eager does the same, and steals it nevertheless.
     """
     grad = box.pop()
     if grad is None or not variable.requires_grad:
@@ -65,7 +71,7 @@ def accumulate_quietly(variable: torch.Tensor, box: list[Grad], kept_for_post_ho
     if existing is None:
         # Asked here, not in a function of its own: a call to Python holds one more reference where Dynamo's
         # evaluation of frames is installed.
-        others = getrefcount(grad) - OWN_REFERENCES - int(kept_for_post_hooks)
+        others = getrefcount(grad) - _OWN_REFERENCES - int(kept_for_post_hooks)
         stealable = not torch.is_grad_enabled() and others <= 0 and grad._use_count() <= 1  # type: ignore[attr-defined]
         _write(variable, _first(variable, grad, stealable), grad)
         return
@@ -75,6 +81,8 @@ def accumulate_quietly(variable: torch.Tensor, box: list[Grad], kept_for_post_ho
         _write(variable, existing + grad, grad)
     else:
         existing += grad
+        if _has_plain_layout(existing, variable):
+            return
     warn_of_layout(existing, grad, variable)
 
 
@@ -82,9 +90,19 @@ accumulate_grad = without_torch_functions(accumulate_quietly)
 accumulate_grad.__name__ = accumulate_grad.__qualname__ = "accumulate_grad"
 
 
+def _has_plain_layout(total: torch.Tensor, variable: torch.Tensor) -> bool:
+    """Whether a ``.grad`` surely has the layout that it owes: both are contiguous, with equal strides."""
+    if total.layout is not torch.strided or variable.layout is not torch.strided:
+        return False
+    if total.is_nested or variable.is_nested:
+        return False
+    strides = total.stride()
+    return variable.is_contiguous() and strides == variable.stride() and 0 not in strides
+
+
 def _write(variable: torch.Tensor, total: torch.Tensor, grad: torch.Tensor) -> None:
-    """Make `total` the ``.grad``. Python refuses one of another size, dtype or layout than the leaf, which
-    eager's C++ does not: then torch's own node accumulates `grad`."""
+    """Make `total` the ``.grad``. Python refuses one whose size, dtype or layout differs from the leaf's;
+    eager's C++ does not. In that case torch's own node accumulates `grad`."""
     try:
         set_grad(variable, total)
     except RuntimeError:
@@ -94,8 +112,10 @@ def _write(variable: torch.Tensor, total: torch.Tensor, grad: torch.Tensor) -> N
 def _first(variable: torch.Tensor, grad: torch.Tensor, stealable: bool) -> torch.Tensor:
     if stealable and _may_be_taken_over(variable, grad):
         return grad.detach()
-    if stealable and grad.is_sparse and _parts_are_contiguous(grad):
-        return torch.sparse_coo_tensor(grad._indices(), grad._values(), grad.shape, check_invariants=False)
+    if stealable and grad.is_sparse:
+        indices, values = grad._indices(), grad._values()
+        if indices.is_contiguous() and values.is_contiguous():
+            return torch.sparse_coo_tensor(indices, values, grad.shape, check_invariants=False)
     if grad.layout is not torch.strided or grad.is_nested:
         return grad.clone()
     return clone_for_layout_contract(grad, variable)
@@ -109,5 +129,111 @@ def _may_be_taken_over(variable: torch.Tensor, grad: torch.Tensor) -> bool:
     return not is_layout_enforced() or obeys_layout_contract(grad, variable)
 
 
-def _parts_are_contiguous(grad: torch.Tensor) -> bool:
-    return grad._indices().is_contiguous() and grad._values().is_contiguous()
+class Accumulator:
+    """Accumulations that follow one another in a plan, with no user code between them.
+
+    Plain cases are decided here with few calls into torch, and additions are made by one ``_foreach_add_``.
+    Everything else is left to `accumulate_grad`. What was plain is remembered: one guard in C++ then says
+    that it still is.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: InputGuard | None = None
+        self._totals: InputGuard | None = None
+
+    def __call__(self, variables: Sequence[torch.Tensor], grads: list[Grad]) -> None:
+        """Write ``.grad`` of each of `variables` with eager's rules.
+
+        Args:
+            variables: leaves.
+            grads: one gradient each. The list is emptied, so that a gradient with no other reference may be
+                stolen.
+        """
+        with torch_functions_off():
+            is_plain = not torch.is_grad_enabled() and is_layout_enforced()
+            if is_plain and self._are_as_before(variables, grads):
+                self._write(variables, grads)
+            else:
+                _one_by_one(variables, grads)
+
+    def _are_as_before(self, variables: Sequence[torch.Tensor], grads: Sequence[Grad]) -> bool:
+        """Whether all are plain, and each gradient has the layout that its ``.grad`` owes."""
+        values = [*variables, *grads]
+        if not all(map(_has_plain_grads, variables)):
+            return False
+        if self._pairs is not None and self._pairs.check(values):
+            return True
+        if not all(map(_fits, grads, variables)):
+            return False
+        self._pairs, self._totals = InputGuard(values, (), (), None), None
+        return True
+
+    def _write(self, variables: Sequence[torch.Tensor], grads: list[Any]) -> None:
+        """Of gradients that fit."""
+        before: list[Any] = [variable.grad for variable in variables]
+        missing = sum([total is None for total in before])
+        if missing == len(before):
+            grads.reverse()
+            for variable in variables:
+                grad = grads.pop()
+                if getrefcount(grad) <= _OWN_REFERENCES and grad._use_count() <= 1:
+                    variable.grad = grad.detach()
+                else:
+                    accumulate_grad(variable, [grad])
+        elif not missing and self._can_be_added_to(before, variables) and _are_apart(before, grads):
+            add_each(before, grads)
+            grads.clear()
+        else:
+            _one_by_one(variables, grads)
+
+    def _can_be_added_to(self, totals: Sequence[Grad], variables: Sequence[torch.Tensor]) -> bool:
+        """Whether all are plain, and have the layout that they owe: torch gives no warning then."""
+        if self._totals is not None and self._totals.check(totals):
+            return True
+        if not all(map(_fits, totals, variables)) or any(map(_is_lazy, totals)):
+            return False
+        self._totals = InputGuard(totals, (), (), None)
+        return True
+
+
+def _one_by_one(variables: Sequence[torch.Tensor], grads: list[Grad]) -> None:
+    grads.reverse()
+    for variable in variables:
+        accumulate_grad(variable, [grads.pop()])
+
+
+def _fits(grad: Grad, variable: torch.Tensor) -> bool:
+    """Whether a plain gradient has the sizes, dtype and strides of its plain leaf. Other layouts that fit too
+    are left to `accumulate_grad`."""
+    if type(grad) is not torch.Tensor or type(variable) not in _PLAIN or not variable.requires_grad:
+        return False
+    if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in (grad, variable)):
+        return False
+    return (
+        grad.shape == variable.shape
+        and grad.dtype is variable.dtype
+        and grad.device == variable.device
+        and variable.is_contiguous()
+        and grad.stride() == variable.stride()
+        and 0 not in grad.stride()
+        and not _is_lazy(grad)
+    )
+
+
+def _has_plain_grads(variable: torch.Tensor) -> bool:
+    """Whether its ``.grad`` is to have its own dtype."""
+    return variable.grad_dtype is variable.dtype
+
+
+def _is_lazy(tensor: Grad) -> bool:
+    """Whether it is the conjugate or the negative of what is in its memory, or must not be changed."""
+    return tensor is not None and (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+
+
+def _are_apart(totals: Sequence[Grad], grads: Sequence[Grad]) -> bool:
+    """Whether no two share memory: devices other than the CPU may add them at the same time."""
+    tensors = [tensor for tensor in (*totals, *grads) if tensor is not None]
+    if all(tensor.is_cpu for tensor in tensors):
+        return True
+    spans = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
+    return all(start + size <= following for (start, size), (following, _) in pairwise(spans))

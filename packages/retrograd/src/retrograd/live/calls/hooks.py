@@ -27,8 +27,8 @@ def call_tensor_hook(hook: Callable[..., Any], grad: Grad) -> Grad:
 def call_hook_of_unreached(hook: Callable[..., Any], grad: None) -> None:
     """The hook of an output of a compiled function that the root does not depend on.
 
-    Eager never comes to it. But the hooks of ``register_multi_grad_hook`` count one another, by asking
-    which *nodes* will be executed, and all outputs of a compiled function share one.
+    Eager never reaches it. But the hooks of ``register_multi_grad_hook`` count one another by asking which
+    *nodes* will be executed, and all outputs of a compiled function share one node.
     """
     if counts_other_hooks(hook):
         hook(grad)

@@ -1,6 +1,6 @@
 """The FX graph of typed calls while it is being recorded.
 
-In: calls, one after the other, of the node call that is current. Out: FX nodes that carry their `Call`, and
+In: the calls of the current node call, one after the other. Out: FX nodes that carry their `Call`, and
 placeholders that carry their `Source`.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.fx import add_call, add_placeholder
-from retrograd.graph.backward_graph import Call, CallKind, HookKind, NodeCall, Source, SourceKind
+from retrograd.graph.backward_graph import Call, CallKind, HookKind, NodeCall, Source, SourceKind, call_of
 
 Value = fx.Node | None
 
@@ -30,6 +30,7 @@ class CallGraph:
         self.graph = fx.Graph()
         self.node_calls: list[NodeCall] = []
         self.before_hooks: dict[fx.Node, Value] = {}
+        self._executed: set[int] = set()
         self._placeholders: dict[tuple[SourceKind, int], fx.Node] = {}
         self._last_placeholder: fx.Node | None = None
 
@@ -37,6 +38,18 @@ class CallGraph:
     def current(self) -> int:
         """Index of the current node call."""
         return self.node_calls[-1].index
+
+    def execute(self) -> None:
+        """The current node call is executed; others only pass gradients to their hooks."""
+        self._executed.add(self.current)
+
+    def captured(self, value: Value) -> Value:
+        """What ``autograd.grad`` returns for an input of a node that is also executed: the gradient before
+        the tensor hooks (``Engine::evaluate_function`` captures it there). For other nodes, the gradient
+        after them."""
+        while value in self.before_hooks and call_of(value).node_call in self._executed:
+            value = self.before_hooks[value]
+        return value
 
     def placeholder(self, kind: SourceKind, index: int) -> fx.Node:
         """The placeholder of one run-time argument, made when it is first asked for."""

@@ -2,18 +2,19 @@
 
 In: a `BackwardGraph` in eager's order, and which built-in nodes must stay opaque. Out: a `Schedule`.
 
-An accumulation into ``.grad`` is visible to few until the next opaque call, so it does not end a segment
-that is compiled: it waits for the next opaque call, the end, or the end of the region that makes its
-gradient. That keeps a backward without hooks in one segment, unless what repeats itself in it is to be
-compiled once. Segments that are interpreted end with each accumulation, as eager has it: a gradient that was
-added is let go, a failure later on finds it written, and what shares memory with a ``.grad`` is read after it
-was changed.
+An accumulation into ``.grad`` is visible to few until the next opaque call, so it does not end a segment that
+is compiled: it waits for the next opaque call, the end, or the end of the region that makes its gradient.
+That keeps a backward without hooks in one segment, unless a part of it repeats itself and is to be compiled
+once: then the copies of the part (the layers of a deep model) are segments, and so is what stands before,
+between and after them. Segments that are interpreted end with each accumulation, as in eager: a gradient that
+was added is let go, a later failure finds it written, and what shares memory with a ``.grad`` is read after
+it was changed.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -22,10 +23,10 @@ from retrograd.graph.backward_graph import (
     BackwardGraph,
     CallKind,
     OpaqueCall,
-    PlanStep,
     Schedule,
     Segment,
     call_of,
+    dying_values,
 )
 
 _WORTH_COMPILING = frozenset({CallKind.NODE, CallKind.ATEN, CallKind.COPY_SLICES})
@@ -34,50 +35,40 @@ _WORTH_COMPILING = frozenset({CallKind.NODE, CallKind.ATEN, CallKind.COPY_SLICES
 Divide = Callable[[Sequence[fx.Node]], Sequence[Sequence[fx.Node]]]
 
 
-def whole(run: Sequence[fx.Node]) -> Sequence[Sequence[fx.Node]]:
-    """`run` in one piece."""
-    return [run]
-
-
 def cut(
     backward: BackwardGraph,
     opaque: Mapping[fx.Node, str],
     apart: Mapping[fx.Node, str] | None = None,
-    divide: Divide = whole,
+    divide: Divide | None = None,
     at_once: bool = False,
 ) -> Schedule:
     """Cut `backward` into steps.
 
     Args:
         backward: in eager's order.
-        opaque: functional calls that are nevertheless to run as eager runs them, with the reason.
-        apart: functional calls that are to be segments of their own, interpreted, with the reason.
-        divide: divides a run of functional calls into the segments that it is to become.
+        opaque: functional calls that are to run as eager runs them nevertheless, with the reason.
+        apart: functional calls that are to be interpreted in segments of their own, with the reason.
+        divide: divides a run of functional calls into segments; without it, each run is one segment.
         at_once: whether each accumulation ends a segment.
     """
     apart = apart or {}
     runs = _Cutter(opaque, apart, divide, at_once).run(backward)
-    last_use = _last_uses(runs, backward.outputs())
+    dying = dying_values([_values_of(run) for run in runs], backward.outputs())
     steps = tuple(
-        _segment(step, number, last_use, apart) if isinstance(step, list) else step
-        for number, step in enumerate(runs)
+        _segment(run, gone, apart) if isinstance(run, list) else run
+        for run, gone in zip(runs, dying, strict=True)
     )
-    dying: list[set[fx.Node]] = [set() for _ in steps]
-    for node, number in last_use.items():
-        if number < len(steps):
-            dying[number].add(node)
-    return Schedule(steps, tuple(map(frozenset, dying)))
+    return Schedule(steps, dying)
 
 
+_Reasons = Mapping[fx.Node, str]
 _Run = list[fx.Node] | OpaqueCall | Accumulation
 
 
 class _Cutter:
     """Splits the calls into runs of functional ones and everything else."""
 
-    def __init__(
-        self, opaque: Mapping[fx.Node, str], apart: Mapping[fx.Node, str], divide: Divide, at_once: bool
-    ) -> None:
+    def __init__(self, opaque: _Reasons, apart: _Reasons, divide: Divide | None, at_once: bool) -> None:
         self._opaque, self._apart, self._divide, self._at_once = opaque, apart, divide, at_once
         self._runs: list[_Run] = []
         self._current: list[fx.Node] = []
@@ -107,7 +98,9 @@ class _Cutter:
 
     def _flush(self) -> None:
         """The pieces of the current run, each followed by the accumulations whose gradients are there."""
-        pieces = self._divide(self._current) if self._current else []
+        pieces: Sequence[Sequence[fx.Node]] = [self._current] if self._current else []
+        if pieces and self._divide is not None:
+            pieces = self._divide(self._current)
         made_in = {node: i for i, piece in enumerate(pieces) for node in piece} if len(pieces) > 1 else {}
         waiting = deque(self._accumulations)
         for i, piece in enumerate(pieces[:-1]):
@@ -120,12 +113,8 @@ class _Cutter:
 
 
 def _projections(node: fx.Node) -> tuple[fx.Node, ...]:
-    return tuple(user for user in node.users if call_of_or_none(user) is CallKind.PROJECT)
-
-
-def call_of_or_none(node: fx.Node) -> CallKind | None:
-    """The kind of a call node; None for the output node."""
-    return call_of(node).kind if node.op == "call_function" else None
+    users = (user for user in node.users if user.op == "call_function")
+    return tuple(user for user in users if call_of(user).kind is CallKind.PROJECT)
 
 
 def _why_opaque(node: fx.Node) -> str:
@@ -133,25 +122,18 @@ def _why_opaque(node: fx.Node) -> str:
     return call.note or (call.hook or call.kind).value
 
 
-def _last_uses(runs: Iterable[_Run], outputs: Iterable[fx.Node | None]) -> dict[fx.Node, int]:
-    """For each value, the number of the last step that reads it; outputs outlive all steps."""
-    last: dict[fx.Node, int] = {}
-    number = -1
-    for number, run in enumerate(runs):
-        for node in run if isinstance(run, list) else [run.node]:
-            last[node] = number
-            last.update(dict.fromkeys(node.all_input_nodes, number))
-        if isinstance(run, OpaqueCall):
-            last.update(dict.fromkeys(run.projections, number))
-    last.update({node: number + 1 for node in outputs if node is not None})
-    return last
+def _values_of(run: _Run) -> Iterator[fx.Node]:
+    """What a step reads and makes."""
+    for node in run if isinstance(run, list) else [run.node]:
+        yield node
+        yield from node.all_input_nodes
+    if isinstance(run, OpaqueCall):
+        yield from run.projections
 
 
-def _segment(
-    nodes: list[fx.Node], number: int, last_use: Mapping[fx.Node, int], apart: Mapping[fx.Node, str]
-) -> PlanStep:
+def _segment(nodes: list[fx.Node], dying: frozenset[fx.Node], apart: Mapping[fx.Node, str]) -> Segment:
     own = set(nodes)
     inputs = dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in own)
-    outputs = tuple(node for node in nodes if last_use[node] > number)
+    outputs = tuple(node for node in nodes if node not in dying)
     worth = any(call_of(node).kind in _WORTH_COMPILING for node in nodes)
     return Segment(tuple(nodes), tuple(inputs), outputs, worth, apart.get(nodes[0], ""))

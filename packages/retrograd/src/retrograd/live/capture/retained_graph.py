@@ -1,17 +1,18 @@
 """Backwards whose plan needs autograd nodes that still have their saved tensors, or must leave some intact.
 
-In: an `EngineRequest`. Out: what the engine collected, and everything released that eager would release, and
-nothing else. Three cases need it when the graph is not to be retained:
+In: a `LiveBackward`. Out: what the engine collected; everything that eager would release is released, and
+nothing else. Three kinds of backward need this although the graph is not to be retained:
 
 - an ``autograd.Function`` behind saved-tensor hooks: only its own context can unpack them;
-- a gradient of an intermediate tensor: the engine would release that tensor's node too, which eager does not
-  execute and leaves intact;
-- a function that AOTAutograd compiled, whose one node stands for many of eager's, and of which this backward
-  needs only a part that the rest does not need.
+- a gradient of an intermediate tensor: eager does not execute that tensor's node and leaves it intact, but
+  the engine would release it too;
+- a function that AOTAutograd compiled, whose one node stands for many of eager's, if this backward needs only
+  a part of it that the rest does not need.
 
-Then the engine collects with the graph kept, and the executed nodes are released by themselves: at once, but
-for those Functions, which release their own saved tensors when they have run. Where eager releases node by
-node, so that an exception in a hook leaves the rest intact, a plan has released all but those Functions.
+Then the engine collects with the graph kept, and the executed nodes are released separately: at once, except
+for those Functions, which release their own saved tensors when they have run. Eager releases node by node, so
+that an exception in a hook leaves the rest intact; a plan has released everything but those Functions by
+then.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from retrograd._torch.autograd import (
     EngineRequest,
     collect,
     keeps_saved_tensors,
-    read_live_graph,
     release,
     request_to_release,
     window,
 )
+from retrograd.errors import Refusal
 from retrograd.events import live_log
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.eager_order import ROOT, LiveGraph, eager_walk
+from retrograd.live.backward import LiveBackward
 from retrograd.live.calls.functions import call_kept_backward
-from retrograd.live.capture.recorder import BackwardRecorder, GraphNeededError
+from retrograd.live.capture.recorder import BackwardRecorder
 from retrograd.live.captured import CapturedBackward
-from retrograd.live.run.running_backward import RunningBackward
 from retrograd.process import forgotten_by_reset
 
-Finished = Callable[[BackwardGraph, EngineRequest], CapturedBackward]
+Finished = Callable[[BackwardGraph, LiveBackward], CapturedBackward]
 
 #: classes of autograd nodes that needed it: Functions behind saved-tensor hooks, and compiled functions. The
 #: engine's cache does not tell before it releases, so a graph with one of them is always collected with the
@@ -49,11 +50,13 @@ Finished = Callable[[BackwardGraph, EngineRequest], CapturedBackward]
 _kept_classes: weakref.WeakSet[type] = weakref.WeakSet()
 forgotten_by_reset(_kept_classes.clear)
 
+_GRAPH_NEEDED = "graph-needed"
+
 
 def collect_and_release(
-    request: EngineRequest, finished: Finished, run_in_frame: Callable[[Collected], None]
+    backward: LiveBackward, finished: Finished, run_in_frame: Callable[[Collected], None]
 ) -> Collected | None:
-    """As ``_torch.autograd.collect``, for any request.
+    """As ``_torch.autograd.collect``, for any backward.
 
     Args:
         finished: makes the artifact of a new structure.
@@ -61,39 +64,31 @@ def collect_and_release(
     Raises:
         Exception: as `collect`; nothing was consumed unless `run_in_frame` was called.
     """
-    live = None if request.keep_graph else _graph_to_keep(request)
-    if live is None:
+    request = backward.request
+    if request.keep_graph or not ((_kept_classes or request.inputs) and _is_to_be_kept(backward)):
         try:
-            return collect(request, lambda: _protocol(request, finished), run_in_frame)
-        except GraphNeededError as needed:
-            _kept_classes.add(type(RunningBackward(request).node_calls[needed.node_call]))
-            live = read_live_graph(request.as_asked())
-    return _collect_kept(request, live, finished, run_in_frame)
+            return collect(request, lambda: _protocol(backward, finished, request.keep_graph), run_in_frame)
+        except Refusal as refusal:
+            if refusal.code != _GRAPH_NEEDED:
+                raise
+    return _collect_kept(backward, finished, run_in_frame)
 
 
-def _protocol(request: EngineRequest, finished: Finished) -> EngineProtocol:
-    def noting(backward: BackwardGraph) -> CapturedBackward:
-        if kept := [*_kept_calls(backward), *backward.intact_calls()]:
-            nodes = RunningBackward(request).node_calls
-            _kept_classes.update(type(nodes[index]) for index in kept)
-        return finished(backward, request)
+def _protocol(backward: LiveBackward, finished: Finished, graph_is_kept: bool) -> EngineProtocol:
+    def noting(graph: BackwardGraph) -> CapturedBackward:
+        if kept := _kept_calls(graph):
+            _kept_classes.update(type(backward.node_calls[index]) for index in kept)
+            if not graph_is_kept:
+                raise Refusal(_GRAPH_NEEDED, f"{graph.node_name(kept[0])} needs the autograd graph")
+        return finished(graph, backward)
 
-    return EngineProtocol(BackwardRecorder(noting, request.keep_graph))
-
-
-def _discarding_protocol(request: EngineRequest) -> EngineProtocol:
-    """For a capture that is never run."""
-    finished = partial(CapturedBackward, request=request)
-    return EngineProtocol(BackwardRecorder(finished, graph_is_kept=True))
+    return EngineProtocol(BackwardRecorder(noting))
 
 
 def _collect_kept(
-    request: EngineRequest,
-    live: LiveGraph,
-    finished: Finished,
-    run_in_frame: Callable[[Collected], None],
+    backward: LiveBackward, finished: Finished, run_in_frame: Callable[[Collected], None]
 ) -> Collected | None:
-    kept = replace(request, keep_graph=True)
+    kept = replace(backward.request, keep_graph=True)
     in_frame: list[CapturedBackward] = []
 
     def run(call: Collected) -> None:
@@ -102,38 +97,31 @@ def _collect_kept(
 
     try:
         with window.capture():
-            call = collect(kept, lambda: _protocol(kept, finished), run)
+            call = collect(kept, lambda: _protocol(backward, finished, True), run)
             if call is not None:
-                _release_executed(request, live, call.artifact, already_run=False)
+                _release_executed(backward, call.artifact, already_run=False)
     finally:
         # The engine has room for one call at a time: in its frame, nothing can be released before the end.
         if in_frame:
-            _release_executed(request, live, in_frame[0], already_run=True)
+            _release_executed(backward, in_frame[0], already_run=True)
     return call
 
 
-def _graph_to_keep(request: EngineRequest) -> LiveGraph | None:
-    """The live graph, if it has to be kept as far as can be known before it was collected."""
-    if not _kept_classes and all(getattr(tensor, "is_leaf", False) for tensor in request.inputs):
-        return None
-    live = read_live_graph(request.as_asked())
-    if (
-        request.added
+def _is_to_be_kept(backward: LiveBackward) -> bool:
+    """Whether it is known before it is collected that the graph has to be kept."""
+    if not _kept_classes and all(getattr(tensor, "is_leaf", False) for tensor in backward.request.inputs):
+        return False
+    live = backward.asked_graph
+    intact = set(live.wanted or ()) - _executed(live, backward.asked)  # asked for, but not executed
+    return (
+        backward.request.added > 0
         or any(type(node.handle) in _kept_classes for node in live.nodes)
-        or _has_intact_input(live, request)
-    ):
-        return live
-    return None
-
-
-def _has_intact_input(live: LiveGraph, request: EngineRequest) -> bool:
-    """Whether a gradient is asked for whose node is not executed, but has saved tensors."""
-    ends = set(live.wanted or ()) - _executed(live, request)
-    return any(keeps_saved_tensors(live.nodes[i].handle) for i in ends)
+        or any(keeps_saved_tensors(live.nodes[i].handle) for i in intact)
+    )
 
 
 def _executed(live: LiveGraph, request: EngineRequest) -> set[int]:
-    """Indices of the nodes that eager executes, but for accumulations, which save nothing.
+    """Indices of the nodes that eager executes, without accumulations, which save nothing.
 
     ``autograd.grad`` only captures the gradients of its inputs; ``backward`` executes its inputs' nodes too.
     """
@@ -143,27 +131,25 @@ def _executed(live: LiveGraph, request: EngineRequest) -> set[int]:
     return {i for i in wanted if any(edge and edge.node in wanted for edge in live.nodes[i].edges)}
 
 
-def _kept_calls(backward: BackwardGraph) -> list[int]:
-    """Node calls that use their own saved tensors when they run."""
-    return [call.node_call for node, call in backward.calls() if node.target is call_kept_backward]
+def _kept_calls(graph: BackwardGraph) -> list[int]:
+    """Node calls that use their own saved tensors when they run, or of which a part stays intact."""
+    calls = (call.node_call for node, call in graph.calls() if node.target is call_kept_backward)
+    return [*calls, *graph.intact_calls()]
 
 
-def _release_executed(
-    request: EngineRequest, live: LiveGraph, artifact: CapturedBackward, already_run: bool
-) -> None:
-    """Release what eager would; what the plan still needs, it releases itself."""
-    nodes = RunningBackward(request).node_calls
-    own = {id(nodes[index]) for index in _kept_calls(artifact.backward)}
-    intact = {id(nodes[index]) for index in artifact.backward.intact_calls()}
-    apart = {i for i, node in enumerate(live.nodes) if id(node.handle) in own | intact}
+def _release_executed(backward: LiveBackward, artifact: CapturedBackward, already_run: bool) -> None:
+    """Release what eager would release, except what the plan still needs and releases itself."""
+    live, request = backward.asked_graph, backward.request
+    handles = {id(backward.node_calls[index]) for index in _kept_calls(artifact.graph)}
+    apart = {i for i, node in enumerate(live.nodes) if id(node.handle) in handles}
     begun = already_run
-    groups = _levels(live, _executed(live, request.as_asked()), apart)
+    groups = _levels(live, _executed(live, backward.asked), apart)
     for level, group in reversed(list(enumerate(groups))):
         if not group:
             continue
         try:
             part = request_to_release(live, request, group, from_roots=level == 0)
-            release(part, partial(_discarding_protocol, part))
+            release(part, partial(_never_run, part))
         except Exception:
             if not begun:
                 raise  # the stock engine can still run this backward
@@ -171,9 +157,14 @@ def _release_executed(
         begun = True
 
 
+def _never_run(request: EngineRequest) -> EngineProtocol:
+    """For a capture that only releases."""
+    return EngineProtocol(BackwardRecorder(partial(CapturedBackward, backward=LiveBackward(request))))
+
+
 def _levels(live: LiveGraph, executed: set[int], apart: set[int]) -> Sequence[set[int]]:
-    """The `executed` nodes without those `apart`, by how many of these are above them at most: no path
-    between two nodes of one level leads over a node that is apart."""
+    """The `executed` nodes without those `apart`, by the largest number of nodes apart on a path to them: no
+    path between two nodes of one level contains a node that is apart."""
     level = dict.fromkeys(range(len(live.nodes)), 0)
     for i in eager_walk(live):
         if i == ROOT:

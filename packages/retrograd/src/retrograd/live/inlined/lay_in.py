@@ -1,9 +1,10 @@
 """Lay the graph of an AOT-compiled backward into a captured backward, node by node.
 
-In: an `AotBackward`, the values that the engine handed over for it, and the graph under way. Out: its
-gradients as values, and in which step of it each is ready. Steps are those of eager: it would have run one
+In: an `AotBackward`, what the engine hands over for it, and the graph that is being recorded. Out: its
+gradients as values, and in which step of it each is ready. Steps are those of eager, which would have run one
 autograd node for each forward operation, and accumulated a parameter's gradient as soon as it was there
-(pytorch#144376).
+(pytorch#144376). Hooks on the function's outputs, which the engine hands over first, are moved to where eager
+would call them.
 """
 
 from __future__ import annotations
@@ -11,221 +12,325 @@ from __future__ import annotations
 import functools
 import operator
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from retrograd._torch.autograd import tensors_on_context
 from retrograd.errors import Refusal
-from retrograd.graph.aot_backward import AotBackward, BuiltGradient, InlinedCall
-from retrograd.graph.backward_graph import Call, CallKind
-from retrograd.live.calls import aten
-from retrograd.live.capture.call_graph import CallGraph
-from retrograd.live.inlined.undefined_grads import TangentFlow
+from retrograd.graph.aot_backward import AotBackward, AotCall, BuiltGradient, InlinedCall, Tangent
+from retrograd.graph.backward_graph import Call, CallKind, HookKind, SourceKind, call_of
+from retrograd.live.calls import hooks, nodes
+from retrograd.live.capture.call_graph import CallGraph, is_from_hook
+from retrograd.live.inlined.undefined_grads import UndefinedGrads
 
 Value = Any  # an FX node of the captured graph, a number, or None for an undefined gradient
 
 
-@dataclass(frozen=True)
-class Arriving:
-    """What the engine hands over at one compiled function.
+_LateHook = Callable[[Value, int], fx.Node]
+
+
+class CompiledFunctions:
+    """Lays compiled functions into one recorded backward.
+
+    Args:
+        calls: the backward under way.
 
     Attributes:
-        grads: gradients of the forward's outputs; None is undefined.
-        placeholders: values for the sizes, saved tensors and opaque objects of the graph, in its order.
-        hooks: for each output, the hooks on its gradient, not called yet: they are called with the whole
-            gradient, where it is complete.
-        wanted: for each input of the forward, whether its gradient is.
-        zeros: makes zeros in place of the gradient of an output; None if their sizes are not known.
+        moved: for the result of a hook that was moved, the gradient before it.
     """
 
-    grads: Sequence[Value]
-    placeholders: Sequence[Value]
-    hooks: Sequence[Sequence[Callable[[Value, int], Value]]]
-    wanted: Sequence[bool]
-    zeros: Callable[[int], Callable[[], torch.Tensor]] | None
+    def __init__(self, calls: CallGraph) -> None:
+        self._calls = calls
+        self._names: Counter[str] = Counter()
+        self.moved: dict[Value, Value] = {}
+
+    def lay_in(self, aot: AotBackward, call: AotCall) -> tuple[list[Value], InlinedCall]:
+        """Lay the graph of the current node call in.
+
+        Returns:
+            A gradient for each argument of the forward; in the `InlinedCall` steps speak of the node's edges.
+
+        Raises:
+            Refusal: it has to stay one call; nothing has changed then.
+        """
+        if call.zeros is None and any(map(_may_be_undefined, call.grads)):
+            raise Refusal("not-inlined", "a gradient may be undefined, and its sizes are not known")
+        bare, late = self._without_tensor_hooks(call.grads)
+        kept = self._tensors_on_context(call.context, aot.kept_on_context)
+        objects = [self._calls.placeholder(SourceKind.HOOK, index) for index in call.objects]
+        given = [*call.sizes, *call.saved, *kept, *objects]
+        try:
+            inlining = _Inlining(self._numbered(aot), replace(call, grads=bare), given, late, self._calls)
+            gradients, inlined = inlining.run()
+        except Refusal:
+            for node in kept:
+                self._calls.graph.erase_node(node)
+            raise
+        self._erase_moved_hooks(call.grads, bare)
+        tensors = (i for i, is_tensor in enumerate(call.wanted) if is_tensor)
+        edges = {i: edge for edge, i in enumerate(tensors)}
+        steps = tuple(tuple(edges[i] for i in step if i in edges) for step in inlined.steps)
+        return gradients, replace(inlined, steps=steps)
+
+    def _numbered(self, aot: AotBackward) -> AotBackward:
+        """A graph that is met again in one backward has its nodes named ``aot3_1_…``."""
+        number = self._names[aot.name]
+        self._names[aot.name] += 1
+        return replace(aot, name=f"{aot.name}_{number}") if number else aot
+
+    def _tensors_on_context(self, context: int, count: int) -> list[fx.Node]:
+        if not count:
+            return []
+        args = (self._calls.placeholder(SourceKind.HOOK, context),)
+        result = self._calls.call(CallKind.AOT_SAVED, tensors_on_context, args)
+        return [node for node in self._calls.elements(result, [True] * count) if node is not None]
+
+    # hooks
+
+    def _without_tensor_hooks(self, grads: Sequence[Value]) -> tuple[list[Value], list[list[_LateHook]]]:
+        """The gradients before their tensor hooks, and the hooks, which are called later."""
+        bare: list[Value] = []
+        late: list[list[_LateHook]] = []
+        for slot, grad in enumerate(grads):
+            chain: list[fx.Node] = []
+            while grad is not None and is_from_hook(grad, HookKind.TENSOR_PRE, HookKind.RETAIN_GRAD):
+                chain.append(grad)
+                grad = self._calls.before_hooks[grad]
+            bare.append(grad)
+            late.append([functools.partial(self._hook_again, node, slot) for node in reversed(chain)])
+        return bare, late
+
+    def _hook_again(self, hook: fx.Node, slot: int, value: Value, step: int) -> fx.Node:
+        """Call the hook of `hook`, on output `slot`, with `value` instead."""
+        target: Any = hook.target if value is not None else hooks.call_hook_of_unreached
+        call = replace(call_of(hook), step=step, enters=slot)
+        return self._calls.tensor_hook(call, target, hook.args[0], value)  # type: ignore[arg-type]
+
+    def _erase_moved_hooks(self, grads: Sequence[Value], bare: Sequence[Value]) -> None:
+        for grad, before in zip(grads, bare, strict=True):
+            while grad is not None and grad is not before:
+                self.moved[grad] = before
+                earlier = self._calls.before_hooks.pop(grad)
+                self._calls.graph.erase_node(grad)
+                grad = earlier
 
 
-def inline(aot: AotBackward, arriving: Arriving, calls: CallGraph) -> tuple[list[Value], InlinedCall]:
-    """Lay `aot` in, as calls of the current node call of `calls`.
+def _may_be_undefined(value: Any) -> bool:
+    """Whether a gradient may be None when it is there: user code made it."""
+    if value is None or value.op != "call_function":
+        return False
+    call = value.meta["call"]
+    if call.hook in (HookKind.TENSOR_PRE, HookKind.RETAIN_GRAD):
+        return _may_be_undefined(value.args[1])  # such a hook cannot make it so
+    if call.kind is CallKind.SUM:
+        return all(map(_may_be_undefined, value.all_input_nodes))
+    if call.kind is CallKind.PROJECT:
+        source, i = value.args
+        validated = source.meta["call"].kind is CallKind.VALIDATE
+        return _may_be_undefined(source.args[0][i] if validated else source)
+    return call.kind in (CallKind.FUNCTION, CallKind.CPP_FUNCTION, CallKind.HOOK)
 
-    Returns:
-        One gradient per argument of the forward; in the `InlinedCall` steps speak of these arguments.
+
+class _Steps:
+    """In which step of a compiled function each of its nodes runs.
+
+    A step ends where a gradient is ready.
+    """
+
+    def __init__(self, aot: AotBackward, wanted: Sequence[bool], grads: UndefinedGrads) -> None:
+        self._gradients, self._key = aot.gradients, grads.key
+        keys = {
+            min(map(grads.key.__getitem__, parts))
+            for gradient, want in zip(aot.gradients, wanted, strict=True)
+            if want and (parts := _parts(gradient)) and not all(map(grads.is_undefined, parts))
+        }
+        #: the keys at which the steps end, negated, so that they ascend.
+        self._ends = sorted(-key for key in keys) or [0.0]
+        self.last = len(self._ends) - 1
+
+    def of(self, nodes: Iterable[fx.Node]) -> int:
+        """The step in which the last of `nodes` runs."""
+        return max(self._at(self._key[node]) for node in nodes)
+
+    def of_users(self, node: fx.Node) -> int:
+        """Eager calls the hooks of an output when it comes to the node that made it."""
+        keys = (self._key[user] for user in node.users if user in self._key and user.op != "output")
+        return self._at(max(keys, default=float("-inf")))
+
+    def _at(self, key: float) -> int:
+        """The first step that does not end before what has `key` runs."""
+        return min(bisect_left(self._ends, -key), self.last)
+
+    def served(self, gradients: Sequence[Value]) -> tuple[tuple[int, ...], ...]:
+        """By step, the numbers of the gradients that are ready after it; None in `gradients` is undefined."""
+        steps: list[list[int]] = [[] for _ in self._ends]
+        for i, (gradient, value) in enumerate(zip(self._gradients, gradients, strict=True)):
+            steps[0 if value is None else self.of(_parts(gradient))].append(i)
+        return tuple(tuple(self._like_edges(step)) for step in steps)
+
+    def _like_edges(self, step: Sequence[int]) -> list[int]:
+        """Gradients that one eager node makes together arrive in the order of its own inputs: that of the
+        results of one operation. Others arrive in the order in which the forward took them."""
+        ordered = list(step)
+        results: dict[fx.Node, list[int]] = {}
+        for i in step:
+            gradient = self._gradients[i]
+            if isinstance(gradient, fx.Node) and gradient.target is operator.getitem:
+                results.setdefault(gradient.args[0], []).append(i)  # type: ignore[arg-type]
+        for together in results.values():
+            places = sorted(map(ordered.index, together))
+            by_result = sorted(together, key=lambda i: self._gradients[i].args[1])  # type: ignore[union-attr,arg-type,return-value]
+            for place, i in zip(places, by_result, strict=True):
+                ordered[place] = i
+        return ordered
+
+
+class _Inlining:
+    """One compiled function, under way.
+
+    Args:
+        aot: its graph. call: what the engine handed over for it, with the gradients before their hooks.
+        given: values for the sizes, saved tensors and opaque objects of the graph, in its order.
+        hooks: for each output, the hooks on its gradient. They are called with the whole gradient, where it
+            is complete.
+        calls: the backward under way.
 
     Raises:
         Refusal: the graph and what arrives do not fit together; nothing has been added then.
     """
-    return _Inlining(aot, arriving, calls).run()
 
-
-class _Inlining:
-    def __init__(self, aot: AotBackward, arriving: Arriving, calls: CallGraph) -> None:
-        self._aot, self._arriving, self._calls = aot, arriving, calls
+    def __init__(
+        self,
+        aot: AotBackward,
+        call: AotCall,
+        given: Sequence[Value],
+        hooks: Sequence[Sequence[_LateHook]],
+        calls: CallGraph,
+    ) -> None:
+        self._aot, self._given, self._hooks, self._calls = aot, call, hooks, calls
         placeholders = [node for node in aot.graph.nodes if node.op == "placeholder"]
-        first = len(arriving.placeholders)
+        first = len(given)
         self._tangents = list(_groups(placeholders[first:], [tangent.leaves for tangent in aot.tangents]))
         if first + sum(map(len, self._tangents)) != len(placeholders):
             raise Refusal(
                 "not-inlined", f"its graph takes {len(placeholders)} values, {first} saved ones arrived"
             )
-        self._env: dict[fx.Node, Value] = dict(zip(placeholders, arriving.placeholders, strict=False))
-        undefined = [i for i, t in enumerate(aot.tangents) if arriving.grads[t.slot] is None]
-        outputs = [_parts(g) for g, want in zip(aot.gradients, arriving.wanted, strict=True) if want]
-        self._flow = TangentFlow(aot.graph, self._tangents, undefined, outputs)
-        if self._flow.zeros and arriving.zeros is None:
+        self._env: dict[fx.Node, Value] = dict(zip(placeholders, given, strict=False))
+        undefined = [i for i, t in enumerate(aot.tangents) if call.grads[t.slot] is None]
+        outputs = [_parts(g) for g, want in zip(aot.gradients, call.wanted, strict=True) if want]
+        self._grads = UndefinedGrads(aot.graph, self._tangents, undefined, outputs)
+        if self._grads.zeros and call.zeros is None:
             raise Refusal("not-inlined", "an undefined gradient has to be zeros of a size that is not known")
         self._owner = {node: i for i, nodes in enumerate(self._tangents) for node in nodes}
-        self._whole: dict[fx.Node, list[int]] = {}
-        for number, total in enumerate(self._flow.totals):
-            self._whole.setdefault(total, []).append(number)
-        self._ends = self._readiness()
-
-    def _readiness(self) -> list[float]:
-        """After which keys a gradient is ready, negated, so that they ascend: the ends of the steps."""
-        keys = {
-            min(map(self._flow.key.__getitem__, parts))
-            for gradient, want in zip(self._aot.gradients, self._arriving.wanted, strict=True)
-            if want and (parts := _parts(gradient)) and not all(map(self._flow.is_undefined, parts))
-        }
-        return sorted(-key for key in keys) or [0.0]
-
-    def _step(self, node: fx.Node) -> int:
-        return self._step_at(self._flow.key[node])
-
-    def _step_at(self, key: float) -> int:
-        """The step in which what has `key` runs: the first that does not end before it."""
-        return min(bisect_left(self._ends, -key), len(self._ends) - 1)
+        self._whole: dict[fx.Node, list[Tangent]] = {}
+        for tangent, total in zip(aot.tangents, self._grads.totals, strict=True):
+            self._whole.setdefault(total, []).append(tangent)
+        self._totals: dict[int, Value] = {}
+        self._steps = _Steps(aot, call.wanted, self._grads)
 
     def run(self) -> tuple[list[Value], InlinedCall]:
-        totals: dict[int, Value] = {}
+        """One gradient per argument of the forward; in the `InlinedCall` steps speak of these arguments."""
         entering = {tangent.slot for tangent in self._aot.tangents}
-        for slot, grad in enumerate(self._arriving.grads):
+        for slot, grad in enumerate(self._given.grads):
             if slot not in entering:
                 self._hooked(grad, slot)
-        for node in self._flow.order:
-            self._arrive_for(node.all_input_nodes, self._step(node), totals)
+        for node in self._grads.order:
+            self._arrive_for(node.all_input_nodes, self._steps.of([node]))
             self._env[node] = self._value(node)
-            self._complete(node, totals)
-        self._arrive_for(self._owner, len(self._ends) - 1, totals)
+            self._complete(node)
+        self._arrive_for(self._owner, self._steps.last)
         gradients = [
             self._gradient(gradient) if want else None
-            for gradient, want in zip(self._aot.gradients, self._arriving.wanted, strict=True)
+            for gradient, want in zip(self._aot.gradients, self._given.wanted, strict=True)
         ]
         return gradients, InlinedCall(
-            self._steps(gradients),
-            totals,
-            self._flow.consumed(),
-            {tangent.slot: self._flow.consumed_for(i) for i, tangent in enumerate(self._aot.tangents)},
-            self._flow.leaves_a_part(),
+            self._steps.served(gradients),
+            self._totals,
+            self._grads.consumed(),
+            {tangent.slot: self._grads.consumed_for(i) for i, tangent in enumerate(self._aot.tangents)},
+            self._grads.leaves_a_part(),
         )
 
     # tangents
 
-    def _arrive_for(self, nodes: Iterable[fx.Node], step: int, totals: dict[int, Value]) -> None:
-        """Take those tangents in that are among `nodes`: eager does so when it comes to their outputs."""
+    def _arrive_for(self, nodes: Iterable[fx.Node], step: int) -> None:
+        """Take in the tangents among `nodes`, as eager does when it comes to their outputs."""
         for node in nodes:
             if node in self._owner and node not in self._env:
                 number = self._owner[node]
                 self._arrive(number, step)
-                self._complete(self._tangents[number][0], totals)
+                self._complete(self._tangents[number][0])
 
     def _arrive(self, number: int, step: int) -> None:
         tangent, placeholders = self._aot.tangents[number], self._tangents[number]
-        grad = self._arriving.grads[tangent.slot]
+        grad = self._given.grads[tangent.slot]
+        make_zeros = self._given.zeros and self._given.zeros(tangent.slot)
         if tangent.leaves > 1:
             grad = self._hooked(grad, tangent.slot, step)
-        if grad is None and number in self._flow.zeros:
-            assert self._arriving.zeros is not None
-            grad = self._call(aten.Named("zeros", self._arriving.zeros(tangent.slot)), (), "zeros", step)
+        if grad is None and number in self._grads.zeros:
+            assert make_zeros is not None
+            grad = self._call(nodes.Named("zeros", make_zeros), (), "zeros", step)
         if grad is None:
             self._env.update(dict.fromkeys(placeholders))
             return
         name = placeholders[0].name
-        make_zeros = self._arriving.zeros and self._arriving.zeros(tangent.slot)
         call = Call(CallKind.ATEN, self._calls.current, step=step, enters=tangent.slot)
-        read = aten.tangent(tangent.read, make_zeros)
+        read = nodes.tangent(tangent.read, make_zeros)
         leaves = self._calls.add(call, read, (grad,), name=f"{self._aot.name}_{name}_read")
         for i, placeholder in enumerate(placeholders):
             self._env[placeholder] = self._call(operator.getitem, (leaves, i), placeholder.name, step)
 
-    def _complete(self, node: fx.Node, totals: dict[int, Value]) -> None:
+    def _complete(self, node: fx.Node) -> None:
         """If the gradient of an output is whole with `node`, note it and call its hooks."""
-        for number in self._whole.get(node, ()):
-            slot = self._aot.tangents[number].slot
-            totals[slot] = self._env[node]
-            if self._aot.tangents[number].leaves == 1:
-                self._env[node] = self._hooked(self._env[node], slot, self._step_of_users(node))
+        for tangent in self._whole.get(node, ()):
+            self._totals[tangent.slot] = self._env[node]
+            if tangent.leaves == 1:
+                self._env[node] = self._hooked(self._env[node], tangent.slot, self._steps.of_users(node))
 
     def _hooked(self, grad: Value, slot: int, step: int = 0) -> Value:
         """Call the hooks of an output; what they make of an undefined gradient is undefined."""
         after = grad
-        for hook in self._arriving.hooks[slot]:
+        for hook in self._hooks[slot]:
             after = hook(after if grad is not None else None, step)
         return None if grad is None else after
-
-    def _step_of_users(self, node: fx.Node) -> int:
-        """Eager calls the hooks of an output when it comes to the node that made it."""
-        keys = [self._flow.key[user] for user in node.users if user in self._flow.key and user.op != "output"]
-        return self._step_at(max(keys, default=float("-inf")))
 
     # nodes
 
     def _value(self, node: fx.Node) -> Value:
-        if node in self._flow.stands_for:
-            return self._env[self._flow.stands_for[node]]
-        step = self._step(node)
+        if node in self._grads.stands_for:
+            return self._env[self._grads.stands_for[node]]
+        step = self._steps.of([node])
         if node.op == "get_attr":
-            constant = aten.constant(str(node.target), self._aot.constants[str(node.target)])
-            return self._call(constant, (), node.name, step)
-        for empty in self._flow.filled.intersection(node.all_input_nodes):
-            self._env[empty] = self._zeros_like(empty, step)
+            held = self._aot.constants[str(node.target)]
+            return self._call(nodes.Named(str(node.target), lambda: held), (), node.name, step)
+        self._fill(node.all_input_nodes, step)
         args = fx.map_arg(node.args, self._env.__getitem__)
         kwargs = fx.map_arg(node.kwargs, self._env.__getitem__)
-        return self._call(aten.operation(node), args, node.name, step, kwargs)
+        return self._call(nodes.operation(node), args, node.name, step, kwargs)
 
-    def _zeros_like(self, node: fx.Node, step: int) -> Value:
-        fake = node.meta["val"]
-        make = functools.partial(torch.zeros, tuple(fake.shape), dtype=fake.dtype, device=fake.device)
-        return self._call(aten.Named("zeros", make), (), f"{node.name}_zeros", step)
+    def _fill(self, inputs: Iterable[fx.Node], step: int) -> None:
+        """Make zeros for those of `inputs` that are undefined but needed."""
+        for node in self._grads.filled.intersection(inputs):
+            fake = node.meta["val"]
+            make = functools.partial(torch.zeros, tuple(fake.shape), dtype=fake.dtype, device=fake.device)
+            self._env[node] = self._call(nodes.Named("zeros", make), (), f"{node.name}_zeros", step)
 
     def _gradient(self, gradient: fx.Node | BuiltGradient | None) -> Value:
         parts = _parts(gradient)
-        if all(map(self._flow.is_undefined, parts)):
+        if all(map(self._grads.is_undefined, parts)):
             return None
         if isinstance(gradient, fx.Node):
             return self._env[gradient]
         assert gradient is not None
-        for empty in self._flow.filled.intersection(parts):
-            self._env[empty] = self._zeros_like(empty, self._last_step(parts))
+        step = self._steps.of(parts)
+        self._fill(parts, step)
         values = tuple(self._env[part] if isinstance(part, fx.Node) else part for part in gradient.parts)
-        return self._call(aten.Named("subclass", gradient.build), values, "subclass", self._last_step(parts))
-
-    def _last_step(self, parts: Sequence[fx.Node]) -> int:
-        return max(map(self._step, parts))
-
-    def _steps(self, gradients: Sequence[Value]) -> tuple[tuple[int, ...], ...]:
-        steps: list[list[int]] = [[] for _ in self._ends]
-        for i, (gradient, value) in enumerate(zip(self._aot.gradients, gradients, strict=True)):
-            steps[0 if value is None else self._last_step(_parts(gradient))].append(i)
-        return tuple(tuple(self._like_edges(step)) for step in steps)
-
-    def _like_edges(self, step: Sequence[int]) -> list[int]:
-        """Gradients that one eager node makes together arrive in the order of its own inputs: that of the
-        results of one operation; otherwise that in which the forward took them."""
-        ordered = list(step)
-        results: dict[fx.Node, list[int]] = {}
-        for i in step:
-            gradient = self._aot.gradients[i]
-            if isinstance(gradient, fx.Node) and gradient.target is operator.getitem:
-                results.setdefault(gradient.args[0], []).append(i)  # type: ignore[arg-type]
-        for together in results.values():
-            places = sorted(map(ordered.index, together))
-            by_result = sorted(together, key=lambda i: self._aot.gradients[i].args[1])  # type: ignore[union-attr,arg-type,return-value]
-            for place, i in zip(places, by_result, strict=True):
-                ordered[place] = i
-        return ordered
+        return self._call(nodes.Named("subclass", gradient.build), values, "subclass", step)
 
     def _call(
         self,

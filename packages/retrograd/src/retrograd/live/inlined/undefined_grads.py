@@ -1,41 +1,42 @@
-"""How gradients flow through the graph of an AOT-compiled backward.
+"""Which gradients are undefined in the graph of an AOT-compiled backward.
 
-In: the graph, the gradients wanted of it, and which of its tangents are undefined. Out: `TangentFlow`: what
-is undefined like in eager, in which order eager would have computed the rest, and where the gradient of an
+In: the graph, the gradients wanted of it, and which of its tangents are undefined. Out: `UndefinedGrads`:
+what is undefined as in eager, in which order eager would have computed the rest, and where the gradient of an
 output of the forward is complete.
 
 The graph was traced for tangents that are all there; AOTAutograd fills in zeros. Eager runs no node whose
-gradients are all undefined. A backward is linear in its tangents, so a value that hangs from undefined
-tangents only is undefined too, and a sum loses that operand. Where another operation mixes them, the
-undefined operand has to be zeros after all; if its size is not known, the tangent that it hangs from.
+gradients are all undefined. A backward is linear in its tangents, so a value that depends only on undefined
+tangents is undefined too, and a sum loses that operand. Where another operation mixes defined and undefined
+operands, the undefined ones have to be zeros after all. If the size of one is not known, the tangent that it
+depends on has to be zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 
-class TangentFlow:
+class UndefinedGrads:
     """The analysis of one graph for one pattern of undefined tangents.
 
     Args:
         graph: an AOT backward graph.
         tangents: the placeholders of each tangent.
         undefined: numbers of the tangents that are undefined.
-        outputs: the values wanted; each entry the nodes that one gradient is made of.
+        outputs: the values wanted; each entry has the nodes that one gradient is made of.
 
     Attributes:
         zeros: numbers of the undefined tangents that must be zeros.
-        filled: undefined values in whose place other operations want zeros.
+        filled: undefined values that other operations need as zeros.
         stands_for: a sum that lost its other operand -> the node that it equals.
         totals: for each tangent, the node at which the gradient that it belongs to is complete.
         order: the nodes to compute, in eager's order.
-        key: sequence number of the forward operation whose backward computes a node last needs: nodes run
-            in descending order of it.
+        key: sequence number of the forward operation whose backward is the last to need a node. Nodes run in
+            descending order of it.
     """
 
     def __init__(
@@ -45,33 +46,20 @@ class TangentFlow:
         undefined: Iterable[int],
         outputs: Sequence[Sequence[fx.Node]],
     ) -> None:
-        self._graph = graph
-        self._tangents = tangents
-        self._outputs = outputs
-        self._reach = self._reached_tangents()
+        self._graph, self._tangents, self._outputs = graph, tangents, outputs
+        self._reach = _reached_tangents(graph, tangents)
         self._needed = _ancestors(part for parts in outputs for part in parts)
         self.zeros: set[int] = set()
-        self._absent = undefined = set(undefined)
+        self._given_undefined = undefined = set(undefined)
         while mixed := self._spread(undefined - self.zeros):
             self.zeros |= mixed
-        self.totals = [self._total(number) for number in range(len(tangents))]
-        self.key = self._keys()
-        self.order = self._ordered(self._live())
-
-    # dependence
-
-    def _reached_tangents(self) -> dict[fx.Node, int]:
-        """For each node, the tangents it depends on, as bits."""
-        reach: dict[fx.Node, int] = {}
-        for number, placeholders in enumerate(self._tangents):
-            reach.update(dict.fromkeys(placeholders, 1 << number))
-        for node in self._graph.nodes:
-            if node.op != "placeholder":
-                bits = 0
-                for argument in node.all_input_nodes:
-                    bits |= reach.get(argument, 0)
-                reach[node] = bits
-        return reach
+        self.totals = [
+            _total(found[0], 1 << i, self._reach, self._needed) for i, found in enumerate(tangents)
+        ]
+        self.key = _keys(graph, self._reach)
+        live = self._live()
+        nodes = [node for node in graph.nodes if node in live and node.op != "placeholder"]
+        self.order = sorted(nodes, key=lambda node: -self.key[node])
 
     def is_undefined(self, node: fx.Node) -> bool:
         """Whether eager would have no gradient here."""
@@ -110,75 +98,12 @@ class TangentFlow:
         return True
 
     def _numbers(self, nodes: Iterable[fx.Node], missing: int) -> set[int]:
-        """The missing tangents that the undefined ones of `nodes` hang from."""
+        """The missing tangents that the undefined ones of `nodes` depend on."""
         bits = 0
         for node in nodes:
             if node in self._undefined:
                 bits |= self._reach[node] & missing
         return {number for number in range(len(self._tangents)) if bits >> number & 1}
-
-    # what is left
-
-    def consumed(self) -> frozenset[float]:
-        """Keys of the eager nodes that would release what they saved."""
-        return frozenset(self.key[node] for node in self.order if self._reads_saved(node))
-
-    def consumed_for(self, number: int) -> frozenset[float]:
-        """The same, if only the gradient of this tangent's output is wanted."""
-        before = _ancestors([self.totals[number]]).intersection(self.order)
-        return frozenset(self.key[node] for node in before if self._reads_saved(node))
-
-    def leaves_a_part(self) -> bool:
-        """Whether what hangs from an undefined tangent can still be differentiated afterwards, because eager
-        would need none of the nodes that it ran now and that saved something."""
-        consumed = self.consumed()
-        return not consumed or any(not self._keys_behind(i) & consumed for i in self._absent)
-
-    def _keys_behind(self, tangent: int) -> set[float]:
-        """Keys of the eager nodes that a tangent alone would have run, and that saved something."""
-        bit = 1 << tangent
-        return {
-            self.key[node] for node, bits in self._reach.items() if bits & bit and self._reads_saved(node)
-        }
-
-    def _reads_saved(self, node: fx.Node) -> bool:
-        """Whether a node computes with something that comes from no tangent, so from the forward."""
-        arguments = node.all_input_nodes if self._reach.get(node) else ()
-        return any(not self._reach.get(argument) for argument in arguments)
-
-    # totals
-
-    def _total(self, number: int) -> fx.Node:
-        """Follow the sums in which the tangent meets what the graph itself sends to the same output."""
-        bit = 1 << number
-        current = self._tangents[number][0]
-        while True:
-            users = [user for user in current.users if user in self._needed]
-            if len(users) != 1 or not _adds(users[0]):
-                break
-            user = users[0]
-            other = next(iter(a for a in user.all_input_nodes if a is not current), None)
-            if other is None or not self._reach.get(other) or self._reach[other] & bit:
-                break
-            current = user
-        return current
-
-    # order
-
-    def _keys(self) -> dict[fx.Node, float]:
-        """Eager runs the backward of one region by descending sequence number, and a node when the last of
-        what it depends on is there."""
-        calls = [n for n in self._graph.nodes if n.op == "call_function" and self._reach[n]]
-        own = _own_keys(calls)
-        key: dict[fx.Node, float] = {}
-        for node in self._graph.nodes:
-            if self._reach.get(node):
-                keys = [key[argument] for argument in node.all_input_nodes if argument in key]
-                key[node] = min([*keys, own.get(node, float("inf"))])
-        for node in reversed(self._graph.nodes):
-            if node not in key:
-                key[node] = max((key[user] for user in node.users if user in key), default=float("inf"))
-        return key
 
     def _live(self) -> set[fx.Node]:
         live: set[fx.Node] = set()
@@ -192,13 +117,77 @@ class TangentFlow:
             pending += [self.stands_for[node]] if node in self.stands_for else node.all_input_nodes
         return live
 
-    def _ordered(self, live: set[fx.Node]) -> list[fx.Node]:
-        nodes = [node for node in self._graph.nodes if node in live and node.op != "placeholder"]
-        return sorted(nodes, key=lambda node: -self.key[node])
+    # what eager's nodes would release
+
+    def consumed(self) -> frozenset[float]:
+        """Keys of the eager nodes that would release what they saved."""
+        return self._saving(self.order)
+
+    def consumed_for(self, number: int) -> frozenset[float]:
+        """The same, if only the gradient of this tangent's output is wanted."""
+        return self._saving(_ancestors([self.totals[number]]).intersection(self.order))
+
+    def leaves_a_part(self) -> bool:
+        """Whether the part that depends on an undefined tangent can still be differentiated afterwards: eager
+        would need none of the nodes for it that ran now and had saved something."""
+        consumed = self.consumed()
+        reached = self._reach.items()
+        return not consumed or any(
+            not self._saving(node for node, bits in reached if bits >> number & 1) & consumed
+            for number in self._given_undefined
+        )
+
+    def _saving(self, nodes: Iterable[fx.Node]) -> frozenset[float]:
+        """Keys of those of `nodes` that compute with something that depends on no tangent, so is saved."""
+        return frozenset(
+            self.key[node]
+            for node in nodes
+            if self._reach.get(node) and not all(map(self._reach.get, node.all_input_nodes))
+        )
+
+
+def _reached_tangents(graph: fx.Graph, tangents: Sequence[Sequence[fx.Node]]) -> dict[fx.Node, int]:
+    """For each node, the tangents that it depends on, as bits."""
+    reach = {node: 1 << number for number, nodes in enumerate(tangents) for node in nodes}
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            bits = 0
+            for argument in node.all_input_nodes:
+                bits |= reach.get(argument, 0)
+            reach[node] = bits
+    return reach
+
+
+def _total(tangent: fx.Node, bit: int, reach: Mapping[fx.Node, int], needed: Container[fx.Node]) -> fx.Node:
+    """Follow the sums in which a tangent meets what the graph itself sends to the same output."""
+    current = tangent
+    while True:
+        users = [user for user in current.users if user in needed]
+        if len(users) != 1 or not _adds(users[0]):
+            return current
+        other = next((a for a in users[0].all_input_nodes if a is not current), None)
+        if other is None or not reach.get(other) or reach[other] & bit:
+            return current
+        current = users[0]
+
+
+def _keys(graph: fx.Graph, reach: Mapping[fx.Node, int]) -> dict[fx.Node, float]:
+    """Eager runs the backward of one region by descending sequence number. A node runs when the last value
+    that it depends on is there."""
+    own = _own_keys([node for node in graph.nodes if node.op == "call_function" and reach[node]])
+    key: dict[fx.Node, float] = {}
+    for node in graph.nodes:
+        if reach.get(node):
+            keys = [key[argument] for argument in node.all_input_nodes if argument in key]
+            key[node] = min([*keys, own.get(node, float("inf"))])
+    for node in reversed(graph.nodes):
+        if node not in key:
+            key[node] = max((key[user] for user in node.users if user in key), default=float("inf"))
+    return key
 
 
 def _has_static_value(node: fx.Node) -> bool:
-    """Whether the graph tells the metadata of a node's value, and no size in it is symbolic."""
+    """Whether the graph knows the metadata of a node's value, and no size in it is symbolic."""
     fake = node.meta.get("val")
     return isinstance(fake, torch.Tensor) and all(isinstance(size, int) for size in fake.shape)
 
@@ -216,11 +205,11 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _own_keys(calls: Sequence[fx.Node]) -> dict[fx.Node, float]:
-    """The key of each call for itself. A graph from AOTAutograd's cache keeps no sequence numbers: there
-    every gradient is ready as soon as it can be.
+    """The key of each call by itself. A graph from AOTAutograd's cache keeps no sequence numbers: in such a
+    graph every gradient is ready as soon as possible.
 
-    Where the transposes of a linear layer have been folded into its products, the weight's gradient is there
-    with the bias's; in eager it takes one node more.
+    Where the transposes of a linear layer have been folded into its products, the weight's gradient is ready
+    with the bias's; in eager it is ready one node later.
     """
     known = {node: float(node.meta["seq_nr"]) for node in calls if "seq_nr" in node.meta}
     keys = known or {node: -float(place) for place, node in enumerate(calls)}

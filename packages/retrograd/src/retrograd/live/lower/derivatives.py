@@ -1,30 +1,24 @@
 """Make the outputs of compiled code differentiable, as eager's would be; the derivative is compiled code too.
 
 In: the outputs of a lowered function in grad mode, its arguments, and the `History` that eager would have
-recorded. Out: the outputs with autograd nodes of ours. Such a node keeps the arguments that derivatives read,
-and its backward runs the function's vector-Jacobian product, lowered like any function; in grad mode that is
-differentiable by the same means, to any order.
+recorded. Out: the outputs with autograd nodes of ours. Such a node keeps the arguments that derivatives read.
+Its backward runs the function's vector-Jacobian product, which is lowered like any function, and in grad mode
+is made differentiable in the same way, to any order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from retrograd._torch.autograd import EngineRequest, run_stock, window
 from retrograd._torch.trace import History, Part, arguments_read, saved_tensors_unseen
+from retrograd.backends.base import Boxed
 
-Boxed = Callable[[list[Any]], Sequence[Any]]
 Grad = torch.Tensor | None
-
-
-class Runner(Protocol):
-    """Runs a boxed function, compiled where it can be."""
-
-    def run(self, args: list[Any]) -> Sequence[Any]: ...
 
 
 class Differentiable:
@@ -34,14 +28,14 @@ class Differentiable:
         fn: the function as captured.
         args: arguments like those of every later call.
         history: what eager records when it runs.
-        runner: makes a `Runner` of a boxed function; the second argument says what it is.
+        runner: makes a function that runs compiled where it can; the second argument says what it is.
 
     Raises:
         Exception: a derivative cannot be traced.
     """
 
     def __init__(
-        self, fn: Boxed, args: Sequence[Any], history: History, runner: Callable[[Boxed, str], Runner]
+        self, fn: Boxed, args: Sequence[Any], history: History, runner: Callable[[Boxed, str], Boxed]
     ) -> None:
         self._identical = history.identical
         self._parts = tuple(_DifferentiablePart(fn, args, part, runner) for part in history.parts)
@@ -58,11 +52,12 @@ class Differentiable:
 
 
 def _new_leaves(history: History, are_leaves: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
-    """For each part, the leaves that no part before it has among its inputs, if there are several in all.
+    """For each part, the leaves among its inputs that are inputs of no earlier part; none if there is one
+    leaf.
 
-    Such a leaf is given to our node through an alias made just before the node. Our node passes all gradients
-    on at once, but eager accumulates into each leaf as soon as its last contribution is there: the engine
-    runs what was made last first, so the aliases make it accumulate in eager's order.
+    Our node is given such a leaf through an alias made just before the node. The node passes on all gradients
+    at once, but eager accumulates into each leaf as soon as its last contribution is there. The engine first
+    runs what was made last, so the aliases make it accumulate in eager's order.
     """
     leaves = [i for i, is_leaf in zip(history.leaves, are_leaves, strict=True) if is_leaf]
     if len(leaves) == 1:
@@ -78,11 +73,11 @@ class _DifferentiablePart:
     """The outputs of one `Part`, and its derivatives: one for each set of outputs that has a cotangent."""
 
     def __init__(
-        self, fn: Boxed, args: Sequence[Any], part: Part, runner: Callable[[Boxed, str], Runner]
+        self, fn: Boxed, args: Sequence[Any], part: Part, runner: Callable[[Boxed, str], Boxed]
     ) -> None:
         self.part = part
         self._fn, self._runner = fn, runner
-        self._derivatives: dict[tuple[int, ...], Runner] = {}
+        self._derivatives: dict[tuple[int, ...], Boxed] = {}
         every = vector_jacobian_product(fn, len(args), part.inputs, part.outputs)
         self._first = _first_places(args)
         self._saved = [i for i in part.saved if self._first[i] == i]
@@ -94,19 +89,20 @@ class _DifferentiablePart:
         kept = [args[i] for i in self._saved]
         # Eager would have saved something computed from these, so the user may change them in place.
         kept += [args[i].clone() for i in self._copied]
-        call = _Call(self, [outputs[o] for o in self.part.outputs], kept, [*map(_described, args)])
-        for o, tensor in zip(self.part.outputs, _CompiledSegment.apply(call, *inputs), strict=True):
+        results = [outputs[o] for o in self.part.outputs]
+        tensors = _CompiledSegment.apply(self, results, kept, [*map(_described, args)], *inputs)
+        for o, tensor in zip(self.part.outputs, tensors, strict=True):
             outputs[o] = tensor
 
     def arguments(self, saved: Sequence[torch.Tensor], described: Sequence[Any]) -> list[Any]:
-        """The function's arguments again, with memory of any content for those that no derivative reads."""
+        """The function's arguments again, with uninitialized memory for those that no derivative reads."""
         at_hand = dict(zip((*self._saved, *self._copied), saved, strict=True))
         for i, value in enumerate(described):
             if self._first[i] == i and i not in at_hand:
                 at_hand[i] = value.empty() if isinstance(value, _Described) else value
         return [at_hand[i] for i in self._first]
 
-    def derivative(self, arity: int, given: tuple[int, ...]) -> Runner:
+    def derivative(self, arity: int, given: tuple[int, ...]) -> Boxed:
         """The lowered vector-Jacobian product, for cotangents of the outputs `given`."""
         if given not in self._derivatives:
             product = vector_jacobian_product(self._fn, arity, self.part.inputs, given)
@@ -116,25 +112,9 @@ class _DifferentiablePart:
 
 
 def _first_places(args: Sequence[Any]) -> list[int]:
-    """For each argument, where the same tensor is given first; itself for what is no tensor."""
+    """For each argument, the place where the same tensor is given first; its own place if it is no tensor."""
     tensors = {id(arg): i for i, arg in reversed(list(enumerate(args))) if isinstance(arg, torch.Tensor)}
     return [tensors[id(arg)] if isinstance(arg, torch.Tensor) else i for i, arg in enumerate(args)]
-
-
-@dataclass
-class _Call:
-    """One call of a function, on its way into an autograd node.
-
-    Attributes:
-        part: which outputs it concerns; `results` are they.
-        saved: tensors for ``save_for_backward``.
-        arguments: the others' description, and the arguments that are no tensors.
-    """
-
-    part: _DifferentiablePart
-    results: list[torch.Tensor]
-    saved: list[torch.Tensor]
-    arguments: list[Any]
 
 
 @dataclass(frozen=True)
@@ -148,7 +128,7 @@ class _Described:
     requires_grad: bool
 
     def empty(self) -> torch.Tensor:
-        """Memory of any content in place of the tensor."""
+        """Uninitialized memory in place of the tensor."""
         empty = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
         return empty.requires_grad_(self.requires_grad)
 
@@ -161,15 +141,26 @@ def _described(value: Any) -> Any:
     )
 
 
+#: of the arguments of the node's forward that are no inputs of the function.
+_NO_GRADS = (None,) * 4
+
+
 class _CompiledSegment(torch.autograd.Function):
-    """The node; its forward only hands out what is computed already."""
+    """The node. Its forward only returns what has been computed already."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        part: _DifferentiablePart,
+        results: list[torch.Tensor],
+        saved: list[torch.Tensor],
+        arguments: list[Any],
+        *inputs: torch.Tensor,
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*call.saved)
-        ctx.part, ctx.arguments = call.part, call.arguments
-        return tuple(call.results)
+        ctx.save_for_backward(*saved)
+        ctx.part, ctx.arguments = part, arguments
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Grad) -> Any:
@@ -177,10 +168,10 @@ class _CompiledSegment(torch.autograd.Function):
         outputs = zip(part.part.outputs, cotangents, strict=True)
         given = tuple(o for o, grad in outputs if grad is not None)
         if not given:
-            return (None, *[None] * len(part.part.inputs))
+            return (*_NO_GRADS, *[None] * len(part.part.inputs))
         args = part.arguments(ctx.saved_tensors, ctx.arguments)
         runner = part.derivative(len(args), given)
-        return (None, *runner.run([*args, *(grad for grad in cotangents if grad is not None)]))
+        return (*_NO_GRADS, *runner([*args, *(grad for grad in cotangents if grad is not None)]))
 
 
 def vector_jacobian_product(fn: Boxed, arity: int, wanted: tuple[int, ...], given: tuple[int, ...]) -> Boxed:

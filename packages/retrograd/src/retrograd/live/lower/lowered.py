@@ -5,20 +5,27 @@ In: what tracing and the backend returned. Out: called with values that fit, the
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
+from retrograd._torch.log import profiling
 from retrograd._torch.state import ThreadModes, without_torch_functions
 from retrograd._torch.subclass import SubclassBorder
 from retrograd._torch.trace import InputGuard
 from retrograd.backends.background import Later
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
+from retrograd.errors import Reason
+from retrograd.events import live_log
 from retrograd.live.lower.derivatives import Differentiable
 from retrograd.live.plan_log import PlanLog
+from retrograd.repeats.lift_scalars import Family
+from retrograd.report import LoweringReport
 
 
 @dataclass(eq=False)
@@ -29,8 +36,9 @@ class Lowered:
         guard, modes: must hold. run: the backend's code, which takes the arguments at `fed` and whose results
             stand at `given`. graph: the ATen graph. border: flattens tensor subclasses, if there are any.
         differentiable: records what was run, for a derivative; None where eager would record nothing.
-        has_run: whether it has once. is_deterministic: whether eager was asked, and had nothing to raise.
-        later: stands for the code while that is compiled in the background.
+        has_run: whether it has run. is_deterministic: whether eager has run in its place, and had no error to
+            raise about an operation that is not deterministic.
+        later: the code, while it is compiled in the background.
     """
 
     guard: InputGuard
@@ -81,15 +89,39 @@ class Lowered:
 
 @dataclass(eq=False)
 class Lowerings:
-    """What has come of lowering one function, for all that run the same one.
+    """The results of lowering one function, for all that run the same one.
 
     Attributes:
         codes: the newest first.
-        interpret_because: why it cannot be lowered; None if it could be, or nobody has tried.
+        interpret_because: why it cannot be lowered; None if it could be, or has not been tried.
+        family: functions that differ from it only in their numbers, and `numbers`, its own.
     """
 
     codes: list[Lowered] = field(default_factory=list)
     interpret_because: str | None = None
+    family: Family | None = None
+    numbers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BoxedFunction:
+    """A function that is lowered.
+
+    Attributes:
+        run: the function as captured.
+        noted: the same, to be traced: its ATen nodes are to name autograd nodes.
+        ranged: the same, under a profiler: its autograd nodes get the ranges that eager gives them.
+        range: around its compiled code, under a profiler.
+    """
+
+    run: Boxed
+    noted: Boxed
+    ranged: Boxed
+    range: Callable[[], AbstractContextManager[Any]]
+
+    def interpreted(self, args: list[Any]) -> Sequence[Any]:
+        """Its outputs, computed as captured; `args` is emptied."""
+        return self.ranged(args) if profiling() else self.run(args)
 
 
 @dataclass(frozen=True)
@@ -110,3 +142,16 @@ class How:
     backend: Backend
     log: PlanLog
     role: str = ""
+
+    def reason(self, text: str, way_out: str) -> Reason:
+        """Why it is not compiled."""
+        names = ", ".join(self.names[:3])
+        return Reason("segment-not-compiled", text, "live.lower", node=names, way_out=way_out)
+
+    def tell(
+        self, how: str, guards: str, because: str, graph: fx.Graph | None = None, recompile: bool = False
+    ) -> None:
+        """Report a lowering. The arguments are those of `LoweringReport`."""
+        because = f"{self.role}: {because}" if self.role else because
+        live_log.debug("segment %d: %s, %s", self.number, how, because)
+        self.log.lowered(LoweringReport(self.number, how, guards, because, graph, recompile))

@@ -1,39 +1,40 @@
-"""The steps of a plan as one Python function: what it costs to go from step to step is a few local variables.
+"""The steps of a plan as one Python function: to go from step to step costs a few local variables.
 
 In: a `Schedule` and what each of its segments runs. Out: the text of the function and what it refers to.
 Every value is a local variable, deleted at its last use. The function is called with what the engine
-collected; it returns the plan's outputs, or None if its guard does not hold (nothing is consumed then), or,
+collected. It returns the plan's outputs; or None if its guard does not hold (nothing is consumed then); or,
 where a step must be left to the plan, the number of that step and the values at hand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
 
-from retrograd._torch.autograd import versions_of
+from retrograd._torch.autograd import Collected, versions_of
 from retrograd._torch.state import torch_functions_off
 from retrograd.graph.backward_graph import (
     Accumulation,
     CallKind,
     HookKind,
     OpaqueCall,
+    PlanStep,
     Schedule,
     Segment,
     Source,
     SourceKind,
     call_of,
+    dying_values,
 )
 from retrograd.graph.emit import Emitter, emit_calls
-from retrograd.live.calls.gradients import accumulate_quietly
-from retrograd.live.calls.many_gradients import Accumulator
+from retrograd.live.calls.gradients import Accumulator, accumulate_quietly
 
 Check = Callable[[Sequence[Any]], bool]
 
-#: calls in which no class of tensors written in Python has a say: the engine's own closures, and ours.
+#: calls that no class of tensors written in Python takes over: the engine's own closures, and ours.
 _NATIVE = frozenset({CallKind.NODE, CallKind.VALIDATE, CallKind.PROJECT, CallKind.SUM, CallKind.COPY_SLICES})
 
 _LISTS = {
@@ -88,41 +89,55 @@ class PlanLayout:
     """What is written.
 
     Attributes:
-        schedule: the steps. codes: what each of its segments runs, by step.
-        placeholders: where values come from. lengths: of the lists that the engine hands over.
+        schedule: the steps.
+        placeholders: where values come from.
         outputs: what is returned.
-        guard: whether the values of `guarded` fit; None if there is nothing to ask.
         saved: placeholders whose version matters after user code has run.
+        codes: what each segment runs, by step.
+        lengths: of the lists that the engine hands over.
+        guard: whether the values of `guarded` fit; None if there is nothing to ask.
     """
 
     schedule: Schedule
-    codes: Mapping[int, Code]
     placeholders: Sequence[tuple[fx.Node, Source]]
-    lengths: Mapping[SourceKind, int]
     outputs: Sequence[fx.Node | None]
-    guard: Check | None
-    guarded: Sequence[fx.Node]
     saved: frozenset[fx.Node]
+    codes: Mapping[int, Code] = field(default_factory=dict)
+    lengths: Mapping[SourceKind, int] = field(default_factory=dict)
+    guard: Check | None = None
+    guarded: Sequence[fx.Node] = ()
+
+    def with_steps(self, steps: Sequence[PlanStep], codes: Sequence[Code]) -> PlanLayout:
+        """Other steps, and the codes of the segments among them."""
+        reads = [step.inputs if isinstance(step, Segment) else step.node.all_input_nodes for step in steps]
+        segments = [number for number, step in enumerate(steps) if isinstance(step, Segment)]
+        schedule = Schedule(tuple(steps), dying_values(reads, self.outputs))
+        return replace(self, schedule=schedule, codes=dict(zip(segments, codes, strict=True)))
 
 
-def write(laid: PlanLayout) -> GeneratedSource:
-    """The function for `laid`."""
-    return _Writer(laid).written
+def lists_of(call: Collected) -> dict[SourceKind, list[Any]]:
+    """What the engine collected, by kind."""
+    return {kind: getattr(call, name) for kind, name in _LISTS.items()}
+
+
+def write(layout: PlanLayout) -> GeneratedSource:
+    """The function for `layout`."""
+    return _Writer(layout).written
 
 
 class _Writer:
-    def __init__(self, laid: PlanLayout) -> None:
-        self._laid = laid
-        self._emit = emit = Emitter("settled(call, running, changes, user)")
+    def __init__(self, layout: PlanLayout) -> None:
+        self._layout = layout
+        self._emit = emit = Emitter("run_backward(call, backward, changes, user)")
         self.written = GeneratedSource(emit)
         self._begin()
         number = 0
-        steps = laid.schedule.steps
+        steps = layout.schedule.steps
         while number < len(steps):
             number = (
                 self._stretch(number) if not isinstance(steps[number], OpaqueCall) else self._opaque(number)
             )
-        emit.line(f"return [{', '.join('None' if n is None else emit.name(n) for n in laid.outputs)}]")
+        emit.line(f"return [{', '.join('None' if n is None else emit.name(n) for n in layout.outputs)}]")
 
     # the beginning
 
@@ -132,10 +147,12 @@ class _Writer:
             quiet=torch_functions_off,
             accumulate_one=accumulate_quietly,
         )
-        bound = {(source.kind, source.index): node for node, source in self._laid.placeholders if node.users}
+        bound = {
+            (source.kind, source.index): node for node, source in self._layout.placeholders if node.users
+        }
         unused = False
         for kind, name in _LISTS.items():
-            length = self._laid.lengths[kind]
+            length = self._layout.lengths[kind]
             nodes = [bound.get((kind, i)) for i in range(length)]
             if any(nodes):
                 targets = ", ".join("_" if node is None else self._emit.name(node) for node in nodes)
@@ -143,9 +160,9 @@ class _Writer:
                 unused |= None in nodes
         if unused:
             self._emit.line("del _")
-        if self._laid.guard is not None:
-            guard = self._emit.refer("guard", self._laid.guard)
-            self._emit.line(f"if not {guard}({self._emit.listed(self._laid.guarded)}): return None")
+        if self._layout.guard is not None:
+            guard = self._emit.refer("guard", self._layout.guard)
+            self._emit.line(f"if not {guard}({self._emit.listed(self._layout.guarded)}): return None")
         self._emit.line("; ".join(f"call.{name}.clear()" for name in _LISTS.values()))
         self._take_versions()
 
@@ -154,13 +171,13 @@ class _Writer:
         addition to a ``.grad`` that shares their memory."""
         may_be_changed = False
         watched: list[fx.Node] = []
-        for number, step in enumerate(self._laid.schedule.steps):
+        for number, step in enumerate(self._layout.schedule.steps):
             read: Sequence[fx.Node] = ()
             if isinstance(step, Segment):
                 read = step.inputs
             elif isinstance(step, OpaqueCall) and call_of(step.node).kind is CallKind.FUNCTION:
                 read = step.node.all_input_nodes
-            saved = [node for node in read if node in self._laid.saved] if may_be_changed else []
+            saved = [node for node in read if node in self._layout.saved] if may_be_changed else []
             if saved:
                 self.written.watched[number] = list(enumerate(saved, len(watched)))
                 watched += saved
@@ -178,9 +195,9 @@ class _Writer:
 
     def _stretch(self, number: int) -> int:
         """Steps without user code; returns the number of the step after them."""
-        steps = self._laid.schedule.steps
+        steps = self._layout.schedule.steps
         if self._is_loud(number):
-            self._segment(number, self._laid.codes[number])
+            self._segment(number, self._layout.codes[number])
             return number + 1
         with self._emit.block("with quiet():"):
             while number < len(steps):
@@ -190,31 +207,31 @@ class _Writer:
                 if isinstance(step, Accumulation):
                     number = self._accumulations(number)
                     continue
-                self._segment(number, self._laid.codes[number])
+                self._segment(number, self._layout.codes[number])
                 number += 1
         return number
 
     def _is_loud(self, number: int) -> bool:
-        """Whether the step is a segment that calls Python functions as they are: Python's classes of tensors
-        may have a say in them."""
-        step = self._laid.schedule.steps[number]
-        if not isinstance(step, Segment) or self._laid.codes[number].is_compiled:
+        """Whether the step is a segment that calls Python functions as they are: classes of tensors written
+        in Python may take them over."""
+        step = self._layout.schedule.steps[number]
+        if not isinstance(step, Segment) or self._layout.codes[number].is_compiled:
             return False
         return any(call_of(node).kind not in _NATIVE for node in step.nodes)
 
     def _segment(self, number: int, code: Code) -> None:
-        step = self._laid.schedule.steps[number]
+        step = self._layout.schedule.steps[number]
         assert isinstance(step, Segment)
         self._leave_if_changed(number)
         if code.check is not None:
             check = self._emit.refer("check", code.check)
             self._emit.line(f"if not {check}({self._emit.listed(step.inputs)}): return {number}, locals()")
         if not code.is_compiled and not self._is_loud(number):
-            gone = [node for node in step.inputs if node in self._laid.schedule.dying[number]]
+            gone = [node for node in step.inputs if node in self._layout.schedule.dying[number]]
             emit_calls(self._emit, step.nodes, [*gone, *(set(step.nodes) - set(step.outputs))])
             return
         self._emit.line(f"args = {self._emit.listed(step.inputs[i] for i in code.fed)}")
-        self._emit.let_go(node for node in step.inputs if node in self._laid.schedule.dying[number])
+        self._emit.let_go(node for node in step.inputs if node in self._layout.schedule.dying[number])
         pairs = list(zip(step.outputs, code.given, strict=True))
         made = (node for node, is_given in pairs if is_given)
         self.written.steps[self._emit.unpack(made, f"{self._emit.refer('run', code.run)}(args)")] = number
@@ -225,7 +242,7 @@ class _Writer:
 
     def _accumulations(self, number: int) -> int:
         """Consecutive accumulations; returns the number of the step after them."""
-        steps, dying = self._laid.schedule.steps, self._laid.schedule.dying
+        steps, dying = self._layout.schedule.steps, self._layout.schedule.dying
         batch: list[int] = []
         while number < len(steps):
             step = steps[number]
@@ -255,10 +272,10 @@ class _Writer:
         return number
 
     def _opaque(self, number: int) -> int:
-        step, dying = self._laid.schedule.steps[number], self._laid.schedule.dying[number]
+        step, dying = self._layout.schedule.steps[number], self._layout.schedule.dying[number]
         assert isinstance(step, OpaqueCall)
         self._leave_if_changed(number)
-        self._emit.line(f"running.node_call = {call_of(step.node).node_call}")
+        self._emit.line(f"backward.node_call = {call_of(step.node).node_call}")
         self._emit.line(f"args = {self._emit.expression(list(step.node.args))}")
         made = [step.node, *step.projections]
         self._emit.let_go(node for node in dying if node not in made)

@@ -14,8 +14,8 @@ from torch import fx
 
 from retrograd._torch.autograd import HookChanges, LateHook
 from retrograd.graph.backward_graph import BackwardGraph, CallKind, OpaqueCall, PlanStep, Segment, call_of
+from retrograd.live.backward import LiveBackward
 from retrograd.live.calls import hooks
-from retrograd.live.run.running_backward import RunningBackward
 from retrograd.passes.insert_hooks import HookTargets, Insertion, insert_hooks
 
 _TARGETS = HookTargets(
@@ -27,10 +27,10 @@ _TARGETS = HookTargets(
 
 
 def rest_with_changes(
-    backward: BackwardGraph,
+    graph: BackwardGraph,
     done: Sequence[PlanStep],
     values: dict[fx.Node, Any],
-    running: RunningBackward,
+    backward: LiveBackward,
     changes: HookChanges,
 ) -> tuple[BackwardGraph, dict[fx.Node, Any]]:
     """Lay out the rest.
@@ -39,37 +39,37 @@ def rest_with_changes(
         The remaining backward and the values of its placeholders: first those of `values`, in order.
 
     Args:
-        backward: the whole backward in eager's order. done: its steps up to the call that made the changes.
+        graph: the whole backward in eager's order. done: its steps up to the call that made the changes.
         values: the values that later steps read.
-        running: knows the live graph. changes: is emptied.
+        backward: knows the live graph. changes: is emptied.
     """
     finished = set(_nodes(done))
     current = done[-1]
     assert isinstance(current, OpaqueCall)
-    remaining = {call.node_call for node, call in backward.calls() if node not in finished}
-    late, removed = changes.take(running.node_calls[i] for i in sorted(remaining) if i)
-    came, late_hooks = _by_node_call(late, running, current)
+    remaining = {call.node_call for node, call in graph.calls() if node not in finished}
+    late, removed = changes.take(backward.node_calls[i] for i in sorted(remaining) if i)
+    came, late_hooks = _by_node_call(late, backward, current)
     went = [
         node
-        for node, call in backward.calls()
+        for node, call in graph.calls()
         if call.kind is CallKind.HOOK and node not in finished and not _same_hooks(node, current.node)
         if isinstance(node.args[0], fx.Node) and any(values.get(node.args[0]) is hook for hook in removed)
     ]
     computed = list(values)
-    rest, placeholders = insert_hooks(backward, computed, finished, came, went, _TARGETS)
+    rest, placeholders = insert_hooks(graph, computed, finished, came, went, _TARGETS)
     bound = [*(values[node] for node in computed), *late_hooks]
     return rest, dict(zip(placeholders, bound, strict=True))
 
 
 def _by_node_call(
-    late: Sequence[LateHook], running: RunningBackward, current: OpaqueCall
+    late: Sequence[LateHook], backward: LiveBackward, current: OpaqueCall
 ) -> tuple[dict[int, list[Insertion]], list[Any]]:
     """The hooks that came, by node call; those on nodes that are not in this backward are left out."""
     came: dict[int, list[Insertion]] = {}
     kept: list[Any] = []
     here = call_of(current.node)
     for hook in late:
-        index = next((i for i, node in enumerate(running.node_calls) if node is hook.node), None)
+        index = next((i for i, node in enumerate(backward.node_calls) if node is hook.node), None)
         ours = here.enters is None or here.enters == hook.slot
         if index is None or (index == here.node_call and hook.kind is here.hook and ours):
             continue

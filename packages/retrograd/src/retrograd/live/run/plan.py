@@ -1,7 +1,11 @@
 """Run a backward step by step.
 
 In: a `BackwardGraph` in eager's order, and at run time what the engine collected. Out: the gradients that
-``autograd.grad`` returns, and ``.grad`` written. Values are let go as soon as their last step has read them.
+``autograd.grad`` returns, and ``.grad`` written. Values are freed as soon as their last step has read them.
+
+A plan that runs again is specialised: its steps become one generated function. To generate it takes as long
+as several runs that go from step to step. So a plan is not generated for its first run, nor is the rest of a
+backward in which a hook came or went: many plans of both kinds run only once.
 """
 
 from __future__ import annotations
@@ -9,7 +13,8 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,27 +39,27 @@ from retrograd.graph.backward_graph import (
     OpaqueCall,
     Schedule,
     Segment,
+    Source,
     SourceKind,
     call_of,
     source_of,
 )
+from retrograd.live.backward import LiveBackward
+from retrograd.live.calls.functions import ModifiedTensor
 from retrograd.live.calls.gradients import accumulate_grad
-from retrograd.live.calls.saved import ModifiedTensor
-from retrograd.live.capture.cut import cut, whole
-from retrograd.live.lower.pieces import regions_of
-from retrograd.live.lower.sharing import changing_numbers
+from retrograd.live.capture.cut import cut
+from retrograd.live.lower.runner import BoxedRunner
 from retrograd.live.plan_log import PlanLog
-from retrograd.live.run.generated_source import is_only_for_post_hooks
-from retrograd.live.run.leaked_modes import LeakedModes
+from retrograd.live.run.generated_source import PlanLayout, is_only_for_post_hooks, lists_of
 from retrograd.live.run.mid_backward_hooks import rest_with_changes
-from retrograd.live.run.running_backward import RunningBackward
-from retrograd.live.run.segment_runner import runner_of
+from retrograd.live.run.segment_runner import LeakedModes, argument_values, runner_of, step_through
 from retrograd.live.run.specialised import Bailout, SpecialisedPlan, Specialising
-from retrograd.live.run.step_through import argument_values
+from retrograd.repeats.divide_backward import regions_of
+from retrograd.repeats.lift_scalars import changing_numbers
 from retrograd.report import BackwardReport
 
-#: from so many copies of a region on, what is no copy, and no larger part of the backward than one in so
-#: many, is compiled later.
+#: from this many copies of a region on, a segment that is no copy is compiled later, if it makes up no more
+#: than one part in this many of the backward.
 REGION_RULES = 6
 
 #: how often it is interpreted until then.
@@ -66,15 +71,15 @@ Values = dict[fx.Node, Any]
 
 _NOTHING = nullcontext()
 
-#: for plans without user code: nobody can change a hook.
+#: for plans without user code, which alone could change a hook.
 _NO_CHANGES = nullcontext(HookChanges())
 
-#: so many runs go from step to step, the last of them watched.
-SETTLES_AFTER = 1
+#: this many runs go from step to step, the last of them watched.
+SPECIALISED_AFTER = 1
 
-#: for how many kinds of values and modes a plan settles, how often it may try, and how often it may be left
-#: in the middle before it is settled anew.
-KEPT_SETTLED, ATTEMPTS, LEFT_BEFORE_DROPPED = 4, 16, 8
+#: for how many kinds of values and modes a plan is specialised, how often that is tried, and after how many
+#: bailouts a specialised plan is dropped.
+KEPT_SPECIALISED, ATTEMPTS, BAILOUTS_BEFORE_DROPPED = 4, 16, 8
 
 
 @dataclass
@@ -83,216 +88,203 @@ class _Run:
 
     Attributes:
         values: those that later steps read. versions: of saved tensors, as they should be.
-        running, changes: as in `Plan.run`.
+        backward, changes: as in `Plan.run`.
         left: modes that user code left switched.
-        settling: watches; None if nobody does.
+        watch: watches the run, to specialise the plan; None if it is not watched.
     """
 
     values: Values
     versions: Versions[fx.Node]
-    running: RunningBackward
+    backward: LiveBackward
     changes: HookChanges
     left: LeakedModes | None = None
-    settling: Specialising | None = None
+    watch: Specialising | None = None
 
 
 class Plan:
     """The steps of one backward, with the code of its segments.
 
     Args:
-        backward: in eager's order.
+        graph: in eager's order.
         config, backend: how segments are lowered.
+
+    Attributes:
+        schedule: the steps. report, log: of them.
+        runs_user_code: whether a step calls something that can look at the running backward.
     """
 
-    def __init__(self, backward: BackwardGraph, config: Config, backend: Backend) -> None:
+    def __init__(self, graph: BackwardGraph, config: Config, backend: Backend) -> None:
         counters["plans"] += 1
-        self._backward = backward
-        smallest = config.smallest_repeat
-        self.schedule: Schedule = cut(
-            backward,
-            _named_opaque(backward, config),
-            changing_numbers(backward) if backend.traces else {},
-            partial(regions_of, smallest=smallest, copies=config.fewest_copies)
-            if backend.traces and smallest
-            else whole,
-            at_once=not backend.traces,
-        )
-        self.report = BackwardReport(backward, self.schedule, backend.name)
-        self._placeholders = tuple(backward.placeholders())
-        self._outputs = backward.outputs()
-        self._saved = _saved_tensors(backward)
-        number = itertools.count()
+        self._graph = graph
+        self.schedule = _schedule(graph, config, backend)
+        self.runs_user_code = bool(self.schedule.opaque_calls)
+        self.report = BackwardReport(graph, self.schedule, backend.name)
         self.log = PlanLog(self.report)
-        self._settled: list[SpecialisedPlan] = []
-        # Where no user code stands between segments, all of them are recorded together when the plan settles.
-        self._attempts, self._records = 0, config.cudagraphs and not self.runs_user_code
+        # Where no user code stands between segments, all of them are recorded together.
+        self._records = config.cudagraphs and not self.runs_user_code
         own = replace(config, cudagraphs=False) if self._records else config
+        number = itertools.count()
+        self._layout = PlanLayout(
+            self.schedule, tuple(graph.placeholders()), graph.outputs(), _saved_tensors(graph)
+        )
         self._runners = tuple(
             runner_of(step, next(number), own, backend, self.log) if isinstance(step, Segment) else None
             for step in self.schedule.steps
         )
-        self._postpone_the_rest()
-
-    def _postpone_the_rest(self) -> None:
-        """Where one region makes up most of a backward, what is met only once, and is small, waits: compiling
-        it takes as long as compiling the region, and pays little."""
-        runners = [runner for runner in self._runners if runner is not None]
-        copies = Counter(id(runner.shared) for runner in runners)
-        if max(copies.values(), default=0) < REGION_RULES:
-            return
-        total = sum(len(segment.nodes) for segment in self.schedule.segments)
-        for segment, runner in zip(self.schedule.segments, runners, strict=True):
-            if copies[id(runner.shared)] == 1 and len(segment.nodes) * REGION_RULES <= total:
-                runner.postpone(_RARE, RUNS_OF_THE_REST)
-
-    @property
-    def runs_user_code(self) -> bool:
-        """Whether a step calls something that can look at the running backward."""
-        return bool(self.schedule.opaque_calls)
+        self._specialised: list[SpecialisedPlan] = []
+        self._attempts = 0
+        _postpone_the_rest(self.schedule, self._runners)
 
     def postpone(self, because: str) -> None:
         """Interpret in the next run what is not compiled yet."""
         for runner in filter(None, self._runners):
             runner.postpone(because)
 
-    def run(self, call: Collected, running: RunningBackward) -> list[torch.Tensor | None]:
+    def run(self, call: Collected, backward: LiveBackward) -> list[torch.Tensor | None]:
         """Run all steps.
 
         Args:
             call: what the engine collected; its lists are emptied.
-            running: told which node call user code runs for.
+            backward: is told which node call user code runs for.
         """
         take_finished()
         self.report.runs += 1
         counters["runs"] += 1
         with watching() if self.runs_user_code else _NO_CHANGES as changes:
-            result = self._run_settled(call, running, changes)
+            result = self._run_specialised(call, backward, changes)
             if result is not None:
                 return result
-            settling = self._settling(call)
-            if settling is not None and self._keep(settling.at_once()):
-                result = self._run_settled(call, running, changes)
+            watch = self._watch(call)
+            if watch is not None and self._keep(watch.at_once()):
+                result = self._run_specialised(call, backward, changes)
             if result is None:
-                result = self._ordinarily(call, running, changes, settling)
+                result = self._run_steps(call, backward, changes, watch)
             return result
 
-    def _run_settled(
-        self, call: Collected, running: RunningBackward, changes: HookChanges
+    def _run_specialised(
+        self, call: Collected, backward: LiveBackward, changes: HookChanges
     ) -> list[Any] | None:
-        """What the plan returns; None if it is not settled for these values and modes."""
-        for settled in self._settled:
-            result = settled.run(call, running, changes)
+        """What the plan returns; None if it is not specialised for these values and modes."""
+        for plan in self._specialised:
+            result = plan.run(call, backward, changes)
             if isinstance(result, Bailout):
-                return self._go_on(result, settled, running, changes)
+                if plan.bailouts >= BAILOUTS_BEFORE_DROPPED:
+                    self._specialised = [other for other in self._specialised if other is not plan]
+                run = _Run(result.values, result.versions, backward, changes)
+                if result.modes is not None:
+                    run.left = LeakedModes(self.schedule.steps[result.step - 1].node, result.modes)  # type: ignore[union-attr]
+                return self._rest(result.step - 1, run) if changes else self._steps(run, result.step)
             if result is not None:
                 return result
         return None
 
-    def _keep(self, settled: SpecialisedPlan | None) -> bool:
-        if settled is None:
+    def _keep(self, plan: SpecialisedPlan | None) -> bool:
+        if plan is None:
             return False
-        self._settled = [settled, *self._settled][:KEPT_SETTLED]
+        self._specialised = [plan, *self._specialised][:KEPT_SPECIALISED]
         return True
 
-    def _go_on(
-        self, bailout: Bailout, settled: SpecialisedPlan, running: RunningBackward, changes: HookChanges
-    ) -> list[Any]:
-        """From where the settled plan has left a run."""
-        if settled.left >= LEFT_BEFORE_DROPPED:
-            self._settled = [other for other in self._settled if other is not settled]
-        before = self.schedule.steps[bailout.step - 1]
-        assert bailout.modes is None or isinstance(before, OpaqueCall)
-        modes = None if bailout.modes is None else LeakedModes(before.node, bailout.modes)  # type: ignore[union-attr]
-        run = _Run(bailout.values, bailout.versions, running, changes, modes)
-        return self._rest(bailout.step - 1, run) if changes else self._steps(run, bailout.step)
-
-    def _ordinarily(
-        self, call: Collected, running: RunningBackward, changes: HookChanges, settling: Specialising | None
-    ) -> list[Any]:
-        values = self._bind(call)
-        if settling is not None:
-            settling.begin(values)
-        versions = Versions(
-            zip(self._saved, versions_of([values[node] for node in self._saved]), strict=True)
-        )
-        run = _Run(values, versions, running, changes, None, settling)
-        del values
-        results = self._steps(run)
-        if settling is not None:
-            self._keep(settling.settled())
-        return results
-
-    def _settling(self, call: Collected) -> Specialising | None:
-        """What watches this run, if the plan may settle in it."""
-        if self.report.runs <= SETTLES_AFTER or self._attempts >= ATTEMPTS or torch.is_grad_enabled():
+    def _watch(self, call: Collected) -> Specialising | None:
+        """What watches this run, if the plan may be specialised after it."""
+        if self.report.runs <= SPECIALISED_AFTER or self._attempts >= ATTEMPTS or torch.is_grad_enabled():
             return None
         if not are_modes_plain() or any(runner.is_waiting for runner in self._runners if runner is not None):
             return None
         self._attempts += 1
         record = partial(graphed, tell=self.log.noted) if self._records else None
-        return Specialising(
-            self.schedule, self._placeholders, self._outputs, self._saved, self._runners, call, record
-        )
+        lengths = {kind: len(values) for kind, values in lists_of(call).items()}
+        return Specialising(replace(self._layout, lengths=lengths), self._runners, record)
+
+    def _run_steps(
+        self, call: Collected, backward: LiveBackward, changes: HookChanges, watch: Specialising | None
+    ) -> list[Any]:
+        values = _bound(self._layout.placeholders, call)
+        if watch is not None:
+            watch.begin(values)
+        saved = tuple(self._layout.saved)
+        versions = Versions(zip(saved, versions_of([values[node] for node in saved]), strict=True))
+        run = _Run(values, versions, backward, changes, None, watch)
+        del values
+        results = self._steps(run)
+        if watch is not None:
+            self._keep(watch.specialised())
+        return results
 
     def _steps(self, run: _Run, start: int = 0) -> list[Any]:
         values, versions, left = run.values, run.versions, run.left
-        for number, (step, dying, runner) in enumerate(
-            zip(
-                self.schedule.steps[start:],
-                self.schedule.dying[start:],
-                self._runners[start:],
-                strict=True,
-            ),
-            start,
-        ):
+        for number in range(start, len(self.schedule.steps)):
+            step, dying = self.schedule.steps[number], self.schedule.dying[number]
             if isinstance(step, Segment):
+                runner = self._runners[number]
                 assert runner is not None
                 for error in versions.changed(step.inputs, values).values():
                     raise RuntimeError(error)
                 args = [values.pop(node) if node in dying else values[node] for node in step.inputs]
-                if run.settling is not None:
-                    run.settling.see(number, args)
+                if run.watch is not None:
+                    run.watch.see(number, args)
                 # The results are bound to no name here: that would be a reference, and `.grad` is not stolen.
                 if left is not None and left.reach(step):
-                    values.update(zip(step.outputs, runner.run_in_modes(args, left), strict=True))
+                    values.update(zip(step.outputs, step_through(step, args, left.around), strict=True))
                 else:
                     values.update(zip(step.outputs, runner.run(args), strict=True))
-            elif isinstance(step, Accumulation):
-                with self._range(step), left.around(step.node) if left else _NOTHING:
+                continue
+            with (
+                self.log.step_range(step) if profiling() else _NOTHING,
+                left.around(step.node) if left else _NOTHING,
+            ):
+                if isinstance(step, Accumulation):
                     _accumulate(step, dying, values)
-            else:
-                run.running.enter(call_of(step.node).node_call)
-                with self._range(step), left.around(step.node) if left else _NOTHING:
-                    run.left = left = _call(step, dying, values, versions) or left
-                if run.changes:
-                    return self._rest(number, run)
-        return [None if node is None else values[node] for node in self._outputs]
-
-    def _range(self, step: OpaqueCall | Accumulation) -> AbstractContextManager[None]:
-        return self.log.step_range(step) if profiling() else _NOTHING
+                    continue
+                run.backward.node_call = call_of(step.node).node_call
+                run.left = left = _call(step, dying, values, versions) or left
+            if run.changes:
+                return self._rest(number, run)
+        return [None if node is None else values[node] for node in self._layout.outputs]
 
     def _rest(self, number: int, run: _Run) -> list[Any]:
-        """Hooks came or went: lay out what is left anew, and interpret it."""
+        """Hooks came or went: lay out the remaining steps again, and interpret them."""
         done = self.schedule.steps[: number + 1]
-        backward, rest = rest_with_changes(self._backward, done, run.values, run.running, run.changes)
+        graph, rest = rest_with_changes(self._graph, done, run.values, run.backward, run.changes)
         versions = run.versions.renamed(zip(run.values, rest, strict=False))
         run.values.clear()
-        plan = Plan(backward, Config(backend="eager"), EagerBackend())
-        return plan._steps(_Run(rest, versions, run.running, run.changes, run.left))
+        plan = Plan(graph, Config(backend="eager"), EagerBackend())
+        return plan._steps(_Run(rest, versions, run.backward, run.changes, run.left))
 
-    def _bind(self, call: Collected) -> Values:
-        """Placeholders to values; what nobody reads is let go at once."""
-        lists: dict[SourceKind, list[Any]] = {
-            SourceKind.INPUT: call.inputs,
-            SourceKind.SIZE: call.sizes,
-            SourceKind.SCALAR: call.scalars,
-            SourceKind.HOOK: call.hooks,
-            SourceKind.PACKED: call.packed,
-        }
-        values = {node: lists[source.kind][source.index] for node, source in self._placeholders if node.users}
-        for items in lists.values():
-            items.clear()
-        return values
+
+def _schedule(graph: BackwardGraph, config: Config, backend: Backend) -> Schedule:
+    named = {
+        node: "named in opaque="
+        for node, call in graph.calls()
+        if call.kind.is_functional and getattr(node.target, "__name__", "") in config.opaque
+    }
+    if not backend.traces:
+        return cut(graph, named, at_once=True)
+    smallest = config.smallest_repeat
+    divide = partial(regions_of, smallest=smallest, copies=config.fewest_copies) if smallest else None
+    return cut(graph, named, changing_numbers(graph), divide)
+
+
+def _postpone_the_rest(schedule: Schedule, runners: Sequence[BoxedRunner | None]) -> None:
+    """Where one region makes up most of a backward, a part that is met only once, and is small, waits:
+    compiling it takes as long as compiling the region, and pays little."""
+    found = [runner for runner in runners if runner is not None]
+    shared = [id(runner.shared.family or runner.shared) for runner in found]
+    copies = Counter(shared)
+    if max(copies.values(), default=0) < REGION_RULES:
+        return
+    total = sum(len(segment.nodes) for segment in schedule.segments)
+    for segment, runner, key in zip(schedule.segments, found, shared, strict=True):
+        if copies[key] == 1 and len(segment.nodes) * REGION_RULES <= total:
+            runner.postpone(_RARE, RUNS_OF_THE_REST)
+
+
+def _bound(placeholders: Sequence[tuple[fx.Node, Source]], call: Collected) -> Values:
+    """The values of the placeholders; those that are not read are freed at once."""
+    lists = lists_of(call)
+    values = {node: lists[source.kind][source.index] for node, source in placeholders if node.users}
+    for items in lists.values():
+        items.clear()
+    return values
 
 
 def _accumulate(step: Accumulation, dying: frozenset[fx.Node], values: Values) -> None:
@@ -344,12 +336,3 @@ def _saved_tensors(backward: BackwardGraph) -> frozenset[fx.Node]:
         for value in node.all_input_nodes
         if value.op == "placeholder" and source_of(value).kind is SourceKind.INPUT
     )
-
-
-def _named_opaque(backward: BackwardGraph, config: Config) -> dict[fx.Node, str]:
-    """Calls of the nodes that the user named in ``opaque=``."""
-    return {
-        node: "named in opaque="
-        for node, call in backward.calls()
-        if call.kind.is_functional and getattr(node.target, "__name__", "") in config.opaque
-    }

@@ -1,13 +1,13 @@
-"""A plan that has settled: its segments have their code, and what is left is to call one after the other.
+"""A plan that is specialised: its segments have their code, and what is left is to call one after the other.
 
 In: a `Plan` that has run before, and one more run of it, watched by a `Specialising`. Out: a
 `SpecialisedPlan`, whose steps are one generated function (see `live.run.generated_source`) behind one guard.
 Where a step needs more than that (a guard that fails, a hook that registers a hook, a mode left switched, a
 saved tensor that was changed), the function hands over to the plan in the middle.
 
-What need not be asked anew in each segment: before any user code has run, a segment's inputs are what the
+What need not be asked again in each segment: before any user code has run, a segment's inputs are what the
 engine collected and what static code made of it. After user code, segments ask their own guards, and saved
-tensors are looked at for changes.
+tensors are checked for changes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from retrograd._torch.state import KeptModes, ThreadModes, UserCode, are_modes_p
 from retrograd._torch.trace import InputGuard
 from retrograd.backends.base import Boxed
 from retrograd.events import counters, live_log
-from retrograd.graph.backward_graph import OpaqueCall, Schedule, Segment, Source, SourceKind
+from retrograd.graph.backward_graph import Accumulation, OpaqueCall, Schedule, Segment, Source, SourceKind
+from retrograd.live.backward import LiveBackward
 from retrograd.live.lower.lowered import Lowered
-from retrograd.live.lower.lowerer import BoxedRunner
+from retrograd.live.lower.runner import BoxedRunner
 from retrograd.live.run.generated_source import Check, Code, GeneratedSource, PlanLayout, write
-from retrograd.live.run.running_backward import RunningBackward
-from retrograd.live.run.whole_backward_function import joined
 
 Values = dict[fx.Node, Any]
 Record = Callable[..., Boxed]
@@ -56,62 +55,62 @@ class SpecialisedPlan:
     """The steps of one plan, for values and modes like those of one run.
 
     Args:
-        laid: the plan with its code. A plan without opaque calls may first be given other code for all of its
-            segments together: ``joined(laid).around(run)`` (see `live.run.whole_backward_function`).
+        layout: the plan with its code. A plan without opaque calls may first be given other code for all of
+            its segments together: ``joined(layout).around(run)``.
         runners: by step of the plan; whose code it is. None for steps that are no segments.
 
     Attributes:
-        laid, runners: as given.
-        left: how often a run had to go on in the plan.
+        layout, runners: as given.
+        bailouts: how often a run had to go on in the plan.
     """
 
-    def __init__(self, laid: PlanLayout, runners: Runners) -> None:
-        counters["settled_plans"] += 1
-        self.laid, self.runners = laid, runners
+    def __init__(self, layout: PlanLayout, runners: Runners) -> None:
+        counters["specialised_plans"] += 1
+        self.layout, self.runners = layout, runners
         self._compiled = tuple(runner for runner in runners if runner and not runner.is_interpreted)
-        steps = enumerate(laid.schedule.steps)
+        steps = enumerate(layout.schedule.steps)
         self._calls = tuple(number for number, step in steps if isinstance(step, OpaqueCall))
         self._modes = ThreadModes.now()
-        self._written: GeneratedSource = write(laid)
+        self._written: GeneratedSource = write(layout)
         self._code = self._written.emit.function()
-        self.left = 0
+        self.bailouts = 0
 
     def run(
-        self, call: Collected, running: RunningBackward, changes: HookChanges
+        self, call: Collected, backward: LiveBackward, changes: HookChanges
     ) -> list[torch.Tensor | None] | Bailout | None:
         """Run all steps.
 
         Args:
             call: what the engine collected; its lists are emptied, unless None is returned.
-            running: told which node call user code runs for.
+            backward: is told which node call user code runs for.
             changes: hooks that came or went, as far as this backward is concerned.
 
         Returns:
-            The plan's outputs; a `Bailout`; or None if the plan is not settled for these values and modes.
+            The plan's outputs; a `Bailout`; or None if the plan is not specialised for these values and
+            modes.
         """
-        if ThreadModes.now() != self._modes or not are_modes_plain() or self._is_distrusted():
+        if ThreadModes.now() != self._modes or not are_modes_plain():
             return None
+        for runner in self._compiled:
+            if runner.lowerer.interpret_because is not None:  # its code has failed elsewhere
+                return None
         user = UserCode(self._modes) if self._calls else None
         try:
-            result = self._code(call, running, changes, user)
+            result = self._code(call, backward, changes, user)
         except Exception as error:
             self._blame(error)
             raise
         if result is None:
             return None
         if type(result) is list:
-            counters["settled_runs"] += 1
+            counters["specialised_runs"] += 1
             counters["opaque_calls"] += len(self._calls)
             return result
         step, found = result
-        self.left += 1
-        counters["settled_runs_left"] += 1
+        self.bailouts += 1
+        counters["bailouts"] += 1
         counters["opaque_calls"] += sum(number < step for number in self._calls)
-        return self._left(step, found, user.left if user else None)
-
-    def _is_distrusted(self) -> bool:
-        """Whether code of one of its segments has failed elsewhere."""
-        return any(runner.is_interpreted for runner in self._compiled)
+        return self._bailout(step, found, user.left if user else None)
 
     def _blame(self, error: Exception) -> None:
         """If compiled code has failed, its segment is interpreted from now on."""
@@ -119,12 +118,12 @@ class SpecialisedPlan:
         while trace is not None and trace.tb_frame.f_code is not self._code.__code__:
             trace = trace.tb_next
         step = None if trace is None else self._written.steps.get(trace.tb_lineno)
-        if step is not None and self.laid.codes[step].is_compiled:
+        if step is not None and self.layout.codes[step].is_compiled:
             runner = self.runners[step]
             if runner is not None:
                 runner.failed(error)
 
-    def _left(self, step: int, found: dict[str, Any], modes: KeptModes | None) -> Bailout:
+    def _bailout(self, step: int, found: dict[str, Any], modes: KeptModes | None) -> Bailout:
         versions = Versions(
             pair
             for number, watched in self._written.watched.items()
@@ -137,37 +136,17 @@ class SpecialisedPlan:
 
 
 class Specialising:
-    """Watches one run of a plan, to settle it for values like those of this run.
+    """Watches one run of a plan, to specialise it for values like those of this run.
 
     Args:
-        schedule, placeholders, outputs, saved: of the plan. runners: of its segments, by step.
-        call: the run's values, not yet bound.
+        layout: of the plan. runners: of its segments, by step.
         record: given a function of all segments and the graphs that they were compiled from, returns one that
             is replayed as a CUDA graph where that is safe; None if that is not wanted.
     """
 
-    def __init__(  # noqa: PLR0913 - a plan's parts, and one run of it
-        self,
-        schedule: Schedule,
-        placeholders: Sequence[tuple[fx.Node, Source]],
-        outputs: Sequence[fx.Node | None],
-        saved: frozenset[fx.Node],
-        runners: Runners,
-        call: Collected,
-        record: Record | None = None,
-    ) -> None:
-        self._schedule, self._runners, self._record = schedule, runners, record
-        self._placeholders, self._outputs, self._saved = placeholders, outputs, saved
-        self._lengths = {
-            SourceKind.INPUT: len(call.inputs),
-            SourceKind.SIZE: len(call.sizes),
-            SourceKind.SCALAR: len(call.scalars),
-            SourceKind.HOOK: len(call.hooks),
-            SourceKind.PACKED: len(call.packed),
-        }
-        self._known = _known_from_the_start(schedule, runners)
-        self._guarded: tuple[fx.Node, ...] = ()
-        self._guard: InputGuard | None = None
+    def __init__(self, layout: PlanLayout, runners: Runners, record: Record | None = None) -> None:
+        self._layout, self._runners, self._record = layout, runners, record
+        self._known = _known_from_the_start(layout.schedule, runners)
         self._codes: dict[int, Code] = {}
         self._lowered: dict[int, Lowered] = {}
         self._failed = False
@@ -175,14 +154,16 @@ class Specialising:
     @without_torch_functions
     def begin(self, values: Values) -> None:
         """The run begins with these values."""
-        read = (node for i in sorted(self._known) for node in self._schedule.steps[i].inputs)  # type: ignore[union-attr]
-        self._guarded = tuple(node for node in dict.fromkeys(read) if node.op == "placeholder")
-        if self._guarded:
-            guarded = [values[node] for node in self._guarded]
+        steps = self._layout.schedule.steps
+        read = (node for i in sorted(self._known) for node in steps[i].inputs)  # type: ignore[union-attr]
+        guarded = tuple(node for node in dict.fromkeys(read) if node.op == "placeholder")
+        if guarded:
             try:
-                self._guard = InputGuard(guarded, (), (), None)
+                guard = InputGuard([values[node] for node in guarded], (), (), None)
             except Exception:  # a value of which no guard can speak
                 self._failed = True
+            else:
+                self._layout = replace(self._layout, guard=_answering(guard.check), guarded=guarded)
 
     def see(self, number: int, args: list[Any]) -> None:
         """Step `number`, a segment, is about to run with these values."""
@@ -196,22 +177,13 @@ class Specialising:
         if code is not None:
             self._codes[number] = code
 
-    def at_once(self) -> SpecialisedPlan | None:
-        """The plan, settled without a run, if none of its segments is ever compiled."""
-        if self._known or not all(runner is None or runner.is_interpreted for runner in self._runners):
-            return None
-        for number, runner in enumerate(self._runners):
-            if runner is not None:
-                self.see(number, [])
-        return self.settled()
-
     def _code_of(self, number: int, args: list[Any]) -> Code | None:
-        runner, step = self._runners[number], self._schedule.steps[number]
+        runner, step = self._runners[number], self._layout.schedule.steps[number]
         assert runner is not None
         assert isinstance(step, Segment)
         if runner.is_interpreted:
             everything = tuple(range(len(step.inputs)))
-            return Code(runner.captured, everything, (True,) * len(step.outputs), None, is_compiled=False)
+            return Code(runner.fn.run, everything, (True,) * len(step.outputs), None, is_compiled=False)
         lowered = runner.direct_code(args)
         if lowered is None or (number in self._known and not lowered.guard.is_static):
             return None
@@ -220,40 +192,40 @@ class Specialising:
         given = tuple(place is not None for place in lowered.given)
         return Code(runner.code_of(lowered), lowered.fed, given, check, is_compiled=True)
 
-    def settled(self) -> SpecialisedPlan | None:
-        """The plan, settled; None if it cannot be: a segment has to decide when it runs what it runs."""
-        if self._failed or len(self._codes) < len(self._schedule.segments):  # hooks that came cut it short
+    def at_once(self) -> SpecialisedPlan | None:
+        """The plan, specialised without a run, if none of its segments is ever compiled."""
+        if self._known or not all(runner is None or runner.is_interpreted for runner in self._runners):
             return None
-        laid = PlanLayout(
-            self._schedule,
-            self._codes,
-            self._placeholders,
-            self._lengths,
-            self._outputs,
-            None if self._guard is None else _answering(self._guard.check),
-            self._guarded,
-            self._saved,
-        )
+        for number, runner in enumerate(self._runners):
+            if runner is not None:
+                self.see(number, [])
+        return self.specialised()
+
+    def specialised(self) -> SpecialisedPlan | None:
+        """The plan, specialised; None if a segment has to decide in each run what it runs."""
+        segments = self._layout.schedule.segments
+        if self._failed or len(self._codes) < len(segments):  # hooks that came cut it short
+            return None
         try:
-            return SpecialisedPlan(self._recorded(laid), self._runners)
+            return SpecialisedPlan(self._recorded(replace(self._layout, codes=self._codes)), self._runners)
         except Exception:
-            live_log.exception("a plan does not settle")
+            live_log.exception("a plan is not specialised")
             return None
 
-    def _recorded(self, laid: PlanLayout) -> PlanLayout:
+    def _recorded(self, layout: PlanLayout) -> PlanLayout:
         """The plan with one recording of all its segments, if there can be one, in place of one for each."""
-        if self._record is None or self._lowered.keys() != laid.codes.keys():
-            return laid
-        codes = {number: replace(code, run=self._lowered[number].run) for number, code in laid.codes.items()}
-        whole = joined(replace(laid, codes=codes))
+        if self._record is None or self._lowered.keys() != layout.codes.keys():
+            return layout
+        codes = {i: replace(code, run=self._lowered[i].run) for i, code in layout.codes.items()}
+        whole = joined(replace(layout, codes=codes))
         if whole is None:
-            return laid
+            return layout
         graphs = dict.fromkeys(lowered.graph for lowered in self._lowered.values())
         return whole.around(self._record(whole.run, *graphs))
 
 
 def _answering(check: Check) -> Check:
-    """`check`, where an error means no: the plan finds it again, and says so."""
+    """`check`, where an error means no: the plan will meet the error again, and report it."""
 
     def holds(args: Sequence[Any]) -> bool:
         try:
@@ -265,15 +237,82 @@ def _answering(check: Check) -> Check:
 
 
 def _known_from_the_start(schedule: Schedule, runners: Runners) -> frozenset[int]:
-    """The segments whose inputs are known when those of the plan are: no user code, no symbolic size, and
-    nothing that is not compiled stands before them."""
+    """The segments whose inputs are known when those of the plan are: before them there is no user code, no
+    symbolic size, and nothing that is not compiled."""
     known: list[int] = []
     for number, (step, runner) in enumerate(zip(schedule.steps, runners, strict=True)):
         if isinstance(step, OpaqueCall):
             break
         if isinstance(step, Segment):
             assert runner is not None
-            if runner.is_interpreted or not runner.is_static:
+            if runner.is_interpreted or not runner.lowerer.is_static:
                 break
             known.append(number)
     return frozenset(known)
+
+
+# all segments as one function
+
+
+@dataclass(frozen=True)
+class JoinedSegments:
+    """The segments of one plan as one function, which neither reads nor writes anything but its values.
+
+    Others may change the function, for example record it as one CUDA graph.
+
+    Attributes:
+        takes: the placeholders of the plan whose values `run` takes, in order: saved tensors and parameters
+            (the same memory in every backward), activations and incoming gradients.
+        gives: what `run` returns, in order: the gradients that are accumulated, then the plan's outputs.
+        run: takes a list of values, empties it, and returns a list. Its guards are the plan's: it is to be
+            called with values that fit them.
+        is_compiled: whether all of it is a backend's code.
+    """
+
+    takes: tuple[fx.Node, ...]
+    gives: tuple[fx.Node, ...]
+    run: Boxed
+    is_compiled: bool
+    _layout: PlanLayout
+
+    def around(self, run: Boxed) -> PlanLayout:
+        """The plan with `run` in place of the segments: what a `SpecialisedPlan` is made of.
+
+        Args:
+            run: as `JoinedSegments.run`. A gradient that `run` keeps a reference to is copied into ``.grad``,
+                one to which it keeps none is stolen.
+        """
+        nodes = tuple(node for step in self._layout.schedule.segments for node in step.nodes)
+        whole = Segment(nodes, self.takes, self.gives, worth_compiling=True)
+        accumulations = [step for step in self._layout.schedule.steps if isinstance(step, Accumulation)]
+        everything = tuple(range(len(self.takes)))
+        code = Code(run, everything, (True,) * len(self.gives), None, is_compiled=True)
+        return self._layout.with_steps([whole, *accumulations], [code])
+
+
+def joined(layout: PlanLayout) -> JoinedSegments | None:
+    """The segments of a plan as one function; None if something has to run between them, or if a segment
+    asks a guard of its own."""
+    steps, segments = layout.schedule.steps, layout.schedule.segments
+    codes = [code for _, code in sorted(layout.codes.items())]
+    if any(isinstance(step, OpaqueCall) for step in steps) or any(code.check is not None for code in codes):
+        return None
+    made = {node for step in segments for node in step.outputs}
+    grads = [step.node.args[1] for step in steps if isinstance(step, Accumulation)]
+    results = (node for node in (*grads, *layout.outputs) if isinstance(node, fx.Node) and node in made)
+    gives = tuple(dict.fromkeys(results))
+    takes = tuple(dict.fromkeys(node for step in segments for node in step.inputs if node not in made))
+    inner = replace(
+        layout,
+        placeholders=[(node, Source(SourceKind.INPUT, i)) for i, node in enumerate(takes)],
+        lengths={kind: len(takes) if kind is SourceKind.INPUT else 0 for kind in SourceKind},
+        outputs=gives,
+        guard=None,
+    )
+    function = write(inner.with_steps(segments, codes)).emit.function()
+
+    def run(values: list[Any]) -> Sequence[Any]:
+        results: Sequence[Any] = function(Collected(None, values, [], [], [], []), None, None, None)
+        return results
+
+    return JoinedSegments(takes, gives, run, all(code.is_compiled for code in codes), layout)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import fx
 
-from retrograd.live.calls.node_function import NodeFunction, OutputCheck
-from retrograd.live.capture.structure import family_of, numbers_of, structure_of, token_of
+from retrograd.graph.structure import structure_of, token_of
+from retrograd.live.calls.nodes import NodeFunction, OutputCheck
 
 
 def call(*args: Any) -> Any:
@@ -67,9 +67,9 @@ def test_structures_are_equal_for_equal_arguments_only() -> None:
 
 def test_a_family_leaves_floating_point_numbers_out_and_nothing_else() -> None:
     numbers = [structure(lambda x, y, number=number: (x, number)) for number in (0.5, -0.0, float("inf"))]
-    assert len({family_of(one) for one in numbers}) == 1
+    assert len({one.family for one in numbers}) == 1
     others = [structure(lambda x, y, other=other: (x, other)) for other in (1, True, None, b"number", "0.5")]
-    assert len({family_of(one) for one in [*others, numbers[0]]}) == len(others) + 1
+    assert len({one.family for one in [*others, numbers[0]]}) == len(others) + 1
 
 
 def test_tokens_do_not_tell_where_values_come_from() -> None:
@@ -105,4 +105,4 @@ def test_numbers_are_read_in_the_order_of_the_calls() -> None:
     x = graph.placeholder("x")
     first = graph.call_function(call, ([x, 0.5], (1.5, [2.5])))
     second = graph.call_function(call, (first, 3.5, 4))
-    assert numbers_of([first, second]) == (0.5, 1.5, 2.5, 3.5)
+    assert structure_of([first, second], [x], [second]).numbers == ("0.5", "1.5", "2.5", "3.5")

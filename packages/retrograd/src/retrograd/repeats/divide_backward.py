@@ -1,8 +1,7 @@
-"""Divide a run of functional calls where it repeats itself, so that each kind of piece is compiled once.
+"""Divide a run of captured calls where it repeats itself, so that each kind of part is compiled once.
 
-In: a run of calls, in eager's order. Out: the same calls as consecutive pieces: the copies of what repeats
-(the layers of a deep model) and what stands before, between and after them. Pieces of equal structure share
-their code (see `live.lower.sharing`).
+In: a run of calls of a `BackwardGraph`, in eager's order. Out: the same calls as consecutive parts: the
+copies of what repeats (the layers of a deep model), and what stands before, between and after them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import fx
 
 from retrograd.graph.backward_graph import CallKind, call_of
 from retrograd.graph.repeats import boundary_costs, find_repeats
-from retrograd.live.capture.structure import token_of
+from retrograd.graph.structure import token_of
 
 #: calls per autograd node in a captured graph: the node, its check, and a projection or two of each.
 _CALLS_PER_NODE = 4

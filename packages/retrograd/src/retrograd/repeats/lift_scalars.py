@@ -1,14 +1,19 @@
-"""Layers that differ in a number share their code: the number becomes an input of it.
+"""Numbers in which equal calls differ: layers share their code, and what changes all the time is not
+compiled.
 
-In: segments that are equal but for floating point numbers, traced. Out: one ATen graph in which numbers that
+In: traced segments that differ only in floating point numbers. Out: one ATen graph in which numbers that
 differ are inputs, and the numbers of each segment. A number is lifted only where a tensor in its place
 computes the same to the bit: as the second operand of a sum, difference or product of a tensor of the same
 floating point dtype that is not a scalar itself. Segments that differ in anything else keep their own code.
+
+In: a backward that was captured before with other numbers. Out: the calls whose numbers change. Each of them
+is a segment of its own and is interpreted, so that all other segments stay equal: after two captures nothing
+is compiled for a third value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +22,15 @@ from torch import fx
 
 from retrograd._torch.fx import copied
 from retrograd._torch.trace import Traced, fake_mode_of, fake_of
-from retrograd.backends.base import Boxed
+from retrograd.graph.backward_graph import BackwardGraph, CallKind
+from retrograd.graph.emit import Boxed
+from retrograd.graph.structure import places_of, structure_and_numbers, written
+from retrograd.process import Recent
 
-Numbers = tuple[float, ...]
-#: a number's place in a graph: which node, counted from the first, and which argument.
-Place = tuple[int, int]
+#: as texts.
+Numbers = tuple[str, ...]
+#: a number's place in a graph: the node whose second operand it is, counted from the first.
+Place = int
 
 #: how many members are remembered, so that a number that never stays the same costs no memory.
 KEPT_MEMBERS = 128
@@ -64,7 +73,7 @@ class Lifted:
 
 @dataclass(eq=False)
 class Family:
-    """Segments that are equal but for their numbers.
+    """Segments that differ only in their numbers.
 
     Attributes:
         members: by their numbers, how one of them is traced for given values.
@@ -107,45 +116,21 @@ def _differences(one: fx.Graph, other: fx.Graph) -> tuple[Place, ...] | None:
     """Where two graphs have different numbers that can be lifted; None if they differ in anything else."""
     if len(one.nodes) != len(other.nodes):
         return None
-    same: dict[fx.Node, fx.Node] = {}
+    sides = places_of(one.nodes), places_of(other.nodes)
     places: list[Place] = []
     for i, (a, b) in enumerate(zip(one.nodes, other.nodes, strict=True)):
+        numbers: tuple[list[str], list[str]] = [], []
         if a.op != b.op or (a.op != "placeholder" and a.target != b.target):
             return None
         if not _are_alike(a.meta.get("val"), b.meta.get("val")):
             return None
-        same[a] = b
-        for at, (x, y) in enumerate(_pairs(a, b)):
-            if _agree(x, y, same):
-                continue
-            if not (at == 1 and type(x) is type(y) is float and _is_liftable(a)):
+        if written(a, sides[0], numbers[0]) != written(b, sides[1], numbers[1]):
+            return None
+        if numbers[0] != numbers[1]:
+            if len(numbers[0]) != 1 or not _is_liftable(a):
                 return None
-            places.append((i, at))
+            places.append(i)
     return tuple(places)
-
-
-def _pairs(a: fx.Node, b: fx.Node) -> Iterator[tuple[Any, Any]]:
-    """Arguments in the same places; what one of them lacks differs from everything."""
-    if len(a.args) != len(b.args):
-        yield a, None
-    yield from zip(a.args, b.args, strict=False)
-    yield a.kwargs, b.kwargs
-
-
-def _agree(x: Any, y: Any, same: dict[fx.Node, fx.Node]) -> bool:
-    if isinstance(x, fx.Node):
-        return same.get(x) is y
-    if isinstance(x, (list, tuple)):
-        return (
-            isinstance(y, (list, tuple))
-            and len(x) == len(y)
-            and all(_agree(p, q, same) for p, q in zip(x, y, strict=True))
-        )
-    if isinstance(x, dict):
-        return isinstance(y, dict) and x.keys() == y.keys() and all(_agree(x[k], y[k], same) for k in x)
-    if isinstance(x, float):
-        return type(y) is float and repr(x) == repr(y)  # repr tells 0.0 from -0.0, and nan equals itself
-    return type(x) is type(y) and bool(x == y)
 
 
 def _are_alike(x: Any, y: Any) -> bool:
@@ -160,6 +145,7 @@ def _is_liftable(node: fx.Node) -> bool:
     operand = first.meta.get("val") if isinstance(first, fx.Node) else None
     return (
         node.target in _TAKES_TENSOR
+        and type(node.args[1]) is float
         and isinstance(operand, torch.Tensor)
         and isinstance(value, torch.Tensor)
         and operand.dim() > 0
@@ -174,9 +160,9 @@ def _lift(traced: Traced, places: Sequence[Place]) -> tuple[fx.GraphModule, list
     nodes = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     fakes: list[Any] = []
-    for i, at in places:
+    for i in places:
         node = nodes[i]
-        source: Any = nodes[i].args[0]
+        source: Any = node.args[0]
         mode = fake_mode_of(source.meta["val"])
         assert mode is not None
         fake = fake_of(mode, _tensor(0.0, source.meta["val"].device), f"number_{len(fakes)}", ())
@@ -185,7 +171,7 @@ def _lift(traced: Traced, places: Sequence[Place]) -> tuple[fx.GraphModule, list
         number.meta["val"] = fake
         inputs.append(number)
         fakes.append(fake)
-        node.update_arg(at, number)
+        node.update_arg(1, number)
         node.target = _TAKES_TENSOR[node.target]
     return fx.GraphModule(traced.gm, graph), fakes
 
@@ -193,7 +179,7 @@ def _lift(traced: Traced, places: Sequence[Place]) -> tuple[fx.GraphModule, list
 def _with_numbers(run: Boxed, graph: fx.Graph, places: Sequence[Place]) -> Boxed:
     """`run`, given the numbers that stand in `graph` at `places`."""
     nodes = list(graph.nodes)
-    numbers = [_tensor(nodes[i].args[at], nodes[i].meta["val"].device) for i, at in places]
+    numbers = [_tensor(nodes[i].args[1], nodes[i].meta["val"].device) for i in places]
 
     def code(args: list[Any]) -> Sequence[Any]:
         args.extend(numbers)
@@ -204,3 +190,40 @@ def _with_numbers(run: Boxed, graph: fx.Graph, places: Sequence[Place]) -> Boxed
 
 def _tensor(number: Any, device: torch.device) -> torch.Tensor:
     return torch.tensor(number, dtype=torch.float64, device=device)
+
+
+# numbers that change from capture to capture
+
+
+class _Numbers:
+    """The numbers in the calls of one structure: what they were last, and which calls' have changed."""
+
+    def __init__(self) -> None:
+        self.last: tuple[tuple[str, ...], ...] | None = None
+        self.changing: dict[int, str] = {}
+
+    def see(self, names: list[str], now: tuple[tuple[str, ...], ...]) -> None:
+        """Compare with the last capture."""
+        for i, (old, new) in enumerate(zip(self.last or now, now, strict=True)):
+            if old != new:
+                self.changing.setdefault(i, f"{names[i]} had {', '.join(old)}, now {', '.join(new)}")
+        self.last = now
+
+
+#: by structure without the numbers.
+_numbers: Recent[_Numbers] = Recent()
+
+
+def changing_numbers(backward: BackwardGraph) -> dict[fx.Node, str]:
+    """The calls whose numbers differ between captures, with the two values that differed first.
+
+    Only calls of nodes: what a hook or a Function is given does not reach a segment.
+    """
+    structure, numbers = structure_and_numbers(backward)
+    if structure is None or not any(numbers.values()):
+        return {}
+    nodes = list(numbers)
+    known, _ = _numbers.get(structure, _Numbers)
+    known.see([str(getattr(node.target, "__name__", node.target)) for node in nodes], tuple(numbers.values()))
+    functional = {node for node, call in backward.calls() if call.kind is CallKind.NODE}
+    return {nodes[i]: text for i, text in known.changing.items() if nodes[i] in functional}

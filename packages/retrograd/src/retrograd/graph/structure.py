@@ -1,0 +1,149 @@
+"""Captured calls as values that can be compared: what two captures have in common, and where they differ.
+
+In: FX nodes of captured calls. Out: hashable structures, and the first difference between two backwards in
+words. The engine's cache key contains numbers that are no tensors (an exponent, a slope, a smoothing), so a
+program in which one changes is captured anew at each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from retrograd.graph.backward_graph import BackwardGraph
+
+#: what is written for a floating point number, and for what only Python's ``==`` can compare.
+_NUMBER, _OTHER = b"number", b"other"
+
+#: types whose values have a text of their own. Bytes are not among them: they stand for what is left out.
+_TEXTS = frozenset({int, bool, str, type(None)})
+
+
+class Structure(NamedTuple):
+    """What a run of calls computes.
+
+    Attributes:
+        family: without its floating point numbers.
+        numbers: as texts, which tell 0.0 from -0.0, and in which nan equals itself.
+    """
+
+    family: Hashable
+    numbers: tuple[str, ...]
+
+
+def structure_of(
+    nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> Structure | None:
+    """Equal for two runs of calls that compute the same from inputs in the same places; None if that cannot
+    be told."""
+    places = places_of((*inputs, *nodes))
+    numbers: list[str] = []
+    calls = tuple([(_target(node), written(node, places, numbers)) for node in nodes])
+    family = calls, tuple([places[node] for node in outputs])
+    return Structure(family, tuple(numbers)) if _is_hashable(family) else None
+
+
+def token_of(node: fx.Node) -> Hashable:
+    """Equal for two calls that compute the same except for floating point numbers, wherever their arguments
+    come from; the node itself for a call that cannot be compared."""
+    token = _target(node), written(node, _ANYWHERE, [])
+    return token if _is_hashable(token) else node
+
+
+def structure_and_numbers(backward: BackwardGraph) -> tuple[Hashable | None, dict[fx.Node, tuple[str, ...]]]:
+    """The structure of a backward without its floating point numbers, and the numbers of each call."""
+    places = places_of(backward.graph.nodes)
+    numbers: dict[fx.Node, tuple[str, ...]] = {}
+    calls = []
+    for node, _ in backward.calls():
+        own: list[str] = []
+        calls.append((_target(node), written(node, places, own)))
+        numbers[node] = tuple(own)
+    return (tuple(calls) if _is_hashable(tuple(calls)) else None), numbers
+
+
+def first_difference(before: BackwardGraph, now: BackwardGraph) -> str:
+    """In which call two backwards differ first, with the two values."""
+    sides = [[node for node, _ in backward.calls()] for backward in (before, now)]
+    places = [places_of(backward.graph.nodes) for backward in (before, now)]
+    for number, (old, new) in enumerate(zip(*sides, strict=False)):
+        if _target(old) != _target(new):
+            return f"call {number} was {_name(old)}, now {_name(new)}"
+        for a, b in zip(_leaves(old, places[0]), _leaves(new, places[1]), strict=False):
+            if a != b:
+                return f"{_name(new)} (call {number}) had {a[1]}, now {b[1]}"
+    return f"{len(sides[0])} calls, now {len(sides[1])}"
+
+
+def places_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, bytes]:
+    """A short name for each node, which no other argument has when it is written down."""
+    return {node: b"%d" % i for i, node in enumerate(nodes)}
+
+
+class _Anywhere(dict[fx.Node, bytes]):
+    """Takes no notice of where a value comes from."""
+
+    def __missing__(self, node: fx.Node) -> bytes:
+        return b"value"
+
+
+_ANYWHERE = _Anywhere()
+
+
+def written(node: fx.Node, places: Mapping[fx.Node, bytes], numbers: list[str]) -> Hashable:
+    """The arguments of a call as a text, followed by those that cannot be told apart by one.
+
+    A text is made and compared in C: every call of a backward is written down, and more than once.
+
+    Args:
+        node: the call. places: what to write for a node.
+        numbers: is given the floating point numbers, which the text leaves out.
+    """
+    others: list[Any] = []
+
+    def leaf(value: Any) -> Any:
+        kind = type(value)
+        if kind is fx.Node:
+            return places[value]
+        if kind is float:
+            numbers.append(repr(value))
+            return _NUMBER
+        if kind in _TEXTS:
+            return value
+        others.append(value)
+        return _OTHER
+
+    text = repr(map_aggregate((node.args, node.kwargs) if node.kwargs else node.args, leaf))
+    return (text, *others) if others else text
+
+
+def _target(node: fx.Node) -> Any:
+    """What a call calls, as a value: two targets with equal ``structure_key`` compute the same."""
+    return getattr(node.target, "structure_key", node.target)
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _leaves(node: fx.Node, places: Mapping[fx.Node, bytes]) -> list[tuple[type, str]]:
+    """The arguments of a call that are no sequences: True is not 1, and nan equals itself."""
+    found: list[tuple[type, str]] = []
+
+    def leaf(value: Any) -> None:
+        is_node = isinstance(value, fx.Node)
+        found.append((type(value), f"value {places[value].decode()}" if is_node else str(value)))
+
+    map_aggregate(node.args, leaf)
+    return found
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
