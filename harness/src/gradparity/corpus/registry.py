@@ -75,7 +75,7 @@ def corpus(name: str) -> Corpus:
         return FindsCorpus(rest, program)
     if name in (others := provided()):
         return others[name]()
-    raise UnknownNameError("corpus", name, [*NAMED, *FORMS, *others])
+    raise UnknownNameError("corpus", name, [*others, *FORMS, *NAMED])
 
 
 @cache
