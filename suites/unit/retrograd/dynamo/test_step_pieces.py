@@ -23,6 +23,12 @@ def batches(count=4, size=5):
     return [(torch.randn(size, 4), torch.randint(3, (size,))) for _ in range(count)]
 
 
+def of_dynamo_2_11(what):
+    """A test that Dynamo of torch 2.11 fails, with stock's own backend too, for the reason `what`."""
+    is_old = torch.__version__.startswith("2.11.")
+    return pytest.mark.xfail(is_old, reason=f"Dynamo of torch 2.11: {what}", strict=True)
+
+
 def program(extra, model=None, **rest):
     """A step that calls `extra(loss)` between backward and the optimizer; what that returns is returned."""
     model = model or nn.Linear(4, 3)
@@ -169,6 +175,7 @@ def test_strict():
         step(x, y)
 
 
+@of_dynamo_2_11("an optimizer that it has traced rounds otherwise, whoever runs the graph")
 def test_a_backend_that_raises_costs_the_compilation_only():
     step = run_twins(lambda: program(lambda loss: None), backend=refuses)
     assert "not today" in str(step.explain())
@@ -351,6 +358,7 @@ def test_an_optimizer_with_a_closure():
     assert_compiled(run_twins(build))
 
 
+@of_dynamo_2_11("it does not notice that a frozen leaf takes gradients again")
 def test_too_many_situations():
     def build():
         made = program(lambda loss: None)
@@ -450,6 +458,7 @@ def test_hooks_on_saved_tensors_that_print(capsys):
     assert printed[: len(printed) // 2] == printed[len(printed) // 2 :]
 
 
+@of_dynamo_2_11("what it makes of `all_reduce` returns a tensor instead of None")
 def test_collectives(tmp_path):
     from torch import distributed
 

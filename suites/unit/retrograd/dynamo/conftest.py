@@ -1,0 +1,13 @@
+"""Each test starts with nothing that Dynamo has compiled: up to torch 2.12 it counts the compilations of a
+code object, whoever asked for them, and many tests share one step.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch._dynamo
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    torch._dynamo.reset()
