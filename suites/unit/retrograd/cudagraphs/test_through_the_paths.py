@@ -46,20 +46,21 @@ def steps(model, run, context=None, count=8):
     return kept
 
 
-def as_eager(build, context=None):
+def as_eager(build, context=None, count=8):
     """Whether all that was kept is, at the end, what eager gives."""
     model = network()
     other = copy.deepcopy(model)
     torch.manual_seed(1)
-    expected = steps(model, model)
+    expected = steps(model, model, count=count)
     torch.manual_seed(1)
-    torch.testing.assert_close(steps(other, build(other), context), expected)
+    torch.testing.assert_close(steps(other, build(other), context, count), expected)
 
 
 def test_the_halves_of_a_module_are_replayed(recorder):
-    as_eager(lambda model: aot.module(model, backend="eager", cudagraphs=True))
+    as_eager(lambda model: aot.module(model, backend="eager", cudagraphs=True), count=16)
     assert recorder.records >= 2
-    assert recorder.replays >= 2 * (8 - graphed_call.WARM_UPS - 2)
+    # a recording is for addresses, and the C library decides how soon these repeat themselves
+    assert recorder.replays >= 2 * (16 - graphed_call.WARM_UPS - 8)
 
 
 def test_the_mode_reduce_overhead_replays(recorder):
