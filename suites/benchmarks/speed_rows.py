@@ -10,19 +10,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, Literal
 
+from .trained_models import TRAINED
+from .training import WAYS
+
 BOTH, CPU, CUDA = ("cpu", "cuda"), ("cpu",), ("cuda",)
 REAL = ("gpt2", "bert", "resnet50")
-#: the zoo of speed, and the ways to compile a training step (`trained_models.TRAINED`, `training.WAYS`)
-TRAINED = ("gpt2", "llama", "bert", "t5", "experts", "resnet50", "convnext", "vit", "diffusion", "schnet")
-WAYS = (
-    "eager",
-    "stock",
-    "stock-reduce-overhead",
-    "retrograd-compile",
-    "retrograd-reduce-overhead",
-    "retrograd-live",
-    "retrograd-step",
-)
 SWEEP = ("small", "deep", "wide", "mlp40", "mlp40-large", "transformer12")
 
 

@@ -7,15 +7,19 @@ eager does.
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from .clock import FEWEST_ROUNDS, synchronize
+from .clock import medians, synchronize
 from .kernels import profiled
 from .steps import compiled_otherwise, load_compilers
 from .trained_models import Trained, trained
@@ -23,74 +27,57 @@ from .trained_models import Trained, trained
 Step = Callable[[Any], torch.Tensor]
 #: Steps before the clock of steady ones. CUDA graphs of both compilers are recorded by then, for each batch.
 WARM_UP = 12
+MOST_ROUNDS = 200
 
 
-def _eager(model: Any) -> Any:
-    return model
+@dataclass(frozen=True)
+class Way:
+    """How a training step is compiled.
+
+    Attributes:
+        model: what compiles the model.
+        backward: makes the context that backwards run in.
+        step: what compiles the whole step.
+    """
+
+    model: Callable[[Any], Any] = lambda model: model
+    backward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    step: Callable[[Step], Step] = lambda step: step
 
 
-def _stock(mode: str | None) -> Callable[[Any], Any]:
-    return lambda model: torch.compile(model, mode=mode)
+def _retrograd(name: str, **options: Any) -> Callable[..., Any]:
+    """A function of retrograd, which is imported when it is called, so that stock runs without it."""
+    return lambda *args: getattr(importlib.import_module("retrograd"), name)(*args, **options)
 
 
-def _retrograd(mode: str | None) -> Callable[[Any], Any]:
-    def compile_model(model: Any) -> Any:
-        import retrograd
-
-        return retrograd.compile(model, mode=mode)
-
-    return compile_model
-
-
+WAYS: dict[str, Way] = {
+    "eager": Way(),
+    "stock": Way(torch.compile),
+    "stock-reduce-overhead": Way(partial(torch.compile, mode="reduce-overhead")),
+    "retrograd-compile": Way(_retrograd("compile")),
+    "retrograd-reduce-overhead": Way(_retrograd("compile", mode="reduce-overhead")),
+    "retrograd-live": Way(backward=_retrograd("compiled_autograd", backend="inductor")),
+    "retrograd-step": Way(step=_retrograd("compile_step", backend="inductor")),
+}
 #: Steps by which every way has compiled.
 STARTING = 3
-#: name of a way: what compiles the model. The last two compile it otherwise: see `_around` and `_whole`.
-WAYS: dict[str, Callable[[Any], Any]] = {
-    "eager": _eager,
-    "stock": _stock(None),
-    "stock-reduce-overhead": _stock("reduce-overhead"),
-    "retrograd-compile": _retrograd(None),
-    "retrograd-reduce-overhead": _retrograd("reduce-overhead"),
-    "retrograd-live": _eager,
-    "retrograd-step": _eager,
-}
 
 
-def _around(way: str) -> Callable[[], AbstractContextManager[Any]]:
-    """The context that a backward runs in."""
-    if way != "retrograd-live":
-        return nullcontext
-    import retrograd
-
-    context = retrograd.compiled_autograd(backend="inductor")
-    return lambda: context
-
-
-def _whole(way: str, step: Step) -> Step:
-    """The step, compiled as a whole if that is the way."""
-    if way != "retrograd-step":
-        return step
-    import retrograd
-
-    compiled: Step = retrograd.compile_step(backend="inductor")(step)
-    return compiled
-
-
-def steps_of(way: str, made: Trained, device: str) -> Step:
+def step_of(way: Way, made: Trained, device: str) -> Step:
     """The step of a way; it works on the model that was made."""
-    compiled, context = WAYS[way](made.model), _around(way)
+    compiled, context = way.model(made.model), way.backward()
     optimizer = torch.optim.AdamW(made.model.parameters(), lr=1e-4)
 
     def step(batch: Any) -> torch.Tensor:
         optimizer.zero_grad()
         with made.precision(device):
             loss = made.loss(compiled, batch)
-        with context():
+        with context:
             loss.backward()
         optimizer.step()
         return loss.detach()
 
-    return _whole(way, step)
+    return way.step(step)
 
 
 def training(subject: str, model: str, device: str = "cpu", seconds: float = 6.0) -> dict[str, float]:
@@ -104,25 +91,21 @@ def training(subject: str, model: str, device: str = "cpu", seconds: float = 6.0
 
     Returns:
         "start", of the first three steps together (`compile_step` runs the first one as it is), and "step"
-        (median) in seconds; on a GPU "allocated" and "reserved", the peaks of steady
-        steps in bytes, and "kernels", the seconds that the work of a step takes on the device; "loss" after
-        the warm-up; "fallbacks", the number of reasons in retrograd's report.
+        (median) in seconds; on a GPU "allocated" and "reserved", the peaks of steady steps in bytes, and
+        "kernels", the seconds that the work of a step takes on the device; "loss" after the warm-up;
+        "fallbacks", the number of reasons in retrograd's report.
     """
     made = trained(model, device)
     _start(made, device)
-    step, batches = steps_of(subject, made, device), made.batches
-    run = _timed(step, device)
+    run, batches = _timed(step_of(WAYS[subject], made, device), device), made.batches
     warming = [run(batches[number % len(batches)]) for number in range(WARM_UP)]
     found = {"start": sum(took for took, _ in warming[:STARTING]), "loss": float(warming[-1][1])}
     del warming
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    taken: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(taken) < FEWEST_ROUNDS or (time.perf_counter() < end and len(taken) < 200):
-        taken.append(run(batches[len(taken) % len(batches)])[0])
-    found["step"] = statistics.median(taken)
+    turns = itertools.cycle(batches)
+    found |= medians({"step": lambda: run(next(turns))[0]}, MOST_ROUNDS, seconds)
     if device == "cuda":
         found["allocated"] = float(torch.cuda.max_memory_allocated())
         found["reserved"] = float(torch.cuda.max_memory_reserved())

@@ -12,7 +12,8 @@ from statistics import geometric_mean
 
 from .figures import Table
 from .markdown import markdown
-from .speed_rows import TRAINED, WAYS
+from .trained_models import TRAINED
+from .training import WAYS
 
 OURS = ("retrograd-compile", "retrograd-reduce-overhead", "retrograd-live", "retrograd-step")
 STOCK = ("stock", "stock-reduce-overhead")

@@ -1,7 +1,7 @@
 """Backwards of what a program returned, with the cotangents that torch makes, or with those that users bring.
 
 In: outputs, and the leaves that they hang from. Out: nothing; values and gradients are observed through the
-probe. A trace sees a cotangent of one layout, and a formula may depend on it: so `backward_by_layouts` goes
+probe. A trace sees a cotangent of one layout, and a formula may depend on it: so `backward_from` can go
 backward several times through one graph, each time with a cotangent laid out otherwise.
 """
 
@@ -31,35 +31,38 @@ def cotangent(output: torch.Tensor, p: Probe) -> torch.Tensor:
     return p.randn(*output.shape).to(output.dtype)
 
 
-def backward_from(outputs: Any, p: Probe) -> None:
-    """Observes all tensor outputs and runs backward from the differentiable ones with fixed cotangents."""
-    if roots := _roots(outputs, p):
-        cotangents = [cotangent(root, p) for root in roots]
-        with p.backward():
-            torch.autograd.backward(roots, cotangents)
-
-
-def backward_by_layouts(outputs: Any, leaves: Sequence[torch.Tensor], p: Probe, turn: int) -> None:
-    """As `backward_from`, `PER_CASE` times through one graph, each with another layout of `LAYOUTS`.
+def backward_from(
+    outputs: Any, p: Probe, leaves: Sequence[torch.Tensor] = (), turn: int | None = None
+) -> None:
+    """Observes all tensor outputs and runs backward from the differentiable ones with fixed cotangents.
 
     Args:
         outputs: A pytree.
-        leaves: Tensors whose gradients are observed after each backward, and then removed.
         p: Where they are observed.
-        turn: With which layout to begin, so that each is the first that some case sees.
+        leaves: Tensors whose gradients are observed after each of several backwards, and then removed.
+        turn: None: one backward. Else `PER_CASE` of them go through one graph, each with another layout of
+            `LAYOUTS`. They begin with the layout of this number, so that each is the first that some case
+            sees.
     """
     if not (roots := _roots(outputs, p)):
+        return
+    if turn is None:
+        _backward(roots, p, "contiguous")
         return
     names = list(LAYOUTS)
     for number in range(PER_CASE):
         name = names[(turn + number) % len(names)]
-        cotangents = [laid_out(name, cotangent(root, p)) for root in roots]
-        with p.backward():
-            torch.autograd.backward(roots, cotangents, retain_graph=number + 1 < PER_CASE)
+        _backward(roots, p, name, retain_graph=number + 1 < PER_CASE)
         for place, leaf in enumerate(leaves):
             p.value(f"grad {place} of {name}", leaf.grad)
             if number + 1 < PER_CASE:
                 leaf.grad = None
+
+
+def _backward(roots: Sequence[torch.Tensor], p: Probe, layout: str, retain_graph: bool = False) -> None:
+    cotangents = [laid_out(layout, cotangent(root, p)) for root in roots]
+    with p.backward():
+        torch.autograd.backward(roots, cotangents, retain_graph=retain_graph)
 
 
 def _roots(outputs: Any, p: Probe) -> list[torch.Tensor]:

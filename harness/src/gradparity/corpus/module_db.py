@@ -16,7 +16,7 @@ import torch
 
 from gradparity.case import Case
 from gradparity.corpus.base import Program
-from gradparity.corpus.cotangents import backward_by_layouts, backward_from
+from gradparity.corpus.cotangents import backward_from
 from gradparity.corpus.fresh import differentiable, fresh
 from gradparity.corpus.op_info import corpus_name, seed_everything
 from gradparity.errors import UnknownNameError
@@ -76,10 +76,6 @@ def _body(module_class: Any, item: Any, training: bool, dtype: torch.dtype, turn
         leaves = differentiable((args, kwargs))
         for place, leaf in enumerate(leaves):
             p.leaf(f"input {place}", leaf)
-        outputs = p.compile(module)(*args, **kwargs)
-        if turn is None:
-            backward_from(outputs, p)
-        else:
-            backward_by_layouts(outputs, [*leaves, *module.parameters()], p, turn)
+        backward_from(p.compile(module)(*args, **kwargs), p, [*leaves, *module.parameters()], turn)
 
     return run

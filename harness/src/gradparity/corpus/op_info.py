@@ -17,7 +17,7 @@ import torch
 
 from gradparity.case import Case
 from gradparity.corpus.base import Program
-from gradparity.corpus.cotangents import backward_by_layouts, backward_from
+from gradparity.corpus.cotangents import backward_from
 from gradparity.corpus.fresh import differentiable, fresh
 from gradparity.errors import UnknownNameError
 from gradparity.probe import WIDER, Probe
@@ -67,7 +67,7 @@ class OpInfoCorpus:
                 operator=chunk,
                 dtype=dtype,
                 index=index,
-                by_layouts=self._layouts,
+                turn=turn,
             )
             body = partial(run_sample, op=op, sample=sample, turn=turn)
             yield Program(case, body, doc, fp64=self._dtype in WIDER, plain=plain)
@@ -82,7 +82,7 @@ DATABASES = {
 
 
 def sample_program(
-    p: Probe, database: str, operator: str, dtype: str, index: int, by_layouts: bool = False
+    p: Probe, database: str, operator: str, dtype: str, index: int, turn: int | None = None
 ) -> None:
     """One sample of one operator of a database: the operator, then its backward."""
     ops = getattr(importlib.import_module(DATABASES[database]), database)
@@ -91,7 +91,7 @@ def sample_program(
     samples = op.sample_inputs(str(p.device), getattr(torch, dtype), requires_grad=True)
     sample = list(samples)[index]
     torch.manual_seed(p.seed)
-    run_sample(p, op, sample, index if by_layouts else None)
+    run_sample(p, op, sample, turn)
 
 
 def corpus_name(database: str, dtype: torch.dtype, layouts: bool = False) -> str:
@@ -127,8 +127,5 @@ def run_sample(p: Probe, op: Any, sample: Any, turn: int | None = None) -> None:
     def forward(inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return op(inputs, *args, **kwargs)
 
-    outputs = sample.output_process_fn_grad(p.compile(forward)(inputs, *args, **kwargs))
-    if turn is None:
-        backward_from(outputs, p)
-    else:
-        backward_by_layouts(outputs, leaves, p, turn)
+    outputs = p.compile(forward)(inputs, *args, **kwargs)
+    backward_from(sample.output_process_fn_grad(outputs), p, leaves, turn)

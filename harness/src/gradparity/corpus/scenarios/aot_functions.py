@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
 from gradparity.corpus.scenario import scenario
+from gradparity.corpus.scenarios.function_contracts import OnceOnly
 from gradparity.probe import Probe
 
 TAGS = ("compiled", "aot", "function")
@@ -123,26 +124,11 @@ def aot_function_with_two_outputs_in_every_use(p: Probe) -> None:
             sum(outs[number].sum() for number in chosen).backward()
 
 
-class Once(torch.autograd.Function):
-    """A square whose backward cannot be differentiated."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * x * 2
-
-
 @scenario(tags=(*TAGS, "higher-order", "errors"))
 def aot_once_differentiable_function(p: Probe) -> None:
     """A Function that can be differentiated once: the second time is a RuntimeError."""
     x = p.leaf("x", p.randn(3, requires_grad=True))
-    out = p.compile(lambda a: Once.apply(a).sum())(x)
+    out = p.compile(lambda a: OnceOnly.apply(a).sum())(x)
     with p.backward():
         (grad,) = torch.autograd.grad(out, x, create_graph=True)
         p.value("first", grad.detach())

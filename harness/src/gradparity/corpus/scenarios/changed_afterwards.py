@@ -163,8 +163,7 @@ class CountedProduct(Product):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of the product."""
         ctx.seen = True
-        x, w = ctx.saved_tensors
-        return grad.to(w.dtype) @ w.t(), x.t() @ grad.to(x.dtype)
+        return Product.backward(ctx, grad)
 
 
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

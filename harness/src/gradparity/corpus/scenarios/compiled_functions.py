@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from gradparity.corpus.scenario import scenario
 from gradparity.corpus.scenarios.custom_functions import WithMask
-from gradparity.corpus.scenarios.function_edges import Counts
+from gradparity.corpus.scenarios.function_contracts import Counting
 from gradparity.probe import Probe
 
 
@@ -56,7 +56,7 @@ def compiled_without_materialized_grads(p: Probe) -> None:
 def compiled_function_counts_its_backwards(p: Probe) -> None:
     """What a Function writes on ctx lasts from one backward to the next: 1, 2, 3."""
     x = p.leaf("x", p.randn(3, requires_grad=True))
-    y = p.compile(lambda a: Counts.apply(a))(x)
+    y = p.compile(lambda a: Counting.apply(a))(x)
     with p.backward():
         for i in range(3):
             p.value(f"grad{i}", torch.autograd.grad(y.sum(), x, retain_graph=True))

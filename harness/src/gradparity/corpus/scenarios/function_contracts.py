@@ -157,7 +157,7 @@ class Number(torch.autograd.Function):
 
 
 class WritesGradient(torch.autograd.Function):
-    """A backward that changes its gradient in place."""
+    """A backward that changes a copy of its gradient in place."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from gradparity.corpus.scenario import scenario
+from gradparity.corpus.scenarios.function_contracts import Counting
 from gradparity.probe import Probe
 
 
@@ -39,25 +40,11 @@ def function_keeps_tensors_on_ctx(p: Probe) -> None:
         product.sum().backward()
 
 
-class Counts(torch.autograd.Function):
-    """Multiply the gradient by the number of times that backward was called."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
-        ctx.calls = 0
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        ctx.calls += 1
-        return grad * ctx.calls
-
-
 @scenario(tags=("function",))
 def function_counts_its_backwards(p: Probe) -> None:
     """What a backward writes on ctx is there in the next one: 1, 2, 3 over three retained backwards."""
     x = p.leaf("x", p.randn(3, requires_grad=True))
-    y = Counts.apply(x)
+    y = Counting.apply(x)
     with p.backward():
         for i in range(3):
             p.value(f"grad{i}", torch.autograd.grad(y.sum(), x, retain_graph=True))

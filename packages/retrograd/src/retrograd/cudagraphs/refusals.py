@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import is_collective, is_higher_order, is_mutating, is_random, schema_of
+from retrograd._torch.fx import is_collective, is_higher_order, is_mutating, is_random, is_symbolic, schema_of
 from retrograd.errors import Reason
 
 #: codes of reasons that concern one call.
@@ -36,7 +36,7 @@ def why_not_recorded(graphs: Sequence[fx.Graph], device_type: str = "cuda") -> R
     values = [value for node in nodes for value in _tensors(node.meta.get("val"))]
     inputs = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
     has_numbers = any(value is not None and not isinstance(value, torch.Tensor) for value in inputs)
-    if has_numbers or any(map(_is_symbolic, values)):
+    if has_numbers or any(map(is_symbolic, values)):
         return refusal("cuda-graphs-dynamic", "its sizes are symbolic", "dynamic=False")
     if any(value.layout is not torch.strided for value in values):
         return refusal("cuda-graphs-layout", "it has tensors that are not strided")
@@ -98,8 +98,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
-
-
-def _is_symbolic(value: torch.Tensor) -> bool:
-    numbers = (*value.shape, *value.stride()) if value.layout is torch.strided else value.shape
-    return any(isinstance(number, torch.SymInt) for number in numbers)

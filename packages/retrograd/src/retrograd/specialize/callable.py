@@ -16,7 +16,14 @@ import torch
 
 from retrograd._torch.state import why_not_capturable_now
 from retrograd.config import Config
-from retrograd.errors import CaptureError, CodeFailedError, NotReadyError, Reason, UnlikeTracedError
+from retrograd.errors import (
+    CaptureError,
+    CodeFailedError,
+    NotReadyError,
+    Reason,
+    UnlikeTracedError,
+    first_line,
+)
 from retrograd.events import counters
 from retrograd.process import ForkSafeLock
 from retrograd.report import Report, reason_of
@@ -37,7 +44,7 @@ def why_failed(what: str, error: BaseException, stage: str) -> Reason:
     counters["run_failures"] += 1
     return Reason(
         "code-failed",
-        f"{what} raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}",
+        f"{what} raised {first_line(error)}",
         stage,
         way_out="this is a fault of the backend: another backend may have the operator",
     )

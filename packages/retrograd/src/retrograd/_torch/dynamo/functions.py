@@ -24,11 +24,12 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.misc import produce_trampoline_autograd_apply
 from torch._guards import Guard
 from torch._subclasses import FakeTensor
-from torch.utils import _pytree
 
+from retrograd._torch import pytree
 from retrograd._torch.dynamo.function_code import Reading, methods_of
 from retrograd._torch.dynamo.keep_eager import break_graph, keeps_eager
 from retrograd._torch.patches import handle, hidden_from_dynamo
+from retrograd._torch.tensor import storage_of
 from retrograd._torch.trace import fake_mode_of
 
 #: what an argument may be besides a tensor: it never changes.
@@ -131,13 +132,12 @@ def _why_unlike(function: Any, args: Sequence[Any]) -> str | None:
 
 def _kept_by(context: Any) -> list[torch.Tensor]:
     """The tensors among the attributes of a context."""
-    values = _pytree.tree_leaves(dict(vars(context)))
+    values = pytree.tree_leaves(dict(vars(context)))
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _shares_memory(one: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
-    storage = one.untyped_storage()._cdata
-    return any(other.untyped_storage()._cdata == storage for other in others)
+    return storage_of(one) in map(storage_of, others)
 
 
 def _guard(variable: Any, reading: Reading) -> None:

@@ -10,6 +10,7 @@ from retrograd._torch.fx.graphs import (
     boxed,
     copied,
     copied_module,
+    is_symbolic,
     lazily,
     lazy_graph_module,
     with_strides,

@@ -139,9 +139,15 @@ def with_strides(run: Boxed, fakes: Sequence[Any]) -> Boxed:
     return run_with_strides
 
 
+def is_symbolic(fake: torch.Tensor) -> bool:
+    """Whether a size or a stride is symbolic."""
+    strides = fake.stride() if fake.layout is torch.strided else ()
+    return any(isinstance(number, torch.SymInt) for number in (*fake.shape, *strides))
+
+
 def _differs(fake: Any, result: Any) -> bool:
     if not isinstance(fake, torch.Tensor) or not isinstance(result, torch.Tensor):
         return False
-    if any(isinstance(number, torch.SymInt) for number in (*fake.shape, *fake.stride())):
+    if is_symbolic(fake):
         return False
     return fake.shape == result.shape and fake.stride() != result.stride()

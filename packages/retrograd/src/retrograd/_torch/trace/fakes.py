@@ -16,6 +16,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_symbols
 
+from retrograd._torch.fx import is_symbolic
 from retrograd._torch.subclass import built, is_wrapper, layout_of, parts_of
 from retrograd._torch.trace.functional import inner_tensors
 from retrograd.errors import Refusal
@@ -119,9 +120,7 @@ def laid_out_like(fake: Any, value: Any) -> Any:
     """`fake`, or one like it with the strides of the real `value` if it has others; symbolic ones stay."""
     if not isinstance(fake, FakeTensor) or not isinstance(value, torch.Tensor):
         return fake
-    if any(isinstance(number, torch.SymInt) for number in (*fake.shape, *fake.stride())):
-        return fake
-    if fake.stride() == value.stride() or fake.shape != value.shape:
+    if is_symbolic(fake) or fake.stride() == value.stride() or fake.shape != value.shape:
         return fake
     with fake.fake_mode, torch.no_grad():
         return torch.empty_strided(fake.shape, value.stride(), dtype=fake.dtype, device=fake.device)

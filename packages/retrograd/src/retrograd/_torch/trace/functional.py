@@ -140,9 +140,8 @@ _CHANGES = {
 }
 #: take an offset from the beginning of the memory, as their fourth or fifth argument.
 _STRIDED = {"as_strided": 3, "as_strided_": 3, "as_strided_copy": 3, "as_strided_scatter": 4}
-_DETACH = (
-    torch.Tensor.detach_
-)  # `torch.tensor` calls it for a symbolic number; without history it does nothing
+#: `torch.tensor` calls it for a symbolic number; without history it does nothing.
+_DETACH = torch.Tensor.detach_
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 #: by name: calls whose kernels and formulas depend on the value of an exponent. Torch traces a symbolic one
 #: to formulas that round otherwise (from 2.14), or not at all.

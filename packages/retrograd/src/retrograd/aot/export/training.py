@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from retrograd._torch.fx import is_symbolic
 from retrograd.errors import ExportError
 from retrograd.graph.joint import Cotangent, Gradient, Region, bits_of, cotangents_reaching
 from retrograd.graph.joint_graph import JointValues
@@ -126,7 +127,7 @@ def _laid_out(cotangent: fx.Node, traced: torch.Tensor) -> fx.Node:
     found = cotangent.meta["val"]
     if [str(stride) for stride in found.stride()] == [str(stride) for stride in traced.stride()]:
         return cotangent
-    if any(isinstance(size, torch.SymInt) for size in (*traced.shape, *traced.stride())):
+    if is_symbolic(traced):
         return call(cotangent, _aten.clone.default, (cotangent,), {"memory_format": torch.contiguous_format})
     sizes, strides = list(traced.shape), list(traced.stride())
     empty = call(cotangent, _aten.new_empty_strided.default, (cotangent, sizes, strides))

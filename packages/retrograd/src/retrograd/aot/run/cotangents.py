@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.autograd import outside_of_graph_task
-from retrograd._torch.fx import has_effect
+from retrograd._torch.fx import has_effect, is_symbolic
 from retrograd._torch.subclass import PLAIN, Layout, parts_of
 from retrograd._torch.trace import guard_count
 from retrograd.aot.capture import capture
@@ -65,9 +65,7 @@ class Expected:
     @property
     def is_static(self) -> bool:
         """Whether it is a plain tensor without symbolic sizes."""
-        return self.is_plain and not any(
-            isinstance(number, torch.SymInt) for number in (*self.parts[0].shape, *self.parts[0].stride())
-        )
+        return self.is_plain and not is_symbolic(self.parts[0])
 
     def fits(self, cotangent: torch.Tensor | None) -> bool:
         """Whether a cotangent is of the kind that was traced, whatever its layout."""

@@ -139,7 +139,7 @@ class Lowerer:
         """Whether the code is there, also if it was to be compiled in the background."""
         later = lowered.later
         if later is not None and later.error is not None:
-            self.give_up(f"{type(later.error).__name__}: {later.error}".splitlines()[0], later.error)
+            self.give_up(first_line(later.error), later.error)
         elif later is not None and later.code is not None:
             lowered.run, lowered.later = later.code, None
         return lowered.later is None
