@@ -106,7 +106,7 @@ class Inputs:
         with (
             self.state.thread_modes.restored(),
             FreeTensors(self.found) as free,
-            checkpoints_marked(),
+            checkpoints_marked(self.entered),
         ):
             result = self.state.call(self.entries[:count])
             if torch.is_grad_enabled() != self.state.thread_modes.grad:
