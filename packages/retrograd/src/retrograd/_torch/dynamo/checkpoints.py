@@ -2,7 +2,8 @@
 
 In: the checkpoints that Dynamo meets while it traces for a backend that wants eager kept. Out: a break of the
 graph around those that change a tensor in place, as a batch norm in training changes its statistics. Eager
-makes the change in the forward, and once more when the backward runs the function again; a graph makes it once.
+makes the change in the forward, and again when the backward runs the function once more; a graph makes it
+once.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def _changes_something(tx: Any) -> bool:
     graph: fx.Graph = tx.output.current_tracer.graph
     *_, node = graph.find_nodes(op="call_function", target=tag_activation_checkpoint)
     body, *inputs = node.args
-    assert isinstance(body, fx.Node) and isinstance(body.target, str)
+    assert isinstance(body, fx.Node)
+    assert isinstance(body.target, str)
     module = tx.output.nn_modules[body.target]
     examples = [arg.meta["example_value"] if isinstance(arg, fx.Node) else arg for arg in inputs]
     try:
