@@ -91,6 +91,16 @@ class JointTracer(GraphTracer):
         if "stack_trace" not in node.meta and (line := _users_line()):
             node.meta["stack_trace"] = line
 
+    def inputs_with_kept_cast(self) -> set[str]:
+        """Names of the inputs so far of which a cast is read more than once, as one that autocast kept."""
+        placeholders = self._tracer.graph.find_nodes(op="placeholder")
+        return {
+            node.target
+            for node in placeholders
+            for user in node.users
+            if user.target is torch.ops.aten._to_copy.default and len(user.users) > 1
+        }
+
     def _refuse_other_numbers(self) -> None:
         """Fake tensors draw nothing: if a generator has moved, the function has set it."""
         if seeds_and_states() != self._generators:
