@@ -114,6 +114,7 @@ class Inputs:
             result = self.state.call(self.entries[:count])
             if torch.is_grad_enabled() != self.state.thread_modes.grad:
                 raise Refusal("not-representable", "it leaves grad mode switched")
+        self.tracer.refuse_other_numbers()
         self.bared, self.reads_offsets = free.bared, free.reads_offsets
         return result
 
