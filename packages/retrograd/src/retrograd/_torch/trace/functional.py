@@ -150,8 +150,8 @@ _BY_VALUE |= {f"lp_pool{dims}d" for dims in (1, 2, 3)}
 
 
 class FreeTensors(TorchFunctionMode):
-    """While open, real tensors are replaced by what `lift` makes of them, the same each time. A symbolic exponent is replaced by
-    its value, which becomes a guard.
+    """While open, real tensors are replaced by what `lift` makes of them, the same each time. A symbolic
+    exponent is replaced by its value, which becomes a guard.
 
     Attributes:
         bared: tensors of which ``.data`` was taken.
