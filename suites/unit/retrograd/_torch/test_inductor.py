@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import torch
@@ -48,3 +50,19 @@ def test_a_pass_that_cannot_tell_what_it_is_keeps_graphs_out_of_the_cache() -> N
     with config.patch(post_grad_custom_pre_pass=lambda graph: None), with_joint_passes():
         made: Any = config.post_grad_custom_pre_pass
     assert made.uuid() is None
+
+
+_POOLED = """
+import sys, torch, retrograd.aot as aot
+from retrograd._torch.inductor import decompositions
+assert "torch._inductor.lowering" not in sys.modules
+x = torch.randn(1, 2, 8, 8, requires_grad=True)
+pooled = lambda x: torch.nn.functional.max_pool2d(x.sin(), 2).sum()
+graph = aot.capture(aot.create_state(pooled, (x,), decompositions=decompositions())).gm.graph
+assert "low_memory" in str(graph), graph
+"""
+
+
+def test_pools_are_decomposed_before_inductor_is_there() -> None:
+    """In a fresh process: its decomposition of pools reads a module that it does not import."""
+    subprocess.run([sys.executable, "-c", _POOLED], check=True, timeout=120)

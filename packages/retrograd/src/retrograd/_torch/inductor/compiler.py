@@ -9,6 +9,7 @@ and reading a pickle runs what it says: whoever can write to its folder can run 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import stat
 import warnings
@@ -33,7 +34,22 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """The decompositions that Inductor expects to have been applied."""
     from torch._inductor.decomposition import select_decomp_table
 
-    return {**select_decomp_table(), torch.ops.aten.bernoulli.p: _bernoulli}
+    table = select_decomp_table()
+    pools = {pool: _with_lowering(table[pool]) for pool in _POOLS if pool in table}
+    return {**table, **pools, torch.ops.aten.bernoulli.p: _bernoulli}
+
+
+#: their decompositions read ``torch._inductor.lowering``, which nothing may have imported yet.
+_POOLS = (torch.ops.aten.max_pool2d_with_indices.default, torch.ops.aten.max_pool3d_with_indices.default)
+
+
+def _with_lowering(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(decomposition)
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        importlib.import_module("torch._inductor.lowering")
+        return decomposition(*args, **kwargs)
+
+    return decomposed
 
 
 def _bernoulli(value: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
