@@ -20,7 +20,7 @@ from gradparity.finds import recorded
 from gradparity.fuzz import FuzzSummary
 from gradparity.fuzzing.diary import Diary, read
 from gradparity.fuzzing.find import Folder
-from gradparity.verdict import Row, Verdict, row_of
+from gradparity.verdict import Verdict, row_of
 
 FUZZ = ("fuzz", "--device", "cpu", "--shrink-seconds", "15", "--policy", "elementwise")
 

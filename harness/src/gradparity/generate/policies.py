@@ -6,7 +6,7 @@ down make optimisations of a compiler fire (as YARPGen's generation policies do)
 
 from __future__ import annotations
 
-from gradparity.generate.policy import Policy
+from gradparity.generate.policy import EDGES, Policy
 
 PLAIN = {"unary": 3.0, "binary": 3.0, "reduction": 1.0}
 VIEWS = {"view": 4.0, "move": 1.0}
@@ -34,6 +34,14 @@ _ALL = (
         length=(1, 4),
         sizes={3: 4, 1: 4, 2: 4, 4: 3, 5: 3, 8: 1, 0: 0.3, 17: 0.5},
         without_grad=0.2,
+    ),
+    Policy(
+        "edges",
+        "sizes around those of vectors, warps and blocks",
+        {"unary": 2, "binary": 2, "reduction": 4, "norm": 1.5, "view": 1, "move": 1.5, "index": 1, "scatter": 1, "linear": 0.7},
+        length=(1, 4),
+        sizes=EDGES,
+        ranks={1: 4, 2: 5, 3: 1},
     ),
     Policy(
         "mutation",
