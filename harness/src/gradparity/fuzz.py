@@ -95,10 +95,10 @@ class FuzzSummary:
     @classmethod
     def resumed(cls, state: dict[str, Any], known: Iterable[Signature]) -> FuzzSummary:
         """The summary of a campaign that goes on from this state, or begins."""
-        counted = {
-            name: Counter(value) if isinstance(value, dict) else value for name, value in state.items()
-        }
-        return cls(**counted, known=list(known))
+        made = cls(known=list(known))
+        for name, value in state.items():
+            setattr(made, name, Counter(value) if isinstance(value, dict) else value)
+        return made
 
 
 COUNTED = ("cases", "rejected", "repeated", "new", "seconds", "shrinking", "verdicts", "fired", "lost")

@@ -80,7 +80,7 @@ _ALL = (
         {"function": 6, "unary": 2, "binary": 1, "view": 1, "no_grad": 0.3},
         length=(1, 4),
         changed=0.4,
-        losses={"sum": 3, "cotangents": 3, "some": 2, "grad": 2, "twice": 1, "two_backwards": 1, "double": 0.3},
+        losses={"sum": 3, "cotangents": 3, "some": 2, "grad": 2, "twice": 2, "two_backwards": 1, "double": 0.3},
     ),
     Policy(
         "transforms",
