@@ -191,7 +191,7 @@ class RayCluster:
         self._hired.remove(worker)
 
     def _is_large_enough(self) -> bool:
-        """Whether the whole cluster has what one worker takes; a node that is still coming up counts later."""
+        """Whether the whole cluster, as it is now, has what one worker takes."""
         there = self._ray.cluster_resources()
         return bool(there.get("CPU", 0) >= 1 and there.get("GPU", 0) >= self._gpus)
 

@@ -46,7 +46,7 @@ _ALL = (
     Policy(
         "mutation",
         "changes in place, through views, at indices, and of inputs",
-        {"inplace": 5, "through_view": 5, "view": 2, "scatter": 1.5, "unary": 2, "binary": 1, "metadata": 0.7, "no_grad": 0.7},
+        {"inplace": 5, "through_view": 5, "overwritten": 1, "view": 2, "scatter": 1.5, "unary": 2, "binary": 1, "metadata": 0.7, "no_grad": 0.7},
         length=(2, 6),
         changed=0.7,
         without_grad=0.35,
@@ -221,7 +221,7 @@ _ALL = (
     Policy(
         "reinplacing",
         "functional scatters that a compiler may do in place, and reads and writes around them",
-        {"scatter": 5, "inplace": 3, "view": 1.5, "index": 1, "unary": 1, "through_view": 1},
+        {"scatter": 4, "overwritten": 4, "inplace": 3, "view": 1.5, "index": 1, "unary": 1, "through_view": 1},
         length=(2, 6),
         changed=0.6,
         without_grad=0.6,
