@@ -45,7 +45,9 @@ def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
     """
     copy = _copied(joint)
     memory = memory_of(copy.gm, copy.signature)
-    division = _Division(copy, memory, choose_saved(copy, memory, policy))
+    chosen = choose_saved(copy, memory, policy)
+    copies = {node for node in chosen if policy == "min_cut" and memory.is_forbidden(node)}
+    division = _Division(copy, memory, chosen, frozenset(copies))
     result = division.partition()
     return replace(result, joint=joint)
 
@@ -61,6 +63,7 @@ class _Division:
     joint: JointValues
     memory: Memory
     chosen: set[fx.Node]
+    copies: frozenset[fx.Node]
     instead: dict[fx.Node, fx.Node] = field(default_factory=dict)
     copied: list[int] = field(default_factory=list)
 
@@ -129,12 +132,13 @@ class _Division:
         for node in saved:
             by_eager = self.memory.owner.get(node, node) in self.memory.kept_by_eager
             value = node.meta.get("val")
-            if node in self.memory.primals and node not in changed:
+            is_copy = node in self.copies
+            if node in self.memory.primals and node not in changed and not is_copy:
                 entry = Saved(node.name, SavedKind.PRIMAL, self.memory.primals[node], value, by_eager)
-            elif node in places:
+            elif node in places and not is_copy:
                 entry = Saved(node.name, SavedKind.OUTPUT, places[node], value, by_eager)
             else:
-                if self.memory.owner.get(node) in changed:
+                if is_copy or self.memory.owner.get(node) in changed:
                     self.copied.append(len(results) + len(extra))
                 place, owner = len(results) + len(extra), self.memory.owner.get(node, node)
                 is_view = owner in owners and place not in self.copied
