@@ -30,7 +30,7 @@ from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.partition import Partition, RegionBackward, Saved, SavedKind
 
 
-def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
+def partition(joint: JointValues, policy: Policy | frozenset[str] = "min_cut") -> Partition:
     """Divide `joint`.
 
     Args:
@@ -38,6 +38,7 @@ def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
         policy: ``"min_cut"``: torch's minimum cut, which recomputes what is cheap; ``"save_all"``: what eager
             saves; ``"recompute_all"``: only inputs; or a callable in the form of torch's partitioners. Nodes
             whose ``meta["recompute"]`` is a ``torch.utils.checkpoint.CheckpointPolicy`` are treated so.
+            A set of names, as in ``Partition.chosen``: just these nodes.
 
     Raises:
         VerificationError: the law of a partition would be broken: a backward reads what is not saved, or an
@@ -45,9 +46,9 @@ def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
     """
     copy = _copied(joint)
     memory = memory_of(copy.gm, copy.signature)
-    division = _Division(copy, memory, choose_saved(copy, memory, policy))
-    result = division.partition()
-    return replace(result, joint=joint)
+    saved = choose_saved(copy, memory, policy)
+    chosen = frozenset(node.name for node in saved)
+    return replace(_Division(copy, memory, saved).partition(), joint=joint, chosen=chosen)
 
 
 def _copied(joint: JointValues) -> JointValues:

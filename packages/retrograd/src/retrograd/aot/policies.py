@@ -26,13 +26,16 @@ def draws_random_numbers(node: fx.Node) -> bool:
     return is_operator_overload(node.target) and is_random(node)
 
 
-def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.Node]:
+def choose_saved(joint: JointValues, memory: Memory, policy: Policy | frozenset[str]) -> set[fx.Node]:
     """The nodes that are saved.
 
     Raises:
         OptionError: an unknown policy.
         VerificationError: one that saves something that is not a value of the forward half.
     """
+    if isinstance(policy, frozenset):
+        reaching = cotangents_reaching(joint.gm.graph, joint.signature)
+        return _named({node.name: node for node in reaching if not reaching[node]}, policy)
     if policy == "save_all":
         return _without_marked(_read(joint))
     if policy == "recompute_all":

@@ -88,6 +88,7 @@ class Partition:
         copied: places among the forward's results whose memory belongs to a primal, or to a result before
             them: they are copied before anything is written. (Not in the graph, where a backend would leave
             the copy out.)
+        chosen: names of the nodes of the joint graph that the policy chose to save.
     """
 
     joint: JointValues
@@ -95,6 +96,7 @@ class Partition:
     saved: tuple[Saved, ...]
     backwards: tuple[RegionBackward, ...]
     copied: tuple[int, ...] = ()
+    chosen: frozenset[str] = frozenset()
 
     @property
     def saved_bytes(self) -> int:
