@@ -104,7 +104,22 @@ def normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
 
 
-PROGRAMS = [gelu, two_outputs, dropped, attention, under_autocast, indexed, changed_in_place, viewing]
+def half_precision_loss(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = (x * 2).to(torch.bfloat16)
+    return torch.nn.functional.cross_entropy(logits.float(), torch.arange(4)), logits
+
+
+PROGRAMS = [
+    half_precision_loss,
+    gelu,
+    two_outputs,
+    dropped,
+    attention,
+    under_autocast,
+    indexed,
+    changed_in_place,
+    viewing,
+]
 
 
 @pytest.mark.parametrize("fn", PROGRAMS, ids=lambda fn: fn.__name__)
@@ -196,7 +211,7 @@ def test_a_truncated_file_is_written_again(folder: Path, cut: int) -> None:
     assert counted() == (1, 0, 0)
 
 
-@pytest.mark.parametrize("entry", ["graph", "chosen", "primals", "examples", "out_spec"])
+@pytest.mark.parametrize("entry", ["graph", "saved", "copies", "primals", "examples", "out_spec"])
 def test_a_foreign_file_is_not_used(folder: Path, entry: str) -> None:
     first = in_a_new_process(gelu)
     file = _only_file(folder)

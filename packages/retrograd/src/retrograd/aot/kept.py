@@ -36,7 +36,7 @@ from retrograd.config import Config
 from retrograd.errors import Refusal
 from retrograd.events import AOT_LOGS, counters
 from retrograd.graph.capture_state import CaptureState
-from retrograd.graph.partition import Partition
+from retrograd.graph.partition import Choice, Partition
 
 _log = AOT_LOGS["cache"]
 _FIELDS = ("signature", "values", "updates", "outputs", "undefined_matters", "is_single_region", "sums_apart")
@@ -121,7 +121,8 @@ def _written(made: Partition) -> bytes:
         "primals": [serialize_value(replace(primal, fake=None)) for primal in joint.primals],
         "gradients": [serialize_value(place) for place in joint.gradients],
         "out_spec": pytree.treespec_dumps(joint.out_spec),
-        "chosen": sorted(made.chosen),
+        "saved": sorted(made.choice.saved),
+        "copies": sorted(made.choice.copies),
         **{name: serialize_value(getattr(joint, name)) for name in _FIELDS},
     }
     if tensors:
@@ -153,7 +154,7 @@ def _read(data: bytes, state: CaptureState) -> Partition:
         gradients={read_value(place, {}): PLAIN for place in written["gradients"]},
         **fields,
     )
-    return partition(joint, frozenset(written["chosen"]))
+    return partition(joint, Choice(frozenset(written["saved"]), frozenset(written["copies"])))
 
 
 def _example(value: Any, memory: dict[int, int]) -> Any:

@@ -14,7 +14,7 @@ from torch import fx
 
 from retrograd._torch.fx import copied_module, has_effect, insert_replay, is_mutating, lazy_graph_module
 from retrograd.aot.extract import extract, finished_backward, needed_between
-from retrograd.aot.policies import choose_saved, draws_random_numbers
+from retrograd.aot.policies import choose_saved, draws_random_numbers, named
 from retrograd.aot.trace.aliases import (
     Memory,
     backward_nodes,
@@ -27,10 +27,10 @@ from retrograd.config import Policy
 from retrograd.errors import VerificationError
 from retrograd.graph.joint import Cotangent, Gradient
 from retrograd.graph.joint_graph import JointValues
-from retrograd.graph.partition import Partition, RegionBackward, Saved, SavedKind
+from retrograd.graph.partition import Choice, Partition, RegionBackward, Saved, SavedKind
 
 
-def partition(joint: JointValues, policy: Policy | frozenset[str] = "min_cut") -> Partition:
+def partition(joint: JointValues, policy: Policy | Choice = "min_cut") -> Partition:
     """Divide `joint`.
 
     Args:
@@ -38,7 +38,7 @@ def partition(joint: JointValues, policy: Policy | frozenset[str] = "min_cut") -
         policy: ``"min_cut"``: torch's minimum cut, which recomputes what is cheap; ``"save_all"``: what eager
             saves; ``"recompute_all"``: only inputs; or a callable in the form of torch's partitioners. Nodes
             whose ``meta["recompute"]`` is a ``torch.utils.checkpoint.CheckpointPolicy`` are treated so.
-            A set of names, as in ``Partition.chosen``: just these nodes.
+            Or what an earlier partition of the same graph chose (``Partition.choice``).
 
     Raises:
         VerificationError: the law of a partition would be broken: a backward reads what is not saved, or an
@@ -46,9 +46,14 @@ def partition(joint: JointValues, policy: Policy | frozenset[str] = "min_cut") -
     """
     copy = _copied(joint)
     memory = memory_of(copy.gm, copy.signature)
-    saved = choose_saved(copy, memory, policy)
-    chosen = frozenset(node.name for node in saved)
-    return replace(_Division(copy, memory, saved).partition(), joint=joint, chosen=chosen)
+    if isinstance(policy, Choice):
+        chosen, copies = (named(copy, names) for names in (policy.saved, policy.copies))
+    else:
+        chosen = choose_saved(copy, memory, policy)
+        copies = {node for node in chosen if policy == "min_cut" and memory.is_forbidden(node)}
+    choice = Choice(*(frozenset(node.name for node in nodes) for nodes in (chosen, copies)))
+    result = _Division(copy, memory, chosen, frozenset(copies)).partition()
+    return replace(result, joint=joint, choice=choice)
 
 
 def _copied(joint: JointValues) -> JointValues:
@@ -62,6 +67,7 @@ class _Division:
     joint: JointValues
     memory: Memory
     chosen: set[fx.Node]
+    copies: frozenset[fx.Node]
     instead: dict[fx.Node, fx.Node] = field(default_factory=dict)
     copied: list[int] = field(default_factory=list)
 
@@ -130,12 +136,13 @@ class _Division:
         for node in saved:
             by_eager = self.memory.owner.get(node, node) in self.memory.kept_by_eager
             value = node.meta.get("val")
-            if node in self.memory.primals and node not in changed:
+            is_copy = node in self.copies
+            if node in self.memory.primals and node not in changed and not is_copy:
                 entry = Saved(node.name, SavedKind.PRIMAL, self.memory.primals[node], value, by_eager)
-            elif node in places:
+            elif node in places and not is_copy:
                 entry = Saved(node.name, SavedKind.OUTPUT, places[node], value, by_eager)
             else:
-                if self.memory.owner.get(node) in changed:
+                if is_copy or self.memory.owner.get(node) in changed:
                     self.copied.append(len(results) + len(extra))
                 place, owner = len(results) + len(extra), self.memory.owner.get(node, node)
                 is_view = owner in owners and place not in self.copied

@@ -5,19 +5,23 @@ In: a joint graph and its sharing of memory. Out: the set of forward nodes that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.fx import is_operator_overload, is_random
 from retrograd._torch.inductor import cut_by
-from retrograd.aot.trace.aliases import Memory, is_backward, is_number, read_by_backward
+from retrograd.aot.trace.aliases import Memory, is_backward, is_number, memory_of, read_by_backward
 from retrograd.config import PARTITIONERS, Policy
 from retrograd.errors import OptionError, VerificationError
 from retrograd.graph.joint import cotangents_reaching
 from retrograd.graph.joint_graph import JointValues
 
+_CONVERSIONS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
@@ -26,16 +30,13 @@ def draws_random_numbers(node: fx.Node) -> bool:
     return is_operator_overload(node.target) and is_random(node)
 
 
-def choose_saved(joint: JointValues, memory: Memory, policy: Policy | frozenset[str]) -> set[fx.Node]:
-    """The nodes that are saved.
+def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.Node]:
+    """The nodes that are saved; of those that `memory` forbids to keep, a copy.
 
     Raises:
         OptionError: an unknown policy.
         VerificationError: one that saves something that is not a value of the forward half.
     """
-    if isinstance(policy, frozenset):
-        reaching = cotangents_reaching(joint.gm.graph, joint.signature)
-        return _named({node.name: node for node in reaching if not reaching[node]}, policy)
     if policy == "save_all":
         return _without_marked(_read(joint))
     if policy == "recompute_all":
@@ -44,19 +45,60 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy | frozenset[
         )
     if policy == "min_cut" and (read := _read(joint)) <= set(memory.primals):
         return read
-    if policy == "min_cut" or callable(policy):
-        reaching = cotangents_reaching(joint.gm.graph, joint.signature)
-        names = cut_by(
-            None if isinstance(policy, str) else policy,
-            joint.gm,
-            frozenset(node.name for node in reaching if node.op == "placeholder" and reaching[node]),
-            joint.signature.forward_count,
-            _pinned(joint, memory),
-        )
-        saved = _named({node.name: node for node in reaching if not reaching[node]}, names)
+    if policy == "min_cut":
+        with _copies_offered(joint, memory) as copied:
+            saved = {copied.get(node, node) for node in _cut(joint, memory_of(joint.gm, joint.signature))}
+        lawful = not any(memory.is_forbidden(node) for node in saved - {*copied.values()})
+        return saved if lawful else _read(joint)
+    if callable(policy):
+        saved = _cut(joint, memory, policy)
         return saved if not any(map(memory.is_forbidden, saved)) else _read(joint)
     expected = f"one of {', '.join(map(repr, PARTITIONERS))}, or a callable (gm, inputs, *, num_fwd_outputs)"
     raise OptionError("partitioner", f"got {policy!r}", expected)
+
+
+def _cut(joint: JointValues, memory: Memory, partitioner: Callable[..., Any] | None = None) -> set[fx.Node]:
+    """What `partitioner` (None: torch's minimum cut) saves."""
+    reaching = cotangents_reaching(joint.gm.graph, joint.signature)
+    names = cut_by(
+        partitioner,
+        joint.gm,
+        frozenset(node.name for node in reaching if node.op == "placeholder" and reaching[node]),
+        joint.signature.forward_count,
+        _pinned(joint, memory),
+    )
+    return _named({node.name: node for node in reaching if not reaching[node]}, names)
+
+
+@contextmanager
+def _copies_offered(joint: JointValues, memory: Memory) -> Iterator[dict[fx.Node, fx.Node]]:
+    """Let a cut choose a copy of what must not be kept, where a call only makes it wider.
+
+    The loss of a language model reads half-precision logits as float32. Eager does not keep the logits; a
+    copy of them takes half the memory of what it keeps instead. Gives the values by their copies, which are
+    in the graph until the end of the context.
+    """
+    graph, copied = joint.gm.graph, dict[fx.Node, fx.Node]()
+    for node in list(graph.nodes):
+        if node.target in _CONVERSIONS and not is_backward(node) and _widens(node, memory):
+            (value,) = node.all_input_nodes
+            with graph.inserting_before(node):
+                copy = graph.call_function(torch.ops.aten.clone.default, (value,))
+            copy.meta["val"] = value.meta["val"].clone()
+            node.replace_input_with(value, copy)
+            copied[copy] = value
+    try:
+        yield copied
+    finally:
+        for copy, value in copied.items():
+            copy.replace_all_uses_with(value)
+            graph.erase_node(copy)
+
+
+def _widens(conversion: fx.Node, memory: Memory) -> bool:
+    (value,) = conversion.all_input_nodes
+    sizes = [node.meta["val"].dtype.itemsize for node in (value, conversion)]
+    return memory.is_forbidden(value) and sizes[0] < sizes[1]
 
 
 def _read(joint: JointValues) -> set[fx.Node]:
@@ -90,12 +132,23 @@ def _pinned(joint: JointValues, memory: Memory) -> frozenset[str]:
         if node.op == "call_function"
         and not is_backward(node)
         and not (draws_random_numbers(node) and node.meta.get("recompute") in _AGAIN)
-        and (draws_random_numbers(node) or (_reads_forbidden(node, memory) and not memory.is_forbidden(node)))
+        and (draws_random_numbers(node) or _reads_forbidden(node, memory))
     )
 
 
 def _reads_forbidden(node: fx.Node, memory: Memory) -> bool:
-    return any(memory.is_forbidden(value) for value in node.all_input_nodes)
+    """Whether a call makes memory of its own from memory that must not be kept."""
+    return not memory.is_forbidden(node) and any(map(memory.is_forbidden, node.all_input_nodes))
+
+
+def named(joint: JointValues, names: Iterable[str]) -> set[fx.Node]:
+    """The nodes of these names.
+
+    Raises:
+        VerificationError: one that depends on a cotangent, or is not there.
+    """
+    reaching = cotangents_reaching(joint.gm.graph, joint.signature)
+    return _named({node.name: node for node in reaching if not reaching[node]}, names)
 
 
 def _named(known: Mapping[str, fx.Node], names: Iterable[str]) -> set[fx.Node]:
