@@ -49,14 +49,14 @@ class InductorBackend(Backend):
     for_speed = True
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
-        self._settings = dict(settings or {})
+        self.settings = dict(settings or {})
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        with patched(self._settings):
+        with patched(self.settings):
             return decompositions()
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
-        with patched(self._settings):
+        with patched(self.settings):
             return compile_graph(
                 gm,
                 example_inputs,

@@ -135,7 +135,9 @@ class GraphFunction:
     def _compiled(self, state: CaptureState) -> CompiledFunction:
         # Code that is compiled later cannot add guards, because Dynamo installs its guards now.
         lazy = not has_symbols(state.fake_mode)
-        return run_stages(state, self._config, self._report, lazy=lazy, ended_by=why_ended(self._gm))
+        return run_stages(
+            state, self._config, self._report, lazy=lazy, ended_by=why_ended(self._gm), graph=self._gm
+        )
 
 
 def state_of_graph(
