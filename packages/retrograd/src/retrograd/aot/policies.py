@@ -21,7 +21,8 @@ from retrograd.errors import OptionError, VerificationError
 from retrograd.graph.joint import cotangents_reaching
 from retrograd.graph.joint_graph import JointValues
 
-_CONVERSIONS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+_aten = torch.ops.aten
+_CONVERSIONS = (_aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 

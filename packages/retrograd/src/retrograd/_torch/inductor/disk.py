@@ -25,8 +25,8 @@ _SWITCHES: tuple[Any, ...] = (
     torch.backends.cuda.mem_efficient_sdp_enabled,
     torch.backends.cuda.math_sdp_enabled,
     torch.backends.cuda.cudnn_sdp_enabled,
-    torch._C._get_cudnn_enabled,
-    torch._C._get_mkldnn_enabled,
+    lambda: torch.backends.cudnn.enabled,
+    lambda: torch.backends.mkldnn.enabled,
 )
 
 
