@@ -5,6 +5,7 @@ Inductor's folder is a fresh one here, and its graphs are interpreted, so that n
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ import torch._functorch.config
 import torch._inductor.config
 from torch import nn
 
+from retrograd.aot import JointGraph, kept
 from retrograd.backends.registry import AtenBackend, InductorBackend
 from retrograd.events import counters
 
@@ -245,3 +247,10 @@ def test_no_unfinished_file_is_left(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("retrograd.aot.kept.os.replace", full)
     in_a_new_process(gelu)
     assert list(folder.glob("*/*")) == []
+
+
+def test_each_field_of_a_joint_graph_is_kept_or_refused() -> None:
+    others = {"state", "gm", "primals", "out_spec", "gradients"}
+    refused = {"hooked_leaves", "offsets_matter", "reports"}
+    known = {*kept._FIELDS, *others, *refused}
+    assert {field.name for field in dataclasses.fields(JointGraph)} == known
