@@ -172,7 +172,7 @@ class _Attempt:
             result = inputs.call()
             flat, self.out_spec = pytree.tree_flatten(result, is_leaf=_is_size)
             self.analysis = analyse(inputs, flat)
-            self.amended = self.plan.amended(self.state, self.analysis)
+            self.amended = inputs.with_aliases(self.plan.amended(self.state, self.analysis))
             if self.amended != self.plan:
                 return (0,)
             before = inputs.mutations(flat)

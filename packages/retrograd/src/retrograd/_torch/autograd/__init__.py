@@ -21,6 +21,7 @@ from retrograd._torch.autograd.engine import (
     run_stock,
     why_not_collectable,
 )
+from retrograd._torch.autograd.function_code import Reading, methods_of, why_backward_has_effects
 from retrograd._torch.autograd.graph_task import outside_of_graph_task, run_in_graph_task, warn_of_layout
 from retrograd._torch.autograd.hooks import (
     HookChanges,

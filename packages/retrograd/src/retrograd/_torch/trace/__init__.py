@@ -58,6 +58,7 @@ from retrograd._torch.trace.views import (
     common_base,
     copy_each,
     groups_sharing_memory,
+    is_foreign,
     lies_within,
     view_origin,
     with_view_origin,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.autograd import edge_of, graph_below, leaf_of, tells_undefined
+from retrograd._torch.autograd import edge_of, graph_below, leaf_of, tells_undefined, why_backward_has_effects
 from retrograd._torch.subclass import Layout, built, layout_of, parts_of
 from retrograd._torch.trace import JointTracer, plain, to_functional
 from retrograd.aot.trace.analyse import Analysis, TracedValue
@@ -98,7 +98,7 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
 
     Raises:
         Refusal: the autograd graph ends in something that is not an input.
-        Refusal: an autograd node gives what the engine would refuse.
+        Refusal: an autograd node gives what the engine would refuse, or changes what outlives it.
         Exception: whatever a node raises.
     """
     edges = {
@@ -111,6 +111,7 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
             "not-representable", "two of its outputs have one and the same place in the autograd graph"
         )
     graph = graph_below(edges.values())
+    _refuse_effects(graph)
     primals = _accumulated(graph, inputs)
     hooked_leaves = frozenset(
         primal for primal in primals.values() if manner.split_at_leaf_grads and inputs.primals[primal].is_leaf
@@ -128,7 +129,16 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
                 made.undefined_matters.add(number)
             walk = Walk(graph, structure, primals, number, partial(_noting, tracer))
             made.grads.append(walk.run(_cotangents(tracer, roots, manner.layouts, made.cotangents)))
+    if any(leaf is not None and leaf.grad is not None for leaf in inputs.leaves):
+        raise Refusal("backward-effect", "its backward accumulates into the .grad of an input")
     return made
+
+
+def _refuse_effects(graph: LiveGraph) -> None:
+    for node in graph.nodes:
+        function = getattr(node.handle, "_forward_cls", None)
+        if function is not None and (reason := why_backward_has_effects(function)) is not None:
+            raise Refusal("backward-effect", f"{function.__qualname__}: {reason}")
 
 
 def _noting(tracer: JointTracer, node: LiveNode) -> AbstractContextManager[None]:
