@@ -4,7 +4,7 @@ In: a template such as `{out} = torch.cumsum({x:1d+}, {dim})` and a scope. Out: 
 filled by operands and numbers that fit, or None. A hole is a name, and after a colon what is wanted of it:
 
     {x} {x:2d} {x:2d+ grad}     an operand: a tensor seen in the scope, or a new input
-    {x:int} {x:2d square}       of another kind, or of a certain form
+    {x:int} {x:2d square}       of another kind, or of a certain form; {x:2d filled} is not empty
     {y:as x}                    an operand of x's shape
     {y:onto x}                  an operand that broadcasts to x's shape
     {y:shape (x.shape[-1], 4)}  an operand of this shape, computed from the operands before it
@@ -79,6 +79,7 @@ def _any(scope: Scope, words: list[str]) -> str | None:
             _is_kind(tensor, kind)
             and tensor.ndim in ranks
             and (grad is None or tensor.requires_grad is grad)
+            and ("filled" not in words or tensor.numel() > 0)
             and ("square" not in words or tensor.shape[-1] == tensor.shape[-2])
             and ("leafless" not in words or not (tensor.is_leaf and tensor.requires_grad))
         )
@@ -87,6 +88,8 @@ def _any(scope: Scope, words: list[str]) -> str | None:
     if found is not None or not _may_add(scope.draft):
         return found
     sizes = shape(scope.draft, ranks if len(ranks) < 5 else ())
+    if "filled" in words:
+        sizes = tuple(max(each, 1) for each in sizes)
     if "square" in words and len(sizes) > 1:
         sizes = (*sizes[:-1], sizes[-2])
     return add_input(scope.draft, sizes, "float" if kind == "any" else kind, grad)
