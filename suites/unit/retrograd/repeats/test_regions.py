@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from retrograd._torch.fx.graphs import boxed
+from retrograd._torch.fx import boxed
 from retrograd.repeats.compile import compile_in_regions
 from retrograd.repeats.divide import divided
 from retrograd.repeats.outline import call_of, graph_of
