@@ -21,9 +21,8 @@ from retrograd.backends.base import Boxed, Half
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import CallError, CodeFailedError, NotReadyError
-from retrograd.graph.capture_state import CaptureState, Leaf
 from retrograd.graph.constants import is_same_constant
-from retrograd.graph.partition import Partition, SavedKind
+from retrograd.graph.joint_graph import CaptureState, Leaf, Partition, SavedKind
 from retrograd.report import Report, process_report
 from retrograd.specialize.guard import guard_as_traced
 

@@ -26,8 +26,7 @@ from retrograd.aot.trace.aliases import (
 from retrograd.config import Policy
 from retrograd.errors import VerificationError
 from retrograd.graph.joint import Cotangent, Gradient
-from retrograd.graph.joint_graph import JointValues
-from retrograd.graph.partition import Partition, RegionBackward, Saved, SavedKind
+from retrograd.graph.joint_graph import JointValues, Partition, RegionBackward, Saved, SavedKind
 
 
 def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:

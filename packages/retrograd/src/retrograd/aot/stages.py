@@ -15,8 +15,7 @@ from retrograd.aot.run.call import CompiledFunction
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.events import AOT_LOGS
-from retrograd.graph.capture_state import CaptureState
-from retrograd.graph.partition import Partition
+from retrograd.graph.joint_graph import CaptureState, Partition
 from retrograd.passes.aten import pass_named
 from retrograd.report import GraphReport, Report
 

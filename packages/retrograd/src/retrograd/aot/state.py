@@ -28,8 +28,8 @@ from retrograd._torch.trace import (
 )
 from retrograd.aot.modules import FlatCall, ModuleState
 from retrograd.errors import CaptureError
-from retrograd.graph.capture_state import AliasGroup, CaptureState, Leaf, MemberView
 from retrograd.graph.joint import PrimalKind
+from retrograd.graph.joint_graph import AliasGroup, CaptureState, Leaf, MemberView
 
 #: ``True``: every size may change; ``None`` or ``False``: none; or, by number of the flat input, which
 #: dimensions.

@@ -33,8 +33,8 @@ from retrograd.aot.state import state_of_flat
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import CaptureError, Reason
-from retrograd.graph.capture_state import AliasGroup, CaptureState
 from retrograd.graph.joint import PrimalKind
+from retrograd.graph.joint_graph import AliasGroup, CaptureState
 from retrograd.report import Report, reason_of
 from retrograd.specialize.callable import Specialized, Variant
 from retrograd.specialize.guard import MemoryGuard

@@ -28,8 +28,7 @@ from retrograd.aot.capture import JointGraph
 from retrograd.aot.export.serialize_graph import read_graph, serialize_graph
 from retrograd.aot.export.serialize_values import read_value, serialize_value
 from retrograd.errors import CaptureError
-from retrograd.graph.capture_state import CaptureState, Leaf
-from retrograd.graph.joint_graph import JointValues
+from retrograd.graph.joint_graph import CaptureState, JointValues, Leaf
 
 _FOUND = "found/"
 #: what of a `JointGraph` is written as it is.

@@ -22,7 +22,6 @@ from retrograd._torch.fx import is_higher_order, is_operator_overload
 from retrograd._torch.subclass import PLAIN
 from retrograd.errors import Refusal
 from retrograd.graph import joint, joint_graph
-from retrograd.graph.capture_state import Leaf
 
 Nodes = Mapping[str, fx.Node]
 
@@ -39,7 +38,7 @@ _NAMES = {function: name for name, function in reversed(_FUNCTIONS.items())}
 #: dataclasses whose fields can be written.
 _RECORDS: dict[str, Any] = {
     cls.__name__: cls
-    for cls in (Leaf, *vars(joint).values(), *vars(joint_graph).values())
+    for cls in (*vars(joint).values(), *vars(joint_graph).values())
     if isinstance(cls, type) and dataclasses.is_dataclass(cls)
 }
 #: operators of higher order that refer to nothing outside of the graph.

@@ -20,8 +20,7 @@ from retrograd._torch.autograd import entry_of
 from retrograd.aot.run.frame import Finish, Layout, picker
 from retrograd.aot.run.region import RegionCode
 from retrograd.graph.joint import BackwardStep, Destination
-from retrograd.graph.joint_graph import JointValues
-from retrograd.graph.partition import Partition
+from retrograd.graph.joint_graph import JointValues, Partition
 
 
 class RegionNode(torch.autograd.Function):

@@ -30,7 +30,7 @@ from retrograd.aot.run.lower_half import is_ready, still_compiling
 from retrograd.aot.run.region import RegionCode
 from retrograd.backends.base import Boxed
 from retrograd.errors import CodeFailedError, NotReadyError, UnlikeTracedError
-from retrograd.graph.partition import Partition
+from retrograd.graph.joint_graph import Partition
 
 
 class CompiledFunction:

@@ -24,8 +24,7 @@ from retrograd.aot.extract import extract, finished_backward, needed_between
 from retrograd.aot.trace.aliases import is_backward
 from retrograd.errors import RetrogradError
 from retrograd.graph.joint import Gradient
-from retrograd.graph.joint_graph import JointValues
-from retrograd.graph.partition import Partition
+from retrograd.graph.joint_graph import JointValues, Partition
 
 Strides = tuple[Any, ...]
 

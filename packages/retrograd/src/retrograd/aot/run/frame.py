@@ -23,13 +23,15 @@ from retrograd.graph.joint_graph import (
     ConstantOutput,
     JointValues,
     OutputPlan,
+    Partition,
     SameAs,
+    Saved,
+    SavedKind,
     SizeOutput,
     SizeValue,
     Update,
     View,
 )
-from retrograd.graph.partition import Partition, Saved, SavedKind
 
 Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
 

@@ -26,7 +26,7 @@ from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, EagerBackend
 from retrograd.config import Config
 from retrograd.events import counters
-from retrograd.graph.partition import Partition
+from retrograd.graph.joint_graph import Partition
 from retrograd.report import Report
 from retrograd.specialize.callable import MOST_FAILURES, why_failed
 

@@ -24,9 +24,8 @@ from retrograd._torch.trace import (
 )
 from retrograd.aot.trace.analyse import Analysis
 from retrograd.errors import Refusal
-from retrograd.graph.capture_state import AliasGroup, CaptureState, Leaf
 from retrograd.graph.joint import InputRole, Primal, PrimalKind
-from retrograd.graph.joint_graph import PrimalValue
+from retrograd.graph.joint_graph import AliasGroup, CaptureState, Leaf, PrimalValue
 
 
 @dataclass(frozen=True)
