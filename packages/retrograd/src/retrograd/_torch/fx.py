@@ -30,14 +30,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from retrograd.graph.emit import Boxed, boxed_calls
 
-#: operators of higher order that do nothing beyond what the graphs or operators given to them do.
-_PURE_HIGHER_ORDER = frozenset(
-    {
-        "associative_scan", "auto_functionalized", "auto_functionalized_v2", "cond", "flex_attention",
-        "flex_attention_backward", "invoke_subgraph", "map_impl", "out_dtype", "scan",
-        "triton_kernel_wrapper_functional", "while_loop",
-    }
+#: operators of higher order that do nothing beyond what the graphs or operators given to them do, and refer to
+#: nothing outside of their graph; and one that does refer to something.
+SELF_CONTAINED = (
+    "associative_scan", "auto_functionalized", "auto_functionalized_v2", "cond", "flex_attention",
+    "flex_attention_backward", "invoke_subgraph", "map_impl", "out_dtype", "scan", "while_loop",
 )  # fmt: skip
+_PURE_HIGHER_ORDER = frozenset({*SELF_CONTAINED, "triton_kernel_wrapper_functional"})
 _PURE_MODULES = frozenset({"_operator", "math"})
 _SYMBOLIC = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith("sym_"))
 _WAIT = "_c10d_functional::wait_tensor"

@@ -1,11 +1,14 @@
-"""Fourth stage: a `Partition` becomes a callable with real autograd.
+"""Fourth stage: a `Partition` becomes a callable with real autograd. And all stages in one call.
 
-In: forward and backward graphs, and a backend for each. Out: a `Compiled`, called like what was captured. It
-refuses inputs that are not like those of the capture; ``aot.function`` captures again for them.
+In: forward and backward graphs, and a backend for each; or a `CaptureState` and checked choices. Out: a
+`Compiled`, called like what was captured. It refuses inputs that are not like those of the capture;
+``aot.function`` captures again for them. Of all stages together, the `CompiledFunction` in it; the report and
+the logs are told what was captured.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +16,9 @@ import torch
 
 from retrograd._torch.pytree import tree_flatten
 from retrograd._torch.trace import InputGuard
+from retrograd.aot.capture import capture
 from retrograd.aot.modules import FlatCall
+from retrograd.aot.partition import partition
 from retrograd.aot.run.call import CompiledFunction
 from retrograd.aot.run.lower_half import is_ready, lower, recorded
 from retrograd.aot.run.region import RegionCode
@@ -21,9 +26,11 @@ from retrograd.backends.base import Boxed, Half
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import CallError, CodeFailedError, NotReadyError
+from retrograd.events import AOT_LOGS
 from retrograd.graph.constants import is_same_constant
 from retrograd.graph.joint_graph import CaptureState, Leaf, Partition, SavedKind
-from retrograd.report import Report, process_report
+from retrograd.passes.aten import pass_named
+from retrograd.report import GraphReport, Report, process_report
 from retrograd.specialize.guard import guard_as_traced
 
 
@@ -195,3 +202,65 @@ def _differences(leaf: Leaf, value: Any, offsets_matter: bool) -> Iterator[str]:
         yield f"began at {fake.storage_offset()} in its memory at capture, and begins at {begins}"
     if value.requires_grad != leaf.requires_grad:
         yield f"{'required' if leaf.requires_grad else 'did not require'} grad at capture"
+
+
+def run_stages(
+    state: CaptureState,
+    config: Config,
+    report: Report,
+    *,
+    split_at_leaf_grads: bool = False,
+    lazy: bool = True,
+    ended_by: str = "",
+) -> CompiledFunction:
+    """Capture, apply passes, partition and compile.
+
+    Args:
+        state: from ``aot.create_state``.
+        config: the choices.
+        report: receives what was compiled, and later what runs eagerly.
+        split_at_leaf_grads: as in ``aot.capture``.
+        lazy: as in ``aot.compile``.
+        ended_by: as in `GraphReport`.
+
+    Raises:
+        Exception: whatever a stage raises.
+    """
+    is_exact = not find_backend(config.backend).traces
+    joint = capture(
+        state,
+        single_region=config.single_region,
+        split_at_leaf_grads=split_at_leaf_grads,
+        sums_apart=is_exact,
+    )
+    if config.passes:
+        joint = joint.apply(*config.passes)
+    parts = partition(joint, config.partitioner)
+    code = compile_with(parts, config, report, lazy)
+    report.compiled(_described(parts, ended_by))
+    if AOT_LOGS["graph"].isEnabledFor(logging.DEBUG):
+        AOT_LOGS["graph"].debug("%s\n%s", state.name, joint.print_readable())
+    return code
+
+
+def _described(partition: Partition, ended_by: str) -> GraphReport:
+    forward, *backwards = [
+        sum(node.op == "call_function" for node in gm.graph.nodes)
+        for gm in (partition.forward, *(backward.gm for backward in partition.backwards))
+    ]
+    name, regions = partition.joint.state.name, len(partition.backwards)
+    return GraphReport(name, forward, sum(backwards), regions, partition.saved_bytes, ended_by)
+
+
+def find_named(config: Config) -> None:
+    """Look up what the choices name.
+
+    Raises:
+        OptionError: there is no such backend or pass.
+    """
+    find_backend(config.backend)
+    if config.backward is not None:
+        find_backend(config.backward, "backward")
+    for one in config.passes:
+        if isinstance(one, str):
+            pass_named(one)

@@ -18,9 +18,9 @@ from retrograd._torch import pytree
 from retrograd._torch.autograd import has_waiting_hooks
 from retrograd._torch.state import ThreadModes
 from retrograd._torch.trace import changed_sizes, is_tracing_here, why_not_fakeable
+from retrograd.aot.compile import find_named, run_stages
 from retrograd.aot.modules import FlatCall, ModuleState
 from retrograd.aot.run.call import CompiledFunction
-from retrograd.aot.stages import find_named, run_stages
 from retrograd.aot.state import Dynamic, state_of_flat
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config, Policy

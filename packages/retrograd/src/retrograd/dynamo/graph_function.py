@@ -26,9 +26,9 @@ from retrograd._torch.dynamo import (
 )
 from retrograd._torch.state import torch_functions_off
 from retrograd._torch.trace import alias_of_fake, common_base, mode_among, run_graph
+from retrograd.aot.compile import run_stages
 from retrograd.aot.modules import ModuleState
 from retrograd.aot.run.call import CompiledFunction
-from retrograd.aot.stages import run_stages
 from retrograd.aot.state import state_of_flat
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config

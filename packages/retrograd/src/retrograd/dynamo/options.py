@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from retrograd._torch.inductor import settings
-from retrograd.aot.stages import find_named
+from retrograd.aot.compile import find_named
 from retrograd.backends.registry import InductorBackend
 from retrograd.config import Config
 from retrograd.errors import OptionError

@@ -1,7 +1,7 @@
 """A function on its way through the stages: `CaptureState`, `JointValues`, `Partition`. All are frozen.
 
-In: made by ``aot.create_state``, ``aot.capture`` and ``aot.partition``. Out: each is read by the stages after
-it. A state can be captured twice, and much later; a joint graph can be partitioned and compiled several times.
+In: made by ``aot.create_state``, ``aot.capture`` and ``aot.partition``. Out: each is read by the stages that
+follow. A state can be captured twice, and much later; a joint graph can be partitioned several times.
 """
 
 from __future__ import annotations

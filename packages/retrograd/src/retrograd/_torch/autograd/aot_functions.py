@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from retrograd._torch.releases import wants_gradient
 from retrograd.errors import Refusal
-from retrograd.graph.aot_backward import AotBackward, BuiltGradient, Tangent
+from retrograd.graph.backward_graph import AotBackward, BuiltGradient, Tangent
 
 
 def is_aot_node(node: Any) -> bool:

@@ -27,8 +27,7 @@ from retrograd._torch.autograd.collection import runtime_wrapper
 from retrograd._torch.releases import accumulated
 from retrograd._torch.tensor import zeros_of_slot
 from retrograd.errors import Refusal
-from retrograd.graph.aot_backward import AotCall
-from retrograd.graph.backward_graph import HookKind
+from retrograd.graph.backward_graph import AotCall, HookKind
 
 Value = Any  # a value of the recorder (an FX node); None is an undefined gradient
 

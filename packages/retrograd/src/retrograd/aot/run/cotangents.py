@@ -20,8 +20,7 @@ from retrograd._torch.fx import has_effect, is_symbolic
 from retrograd._torch.subclass import PLAIN, Layout, parts_of
 from retrograd._torch.trace import guard_count
 from retrograd.aot.capture import capture
-from retrograd.aot.extract import extract, finished_backward, needed_between
-from retrograd.aot.trace.aliases import is_backward
+from retrograd.aot.parts import extract, finished_backward, is_backward, needed_between
 from retrograd.errors import RetrogradError
 from retrograd.graph.joint import Gradient
 from retrograd.graph.joint_graph import JointValues, Partition

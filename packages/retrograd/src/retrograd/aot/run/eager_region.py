@@ -17,7 +17,7 @@ from retrograd._torch import pytree
 from retrograd._torch.autograd import edge_of, graph_below, modified_error, outside_of_graph_task
 from retrograd._torch.state import with_generator_states
 from retrograd._torch.trace import common_base
-from retrograd.aot.trace.run_region_nodes import Walk
+from retrograd.aot.trace.differentiate import Walk
 from retrograd.aot.trace.structure import divide
 from retrograd.errors import CaptureError
 from retrograd.graph.eager_order import LiveGraph

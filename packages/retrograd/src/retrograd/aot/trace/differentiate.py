@@ -1,12 +1,14 @@
-"""Run eager's autograd graph by hand, inside a trace.
+"""Run eager's autograd graph by hand: region by region, in eager's order.
 
-In: the values that a traced function left, with their ``grad_fn``. Out: `Differentiated`: regions, the
-cotangents that they take as new inputs of the graph, and the gradients that they give.
+In: the graph, its division, and cotangents for a region's roots; inside a trace, the values that the traced
+function left, with their ``grad_fn``. Out: gradients for the region's destinations, summed in the order in
+which the engine would sum them; inside a trace `Differentiated`: regions, the cotangents that they take as
+new inputs of the graph, and the gradients that they give.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,16 +16,92 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.autograd import edge_of, graph_below, leaf_of, tells_undefined
+from retrograd._torch.autograd import (
+    call_node,
+    edge_of,
+    fitted,
+    graph_below,
+    input_count,
+    leaf_of,
+    refuse_nan,
+    tells_undefined,
+)
 from retrograd._torch.subclass import Layout, built, layout_of, parts_of
 from retrograd._torch.trace import JointTracer, plain, to_functional
 from retrograd.aot.trace.analyse import Analysis, TracedValue
 from retrograd.aot.trace.enter import Inputs
-from retrograd.aot.trace.run_region_nodes import Walk
 from retrograd.aot.trace.structure import Structure, divide
 from retrograd.errors import Refusal
 from retrograd.graph.eager_order import Edge, LiveGraph, LiveNode
 from retrograd.graph.joint import Destination, Gradient
+
+
+@dataclass
+class Walk:
+    """One region.
+
+    Attributes:
+        graph, structure: the autograd graph and its division.
+        primals: by node that ends the graph, the primal that it stands for.
+        number: of the region.
+        around: a context around the call of each node.
+        checks: refuse gradients that are not numbers, as anomaly mode does.
+    """
+
+    graph: LiveGraph
+    structure: Structure
+    primals: Mapping[int, int]
+    number: int
+    around: Callable[[LiveNode], AbstractContextManager[Any]]
+    checks: bool = False
+    _grads: dict[int, list[Any]] = field(default_factory=dict)
+    _found: dict[Destination, Any] = field(default_factory=dict)
+
+    def run(self, cotangents: Mapping[int, Any]) -> dict[Destination, Any]:
+        """Gradients of the region's destinations; None where undefined.
+
+        Args:
+            cotangents: by boundary; None is undefined.
+
+        Raises:
+            Refusal: a node gives what the engine would refuse.
+            Exception: whatever a node raises.
+        """
+        region = self.structure.regions[self.number]
+        self._found = dict.fromkeys(region.destinations)
+        self._sends = region.sends
+        for root in region.roots:
+            if cotangents[root] is not None:
+                self._add_inside(self.structure.boundaries[root], cotangents[root])
+        for node in region.nodes:
+            self._call(node)
+        return self._found
+
+    def _call(self, index: int) -> None:
+        node = self.graph.nodes[index]
+        grads = self._grads.pop(index, None)
+        if grads is None:
+            return
+        with self.around(node):
+            results = call_node(node.handle, grads)
+            if self.checks:
+                refuse_nan(node.name, results)
+            for place, (edge, grad) in enumerate(zip(node.edges, results, strict=True)):
+                if edge is not None and grad is not None:
+                    grad = fitted(self.graph.nodes[edge.node].handle, edge.slot, grad)
+                    self._send(self._sends.get((index, place)), edge, grad)
+
+    def _send(self, there: Destination | None, edge: Edge, grad: Any) -> None:
+        if there is None:
+            self._add_inside(edge, grad)
+        else:
+            known = self._found[there]
+            self._found[there] = grad if known is None else known + grad
+
+    def _add_inside(self, edge: Edge, grad: Any) -> None:
+        count = input_count(self.graph.nodes[edge.node].handle)
+        slots = self._grads.setdefault(edge.node, [None] * count)
+        slots[edge.slot] = grad if slots[edge.slot] is None else slots[edge.slot] + grad
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,17 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.autograd import Kept
-from retrograd.graph.aot_backward import AotBackward, AotCall, InlinedCall
-from retrograd.graph.backward_graph import BackwardGraph, Call, CallKind, HookKind, NodeCall, SourceKind
+from retrograd.graph.backward_graph import (
+    AotBackward,
+    AotCall,
+    BackwardGraph,
+    Call,
+    CallKind,
+    HookKind,
+    InlinedCall,
+    NodeCall,
+    SourceKind,
+)
 from retrograd.live.calls import functions, gradients, hooks, nodes
 from retrograd.live.capture.call_graph import CallGraph, Value
 from retrograd.live.inlined.lay_in import CompiledFunctions

@@ -22,8 +22,18 @@ from torch import fx
 
 from retrograd._torch.autograd import tensors_on_context
 from retrograd.errors import Refusal
-from retrograd.graph.aot_backward import AotBackward, AotCall, BuiltGradient, InlinedCall, Tangent
-from retrograd.graph.backward_graph import Call, CallKind, HookKind, SourceKind, call_of
+from retrograd.graph.backward_graph import (
+    AotBackward,
+    AotCall,
+    BuiltGradient,
+    Call,
+    CallKind,
+    HookKind,
+    InlinedCall,
+    SourceKind,
+    Tangent,
+    call_of,
+)
 from retrograd.live.calls import hooks, nodes
 from retrograd.live.capture.call_graph import CallGraph, is_from_hook
 from retrograd.live.inlined.undefined_grads import UndefinedGrads
