@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from retrograd.graph.emit import Boxed, boxed_calls
 
-#: operators of higher order that do nothing beyond what the graphs or operators given to them do, and refer to
-#: nothing outside of their graph; and one that does refer to something.
+#: operators of higher order that do nothing beyond what the graphs or operators given to them do, and refer
+#: to nothing outside of their graph; and one that does refer to something.
 SELF_CONTAINED = (
     "associative_scan", "auto_functionalized", "auto_functionalized_v2", "cond", "flex_attention",
     "flex_attention_backward", "invoke_subgraph", "map_impl", "out_dtype", "scan", "while_loop",

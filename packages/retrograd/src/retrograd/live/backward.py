@@ -1,8 +1,7 @@
 """One backward on its way through the stages: what was asked, and the autograd graph that it runs over.
 
 In: an `EngineRequest`, and later which node call the plan is entering. Out: the live graph, both orders of
-its nodes, and the answers of ``_torch.autograd.queries`` to user code. The graph is read when somebody first
-asks.
+its nodes, and the answers to what user code asks of the engine. The graph is read when somebody first asks.
 """
 
 from __future__ import annotations

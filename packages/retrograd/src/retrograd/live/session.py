@@ -34,9 +34,8 @@ from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.structure import first_difference
 from retrograd.live.backward import LiveBackward
-from retrograd.live.capture.retained_graph import collect_and_release
+from retrograd.live.capture.retained_graph import ask_for_compiled_functions, collect_and_release, use_up
 from retrograd.live.captured import CapturedBackward
-from retrograd.live.inlined.parts import ask_for_compiled_functions, use_up
 from retrograd.live.run.plan import Plan
 from retrograd.report import Report
 from retrograd.specialize.pace import Pace

@@ -145,7 +145,7 @@ class TokenisedCall:
     operands: tuple[fx.Node, ...]
 
 
-def call_of(node: fx.Node) -> TokenisedCall:
+def tokenised(node: fx.Node) -> TokenisedCall:
     """Describe a ``call_function`` node.
 
     Calls with effects other than drawing random numbers, calls of operators of higher order, communication

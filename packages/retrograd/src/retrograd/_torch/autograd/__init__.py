@@ -4,7 +4,6 @@ In: arguments of a backward, autograd nodes and hooks. Out: what the engine coll
 """
 
 from retrograd._torch.autograd.aot_functions import is_aot_node, tensors_on_context
-from retrograd._torch.autograd.capture_turns import window
 from retrograd._torch.autograd.collection import (
     Collected,
     Kept,
@@ -12,6 +11,7 @@ from retrograd._torch.autograd.collection import (
     collect,
     installed_compiler,
     stock_compiler_off,
+    window,
 )
 from retrograd._torch.autograd.engine import (
     GATEWAYS,
@@ -21,7 +21,15 @@ from retrograd._torch.autograd.engine import (
     run_stock,
     why_not_collectable,
 )
-from retrograd._torch.autograd.graph_task import outside_of_graph_task, run_in_graph_task, warn_of_layout
+from retrograd._torch.autograd.graph_task import (
+    answer_queries,
+    answering,
+    node_under_way,
+    outside_of_graph_task,
+    plans_under_way,
+    run_in_graph_task,
+    warn_of_layout,
+)
 from retrograd._torch.autograd.hooks import (
     HookChanges,
     LateHook,
@@ -43,24 +51,21 @@ from retrograd._torch.autograd.live_graph import (
     read_ranks,
 )
 from retrograd._torch.autograd.nodes import (
+    Versions,
     call_node,
     entry_of,
     fitted,
     input_count,
+    keeps_saved_tensors,
     leaf_of,
     materializes_grads,
-    refuse_nan,
-    tells_undefined,
-)
-from retrograd._torch.autograd.protocol import EngineProtocol
-from retrograd._torch.autograd.queries import answer_queries, answering, node_under_way, plans_under_way
-from retrograd._torch.autograd.saved import (
-    Versions,
-    keeps_saved_tensors,
     modified_error,
     read_saved,
+    refuse_nan,
     release,
     request_to_release,
     saved_name,
+    tells_undefined,
     versions_of,
 )
+from retrograd._torch.autograd.protocol import EngineProtocol

@@ -1,7 +1,7 @@
 """An exported program: a frozen value that can be called, saved, and compiled.
 
 In: made by ``aot.export`` and ``aot.load``. Out: what the program takes and gives; results, new values of
-buffers, and gradients, by name; an `ExportError` that names the input, if one is not like that of the capture.
+buffers, and gradients, by name; or an `ExportError` that names the input that is not like the captured one.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ from retrograd._torch.trace import decomposed, guard_count
 from retrograd.backends.background import Later, begin
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.config import Config
-from retrograd.cudagraphs.graphed_call import graphed
-from retrograd.cudagraphs.refusals import is_passing
+from retrograd.cudagraphs.graphed_call import graphed, is_passing
 from retrograd.errors import Reason
 from retrograd.events import counters
 from retrograd.graph.joint_graph import CaptureState

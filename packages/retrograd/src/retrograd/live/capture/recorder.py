@@ -25,7 +25,7 @@ from retrograd.graph.backward_graph import (
     NodeCall,
     SourceKind,
 )
-from retrograd.live.calls import functions, gradients, hooks, nodes
+from retrograd.live.calls import gradients, nodes, user_code
 from retrograd.live.capture.call_graph import CallGraph, Value
 from retrograd.live.inlined.lay_in import CompiledFunctions
 
@@ -130,16 +130,16 @@ class BackwardRecorder:
         note: str = "",
     ) -> list[Value]:
         ctx = self._calls.placeholder(SourceKind.HOOK, context)
-        packed = [value for value in saved_values if value is not None and value.target is functions.unpack]
+        packed = [value for value in saved_values if value is not None and value.target is user_code.unpack]
         if not packed:
             all_given = (ctx, grads, saved_values, tuple(wanted), zeros)
-            return self._call_node(CallKind.FUNCTION, functions.call_backward, all_given, wanted, note)
+            return self._call_node(CallKind.FUNCTION, user_code.call_backward, all_given, wanted, note)
         # Only the Function itself can unpack its saved tensors, as what they were and when it wants them.
         saved = [value.args if value in packed else value for value in saved_values]
         for value in packed:
             self._calls.graph.erase_node(value)
         args = (ctx, grads, tuple(wanted), zeros, saved)
-        return self._call_node(CallKind.FUNCTION, functions.call_kept_backward, args, wanted)
+        return self._call_node(CallKind.FUNCTION, user_code.call_kept_backward, args, wanted)
 
     def aot_backward(self, aot: AotBackward, call: AotCall) -> list[Value]:
         """Lay the graph of a compiled function in. Raises `Refusal` if it has to stay one call."""
@@ -168,12 +168,12 @@ class BackwardRecorder:
         call = Call(CallKind.HOOK, self._calls.current, kind)
         if kind is HookKind.RETAIN_GRAD:
             self._needs_engine_frame = True
-            return self._calls.tensor_hook(call, hooks.call_cpp_tensor_hook, hook, grad)
+            return self._calls.tensor_hook(call, user_code.call_cpp_tensor_hook, hook, grad)
         own = self._calls.placeholder(SourceKind.HOOK, hook)
-        return self._calls.tensor_hook(call, hooks.call_tensor_hook, own, grad)
+        return self._calls.tensor_hook(call, user_code.call_tensor_hook, own, grad)
 
     def node_pre_hook(self, grads: list[Value], hook: int) -> list[Value]:
-        node = self._call_hook(HookKind.NODE_PRE, hooks.call_node_pre_hook, hook, tuple(grads))
+        node = self._call_hook(HookKind.NODE_PRE, user_code.call_node_pre_hook, hook, tuple(grads))
         # A hook cannot replace an undefined gradient.
         return self._calls.elements(node, [grad is not None for grad in grads])
 
@@ -183,15 +183,15 @@ class BackwardRecorder:
         if inlined:
             self._inlined[self._calls.current] = replace(inlined, steps=())
         given = tuple(outputs), tuple(grads)
-        node = self._call_hook(HookKind.NODE_POST, hooks.call_node_post_hook, hook, *given)
+        node = self._call_hook(HookKind.NODE_POST, user_code.call_node_post_hook, hook, *given)
         return self._calls.elements(node, [True] * len(outputs))
 
     def post_accumulate_hook(self, variable: Value, hook: int) -> None:
-        self._call_hook(HookKind.POST_ACCUMULATE, hooks.call_post_accumulate_hook, hook, variable)
+        self._call_hook(HookKind.POST_ACCUMULATE, user_code.call_post_accumulate_hook, hook, variable)
 
     def unpack(self, hook: int, packed: int) -> Value:
         kept = self._calls.placeholder(SourceKind.PACKED, packed)
-        return self._call_hook(HookKind.UNPACK, functions.unpack, hook, kept)
+        return self._call_hook(HookKind.UNPACK, user_code.unpack, hook, kept)
 
     # the end
 

@@ -34,7 +34,7 @@ from retrograd.graph.backward_graph import (
     Tangent,
     call_of,
 )
-from retrograd.live.calls import hooks, nodes
+from retrograd.live.calls import nodes, user_code
 from retrograd.live.capture.call_graph import CallGraph, is_from_hook
 from retrograd.live.inlined.undefined_grads import UndefinedGrads
 
@@ -117,7 +117,7 @@ class CompiledFunctions:
 
     def _hook_again(self, hook: fx.Node, slot: int, value: Value, step: int) -> fx.Node:
         """Call the hook of `hook`, on output `slot`, with `value` instead."""
-        target: Any = hook.target if value is not None else hooks.call_hook_of_unreached
+        target: Any = hook.target if value is not None else user_code.call_hook_of_unreached
         call = replace(call_of(hook), step=step, enters=slot)
         return self._calls.tensor_hook(call, target, hook.args[0], value)  # type: ignore[arg-type]
 

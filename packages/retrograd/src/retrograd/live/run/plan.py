@@ -45,16 +45,21 @@ from retrograd.graph.backward_graph import (
     source_of,
 )
 from retrograd.live.backward import LiveBackward
-from retrograd.live.calls.functions import ModifiedTensor
 from retrograd.live.calls.gradients import accumulate_grad
+from retrograd.live.calls.user_code import ModifiedTensor
 from retrograd.live.capture.cut import cut
-from retrograd.live.lower.runner import BoxedRunner
 from retrograd.live.plan_log import PlanLog
 from retrograd.live.run.generated_source import PlanLayout, is_only_for_post_hooks, lists_of
 from retrograd.live.run.mid_backward_hooks import rest_with_changes
-from retrograd.live.run.segment_runner import LeakedModes, argument_values, runner_of, step_through
+from retrograd.live.run.segment_runner import (
+    BoxedRunner,
+    LeakedModes,
+    argument_values,
+    runner_of,
+    step_through,
+)
 from retrograd.live.run.specialised import Bailout, SpecialisedPlan, Specialising
-from retrograd.repeats.divide_backward import regions_of
+from retrograd.repeats.divide import regions_of
 from retrograd.repeats.lift_scalars import changing_numbers
 from retrograd.report import BackwardReport
 

@@ -26,9 +26,9 @@ from retrograd.backends.base import Boxed
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import Accumulation, OpaqueCall, Schedule, Segment, Source, SourceKind
 from retrograd.live.backward import LiveBackward
-from retrograd.live.lower.lowered import Lowered
-from retrograd.live.lower.runner import BoxedRunner
+from retrograd.live.lower.lowerer import Lowered
 from retrograd.live.run.generated_source import Check, Code, GeneratedSource, PlanLayout, write
+from retrograd.live.run.segment_runner import BoxedRunner
 
 Values = dict[fx.Node, Any]
 Record = Callable[..., Boxed]

@@ -20,7 +20,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from retrograd._torch.fx import aliased_inputs, is_repeatable, real_tensors
-from retrograd.passes.aten.sharing import nodes_seen_outside
+from retrograd.passes.aten.edit import nodes_seen_outside
 
 _FULL = torch.ops.aten.full.default
 _NUMBERS = (bool, int, float)

@@ -22,7 +22,7 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.fx import is_mutating, is_repeatable
-from retrograd.passes.aten.sharing import nodes_seen_outside
+from retrograd.passes.aten.edit import nodes_seen_outside
 
 
 def merge_common_subexpressions(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
