@@ -173,9 +173,6 @@ def _quiet() -> Iterator[None]:
 def _refuse_foreign(outputs: Sequence[Any], inputs: Sequence[Any], pool: _Pool) -> None:
     """Results must lie in the pool, or in an input: else somebody (a pool of the user's) gave memory that he
     will give to others too.
-
-    Raises:
-        Refusal: there is one that does not.
     """
     segments = torch.cuda.memory_snapshot(pool, include_traces=False)
     segments = [segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool)]

@@ -222,9 +222,6 @@ def run_stages(
         split_at_leaf_grads: as in ``aot.capture``.
         lazy: as in ``aot.compile``.
         ended_by: as in `GraphReport`.
-
-    Raises:
-        Exception: whatever a stage raises.
     """
     is_exact = not find_backend(config.backend).traces
     joint = capture(

@@ -51,7 +51,6 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
     """The nodes that are saved.
 
     Raises:
-        OptionError: an unknown policy.
         VerificationError: one that saves something that is not a value of the forward half.
     """
     if policy == "save_all":

@@ -141,9 +141,6 @@ def extract(
 ) -> fx.GraphModule:
     """The part of `gm` that computes `wanted` (nodes or constants) of `given`, which become its placeholders;
     and calls that are to be made `also`, for what they do.
-
-    Raises:
-        KeyError: `wanted` depends on a placeholder that is not given.
     """
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
 

@@ -68,11 +68,7 @@ def enter(owner: object, session: Session) -> None:
 
 
 def leave(owner: object) -> None:
-    """End what `owner` entered last; contexts that others have entered since stay open.
-
-    Raises:
-        ContextError: `owner` is not entered on this thread.
-    """
+    """End what `owner` entered last; contexts that others have entered since stay open."""
     entries = _open_entries()
     last = next((entry for entry in reversed(entries) if entry.owner is owner), None)
     if last is None:

@@ -36,11 +36,7 @@ def tensors_on_context(ctx: Any) -> list[torch.Tensor]:
 
 
 def read_aot_backward(ctx: Any) -> AotBackward:
-    """The backward graph behind `ctx`.
-
-    Raises:
-        Refusal: there is no graph, or it does what a functional graph cannot hold.
-    """
+    """The backward graph behind `ctx`."""
     compiled = ctx._forward_cls
     metadata = compiled.metadata
     module = _module(compiled)

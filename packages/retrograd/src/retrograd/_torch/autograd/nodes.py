@@ -171,11 +171,7 @@ def tells_undefined(node: Any) -> bool:
 
 
 def fitted(node: Any, slot: int, grad: torch.Tensor) -> torch.Tensor:
-    """`grad` as the engine makes it fit the node's input: summed to its shape, cast to its dtype.
-
-    Raises:
-        Refusal: it cannot be made to fit.
-    """
+    """`grad` as the engine makes it fit the node's input: summed to its shape, cast to its dtype."""
     metadata = node._input_metadata[slot]
     shape = tuple(metadata.shape)
     if tuple(grad.shape) != shape:
@@ -190,12 +186,7 @@ def fitted(node: Any, slot: int, grad: torch.Tensor) -> torch.Tensor:
 
 
 def call_node(node: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Run the node; one gradient per edge, not fitted yet.
-
-    Raises:
-        Refusal: a Python Function returned too few or too many gradients, or what is none.
-        Exception: what the node raises.
-    """
+    """Run the node; one gradient per edge, not fitted yet."""
     if not hasattr(node, "apply"):
         results = node(*grads)
         return list(results) if isinstance(results, tuple) else [results]
@@ -264,11 +255,7 @@ def materializes_grads(ctx: Any) -> bool:
 
 @functools.cache
 def flag_offset() -> int:
-    """Where in a context the flag is.
-
-    Raises:
-        LookupError: switching the flag does not change exactly one byte.
-    """
+    """Where in a context the flag is."""
     with torch.enable_grad(), torch.inference_mode(False):
         ctx: Any = _Sample.apply(torch.zeros((), device="cpu", requires_grad=True)).grad_fn
     images = []

@@ -48,9 +48,6 @@ class Metadata:
     ) -> Metadata:
         """Read the metadata of `tensor`, of which `rebuilt` is what the class makes of its flattened form;
         None if attributes do not matter.
-
-        Raises:
-            Refusal: a later change could not be noticed, or not be carried over.
         """
         name = type(tensor).__name__
         own = {} if rebuilt is None else attributes_of(tensor, inner)
@@ -246,9 +243,6 @@ def wrapper_layout(
     Args:
         part_of: gives that of an inner tensor. requires_grad, geometry: as in `Wrapper`; by default its own
             geometry.
-
-    Raises:
-        Refusal: it cannot be taken apart without loss.
     """
     names, context = value.__tensor_flatten__()
     inner = {name: getattr(value, name) for name in names}

@@ -52,11 +52,7 @@ class Symbol:
 
 
 def encoded(size: Any) -> Tree:
-    """A size, or an expression over symbols, as a tree.
-
-    Raises:
-        Refusal: a function that is not known, or a number that is no integer.
-    """
+    """A size, or an expression over symbols, as a tree."""
     if isinstance(size, (torch.SymInt, torch.SymBool)):
         size = size.node.expr
     if isinstance(size, int) and not isinstance(size, bool):
@@ -71,11 +67,7 @@ def encoded(size: Any) -> Tree:
 
 
 def decoded(tree: Tree, symbols: Mapping[str, Any]) -> Any:
-    """The expression of a tree.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """The expression of a tree."""
     if type(tree) is int:
         return sympy.Integer(tree)
     if isinstance(tree, str) and tree in symbols:
@@ -86,11 +78,7 @@ def decoded(tree: Tree, symbols: Mapping[str, Any]) -> Any:
 
 
 def symbols_of(shape_env: ShapeEnv | None, sizes: Sequence[Any]) -> dict[str, Symbol]:
-    """The symbols of which `sizes` are made.
-
-    Raises:
-        Refusal: one whose value is not known before the graph runs.
-    """
+    """The symbols of which `sizes` are made."""
     found: dict[str, Symbol] = {}
     for size in sizes:
         for symbol in size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ():

@@ -129,9 +129,6 @@ def make_graph(
 
     Returns:
         A module whose placeholders stand first. Whoever changes the graph last recompiles it.
-
-    Raises:
-        Exception: whatever an operation raises on fake tensors.
     """
 
     def traced() -> tuple[Any, ...]:

@@ -55,7 +55,6 @@ def history_of(fn: Boxed, fakes: Sequence[Any]) -> History:
 
     Raises:
         Refusal: an output is a view of an argument, or of another output.
-        Exception: whatever an operation raises on fake tensors.
     """
     with torch.enable_grad(), saved_tensors_unseen():
         results = list(fn(list(fakes)))

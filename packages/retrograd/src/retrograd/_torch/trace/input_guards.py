@@ -27,9 +27,6 @@ class InputGuard:
             in a fake may differ.
         shape_env: has the relations that tracing relied on; None when every size is static.
         offsets: whether each tensor must begin where it began in its memory.
-
-    Raises:
-        Refusal: a relation is not one between inputs.
     """
 
     def __init__(

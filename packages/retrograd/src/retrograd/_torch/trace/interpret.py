@@ -62,9 +62,6 @@ class Marking(TorchDispatchMode):
         contexts: the checkpoint's ``context_fn``, of ``create_selective_checkpoint_contexts``.
         otherwise: what is said of every call where there is none.
         group: number of the checkpoint.
-
-    Raises:
-        Refusal: a ``context_fn`` of another kind.
     """
 
     def __init__(

@@ -66,11 +66,6 @@ def trace(
         symbolic: for each argument, which dimensions are symbolic (dimension 0 of an int is its value);
             None to make every size static.
         decompositions: applied while tracing.
-
-    Raises:
-        Refusal: a value or an operation that a functional ATen graph cannot hold.
-        Refusal: in grad mode, an output that is a view.
-        Exception: whatever an operation raises on fake tensors.
     """
     if reason := next(filter(None, map(_why_not_traceable, args)), None):
         raise Refusal("not-traceable", reason)
@@ -98,11 +93,7 @@ def trace(
 
 
 def arguments_read(fn: Boxed, args: Sequence[Any]) -> frozenset[int]:
-    """Positions of the tensors whose values `fn`, differentiated or not, reads.
-
-    Raises:
-        Exception: as `trace`.
-    """
+    """Positions of the tensors whose values `fn`, differentiated or not, reads."""
     fakes = _fakes(new_fake_mode(False), args, {})
     fed = [i for i, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)]
 

@@ -152,11 +152,7 @@ def read_value(written: Any, nodes: Nodes) -> Any:
 
 
 def serialize_operator(target: Any) -> Any:
-    """The operator, with its schema if it has one.
-
-    Raises:
-        Refusal: another process could not find it.
-    """
+    """The operator, with its schema if it has one."""
     if is_operator_overload(target):
         return {"name": target._schema.name, "overload": target._overloadname, "schema": str(target._schema)}
     if is_higher_order(target):
@@ -174,11 +170,7 @@ def serialize_operator(target: Any) -> Any:
 
 
 def read_operator(written: Any) -> Any:
-    """What `serialize_operator` wrote.
-
-    Raises:
-        ValueError: it is unknown here, or has another schema.
-    """
+    """What `serialize_operator` wrote."""
     if "function" in written:
         return _FUNCTIONS[written["function"]]
     if "higher_order" in written:
@@ -200,11 +192,7 @@ _PLAIN = (bool, int, str, CheckpointPolicy)
 
 
 def serialize_graph(gm: fx.GraphModule, tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
-    """The nodes of `gm`; tensors that it holds are added to `tensors`.
-
-    Raises:
-        ExportError: a node that cannot be written.
-    """
+    """The nodes of `gm`; tensors that it holds are added to `tensors`."""
     modules: dict[str, Any] = {}
     nodes = []
     for node in gm.graph.nodes:
@@ -265,7 +253,6 @@ def read_graph(
 
     Raises:
         ValueError, KeyError, TypeError: it is nothing that was written so.
-        Exception: whatever an operator raises on fake tensors.
     """
     root = torch.nn.Module()
     for name, inner in written["modules"].items():

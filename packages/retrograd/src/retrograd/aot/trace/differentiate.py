@@ -175,9 +175,7 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     """Trace the backward of all differentiable values, into the graph of `tracer`.
 
     Raises:
-        Refusal: the autograd graph ends in something that is not an input.
         Refusal: an autograd node gives what the engine would refuse.
-        Exception: whatever a node raises.
     """
     edges = {
         number: edge for number, value in enumerate(analysis.values) if (edge := _edge(value)) is not None

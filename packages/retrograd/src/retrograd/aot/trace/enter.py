@@ -47,11 +47,7 @@ class EntryPlan:
         return EntryPlan(self.copies or any_inner, self.based)
 
     def amended(self, state: CaptureState, analysis: Analysis) -> EntryPlan:
-        """The plan with a base for each group of which a member is changed.
-
-        Raises:
-            Refusal: there is no such base.
-        """
+        """The plan with a base for each group of which a member is changed."""
         changed = {primal.leaf for primal in analysis.changed if primal.leaf is not None}
         based = set(self.based)
         for number, group in enumerate(state.aliases):

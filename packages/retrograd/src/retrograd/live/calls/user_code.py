@@ -37,9 +37,6 @@ def unpack(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:
 
     If the backward is to be differentiable, the node that saved the tensor is asked: it knows the tensor's
     history.
-
-    Raises:
-        TypeError: the hook returned something that is not a tensor.
     """
     if torch.is_grad_enabled():
         node = node_under_way()

@@ -55,8 +55,7 @@ class SpecialisedPlan:
     """The steps of one plan, for values and modes like those of one run.
 
     Args:
-        layout: the plan with its code. A plan without opaque calls may first be given other code for all of
-            its segments together: ``joined(layout).around(run)``.
+        layout: the plan with its code.
         runners: by step of the plan; whose code it is. None for steps that are no segments.
 
     Attributes:
@@ -217,11 +216,9 @@ class Specialising:
         if self._record is None or self._lowered.keys() != layout.codes.keys():
             return layout
         codes = {i: replace(code, run=self._lowered[i].run) for i, code in layout.codes.items()}
-        whole = joined(replace(layout, codes=codes))
-        if whole is None:
-            return layout
         graphs = dict.fromkeys(lowered.graph for lowered in self._lowered.values())
-        return whole.around(self._record(whole.run, *graphs))
+        record = self._record
+        return joined(replace(layout, codes=codes), lambda run: record(run, *graphs)) or layout
 
 
 def _answering(check: Check) -> Check:
@@ -251,56 +248,25 @@ def _known_from_the_start(schedule: Schedule, runners: Runners) -> frozenset[int
     return frozenset(known)
 
 
-# all segments as one function
+def joined(layout: PlanLayout, changed: Callable[[Boxed], Boxed]) -> PlanLayout | None:
+    """The plan with one function in place of its segments; None if something has to run between them, or if
+    a segment asks a guard of its own.
 
-
-@dataclass(frozen=True)
-class JoinedSegments:
-    """The segments of one plan as one function, which neither reads nor writes anything but its values.
-
-    Others may change the function, for example record it as one CUDA graph.
-
-    Attributes:
-        takes: the placeholders of the plan whose values `run` takes, in order: saved tensors and parameters
-            (the same memory in every backward), activations and incoming gradients.
-        gives: what `run` returns, in order: the gradients that are accumulated, then the plan's outputs.
-        run: takes a list of values, empties it, and returns a list. Its guards are the plan's: it is to be
-            called with values that fit them.
-        is_compiled: whether all of it is a backend's code.
+    Args:
+        layout: the plan with its code.
+        changed: given the function of all segments, returns what is to run, for example a recording of it.
+            The function reads and writes nothing but its values. It takes a list of values, which it empties,
+            and returns the gradients that are accumulated, then the plan's outputs. A gradient to which
+            somebody keeps a reference is copied into ``.grad``; others are stolen.
     """
-
-    takes: tuple[fx.Node, ...]
-    gives: tuple[fx.Node, ...]
-    run: Boxed
-    is_compiled: bool
-    _layout: PlanLayout
-
-    def around(self, run: Boxed) -> PlanLayout:
-        """The plan with `run` in place of the segments: what a `SpecialisedPlan` is made of.
-
-        Args:
-            run: as `JoinedSegments.run`. A gradient that `run` keeps a reference to is copied into ``.grad``,
-                one to which it keeps none is stolen.
-        """
-        nodes = tuple(node for step in self._layout.schedule.segments for node in step.nodes)
-        whole = Segment(nodes, self.takes, self.gives, worth_compiling=True)
-        accumulations = [step for step in self._layout.schedule.steps if isinstance(step, Accumulation)]
-        everything = tuple(range(len(self.takes)))
-        code = Code(run, everything, (True,) * len(self.gives), None, is_compiled=True)
-        return self._layout.with_steps([whole, *accumulations], [code])
-
-
-def joined(layout: PlanLayout) -> JoinedSegments | None:
-    """The segments of a plan as one function; None if something has to run between them, or if a segment
-    asks a guard of its own."""
     steps, segments = layout.schedule.steps, layout.schedule.segments
     codes = [code for _, code in sorted(layout.codes.items())]
     if any(isinstance(step, OpaqueCall) for step in steps) or any(code.check is not None for code in codes):
         return None
     made = {node for step in segments for node in step.outputs}
-    grads = [step.node.args[1] for step in steps if isinstance(step, Accumulation)]
-    results = (node for node in (*grads, *layout.outputs) if isinstance(node, fx.Node) and node in made)
-    gives = tuple(dict.fromkeys(results))
+    accumulations = [step for step in steps if isinstance(step, Accumulation)]
+    wanted = (*(step.node.args[1] for step in accumulations), *layout.outputs)
+    gives = tuple(dict.fromkeys(node for node in wanted if isinstance(node, fx.Node) and node in made))
     takes = tuple(dict.fromkeys(node for step in segments for node in step.inputs if node not in made))
     inner = replace(
         layout,
@@ -315,4 +281,7 @@ def joined(layout: PlanLayout) -> JoinedSegments | None:
         results: Sequence[Any] = function(Collected(None, values, [], [], [], []), None, None, None)
         return results
 
-    return JoinedSegments(takes, gives, run, all(code.is_compiled for code in codes), layout)
+    nodes = tuple(node for step in segments for node in step.nodes)
+    whole = Segment(nodes, takes, gives, worth_compiling=True)
+    code = Code(changed(run), tuple(range(len(takes))), (True,) * len(gives), None, is_compiled=True)
+    return layout.with_steps([whole, *accumulations], [code])

@@ -44,11 +44,7 @@ def fake_value(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def signature_of(gm: fx.GraphModule, name: str) -> JointSignature:
-    """The roles of a joint graph.
-
-    Raises:
-        PassError: the graph has none; `name` is the pass that needs them.
-    """
+    """The roles of a joint graph."""
     signature = gm.meta.get("signature")
     if not isinstance(signature, JointSignature):
         text = f"{name} needs to know what the graph's inputs and outputs mean, and gm.meta has no signature"
