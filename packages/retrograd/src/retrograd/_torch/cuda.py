@@ -1,5 +1,4 @@
-"""CUDA graphs and streams: record what a function does on a device; put what runs on one stream in order with
-all others.
+"""CUDA graphs and streams: record what a function does on a device; put streams in order.
 
 In: a function over a list of tensors; the streams that user code switched to, seen from the first context on
 that was made. Out: a CUDA graph, and results that lie in memory of their own, which each replay writes anew;

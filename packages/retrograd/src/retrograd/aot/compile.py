@@ -27,8 +27,8 @@ from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import CallError, CodeFailedError, NotReadyError
 from retrograd.events import AOT_LOGS
-from retrograd.graph.constants import is_same_constant
 from retrograd.graph.joint_graph import CaptureState, Leaf, Partition, SavedKind
+from retrograd.graph.structure import is_same_constant
 from retrograd.passes.aten import pass_named
 from retrograd.report import GraphReport, Report, process_report
 from retrograd.specialize.guard import guard_as_traced

@@ -26,7 +26,7 @@ from retrograd.backends.registry import find_backend
 from retrograd.config import Config, Policy
 from retrograd.errors import CaptureError, OptionError, Reason
 from retrograd.events import AOT_LOGS
-from retrograd.graph.constants import constant_key
+from retrograd.graph.structure import constant_key
 from retrograd.report import Report, process_report, reason_of
 from retrograd.specialize.callable import Specialized, Variant
 from retrograd.specialize.guard import CallGuard

@@ -22,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from retrograd._torch import pytree
 from retrograd.errors import CaptureError, Refusal
-from retrograd.graph.constants import PLAIN_VALUES
 from retrograd.graph.joint import PrimalKind
+from retrograd.graph.structure import PLAIN_VALUES
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)

@@ -15,13 +15,11 @@ from torch import nn
 
 from retrograd._torch import pytree
 from retrograd._torch.state import ThreadModes
+from retrograd._torch.tensor import common_base, groups_sharing_memory, inner_tensors
 from retrograd._torch.trace import (
     alias_of_fake,
-    common_base,
     fake_mode_of,
     fake_of,
-    groups_sharing_memory,
-    inner_tensors,
     is_fake,
     new_fake_mode,
     why_not_fakeable,

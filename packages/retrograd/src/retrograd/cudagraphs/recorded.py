@@ -17,6 +17,7 @@ import torch
 from retrograd._torch.cuda import CudaRecorder
 from retrograd._torch.tensor import (
     addresses_are,
+    copy_each,
     geometry_of,
     holders,
     is_dense,
@@ -25,7 +26,6 @@ from retrograd._torch.tensor import (
     storage_of,
     whole_of,
 )
-from retrograd._torch.trace import copy_each
 from retrograd.errors import Refusal
 from retrograd.graph.emit import Boxed
 

@@ -25,7 +25,8 @@ from retrograd._torch.dynamo import (
     why_not_as_given,
 )
 from retrograd._torch.state import torch_functions_off
-from retrograd._torch.trace import alias_of_fake, common_base, mode_among, run_graph
+from retrograd._torch.tensor import common_base
+from retrograd._torch.trace import alias_of_fake, mode_among, run_graph
 from retrograd.aot.compile import run_stages
 from retrograd.aot.modules import ModuleState
 from retrograd.aot.run.call import CompiledFunction

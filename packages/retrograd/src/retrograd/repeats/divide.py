@@ -1,5 +1,4 @@
-"""Divide a sequence of calls where it repeats itself, as the layers of a deep model do, so that each kind of
-part is compiled once.
+"""Divide a sequence of calls where it repeats itself, so that each kind of part is compiled once.
 
 In: an ATen graph, or a run of calls of a `BackwardGraph` in eager's order. Out: the same calls as consecutive
 parts: the copies of what repeats, and what stands before, between and after them. Of an ATen graph these are

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from retrograd._torch.subclass import is_wrapper, layout_of
-from retrograd._torch.tensor import addresses_are, storage_of
-from retrograd._torch.trace import InputGuard, groups_sharing_memory
+from retrograd._torch.tensor import addresses_are, groups_sharing_memory, storage_of
+from retrograd._torch.trace import InputGuard
 from retrograd.errors import Refusal
 from retrograd.graph.joint_graph import JointValues
 

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import _MakefxTracer, get_proxy_mode, track_tensor_tree
 
 from retrograd._torch.fx import is_random, lazily
 from retrograd._torch.state import seeds_and_states
-from retrograd._torch.trace.history import saved_tensors_unseen
 from retrograd.errors import Refusal
 from retrograd.process import tracing
 
@@ -184,6 +184,16 @@ def quiet_fakes() -> Iterator[None]:
         yield
     finally:
         _current.is_quiet = before
+
+
+@contextmanager
+def saved_tensors_unseen() -> Iterator[None]:
+    """Graphs made in this block are our own: the user's saved-tensor hooks do not see them."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        yield
+        return
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        yield
 
 
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not _current.is_quiet)

@@ -15,7 +15,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from retrograd.errors import Refusal
-from retrograd.graph.constants import is_same_constant
+from retrograd.graph.structure import is_same_constant
 
 
 class InputGuard:

@@ -19,9 +19,9 @@ from retrograd._torch.state import autocast_off
 from retrograd._torch.trace import Symbol, Tree, holds, value_of
 from retrograd.aot.capture import JointGraph
 from retrograd.errors import ExportError
-from retrograd.graph.constants import is_same_constant
 from retrograd.graph.joint import Cotangent, Destination, Primal
 from retrograd.graph.joint_graph import ComputedOutput, ConstantOutput, SameAs, SizeOutput, SizeValue
+from retrograd.graph.structure import is_same_constant
 
 
 class ProgramKind(enum.Enum):

@@ -16,7 +16,7 @@ import torch
 
 from retrograd._torch import pytree
 from retrograd._torch.subclass import PLAIN
-from retrograd._torch.trace import copy_each, with_view_origin
+from retrograd._torch.tensor import copy_each, with_view_origin
 from retrograd.graph.joint_graph import (
     AliasOf,
     ComputedOutput,

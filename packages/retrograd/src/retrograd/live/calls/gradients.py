@@ -19,12 +19,13 @@ from retrograd._torch.releases import is_layout_enforced
 from retrograd._torch.state import torch_functions_off, without_torch_functions
 from retrograd._torch.tensor import (
     accumulate_in_node,
+    add_each,
     clone_for_layout_contract,
     grad_of,
     obeys_layout_contract,
     set_grad,
 )
-from retrograd._torch.trace import InputGuard, add_each
+from retrograd._torch.trace import InputGuard
 
 #: references to a gradient that may be stolen: a local variable, and `getrefcount`'s argument. The rule is
 #: ``is_tensor_stealable`` in ``torch/csrc/autograd/variable.h``.
