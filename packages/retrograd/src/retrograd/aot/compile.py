@@ -28,7 +28,7 @@ from retrograd.config import Config
 from retrograd.errors import CallError, CodeFailedError, NotReadyError
 from retrograd.events import AOT_LOGS
 from retrograd.graph.joint_graph import CaptureState, Leaf, Partition, SavedKind
-from retrograd.graph.structure import is_same_constant
+from retrograd.graph.structure import is_same
 from retrograd.passes.aten import pass_named
 from retrograd.report import GraphReport, Report, process_report
 from retrograd.specialize.guard import guard_as_traced
@@ -181,7 +181,7 @@ _ANEW = "capture it for such inputs too, or use aot.function, which does"
 def _differences(leaf: Leaf, value: Any, offsets_matter: bool) -> Iterator[str]:
     """What makes `value` another kind of input than `leaf`."""
     if not isinstance(leaf.value, torch.Tensor):
-        if leaf.kind is None and not is_same_constant(leaf.value, value):
+        if leaf.kind is None and not is_same(leaf.value, value):
             yield f"was {leaf.value!r} at capture, and is {value!r}"
         return
     if not isinstance(value, torch.Tensor):

@@ -38,6 +38,7 @@ from retrograd.config import PARTITIONERS, Policy
 from retrograd.errors import OptionError, VerificationError
 from retrograd.graph.joint import Cotangent, Gradient, cotangents_reaching
 from retrograd.graph.joint_graph import JointValues, Partition, RegionBackward, Saved, SavedKind
+from retrograd.graph.reach import reached
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
@@ -84,14 +85,12 @@ def _read(joint: JointValues) -> set[fx.Node]:
 
 def _without_marked(saved: set[fx.Node]) -> set[fx.Node]:
     """In place of values that the user wants to be computed again, what they are computed of."""
-    found, stack = set[fx.Node](), list(saved)
-    while stack:
-        node = stack.pop()
-        if node.meta.get("recompute") in _AGAIN and node.op == "call_function":
-            stack.extend(node.all_input_nodes)
-        else:
-            found.add(node)
-    return found
+
+    def is_again(node: fx.Node) -> bool:
+        return node.meta.get("recompute") in _AGAIN and node.op == "call_function"
+
+    found = reached(saved, lambda node: node.all_input_nodes if is_again(node) else ())
+    return {node for node in found if not is_again(node)}
 
 
 def _must(joint: JointValues, policy: CheckpointPolicy) -> set[fx.Node]:

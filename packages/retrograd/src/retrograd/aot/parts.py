@@ -19,6 +19,7 @@ from torch import fx
 
 from retrograd._torch.fx import has_effect, is_operator_overload, lazy_graph_module, schema_of
 from retrograd.graph.joint import Gradient, JointSignature, Primal
+from retrograd.graph.reach import reached
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -118,17 +119,13 @@ def needed_between(
 
     `instead` maps nodes to others that are read in their place.
     """
-    border, found = set(given), set[fx.Node]()
-    stack = [node for node in wanted if isinstance(node, fx.Node)]
-    while stack:
-        node = stack.pop()
-        if node in border:
-            continue
-        node = instead.get(node, node)
-        if node not in found and node not in border:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
+    border = set(given)
+
+    def inside(nodes: Iterable[Any]) -> list[fx.Node]:
+        read = [instead.get(node, node) for node in nodes if isinstance(node, fx.Node) and node not in border]
+        return [node for node in read if node not in border]
+
+    return set(reached(inside(wanted), lambda node: inside(node.all_input_nodes)))
 
 
 def extract(
@@ -191,11 +188,9 @@ def _compute_again_late(graph: fx.Graph) -> None:
 
 def _needed_by(node: fx.Node, waiting: dict[fx.Node, int]) -> set[fx.Node]:
     """What of `waiting` has to stand before the node; results of one call stay together."""
-    found, stack = set[fx.Node](), list(node.all_input_nodes)
-    while stack:
-        value = stack.pop()
-        if value in waiting and value not in found:
-            found.add(value)
-            stack.extend(value.all_input_nodes)
-            stack.extend(user for user in value.users if user.target is operator.getitem)
-    return found
+
+    def before(value: fx.Node) -> list[fx.Node]:
+        together = (user for user in value.users if user.target is operator.getitem)
+        return [needed for needed in (*value.all_input_nodes, *together) if needed in waiting]
+
+    return set(reached((value for value in node.all_input_nodes if value in waiting), before))

@@ -56,12 +56,20 @@ def constant_key(value: Any) -> Hashable:
     return _Same(value)
 
 
-def is_same_constant(one: Any, other: Any) -> bool:
-    """Whether two values are the same to a program that only reads them; other objects say so by ``==``."""
-    if type(one) is not type(other) or (one is other and type(one) in PLAIN_VALUES):
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values are the same to a program that only reads them: of the same types all the way down
+    (2, 2.0 and True are three values), tensors the very same; other objects say so by ``==``."""
+    if one is other or type(one) is not type(other) or isinstance(one, torch.Tensor):
         return one is other
-    key = constant_key(one)
-    return bool(one == other) if isinstance(key, _Same) else constant_key(other) == key
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(is_same(one[key], other[key]) for key in one)
+    try:
+        key = constant_key(one)
+        return bool(one == other) if isinstance(key, _Same) else constant_key(other) == key
+    except Exception:
+        return False
 
 
 #: what is written for a floating point number, and for what only Python's ``==`` can compare.

@@ -14,7 +14,6 @@ backwards that meet no mark run as if nothing were there.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
@@ -25,11 +24,11 @@ from retrograd._torch.autograd import (
     GATEWAYS,
     EngineRequest,
     answer_queries,
-    clear_engine_cache,
-    edge_of,
     installed_compiler,
     is_traced,
     is_transformed,
+    leave_engine_cache_to_stock,
+    nodes_below,
     plans_under_way,
     run_stock,
     stock_compiler_off,
@@ -77,7 +76,7 @@ def leave(owner: object) -> None:
     _entered.set(tuple(entry for entry in entries if entry is not last))
     _count_open(-1)
     if installed_compiler() is not None:
-        _engine_cache.leave_to_stock()
+        leave_engine_cache_to_stock()
 
 
 def _open_entries() -> tuple[_EnteredContext, ...]:
@@ -154,7 +153,7 @@ def run_backward(
     if stock is None:
         return _run(entry or _claimed(request), request)
     if entry is None or stock is not entry.stock:  # it was switched on inside our context, or there is none
-        _engine_cache.leave_to_stock()
+        leave_engine_cache_to_stock()
         return _run(None, request)
     with stock_compiler_off():
         return _run(entry, request)
@@ -164,23 +163,11 @@ def _claimed(request: EngineRequest) -> _EnteredContext | None:
     """The callable to which a backward belongs; None if it meets no mark of a living one."""
     if not _living:
         return None
-    for node in _nodes_below(request.tensors):
+    for node in nodes_below(request.tensors):
         session = node.metadata.get(_MARK)
         if session is not None and session in _living:
             return _EnteredContext(session, session)
     return None
-
-
-def _nodes_below(roots: Iterable[Any]) -> Iterable[Any]:
-    """The nodes below the roots, nearest first."""
-    seen = dict.fromkeys(node for node, _ in map(edge_of, roots) if node is not None)
-    nodes = list(seen)
-    for node in nodes:  # grows while it is read
-        yield node
-        for below, _ in node.next_functions:
-            if below is not None and below not in seen:
-                seen[below] = None
-                nodes.append(below)
 
 
 def _run(entry: _EnteredContext | None, request: EngineRequest) -> Grads:
@@ -189,22 +176,7 @@ def _run(entry: _EnteredContext | None, request: EngineRequest) -> Grads:
             entry.session.leave_to_transform()
         with window.stock():
             return run_stock(request)
-    _engine_cache.is_ours = True
     return entry.session.run(request)
-
-
-class _EngineCache:
-    """The engine's cache does not know who filled it: stock must not find structures of ours."""
-
-    is_ours = False
-
-    def leave_to_stock(self) -> None:
-        if self.is_ours:
-            clear_engine_cache()
-            self.is_ours = False
-
-
-_engine_cache = _EngineCache()
 
 
 @functools.cache

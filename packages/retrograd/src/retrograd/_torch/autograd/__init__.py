@@ -7,9 +7,9 @@ from retrograd._torch.autograd.aot_functions import is_aot_node, tensors_on_cont
 from retrograd._torch.autograd.collection import (
     Collected,
     Kept,
-    clear_engine_cache,
     collect,
     installed_compiler,
+    leave_engine_cache_to_stock,
     stock_compiler_off,
     window,
 )
@@ -46,6 +46,7 @@ from retrograd._torch.autograd.live_graph import (
     forward_line,
     graph_below,
     names_of_nodes,
+    nodes_below,
     passes_through_function,
     read_live_graph,
     read_ranks,

@@ -338,8 +338,14 @@ def clear_engine_cache() -> None:
         _kept.pop().artifact = None
 
 
+def leave_engine_cache_to_stock() -> None:
+    """The engine's cache does not know who filled it: stock must not find structures of ours."""
+    if _kept:
+        clear_engine_cache()
+
+
 def _forget_foreign_captures() -> None:
-    """The engine's cache does not know who filled it: drop it when stock compiled autograd captured since."""
+    """Nor must we find structures of stock's: drop all when stock compiled autograd captured since."""
     global _stock_captures
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     captures = dynamo.counters["compiled_autograd"]["captures"] if dynamo else 0

@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from retrograd._torch.autograd.engine import EngineRequest
 from retrograd.graph.eager_order import Edge, LiveGraph, LiveNode, contests
 from retrograd.graph.emit import Emitter
+from retrograd.graph.reach import reached
 
 
 def read_ranks(request: EngineRequest) -> tuple[int, ...]:
@@ -27,13 +28,13 @@ def read_ranks(request: EngineRequest) -> tuple[int, ...]:
     Two backwards of equal structure run in the same eager order if these are equal. Read on every backward
     whose order is visible, so it reads nothing else.
     """
-    numbers = [handle._sequence_nr() for handle in _discovered(request)]
+    numbers = [handle._sequence_nr() for handle in nodes_below(request.tensors)]
     return tuple(sorted(range(len(numbers)), key=numbers.__getitem__))
 
 
 def names_of_nodes(request: EngineRequest) -> tuple[str, ...]:
     """The names of all nodes of `request`, in order of discovery: equal for backwards of equal structure."""
-    return tuple([handle.name() for handle in _discovered(request)])
+    return tuple([handle.name() for handle in nodes_below(request.tensors)])
 
 
 def beginning_of(request: EngineRequest) -> tuple[tuple[str, ...], ...]:
@@ -43,15 +44,16 @@ def beginning_of(request: EngineRequest) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple("" if n is None else n.name() for n in nodes) for nodes in (roots, below))
 
 
-def _discovered(request: EngineRequest) -> list[Any]:
-    seen: dict[Any, None] = dict.fromkeys(edge_of(root)[0] for root in request.tensors)
+def nodes_below(roots: Iterable[Any]) -> Iterator[Any]:
+    """The nodes below the roots, nearest first."""
+    seen: dict[Any, None] = dict.fromkeys(node for node, _ in map(edge_of, roots) if node is not None)
     handles = list(seen)
     for handle in handles:  # grows while it is read
+        yield handle
         for node, _ in handle.next_functions:
             if node is not None and node not in seen:
                 seen[node] = None
                 handles.append(node)
-    return handles
 
 
 def graph_below(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> LiveGraph:
@@ -130,14 +132,7 @@ def _wanted(nodes: Sequence[LiveNode], targets: list[int]) -> frozenset[int]:
         for edge in node.edges:
             if edge is not None:
                 producers.setdefault(edge.node, []).append(i)
-    wanted = set(targets)
-    pending = list(wanted)
-    while pending:
-        for producer in producers.get(pending.pop(), ()):
-            if producer not in wanted:
-                wanted.add(producer)
-                pending.append(producer)
-    return frozenset(wanted)
+    return frozenset(reached(targets, lambda node: producers.get(node, ())))
 
 
 class OrderCheck:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from retrograd.errors import Refusal
+from retrograd.graph.structure import is_same
 
 _ATOMS = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
@@ -104,24 +104,6 @@ def attributes_of(tensor: torch.Tensor, inner: Sequence[str]) -> dict[str, Any]:
             if hasattr(tensor, name):
                 found[name] = getattr(tensor, name)
     return {name: value for name, value in found.items() if name not in inner}
-
-
-def is_same(one: Any, other: Any) -> bool:
-    """Equal, and of the same types all the way down: 2, 2.0 and True are three values."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(is_same, one, other))
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(is_same(one[key], other[key]) for key in one)
-    if isinstance(one, torch.Tensor):
-        return one is other
-    if isinstance(one, float):
-        return one == other and math.copysign(1, one) == math.copysign(1, other)
-    try:
-        return one is other or bool(one == other)
-    except Exception:
-        return False
 
 
 def holds_symbols(value: Any) -> bool:

@@ -13,6 +13,7 @@ from retrograd._torch.trace.fakes import (
     fake_of,
     guard_count,
     guards_of,
+    hint_of,
     holds,
     is_fake,
     know_values,

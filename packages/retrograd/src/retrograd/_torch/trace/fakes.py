@@ -9,6 +9,7 @@ integers; of such trees, without evaluating any text, a new shape environment wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -167,13 +168,15 @@ def _is_symbol(value: Any) -> bool:
     return isinstance(value, torch.SymInt) and bool(value.node.expr.is_Symbol)
 
 
+def hint_of(number: Any) -> Any:
+    """A number; of a symbolic one, what it was at capture (None if that is not known)."""
+    return number.node.hint if isinstance(number, torch.SymInt) else number
+
+
 def bytes_of(value: torch.Tensor) -> float:
     """How many bytes the elements take; for symbolic sizes, as many as at capture."""
-    count = 1
-    for size in value.shape:
-        hint = size.node.hint if isinstance(size, torch.SymInt) else size
-        count *= 1 if hint is None else int(hint)
-    return float(count * value.element_size())
+    hints = [hint_of(size) for size in value.shape]
+    return float(math.prod([1 if hint is None else int(hint) for hint in hints]) * value.element_size())
 
 
 #: an integer, the name of a symbol, or ``[function, *arguments]``.

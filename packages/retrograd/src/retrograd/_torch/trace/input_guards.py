@@ -15,7 +15,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from retrograd.errors import Refusal
-from retrograd.graph.structure import is_same_constant
+from retrograd.graph.structure import is_same
 
 
 class InputGuard:
@@ -86,7 +86,7 @@ class InputGuard:
         )
 
     def _constants_hold(self, args: Sequence[Any]) -> bool:
-        return all(is_same_constant(value, args[i]) for i, value in self._constants)
+        return all(is_same(value, args[i]) for i, value in self._constants)
 
     def _offsets_hold(self, args: Sequence[Any]) -> bool:
         return all(args[i].storage_offset() == offset for i, offset in self._offsets)
@@ -98,7 +98,7 @@ class InputGuard:
     def why_not(self, args: Sequence[Any]) -> str:
         """What failed, with the two values that differ."""
         for i, value in self._constants:
-            if not is_same_constant(value, args[i]):
+            if not is_same(value, args[i]):
                 return f"argument {i} was {_describe(value)}, now {_describe(args[i])}"
         for i in self._tensors:
             if not isinstance(args[i], torch.Tensor):

@@ -25,6 +25,7 @@ from retrograd._torch.trace.fakes import fake_of, is_fake, new_fake_mode, symbol
 from retrograd._torch.trace.graph_tracer import Decompositions, make_graph, quiet_fakes, saved_tensors_unseen
 from retrograd.errors import Refusal
 from retrograd.graph.emit import Boxed
+from retrograd.graph.reach import reached
 
 
 @dataclass(frozen=True)
@@ -91,13 +92,7 @@ class _Graph:
 
     def below(self, root: Any) -> frozenset[Any]:
         """The nodes that a backward from `root` reaches."""
-        seen, stack = {root}, [root]
-        while stack:
-            for node, _ in stack.pop().next_functions:
-                if node is not None and node not in seen:
-                    seen.add(node)
-                    stack.append(node)
-        return frozenset(seen)
+        return frozenset(reached([root], lambda node: [n for n, _ in node.next_functions if n is not None]))
 
     def saved(self, node: Any) -> tuple[torch.Tensor, ...]:
         """The tensors that `node` saves."""

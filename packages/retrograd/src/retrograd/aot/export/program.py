@@ -21,7 +21,7 @@ from retrograd.aot.capture import JointGraph
 from retrograd.errors import ExportError
 from retrograd.graph.joint import Cotangent, Destination, Primal
 from retrograd.graph.joint_graph import ComputedOutput, ConstantOutput, SameAs, SizeOutput, SizeValue
-from retrograd.graph.structure import is_same_constant
+from retrograd.graph.structure import is_same
 
 
 class ProgramKind(enum.Enum):
@@ -324,7 +324,7 @@ class Exported:
                 )
             leaves.append(state[leaf.name])
         for leaf, value in zip(known[count:], flat, strict=True):
-            if leaf.kind is None and not is_same_constant(leaf.value, value):
+            if leaf.kind is None and not is_same(leaf.value, value):
                 text = f"{leaf.name} is {value!r}, and was the constant {leaf.value!r} at capture"
                 raise refused("constant", text, leaf.name, "give the same constant, or capture again")
             leaves.append(value)

@@ -26,7 +26,7 @@ from retrograd._torch.fx import has_effect, is_symbolic
 from retrograd._torch.state import with_generator_states
 from retrograd._torch.subclass import PLAIN, Layout, parts_of
 from retrograd._torch.tensor import common_base
-from retrograd._torch.trace import guard_count
+from retrograd._torch.trace import guard_count, hint_of
 from retrograd.aot.capture import capture
 from retrograd.aot.parts import extract, finished_backward, is_backward, needed_between
 from retrograd.aot.trace.differentiate import Walk
@@ -135,16 +135,12 @@ def _alike(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) 
 
 def _dense_strides(shape: Sequence[int], fake: torch.Tensor) -> list[int]:
     """Strides for `shape` with dimensions in the order of those of `fake`, which is dense."""
-    order = sorted(range(len(shape)), key=lambda dim: (_hint(fake.stride(dim)), -dim))
+    order = sorted(range(len(shape)), key=lambda dim: (hint_of(fake.stride(dim)), -dim))
     strides, count = [0] * len(shape), 1
     for dim in order:
         strides[dim] = count
         count *= max(shape[dim], 1)
     return strides
-
-
-def _hint(number: Any) -> int:
-    return int(number.node.hint) if isinstance(number, torch.SymInt) else int(number)
 
 
 def traced_for(partition: Partition, number: int, layouts: Mapping[int, Strides]) -> fx.GraphModule | None:

@@ -22,6 +22,7 @@ from torch import fx
 
 from retrograd._torch.fx import same_layout
 from retrograd.graph.joint import cotangents_reaching
+from retrograd.graph.reach import reached
 from retrograd.graph.verify import output_values
 from retrograd.passes.aten.edit import call, signature_of
 
@@ -75,15 +76,9 @@ def accumulate_in_fp32(
 
 def _reductions_before(ends: set[fx.Node]) -> frozenset[fx.Node]:
     """The sums and scatters that lead to `ends` through nothing but views and additions."""
-    found: set[fx.Node] = set()
-    pending = list(ends)
-    while pending:
-        node = pending.pop()
-        if node.target in _SUMS or node.target in _SCATTERS:
-            found.add(node)
-        elif node.target in _VIEWS or node.target is _ADD:
-            pending += node.all_input_nodes
-    return frozenset(found)
+    passed = {*_VIEWS, _ADD}
+    found = reached(ends, lambda node: node.all_input_nodes if node.target in passed else ())
+    return frozenset(node for node in found if node.target in _SUMS or node.target in _SCATTERS)
 
 
 @dataclass(frozen=True)
