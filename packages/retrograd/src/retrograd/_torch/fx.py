@@ -314,11 +314,7 @@ def add_placeholder(graph: fx.Graph, name: str) -> fx.Node:
 
 
 def add_copy(graph: fx.Graph, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> fx.Node:
-    """Add a copy of `node`, which may be of another graph, with a ``meta`` dictionary of its own.
-
-    Args:
-        graph: the graph. node: is copied. value_of: the values in `graph` for those that `node` reads.
-    """
+    """Add a copy of `node`, which may be of another graph, with a ``meta`` dictionary of its own."""
     args = map_arg(node.args, value_of)
     kwargs = map_arg(node.kwargs, value_of) if node.kwargs else _NO_KWARGS
     name, used = node.name, graph._graph_namespace._used_names

@@ -213,16 +213,7 @@ def run_stages(
     lazy: bool = True,
     ended_by: str = "",
 ) -> CompiledFunction:
-    """Capture, apply passes, partition and compile.
-
-    Args:
-        state: from ``aot.create_state``.
-        config: the choices.
-        report: receives what was compiled, and later what runs eagerly.
-        split_at_leaf_grads: as in ``aot.capture``.
-        lazy: as in ``aot.compile``.
-        ended_by: as in `GraphReport`.
-    """
+    """Capture, apply passes, partition and compile."""
     is_exact = not find_backend(config.backend).traces
     joint = capture(
         state,

@@ -53,13 +53,7 @@ def _spec(form: _Form) -> pytree.TreeSpec:
 
 
 class AotFunction:
-    """A function that compiles itself. `function` and `module` make it.
-
-    Args:
-        fn: the function.
-        config: the choices.
-        report: receives what was compiled and what ran eagerly.
-    """
+    """A function that compiles itself. `function` and `module` make it."""
 
     def __init__(self, fn: Callable[..., Any], config: Config, report: Report = process_report) -> None:
         self.fn, self.config, self._report = fn, config, report

@@ -33,13 +33,6 @@ from retrograd.graph.emit import Boxed
 class Recorded:
     """A recording, the addresses of the inputs that it reads where they are, and buffers for the others.
 
-    Args:
-        recorder, device: where to record.
-        fn: the function.
-        inputs: tensors, or None.
-        copied: places of inputs that are copied into a buffer before each replay.
-        kept: places of results that stay where the recording writes them.
-
     Attributes:
         addresses: of the inputs that it was recorded for; 0 for None.
 

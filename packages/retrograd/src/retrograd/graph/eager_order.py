@@ -124,9 +124,6 @@ def contests(live: LiveGraph, steps: Mapping[int, Sequence[Sequence[int]]]) -> l
 
     If the numbers of all pairs compare so, and AccumulateGrad's are the highest, a graph of equal structure
     runs in the same order: of the nodes that wait, the one that runs is compared with the next to run.
-
-    Args:
-        live, steps: as `with_steps` takes them.
     """
     stepwise, chains = with_steps(live, steps)
     original = {link: node for node, links in chains.items() for link in links}

@@ -22,9 +22,6 @@ _LITERALS = frozenset({int, bool, type(None)})
 class Emitter:
     """A function under way.
 
-    Args:
-        head: its name and parameters.
-
     Attributes:
         lines: the text. names: what it refers to. local: the variable of each value.
     """
@@ -141,9 +138,6 @@ def emit_calls(
     emit: Emitter, calls: Sequence[fx.Node], let_go: Iterable[fx.Node], root: object = None
 ) -> None:
     """Lines that make `calls` in order, and delete each of the values `let_go` after the last that reads it.
-
-    Args:
-        root: has the constants that ``get_attr`` nodes name.
     """
     gone = set(let_go)
     reads = ((i, (node, *node.all_input_nodes)) for i, node in enumerate(calls))

@@ -113,12 +113,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Region:
-    """A part of eager's autograd graph that runs as one node.
-
-    Attributes:
-        roots: boundaries whose cotangents it takes.
-        destinations: what it gives gradients for.
-    """
+    """A part of eager's autograd graph that runs as one node."""
 
     roots: tuple[int, ...]
     destinations: tuple[Destination, ...]

@@ -112,13 +112,6 @@ def verify_joint(
     of the forward depends on a cotangent, and no gradient on one that is not a root of its region; nothing is
     changed in place but primals, by ``copy_`` at the end; outputs have the dtype and sizes that they had.
 
-    Args:
-        gm: the joint graph.
-        signature: its roles.
-        stage: who asks, for the error.
-        passes_so_far: names of the passes that were applied, for the error.
-        kinds: what the outputs were before; None to accept any.
-
     Raises:
         VerificationError: a law is broken.
     """

@@ -21,9 +21,6 @@ _NOT_OF_LEAVES = (
 class LiveBackward:
     """One backward.
 
-    Args:
-        asked: what was asked of the engine.
-
     Attributes:
         asked: as given. request: what the engine is asked: perhaps for the gradients of more inputs.
         node_call: the node call whose user code the plan runs now.

@@ -47,10 +47,6 @@ KEPT_CHECKS = 4
 class CapturedBackward:
     """One structure.
 
-    Args:
-        graph: as captured.
-        backward: that it was captured from.
-
     Attributes:
         graph: as given. n_outputs: how many gradients the engine expects back.
         needs_engine_frame: whether it must run while the engine's call is alive.

@@ -30,11 +30,7 @@ _HAS_RANGE = {CallKind.NODE, CallKind.CPP_FUNCTION, CallKind.FUNCTION, CallKind.
 
 
 class PlanLog:
-    """Tells about one backward.
-
-    Args:
-        report: is filled in; its graph knows the names of the autograd nodes.
-    """
+    """Tells about one backward."""
 
     def __init__(self, report: BackwardReport) -> None:
         self._report = report

@@ -28,9 +28,6 @@ def lay_out_like_eager(backward: BackwardGraph, position: Mapping[Place, int]) -
         backward: as captured.
         position: for each `Call.place`, its position in eager's order.
 
-    Returns:
-        The graph in eager's order.
-
     Raises:
         VerificationError: the law does not hold.
     """

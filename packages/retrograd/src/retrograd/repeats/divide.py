@@ -168,14 +168,7 @@ _OPS = frozenset({"placeholder", "get_attr", "call_function", "output"})
 
 
 def divided(graph: fx.Graph, least: int, visible: int | None, copies: int = 2) -> list[Outline]:
-    """The parts of `graph`, in order; none if nothing in it repeats itself.
-
-    Args:
-        graph: functional, its values known by example (``meta["val"]``).
-        least: calls that a part that repeats has at least.
-        visible: how many results, from the first, must have the strides that they were traced with.
-        copies: of a part that repeats, at least.
-    """
+    """The parts of `graph`, in order; none if nothing in it repeats itself."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     if len(calls) < 2 * least or not _can_be_divided(graph):
         return []
@@ -316,12 +309,7 @@ _WRITES_TO_MEMORY = frozenset(
 
 
 def regions_of(run: Sequence[fx.Node], smallest: int, copies: int = 2) -> list[Sequence[fx.Node]]:
-    """`run`, divided; in one piece if nothing in it repeats.
-
-    Args:
-        run: the calls.
-        smallest: autograd nodes that a region has at least. copies: of a region, at least.
-    """
+    """`run`, divided; in one piece if nothing in it repeats."""
     least = smallest * _CALLS_PER_NODE
     if len(run) < 2 * least:
         return [run]

@@ -224,9 +224,6 @@ class Collected:
 class Kept:
     """What the engine keeps of a structure. It never lets go of it, even when its cache is dropped: it leaks
     the tuple that ``end_capture`` returns. So the artifact is taken out by us.
-
-    Args:
-        artifact: of the structure; None once it was dropped.
     """
 
     __slots__ = ("artifact",)

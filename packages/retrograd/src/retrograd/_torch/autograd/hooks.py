@@ -34,11 +34,7 @@ class LateHook:
 
 @dataclass(eq=False)
 class HookChanges:
-    """What changed since the last look.
-
-    Attributes:
-        late: hooks that came. removed: hook objects that went.
-    """
+    """What changed since the last look."""
 
     late: list[LateHook] = field(default_factory=list)
     removed: list[Any] = field(default_factory=list)

@@ -138,10 +138,6 @@ def _wanted(nodes: Sequence[LiveNode], targets: list[int]) -> frozenset[int]:
 class OrderCheck:
     """The order of one backward of the whole graph, for others of equal structure. It walks only to the nodes
     whose numbers eager compares, in generated code: it runs before every backward whose order is visible.
-
-    Args:
-        live: its graph, as discovered.
-        steps: for nodes that stand for several steps, what `graph.eager_order.with_steps` takes.
     """
 
     def __init__(self, live: LiveGraph, steps: Mapping[int, Sequence[Sequence[int]]]) -> None:

@@ -58,11 +58,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Versions(Generic[Key]):
-    """The versions of tensors at one time.
-
-    Args:
-        versions: of `versions_of`, by key; what tracks none is left out.
-    """
+    """The versions of tensors at one time."""
 
     def __init__(self, versions: Iterable[tuple[Key, int | None]]) -> None:
         self._versions = {key: version for key, version in versions if version is not None}

@@ -42,9 +42,6 @@ class _Same:
 class SubclassBorder:
     """Arguments of one lowering that has subclass tensors among them.
 
-    Args:
-        args: the values that the segment is lowered with.
-
     Attributes:
         numbers: positions among the flat values that are outer sizes and strides.
 

@@ -126,13 +126,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class InputCheck:
-    """What all inputs must be like.
-
-    Attributes:
-        expected: one per input.
-        symbols: sizes that may differ.
-        guards: relations that must hold between them.
-    """
+    """What all inputs must be like."""
 
     expected: tuple[Expected, ...]
     symbols: Mapping[str, Symbol] = field(default_factory=dict)

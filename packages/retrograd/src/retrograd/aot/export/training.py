@@ -31,11 +31,6 @@ def whole_backward(
     """The graph, and the primals whose gradients it gives after the forward values `wanted`, in eager's
     order.
 
-    Args:
-        joint: with static or symbolic sizes.
-        loss: number of the forward value that is differentiated; a scalar.
-        wanted: numbers of forward values.
-
     Raises:
         ExportError: a part of the backward needs to know that a cotangent is undefined.
     """

@@ -75,12 +75,6 @@ Frame = list[Any]
 class Attaching:
     """How the nodes of one function are attached, called with a frame and what is needed to run the call
     again.
-
-    Args:
-        partition: the function.
-        regions: the code of each region.
-        layout: of frames.
-        finish: writes values into inputs as soon as they have their history.
     """
 
     def __init__(
@@ -192,11 +186,7 @@ def steps_of(joint: JointValues) -> list[BackwardStep]:
 
 
 class CompiledFunction:
-    """A function compiled by ``aot.compile``. Called with the flat inputs of its `CaptureState`.
-
-    Attributes:
-        partition: what it was made of.
-    """
+    """A function compiled by ``aot.compile``. Called with the flat inputs of its `CaptureState`."""
 
     def __init__(self, partition: Partition, code: Boxed, regions: Sequence[RegionCode]) -> None:
         self.partition = partition

@@ -41,13 +41,7 @@ Strides = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Expected:
-    """What a cotangent was traced as.
-
-    Attributes:
-        boundary: its number.
-        wrapping: how it is made up.
-        parts: a fake of each plain tensor in it.
-    """
+    """What a cotangent was traced as."""
 
     boundary: int
     wrapping: Layout

@@ -224,13 +224,7 @@ def cut_into_blocks(
     region_of: Mapping[int, Hashable],
     hooked_leaves: Collection[int],
 ) -> dict[int, Hashable]:
-    """For each node that does not accumulate: its region and the number of its block.
-
-    Args:
-        graph, primals, order: as in ``structure``.
-        region_of: by node that does not accumulate.
-        hooked_leaves: primals after whose gradients to cut.
-    """
+    """For each node that does not accumulate: its region and the number of its block."""
     nodes: dict[Hashable, list[int]] = {}
     for node in order:
         if node not in primals:

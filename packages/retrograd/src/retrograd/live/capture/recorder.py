@@ -31,11 +31,7 @@ from retrograd.live.inlined.lay_in import CompiledFunctions
 
 
 class BackwardRecorder:
-    """Records one backward.
-
-    Args:
-        finished: is given the `BackwardGraph`; what it returns is kept in the engine's cache.
-    """
+    """Records one backward."""
 
     def __init__(self, finished: Callable[[BackwardGraph], Any]) -> None:
         self._finished = finished

@@ -47,9 +47,6 @@ _LateHook = Callable[[Value, int], fx.Node]
 class CompiledFunctions:
     """Lays compiled functions into one recorded backward.
 
-    Args:
-        calls: the backward under way.
-
     Attributes:
         moved: for the result of a hook that was moved, the gradient before it.
     """

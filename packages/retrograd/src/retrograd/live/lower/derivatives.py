@@ -24,12 +24,6 @@ Grad = torch.Tensor | None
 class Differentiable:
     """Gives autograd nodes to the outputs of one lowering.
 
-    Args:
-        fn: the function as captured.
-        args: arguments like those of every later call.
-        history: what eager records when it runs.
-        runner: makes a function that runs compiled where it can; the second argument says what it is.
-
     Raises:
         Exception: a derivative cannot be traced.
     """

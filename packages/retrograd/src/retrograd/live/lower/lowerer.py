@@ -168,12 +168,6 @@ Found = tuple[Lowered, list[Any]]
 class Lowerer:
     """The lowerings of one function.
 
-    Args:
-        fn: the function.
-        how: how to lower it.
-        shared: the results of lowering an equal function elsewhere.
-        runner: given a derivative of the function and its role, makes what runs it.
-
     Attributes:
         lowered: the newest first.
         interpret_because: why it is not lowered (again); None if it may be.

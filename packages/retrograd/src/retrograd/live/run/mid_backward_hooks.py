@@ -99,11 +99,6 @@ class _Rest:
 
     Law: a new hook runs where eager would call it, after the older hooks of its kind.
 
-    Args:
-        backward: in eager's order.
-        computed: the values that are there. done: the calls that have run.
-        came: new hooks, by node call. went: hook calls that must not be made.
-
     Attributes:
         placeholders: those for `computed`, then one for each new hook.
     """

@@ -109,10 +109,6 @@ class _Run:
 class Plan:
     """The steps of one backward, with the code of its segments.
 
-    Args:
-        graph: in eager's order.
-        config, backend: how segments are lowered.
-
     Attributes:
         schedule: the steps. report, log: of them.
         runs_user_code: whether a step calls something that can look at the running backward.
@@ -146,12 +142,7 @@ class Plan:
             runner.postpone(because)
 
     def run(self, call: Collected, backward: LiveBackward) -> list[torch.Tensor | None]:
-        """Run all steps.
-
-        Args:
-            call: what the engine collected; its lists are emptied.
-            backward: is told which node call user code runs for.
-        """
+        """Run all steps."""
         take_finished()
         self.report.runs += 1
         counters["runs"] += 1

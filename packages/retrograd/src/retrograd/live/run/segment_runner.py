@@ -43,17 +43,7 @@ from retrograd.report import LoweringReport
 
 
 class BoxedRunner:
-    """Runs one boxed function: lowers it at first use, and again when guards fail.
-
-    Args:
-        fn: the function.
-        how: how to lower it.
-        interpret_because: why it is never lowered; None if it may be.
-        shared: the results of lowering an equal function elsewhere.
-
-    Attributes:
-        fn, shared: as given. lowerer: has the lowerings.
-    """
+    """Runs one boxed function: lowers it at first use, and again when guards fail."""
 
     def __init__(
         self,
@@ -187,11 +177,6 @@ _lowerings: Recent[Lowerings] = Recent()
 def runner_of(segment: Segment, number: int, config: Config, backend: Backend, log: PlanLog) -> BoxedRunner:
     """A runner for the segment: that of an equal segment in the same place of an earlier plan, if there was
     one; else a new one, which shares the code of equal segments in other places.
-
-    Args:
-        segment: the segment, and `number` its place among the segments of its schedule.
-        config, backend: how to lower it.
-        log: is told every lowering.
     """
     because = _why_interpreted(segment, backend)
     structure = structure_of(segment.nodes, segment.inputs, segment.outputs) if because is None else None
@@ -247,9 +232,6 @@ class LeakedModes:
     Eager puts the thread's modes back between nodes, not between the hooks of a node and the node itself:
     after a pre hook that leaves grad mode on, the gradients of its own node have a history, those of the next
     node do not.
-
-    Args:
-        node: the call that left them. modes: how it left them.
     """
 
     def __init__(self, node: fx.Node, modes: KeptModes) -> None:

@@ -54,10 +54,6 @@ class Bailout:
 class SpecialisedPlan:
     """The steps of one plan, for values and modes like those of one run.
 
-    Args:
-        layout: the plan with its code.
-        runners: by step of the plan; whose code it is. None for steps that are no segments.
-
     Attributes:
         layout, runners: as given.
         bailouts: how often a run had to go on in the plan.

@@ -34,12 +34,7 @@ _FAMILIES = (_SHAPES, _EXPANDS, _PERMUTES)
 
 
 def normalise_views(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
-    """Normalise the views of `gm`, in place.
-
-    Args:
-        gm: a graph of functional ATen operators with ``meta["val"]``; a node without is left alone.
-        example_inputs: unused.
-    """
+    """Normalise the views of `gm`, in place."""
     outputs = set(gm.graph.output_node().all_input_nodes)
     for node in list(gm.graph.nodes):
         if node.target not in _VIEWS or not _has_tensors(node):
