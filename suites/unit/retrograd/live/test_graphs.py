@@ -10,10 +10,10 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 import retrograd
+from retrograd._torch.autograd.request import LiveBackward
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.render import readable
 from retrograd.graph.verify import verify_layout
-from retrograd.live.backward import LiveBackward
 from retrograd.live.capture.cut import cut
 from retrograd.live.captured import CapturedBackward
 from unit.retrograd.programs import leaf

@@ -137,8 +137,7 @@ def boxed_calls(
 def emit_calls(
     emit: Emitter, calls: Sequence[fx.Node], let_go: Iterable[fx.Node], root: object = None
 ) -> None:
-    """Lines that make `calls` in order, and delete each of the values `let_go` after the last that reads it.
-    """
+    """Lines that make `calls` in order, and delete each of `let_go` after the last that reads it."""
     gone = set(let_go)
     reads = ((i, (node, *node.all_input_nodes)) for i, node in enumerate(calls))
     dying = last_uses((i, [value for value in values if value in gone]) for i, values in reads)

@@ -16,6 +16,7 @@ from torch import fx
 from retrograd._torch.autograd import (
     Collected,
     EngineRequest,
+    LiveBackward,
     OrderCheck,
     edge_of,
     forward_line,
@@ -30,7 +31,6 @@ from retrograd.errors import Refusal, VerificationError
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph, CallKind, HookKind, Source, call_of, source_of
 from retrograd.graph.eager_order import ROOT, eager_walk, with_steps
-from retrograd.live.backward import LiveBackward
 from retrograd.live.run.plan import Plan
 from retrograd.passes.lay_out_like_eager import lay_out_like_eager
 
@@ -48,7 +48,7 @@ class CapturedBackward:
     """One structure.
 
     Attributes:
-        graph: as given. n_outputs: how many gradients the engine expects back.
+        graph: as captured. n_outputs: how many gradients the engine expects back.
         needs_engine_frame: whether it must run while the engine's call is alive.
         has_aot_graphs: whether the backward of a compiled function was laid in. It computes with values that
             the compiled forward saved, and their history is not known.

@@ -13,14 +13,6 @@ from retrograd._torch.autograd.collection import (
     stock_compiler_off,
     window,
 )
-from retrograd._torch.autograd.engine import (
-    GATEWAYS,
-    EngineRequest,
-    is_traced,
-    is_transformed,
-    run_stock,
-    why_not_collectable,
-)
 from retrograd._torch.autograd.graph_task import (
     answer_queries,
     answering,
@@ -39,18 +31,6 @@ from retrograd._torch.autograd.hooks import (
     watch_hooks,
     watching,
 )
-from retrograd._torch.autograd.live_graph import (
-    OrderCheck,
-    beginning_of,
-    edge_of,
-    forward_line,
-    graph_below,
-    names_of_nodes,
-    nodes_below,
-    passes_through_function,
-    read_live_graph,
-    read_ranks,
-)
 from retrograd._torch.autograd.nodes import (
     Versions,
     call_node,
@@ -58,15 +38,32 @@ from retrograd._torch.autograd.nodes import (
     fitted,
     input_count,
     keeps_saved_tensors,
-    leaf_of,
     materializes_grads,
     modified_error,
     read_saved,
     refuse_nan,
-    release,
     request_to_release,
     saved_name,
     tells_undefined,
     versions_of,
 )
 from retrograd._torch.autograd.protocol import EngineProtocol
+from retrograd._torch.autograd.request import (
+    GATEWAYS,
+    EngineRequest,
+    LiveBackward,
+    OrderCheck,
+    beginning_of,
+    edge_of,
+    forward_line,
+    graph_below,
+    is_traced,
+    is_transformed,
+    leaf_of,
+    names_of_nodes,
+    nodes_below,
+    passes_through_function,
+    read_ranks,
+    run_stock,
+    why_not_collectable,
+)

@@ -31,7 +31,7 @@ import torch
 from torch._C._dynamo import compiled_autograd as engine_protocol
 from torch._dynamo import compiled_autograd as stock
 
-from retrograd._torch.autograd.engine import EngineRequest, run_stock, stock_calls_on
+from retrograd._torch.autograd.request import EngineRequest, run_stock, stock_calls_on
 from retrograd.errors import Refusal
 from retrograd.process import forgotten_by_reset
 

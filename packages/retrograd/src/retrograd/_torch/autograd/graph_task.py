@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from retrograd._torch.autograd.collection import window
-from retrograd._torch.autograd.engine import EngineRequest, run_stock
+from retrograd._torch.autograd.request import EngineRequest, run_stock
 from retrograd._torch.patches import Handler, handle
 from retrograd._torch.releases import is_layout_enforced, unseen
 from retrograd._torch.tensor import grad_of, obeys_layout_contract

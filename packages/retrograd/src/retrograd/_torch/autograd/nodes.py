@@ -20,8 +20,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.autograd.graph import GradientEdge
 
-from retrograd._torch.autograd.collection import collect
-from retrograd._torch.autograd.engine import EngineRequest
+from retrograd._torch.autograd.request import EngineRequest
 from retrograd._torch.state import torch_functions_off, without_torch_functions
 from retrograd._torch.tensor import zeros_of_slot
 from retrograd.errors import Refusal
@@ -129,17 +128,6 @@ def request_to_release(
     return EngineRequest(roots, tuple(map(_cotangent, heads)), False, False, inputs, True)
 
 
-def release(request: EngineRequest, factory: Callable[[], Any]) -> None:
-    """Have the engine hand over the nodes of `request`, and drop everything: it releases what it has handed
-    over, and torch has no other call for that.
-
-    Raises:
-        Refusal: another thread is in a backward.
-        Exception: the engine refused; nothing was released then.
-    """
-    collect(request, factory, lambda call: None)
-
-
 def keeps_saved_tensors(node: Any) -> bool:
     """Whether an autograd node has saved tensors that Python can see."""
     return any(name.startswith("_raw_saved_") for name in dir(node))
@@ -149,11 +137,6 @@ def _cotangent(node: Any) -> torch.Tensor:
     """Something of the metadata of a node's first gradient; it takes no memory."""
     metadata = node._input_metadata[0]
     return torch.zeros((), dtype=metadata.dtype, device=metadata.device).expand(metadata.shape)
-
-
-def leaf_of(node: Any) -> torch.Tensor | None:
-    """The tensor into whose ``.grad`` the node accumulates; None for other nodes."""
-    return getattr(node, "variable", None)
 
 
 def input_count(node: Any) -> int:

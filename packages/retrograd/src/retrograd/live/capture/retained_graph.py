@@ -36,11 +36,11 @@ from retrograd._torch.autograd import (
     Collected,
     EngineProtocol,
     EngineRequest,
+    LiveBackward,
     collect,
     edge_of,
     is_aot_node,
     keeps_saved_tensors,
-    release,
     request_to_release,
     run_stock,
     window,
@@ -49,7 +49,6 @@ from retrograd.errors import Refusal
 from retrograd.events import live_log
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.eager_order import ROOT, LiveGraph, eager_walk
-from retrograd.live.backward import LiveBackward
 from retrograd.live.calls.user_code import call_kept_backward
 from retrograd.live.capture.recorder import BackwardRecorder
 from retrograd.live.captured import CapturedBackward
@@ -162,7 +161,8 @@ def _release_executed(backward: LiveBackward, artifact: CapturedBackward, alread
             continue
         try:
             part = request_to_release(live, request, group, from_roots=level == 0)
-            release(part, partial(_never_run, part))
+            # The engine releases what it has handed over, and torch has no other call for that.
+            collect(part, partial(_never_run, part), lambda call: None)
         except Exception:
             if not begun:
                 raise  # the stock engine can still run this backward

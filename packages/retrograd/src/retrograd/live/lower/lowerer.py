@@ -26,9 +26,8 @@ from retrograd.config import Config
 from retrograd.errors import LoweringError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
 from retrograd.live.lower.derivatives import Differentiable
-from retrograd.live.plan_log import PlanLog
 from retrograd.repeats.lift_scalars import Family
-from retrograd.report import LoweringReport
+from retrograd.report import LoweringReport, PlanLog
 
 
 @dataclass(eq=False)

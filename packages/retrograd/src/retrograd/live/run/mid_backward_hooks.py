@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.autograd import HookChanges, LateHook
+from retrograd._torch.autograd import HookChanges, LateHook, LiveBackward
 from retrograd.graph.backward_graph import (
     BackwardGraph,
     Call,
@@ -26,7 +26,6 @@ from retrograd.graph.backward_graph import (
     SourceKind,
     call_of,
 )
-from retrograd.live.backward import LiveBackward
 from retrograd.live.calls import user_code
 
 

@@ -36,10 +36,9 @@ from retrograd.graph.backward_graph import Segment, call_of
 from retrograd.graph.emit import boxed_calls, last_uses
 from retrograd.graph.structure import structure_of
 from retrograd.live.lower.lowerer import BoxedFunction, How, Lowered, Lowerer, Lowerings
-from retrograd.live.plan_log import PlanLog
 from retrograd.process import Recent
 from retrograd.repeats.lift_scalars import Family
-from retrograd.report import LoweringReport
+from retrograd.report import LoweringReport, PlanLog
 
 
 class BoxedRunner:

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.autograd import Collected, HookChanges, Versions
+from retrograd._torch.autograd import Collected, HookChanges, LiveBackward, Versions
 from retrograd._torch.state import KeptModes, ThreadModes, UserCode, are_modes_plain, without_torch_functions
 from retrograd._torch.trace import InputGuard
 from retrograd.backends.base import Boxed
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import Accumulation, OpaqueCall, Schedule, Segment, Source, SourceKind
-from retrograd.live.backward import LiveBackward
 from retrograd.live.lower.lowerer import Lowered
 from retrograd.live.run.generated_source import Check, Code, GeneratedSource, PlanLayout, write
 from retrograd.live.run.segment_runner import BoxedRunner
@@ -55,7 +54,6 @@ class SpecialisedPlan:
     """The steps of one plan, for values and modes like those of one run.
 
     Attributes:
-        layout, runners: as given.
         bailouts: how often a run had to go on in the plan.
     """
 
