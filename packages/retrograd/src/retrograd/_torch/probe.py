@@ -97,7 +97,7 @@ class _Listener:
     def enter_node(self, index: int, name: str) -> None:
         self.nodes.append(name)
 
-    def node(self, name: str, fn: Any, grads: Any, args: Any, wanted: list[bool]) -> list[Any]:
+    def node(self, name: str, fn: Any, grads: Any, args: Any, wanted: list[bool], is_cpp: bool) -> list[Any]:
         return [name if want else None for want in wanted]
 
     def validate(self, fn: Any, outputs: list[Any], args: Any) -> list[Any]:

@@ -132,27 +132,18 @@ def capture(
             if (larger := plan.with_copies(state)) != plan:
                 plan = larger
                 continue
-            raise _capture_error(state, error) from error
+            raise CaptureError.because(
+                error.code if isinstance(error, Refusal) else "trace-failed",
+                f"cannot capture {state.name}: {first_line(error)}",
+                "aot.capture",
+                way_out="call it eagerly, or keep the part that cannot be captured out of the function",
+            ) from error
         if attempt.leaves_gaps:
             manner = replace(manner, split_at_leaf_grads=False)
             continue
         if attempt.amended == plan:
             return attempt.result(gm)
         plan = attempt.amended
-
-
-def _is_size(value: Any) -> bool:
-    """Whether the value is a ``torch.Size``, which a pytree would make a tuple of."""
-    return isinstance(value, torch.Size)
-
-
-def _capture_error(state: CaptureState, error: Exception) -> CaptureError:
-    return CaptureError.because(
-        error.code if isinstance(error, Refusal) else "trace-failed",
-        f"cannot capture {state.name}: {first_line(error)}",
-        "aot.capture",
-        way_out="call it eagerly, or keep the part that cannot be captured out of the function",
-    )
 
 
 @dataclass
@@ -169,7 +160,8 @@ class _Attempt:
         self.inputs = inputs = Inputs(self.state, self.plan, tracer)
         with inputs.functional():
             result = inputs.call()
-            flat, self.out_spec = pytree.tree_flatten(result, is_leaf=_is_size)
+            # A pytree would make a tuple of a size.
+            flat, self.out_spec = pytree.tree_flatten(result, lambda value: isinstance(value, torch.Size))
             self.analysis = analyse(inputs, flat)
             self.amended = self.plan.amended(self.state, self.analysis)
             if self.amended != self.plan:

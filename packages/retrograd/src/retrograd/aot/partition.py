@@ -57,9 +57,9 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
     if policy == "save_all":
         return _without_marked(_read(joint))
     if policy == "recompute_all":
-        return {node for node in memory.primals if not is_number(node)} | _must(
-            joint, CheckpointPolicy.MUST_SAVE
-        )
+        must = CheckpointPolicy.MUST_SAVE
+        kept = {node for node in joint.gm.graph.nodes if node.meta.get("recompute") is must}
+        return kept | {node for node in memory.primals if not is_number(node)}
     if policy == "min_cut" and (read := _read(joint)) <= set(memory.primals):
         return read
     if policy == "min_cut" or callable(policy):
@@ -93,10 +93,6 @@ def _without_marked(saved: set[fx.Node]) -> set[fx.Node]:
     return {node for node in found if not is_again(node)}
 
 
-def _must(joint: JointValues, policy: CheckpointPolicy) -> set[fx.Node]:
-    return {node for node in joint.gm.graph.nodes if node.meta.get("recompute") is policy}
-
-
 def _pinned(joint: JointValues, memory: Memory) -> frozenset[str]:
     """Calls that must not be made again in the backward: those that read memory which eager would not keep,
     and those that draw random numbers (unless the user wants that)."""
@@ -106,12 +102,11 @@ def _pinned(joint: JointValues, memory: Memory) -> frozenset[str]:
         if node.op == "call_function"
         and not is_backward(node)
         and not (draws_random_numbers(node) and node.meta.get("recompute") in _AGAIN)
-        and (draws_random_numbers(node) or (_reads_forbidden(node, memory) and not memory.is_forbidden(node)))
+        and (
+            draws_random_numbers(node)
+            or (any(map(memory.is_forbidden, node.all_input_nodes)) and not memory.is_forbidden(node))
+        )
     )
-
-
-def _reads_forbidden(node: fx.Node, memory: Memory) -> bool:
-    return any(memory.is_forbidden(value) for value in node.all_input_nodes)
 
 
 def _named(known: Mapping[str, fx.Node], names: Iterable[str]) -> set[fx.Node]:
@@ -141,17 +136,11 @@ def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
         VerificationError: the law of a partition would be broken: a backward reads what is not saved, or an
             effect would happen twice.
     """
-    copy = _copied(joint)
+    copy = replace(joint, gm=copied_module(joint.gm, lazy_graph_module))  # which may be changed
     memory = memory_of(copy.gm, copy.signature)
     division = _Division(copy, memory, choose_saved(copy, memory, policy))
     result = division.partition()
     return replace(result, joint=joint)
-
-
-def _copied(joint: JointValues) -> JointValues:
-    """The same with a graph that may be changed."""
-    values = {name: getattr(joint, name) for name in JointValues.__dataclass_fields__}
-    return JointValues(**{**values, "gm": copied_module(joint.gm, lazy_graph_module)})
 
 
 @dataclass

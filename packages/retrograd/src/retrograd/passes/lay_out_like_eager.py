@@ -79,7 +79,7 @@ class _Layout:
         """
         waiting: dict[Place, list[tuple[fx.Node, fx.Node]]] = {}
         for total in sums:
-            if not _is_prefix(total):
+            if total.users:  # the recorder extends a sum by naming all its parts again
                 for grad in total.args:
                     assert isinstance(grad, fx.Node)
                     waiting.setdefault(self._producer(grad), []).append((total, grad))
@@ -109,11 +109,3 @@ class _Layout:
         if value is None:
             raise KeyError(f"{node} is used before eager's order defines it")
         return value
-
-
-def _is_prefix(total: fx.Node) -> bool:
-    """Whether `total` was extended by another gradient and has no other use.
-
-    The recorder extends a sum by naming all its parts again, so an extended sum has no user.
-    """
-    return not total.users

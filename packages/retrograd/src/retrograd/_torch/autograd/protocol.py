@@ -139,8 +139,10 @@ class EngineProtocol:
 
     def apply_functional(self, name: str, grads: list[Any], args: Any, metadata: Sequence[Any]) -> list[Any]:
         wanted = [entry is not None for entry in metadata]
-        record = self._recorder.cpp_function if name in _cpp_functions else self._recorder.node
-        return self._answer(wanted, record, name, _bound(name), list(grads), tuple(args), wanted)
+        is_cpp = name in _cpp_functions
+        return self._answer(
+            wanted, self._recorder.node, name, _bound(name), list(grads), tuple(args), wanted, is_cpp
+        )
 
     def validate_outputs(self, _: Any, outputs: list[Any], args: Any, metadata: Any) -> list[Any]:
         wanted = [output is not None for output in outputs]

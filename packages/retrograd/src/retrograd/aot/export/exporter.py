@@ -84,7 +84,8 @@ def program_of(joint: JointGraph, kind: ProgramKind, loss: str | None) -> Export
         gm, outputs = copied_module(joint.gm), _joint_outputs(joint, names)
         inputs = list(joint.signature.inputs)  # type: ignore[arg-type]
     else:
-        wanted = [n for n, value in enumerate(joint.values) if n in names or _is_update(joint, n)]
+        written = {update.value for update in joint.updates}
+        wanted = [n for n in range(len(joint.values)) if n in names or n in written]
         outputs = [_forward_output(joint, n, names) for n in wanted]
         if kind is ProgramKind.FORWARD:
             gm = _forward(joint, wanted)
@@ -107,10 +108,6 @@ def program_of(joint: JointGraph, kind: ProgramKind, loss: str | None) -> Export
     short = {name: f"d{number}" for number, name in enumerate(fit.symbols)}
     given = [_input(role, one, short) for (role, _), one in zip(taken, fit.expected, strict=True)]
     return Exported(kind, joint, gm, ProgramSignature(tuple(given), tuple(outputs)), fit, loss)
-
-
-def _is_update(joint: JointValues, number: int) -> bool:
-    return any(update.value == number for update in joint.updates)
 
 
 def _output_names(joint: JointValues) -> dict[int, str]:

@@ -32,7 +32,7 @@ from retrograd.aot.parts import extract, finished_backward, is_backward, needed_
 from retrograd.aot.trace.differentiate import Walk
 from retrograd.aot.trace.structure import divide
 from retrograd.errors import CaptureError, RetrogradError
-from retrograd.graph.eager_order import LiveGraph
+from retrograd.graph.eager_order import ACCUMULATES, LiveGraph
 from retrograd.graph.joint import Destination, Gradient
 from retrograd.graph.joint_graph import AliasOf, ComputedOutput, JointValues, Partition
 
@@ -239,7 +239,8 @@ def rerun_region(
     known = {i: ends[node.handle] for i, node in enumerate(graph.nodes) if node.handle in ends}
     graph = _ending_like_a_trace(graph, known)
     structure = divide(graph, known, joint.is_single_region, joint.hooked_leaves, joint.sums_apart)
-    walk = Walk(graph, structure, known, number, lambda _: nullcontext(), _checks())
+    checks = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    walk = Walk(graph, structure, known, number, lambda _: nullcontext(), checks)
 
     def run() -> dict[Destination, Any]:
         with torch.set_grad_enabled(differentiable):
@@ -255,16 +256,8 @@ def _ending_like_a_trace(graph: LiveGraph, ends: Iterable[int]) -> LiveGraph:
     the ends were such nodes, and the graph must be divided in the same way now."""
     nodes = list(graph.nodes)
     for i in ends:
-        nodes[i] = replace(nodes[i], sequence=_ACCUMULATES)
+        nodes[i] = replace(nodes[i], sequence=ACCUMULATES)
     return replace(graph, nodes=tuple(nodes))
-
-
-#: the sequence number of AccumulateGrad.
-_ACCUMULATES = (1 << 64) - 1
-
-
-def _checks() -> bool:
-    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
 
 
 def _again(joint: JointValues, call: RepeatableCall, entries: Mapping[int, Any]) -> list[Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -197,18 +196,18 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     values = (*edges, *range(count, count + len(stand_ins)))
     made = Differentiated(structure, tuple(edges), values, stand_ins, hooked_leaves=hooked_leaves)
     traced = [*analysis.values, *stand_ins]
+
+    def noting(node: LiveNode) -> AbstractContextManager[None]:
+        return tracer.noting(seq_nr=node.sequence, autograd_node=node.name)
+
     for number, region in enumerate(structure.regions):
         with torch.no_grad(), tracer.noting(is_backward=True, region=number):
             roots = {root: traced[values[root]] for root in region.roots}
             if any(tells_undefined(graph.nodes[node].handle) for node in region.nodes):
                 made.undefined_matters.add(number)
-            walk = Walk(graph, structure, primals, number, partial(_noting, tracer))
+            walk = Walk(graph, structure, primals, number, noting)
             made.grads.append(walk.run(_cotangents(tracer, roots, manner.layouts, made.cotangents)))
     return made
-
-
-def _noting(tracer: JointTracer, node: LiveNode) -> AbstractContextManager[None]:
-    return tracer.noting(seq_nr=node.sequence, autograd_node=node.name)
 
 
 def _edge(value: TracedValue) -> tuple[Any, int] | None:

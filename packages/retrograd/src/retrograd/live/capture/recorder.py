@@ -73,11 +73,6 @@ class BackwardRecorder:
         kind = CallKind.CPP_FUNCTION if is_cpp else CallKind.NODE
         return self._call_node(kind, function, (grads, *args), wanted)
 
-    def cpp_function(
-        self, name: str, fn: Callable[..., Any], grads: list[Value], args: Any, wanted: list[bool]
-    ) -> list[Value]:
-        return self.node(name, fn, grads, args, wanted, is_cpp=True)
-
     def _call_node(
         self,
         kind: CallKind,

@@ -100,7 +100,7 @@ class _Rules:
             if self._adds(node) or node.target in _VIEWS:
                 found.add(node)
                 pending += node.all_input_nodes
-            elif self._sums(node) or self._scatters(node):
+            elif self._sums(node) or (node.target in _SCATTERS and node in self.reductions):
                 found.add(node)
         return found
 
@@ -126,9 +126,6 @@ class _Rules:
         if not all(isinstance(size, int) for size in (*before.shape, *after.shape)):
             return True
         return math.prod(before.shape) >= self.many * max(math.prod(after.shape), 1)
-
-    def _scatters(self, node: fx.Node) -> bool:
-        return node.target in _SCATTERS and node in self.reductions
 
 
 def _rewritten(root: fx.Node, tree: Sequence[fx.Node]) -> bool:
