@@ -23,7 +23,6 @@ from retrograd.config import Config
 from retrograd.dynamo import config_of
 from retrograd.dynamo.backend import retrograd as dynamo_backend
 from retrograd.live.contexts import (
-    ProcessWide,
     begin_claims,
     claim,
     end_claims,
@@ -31,6 +30,7 @@ from retrograd.live.contexts import (
     is_anything_open,
     leave,
     open_gateway,
+    set_process_wide,
 )
 from retrograd.live.session import Session
 from retrograd.process import forget_everything
@@ -249,12 +249,12 @@ def enable(backend: str | Callable[..., Any] = "inductor", **options: Any) -> No
     """
     config = compiled_autograd(backend, **options).config
     check_supported()
-    ProcessWide.switch(Session(config, process_report, is_paced=True))
+    set_process_wide(Session(config, process_report, is_paced=True))
 
 
 def disable() -> None:
     """End what `enable` began. Open contexts stay open. Without `enable` this does nothing."""
-    ProcessWide.switch(None)
+    set_process_wide(None)
 
 
 def explain(

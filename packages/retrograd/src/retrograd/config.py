@@ -91,25 +91,11 @@ class Config:
     """Settings of one compiled callable or context.
 
     Attributes:
-        backend: a registered name (``"inductor"``, ``"aten"``, ``"eager"``) or a callable
-            ``(gm, example_inputs) -> callable`` that receives functional ATen graphs.
-        backward: the same for the backward graphs; None: as `backend`.
-        partitioner: what the forward saves for the backward; see ``aot.partition``.
-        passes: applied to the joint graph, in order: names, or callables ``(gm, example_inputs) -> gm``.
-        strict: raise an error where something cannot be captured or compiled, instead of running it as eager
-            does.
-        dynamic: ``None``: sizes are static until they change, then symbolic; ``True``: symbolic from
-            the start; ``False``: always static.
-        recompile_limit: how often one piece of code is compiled. After that it runs as eager runs it.
-        cache_size: for how many kinds of input code is kept. The least recently used is dropped first.
-        opaque: names of autograd nodes, such as ``"MulBackward0"``, that run as opaque calls; a frozenset.
-        regions: whether repeated structure is compiled once where that pays. A number is the smallest size
-            that pays, in autograd nodes.
+        backend, strict, dynamic, recompile_limit, opaque, regions, background, cudagraphs, compile_timeout:
+            as in `compiled_autograd`, for every way in.
+        backward, partitioner, passes: as in ``aot.function``.
         single_region: differentiate all outputs together, as stock AOTAutograd does.
-        background: compile on another thread, and interpret until the code is there; ``compile_timeout=0``.
-        cudagraphs: record what compiled code does on a CUDA device, and replay it where that is safe.
-        compile_timeout: seconds after which a compilation goes on in the background, while calls run as eager
-            runs them; None: calls wait.
+        cache_size: for how many kinds of input code is kept. The least recently used is dropped first.
         stock_dynamo: behind Dynamo, leave to it what it loses: it takes each ``autograd.Function`` apart,
             does not look for hooks of modules that were set after the first call, and raises errors of its
             own.
@@ -146,6 +132,9 @@ class Config:
         chosen = (self.backend, self.backward, self.partitioner, *self.passes)
         identities = tuple(one if isinstance(one, str) else id(one) for one in chosen)
         object.__setattr__(self, "_identities", identities)
+
+    def __hash__(self) -> int:
+        return hash(self._identities)  # of every backward: settings differ in little else
 
     @property
     def smallest_repeat(self) -> int:

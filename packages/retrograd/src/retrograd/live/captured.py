@@ -72,8 +72,8 @@ class CapturedBackward:
         ]
         self._order_is_visible = _order_is_visible(graph)
         self._checks: tuple[tuple[Config, OrderCheck, Plan], ...] = ()
-        #: by setting (the id of one that is kept), order and number of added inputs.
-        self._plans: dict[tuple[int, tuple[int, ...] | None, int], tuple[Config, Plan]] = {}
+        #: by setting, order and number of added inputs.
+        self._plans: dict[tuple[Config, tuple[int, ...] | None, int], Plan] = {}
 
     def plan(self, config: Config, backward: LiveBackward) -> tuple[Plan, bool]:
         """The plan for `backward`, and whether it was made just now.
@@ -86,31 +86,19 @@ class CapturedBackward:
         for checked, check, plan in self._checks if ordered and not request.inputs else ():
             if (checked is config or checked == config) and check.holds(request):
                 return plan, False
-        place = (read_ranks(request) if ordered else None, request.added)
-        known = self._plans.get((id(config), *place)) or self._of_equal_setting(config, place)
+        place = config, read_ranks(request) if ordered else None, request.added
+        known = self._plans.get(place)
         if known is not None:
-            plan = known[1]
             if ordered and not request.inputs:
-                self._check_from_now_on(config, plan, backward)
-            return plan, False
+                self._check_from_now_on(config, known, backward)
+            return known, False
         while len(self._plans) >= KEPT_PLANS:
             self._plans.pop(next(iter(self._plans)), None)
         with event("retrograd.lay_out"):
             graph = without_last_outputs(self._laid_out(backward), request.added)
             plan = Plan(graph, config, find_backend(config.backend))
-        self._plans[id(config), *place] = config, plan
+        self._plans[place] = plan
         return plan, True
-
-    def _of_equal_setting(
-        self, config: Config, place: tuple[tuple[int, ...] | None, int]
-    ) -> tuple[Config, Plan] | None:
-        """A plan that was made for an equal setting; from here on it is found by this one."""
-        for key, (other, plan) in list(self._plans.items()):
-            if key[1:] == place and other == config:
-                self._plans.pop(key, None)
-                self._plans[id(config), *place] = config, plan
-                return config, plan
-        return None
 
     def _check_from_now_on(self, config: Config, plan: Plan, backward: LiveBackward) -> None:
         """An order that was met twice is likely to be met again."""

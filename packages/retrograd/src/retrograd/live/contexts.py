@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from contextvars import ContextVar
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -83,22 +83,16 @@ def _open_entries() -> tuple[_EnteredContext, ...]:
     return tuple(entry for entry in _entered.get() if entry.is_open)
 
 
-class ProcessWide:
-    """The setting that holds where no context is open, on all threads."""
+#: what holds where no context is open, on all threads.
+_process_wide: _EnteredContext | None = None
 
-    _entry: ClassVar[_EnteredContext | None] = None
 
-    @classmethod
-    def switch(cls, session: Session | None) -> None:
-        """Set or replace the process-wide session; None switches off."""
-        if session is not None:
-            open_gateway()
-        cls._entry = None if session is None else _EnteredContext(cls, session)
-
-    @classmethod
-    def entry(cls) -> _EnteredContext | None:
-        """What is set now."""
-        return cls._entry
+def set_process_wide(session: Session | None) -> None:
+    """Set or replace the process-wide session; None switches off."""
+    global _process_wide
+    if session is not None:
+        open_gateway()
+    _process_wide = None if session is None else _EnteredContext(None, session)
 
 
 # backwards of compiled callables
@@ -141,7 +135,7 @@ def run_backward(
     request = EngineRequest(
         tuple(tensors), tuple(grad_tensors), keep_graph, create_graph, wanted, *flags, **named
     )
-    entry = next((entry for entry in reversed(_entered.get()) if entry.is_open), None) or ProcessWide.entry()
+    entry = next((entry for entry in reversed(_entered.get()) if entry.is_open), None) or _process_wide
     stock = installed_compiler()
     if stock is None and entry is not None and plans_under_way() > MOST_NESTED:
         # With as few Python frames of ours as possible: eager has room for 60 levels here.
@@ -200,4 +194,4 @@ def _count_open(by: int) -> None:
 
 def is_anything_open() -> bool:
     """Whether a context is open on any thread, or backwards may belong to a compiled callable."""
-    return _open > 0 or ProcessWide.entry() is not None or has_claims()
+    return _open > 0 or _process_wide is not None or has_claims()

@@ -13,8 +13,9 @@ import functools
 import operator
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -222,7 +223,8 @@ class _Inlining:
         self._aot, self._given, self._hooks, self._calls = aot, call, hooks, calls
         placeholders = [node for node in aot.graph.nodes if node.op == "placeholder"]
         first = len(given)
-        self._tangents = list(_groups(placeholders[first:], [tangent.leaves for tangent in aot.tangents]))
+        rest = iter(placeholders[first:])
+        self._tangents = [[*islice(rest, tangent.leaves)] for tangent in aot.tangents]
         if first + sum(map(len, self._tangents)) != len(placeholders):
             raise Refusal(
                 "not-inlined", f"its graph takes {len(placeholders)} values, {first} saved ones arrived"
@@ -358,10 +360,3 @@ def _parts(gradient: fx.Node | BuiltGradient | None) -> list[fx.Node]:
     if isinstance(gradient, fx.Node):
         return [gradient]
     return [part for part in gradient.parts if isinstance(part, fx.Node)]
-
-
-def _groups(nodes: Sequence[fx.Node], sizes: Sequence[int]) -> Iterator[Sequence[fx.Node]]:
-    first = 0
-    for size in sizes:
-        yield nodes[first : first + size]
-        first += size
