@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from retrograd import aot
+from retrograd._torch.inductor import decompositions
 from retrograd.errors import OptionError, VerificationError
 from retrograd.graph.joint import Gradient
 from retrograd.graph.joint_graph import Partition, SavedKind
@@ -238,3 +239,36 @@ def test_an_effect_that_would_happen_twice() -> None:
         aot.partition(joint, "recompute_all")
     assert "add_" in raised.value.reason.node
     assert "MUST_SAVE" in raised.value.reason.way_out
+
+
+def loss_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.float(), targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_half_precision_logits_are_kept_as_a_copy_of_their_size(dtype: torch.dtype) -> None:
+    """Eager keeps what became of them in float32. The user may change the logits, not the copy."""
+    logits, targets = leaf(8, 64, dtype=dtype), torch.arange(8)
+    joint = captured(loss_of_logits, logits, targets, decompositions=decompositions())
+    parts = aot.partition(joint)
+    kept = 8 * 64 * dtype.itemsize
+    assert kept <= parts.saved_bytes <= kept + 8 * 3 * 4
+    assert ("primal_0 intermediate" in saved(parts)) == (dtype is torch.bfloat16)
+    compiled = aot.compile(parts, forward="eager")
+    gradients = []
+    for loss in (loss_of_logits, compiled):
+        made = leaf(8, 64, dtype=dtype)
+        given = made * 1
+        result = loss(given, targets)
+        with torch.no_grad():
+            given.mul_(3)
+        gradients.append(torch.autograd.grad(result, made)[0])
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_no_copy_is_made_where_less_is_kept_without_one() -> None:
+    joint = captured(lambda x, w: x.float().mean(1) * w, tensor(4, 6, dtype=torch.bfloat16), leaf(4))
+    parts = aot.partition(joint)
+    assert saved(parts) == ["mean intermediate"]
+    assert parts.copied == ()
+    assert aten.clone.default not in calls(parts.forward)

@@ -6,23 +6,19 @@ forward graph, a backward graph for each region, and what is saved between them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.fx import (
     copied_module,
     has_effect,
     insert_replay,
     is_mutating,
-    is_operator_overload,
-    is_random,
     lazy_graph_module,
 )
-from retrograd._torch.inductor import cut_by
 from retrograd.aot.parts import (
     Memory,
     backward_nodes,
@@ -34,93 +30,11 @@ from retrograd.aot.parts import (
     needed_between,
     read_by_backward,
 )
-from retrograd.config import PARTITIONERS, Policy
-from retrograd.errors import OptionError, VerificationError
-from retrograd.graph.joint import Cotangent, Gradient, cotangents_reaching
+from retrograd.aot.policies import choose_saved, draws_random_numbers
+from retrograd.config import Policy
+from retrograd.errors import VerificationError
+from retrograd.graph.joint import Cotangent, Gradient
 from retrograd.graph.joint_graph import JointValues, Partition, RegionBackward, Saved, SavedKind
-from retrograd.graph.reach import reached
-
-_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-
-
-def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether a call itself, not one in a graph given to it, draws random numbers."""
-    return is_operator_overload(node.target) and is_random(node)
-
-
-def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.Node]:
-    """The nodes that are saved.
-
-    Raises:
-        VerificationError: one that saves something that is not a value of the forward half.
-    """
-    if policy == "save_all":
-        return _without_marked(_read(joint))
-    if policy == "recompute_all":
-        must = CheckpointPolicy.MUST_SAVE
-        kept = {node for node in joint.gm.graph.nodes if node.meta.get("recompute") is must}
-        return kept | {node for node in memory.primals if not is_number(node)}
-    if policy == "min_cut" and (read := _read(joint)) <= set(memory.primals):
-        return read
-    if policy == "min_cut" or callable(policy):
-        reaching = cotangents_reaching(joint.gm.graph, joint.signature)
-        names = cut_by(
-            None if isinstance(policy, str) else policy,
-            joint.gm,
-            frozenset(node.name for node in reaching if node.op == "placeholder" and reaching[node]),
-            joint.signature.forward_count,
-            _pinned(joint, memory),
-        )
-        saved = _named({node.name: node for node in reaching if not reaching[node]}, names)
-        return saved if not any(map(memory.is_forbidden, saved)) else _read(joint)
-    expected = f"one of {', '.join(map(repr, PARTITIONERS))}, or a callable (gm, inputs, *, num_fwd_outputs)"
-    raise OptionError("partitioner", f"got {policy!r}", expected)
-
-
-def _read(joint: JointValues) -> set[fx.Node]:
-    """What the backward half reads of the forward half: what eager would save."""
-    reaching = cotangents_reaching(joint.gm.graph, joint.signature)
-    return {value for value in read_by_backward(joint.gm) if not reaching[value]}
-
-
-def _without_marked(saved: set[fx.Node]) -> set[fx.Node]:
-    """In place of values that the user wants to be computed again, what they are computed of."""
-
-    def is_again(node: fx.Node) -> bool:
-        return node.meta.get("recompute") in _AGAIN and node.op == "call_function"
-
-    found = reached(saved, lambda node: node.all_input_nodes if is_again(node) else ())
-    return {node for node in found if not is_again(node)}
-
-
-def _pinned(joint: JointValues, memory: Memory) -> frozenset[str]:
-    """Calls that must not be made again in the backward: those that read memory which eager would not keep,
-    and those that draw random numbers (unless the user wants that)."""
-    return frozenset(
-        node.name
-        for node in joint.gm.graph.nodes
-        if node.op == "call_function"
-        and not is_backward(node)
-        and not (draws_random_numbers(node) and node.meta.get("recompute") in _AGAIN)
-        and (
-            draws_random_numbers(node)
-            or (any(map(memory.is_forbidden, node.all_input_nodes)) and not memory.is_forbidden(node))
-        )
-    )
-
-
-def _named(known: Mapping[str, fx.Node], names: Iterable[str]) -> set[fx.Node]:
-    """The nodes of these names, of those that depend on no cotangent."""
-    for name in names:
-        if name not in known:
-            raise VerificationError.because(
-                "partitioner",
-                f"the partitioner saves {name}, which is no value that the forward can compute",
-                "aot.partition",
-                node=name,
-                way_out="save nodes of the joint graph by their own names",
-            )
-    return {known[name] for name in names}
 
 
 def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
@@ -138,7 +52,9 @@ def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
     """
     copy = replace(joint, gm=copied_module(joint.gm, lazy_graph_module))  # which may be changed
     memory = memory_of(copy.gm, copy.signature)
-    division = _Division(copy, memory, choose_saved(copy, memory, policy))
+    chosen = choose_saved(copy, memory, policy)
+    copies = {node for node in chosen if policy == "min_cut" and memory.is_forbidden(node)}
+    division = _Division(copy, memory, chosen, frozenset(copies))
     result = division.partition()
     return replace(result, joint=joint)
 
@@ -148,6 +64,7 @@ class _Division:
     joint: JointValues
     memory: Memory
     chosen: set[fx.Node]
+    copies: frozenset[fx.Node]
     instead: dict[fx.Node, fx.Node] = field(default_factory=dict)
     copied: list[int] = field(default_factory=list)
 
@@ -216,12 +133,13 @@ class _Division:
         for node in saved:
             by_eager = self.memory.owner.get(node, node) in self.memory.kept_by_eager
             value = node.meta.get("val")
-            if node in self.memory.primals and node not in changed:
+            is_copy = node in self.copies
+            if node in self.memory.primals and node not in changed and not is_copy:
                 entry = Saved(node.name, SavedKind.PRIMAL, self.memory.primals[node], value, by_eager)
-            elif node in places:
+            elif node in places and not is_copy:
                 entry = Saved(node.name, SavedKind.OUTPUT, places[node], value, by_eager)
             else:
-                if self.memory.owner.get(node) in changed:
+                if is_copy or self.memory.owner.get(node) in changed:
                     self.copied.append(len(results) + len(extra))
                 place, owner = len(results) + len(extra), self.memory.owner.get(node, node)
                 is_view = owner in owners and place not in self.copied
