@@ -314,12 +314,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class OpaqueCall:
-    """One call that runs as eager runs it, with the projections of its result.
-
-    Attributes:
-        node: the call. projections: its ``getitem`` nodes.
-        reason: why it is opaque.
-    """
+    """One call that runs as eager runs it, with the projections of its result."""
 
     node: fx.Node
     projections: tuple[fx.Node, ...]

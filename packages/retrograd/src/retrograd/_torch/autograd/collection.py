@@ -39,11 +39,7 @@ _A_MOMENT = 0.001
 
 
 class Window:
-    """Keeps captures and entering backwards apart.
-
-    Args:
-        patience: for how many seconds a capture waits for the backwards of other threads.
-    """
+    """Keeps captures and entering backwards apart."""
 
     def __init__(self, patience: float = 0.25) -> None:
         self.patience = patience

@@ -81,13 +81,7 @@ class TracedValue:
 
 @dataclass
 class Analysis:
-    """What a function computes and does.
-
-    Attributes:
-        values: what the forward half has to compute.
-        updates, outputs: as in `JointGraph`.
-        changed: primals whose elements or shape change.
-    """
+    """What a function computes and does."""
 
     values: list[TracedValue] = field(default_factory=list)
     updates: tuple[Update, ...] = ()

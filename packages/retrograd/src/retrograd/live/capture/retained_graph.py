@@ -70,9 +70,6 @@ def collect_and_release(
 ) -> Collected | None:
     """As ``_torch.autograd.collect``, for any backward.
 
-    Args:
-        finished: makes the artifact of a new structure.
-
     Raises:
         Exception: as `collect`; nothing was consumed unless `run_in_frame` was called.
     """

@@ -165,12 +165,7 @@ Found = tuple[Lowered, list[Any]]
 
 
 class Lowerer:
-    """The lowerings of one function.
-
-    Attributes:
-        lowered: the newest first.
-        interpret_because: why it is not lowered (again); None if it may be.
-    """
+    """The lowerings of one function."""
 
     def __init__(
         self, fn: BoxedFunction, how: How, shared: Lowerings, runner: Callable[[Boxed, str], Boxed]

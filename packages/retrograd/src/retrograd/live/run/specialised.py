@@ -51,11 +51,7 @@ class Bailout:
 
 
 class SpecialisedPlan:
-    """The steps of one plan, for values and modes like those of one run.
-
-    Attributes:
-        bailouts: how often a run had to go on in the plan.
-    """
+    """The steps of one plan, for values and modes like those of one run."""
 
     def __init__(self, layout: PlanLayout, runners: Runners) -> None:
         counters["specialised_plans"] += 1
