@@ -33,8 +33,9 @@ from retrograd.graph.backward_graph import (
     Schedule,
     Segment,
     call_of,
+    readable,
+    readable_schedule,
 )
-from retrograd.graph.render import readable, readable_schedule
 from retrograd.process import ForkSafeLock, forgotten_by_reset
 
 _lock = ForkSafeLock()

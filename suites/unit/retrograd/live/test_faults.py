@@ -13,7 +13,7 @@ import torch
 from torch._C._dynamo import compiled_autograd as engine_protocol
 
 import retrograd
-from retrograd._torch.autograd import graph_task, hooks
+from retrograd._torch.autograd import graph_task
 from retrograd.live.lower import lowerer
 from retrograd.live.lower import lowerer as lower
 from unit.retrograd.programs import Square, everything, leaf, observed
@@ -32,7 +32,7 @@ def state_left() -> dict[str, object]:
     left = {
         "compiler": engine_protocol.set_autograd_compiler(None, False)[0],
         "queries": graph_task._stack.running,
-        "watch": hooks._watched,
+        "watch": graph_task._watched,
         "autocast": torch.is_autocast_enabled("cpu"),
         "grad mode": not torch.is_grad_enabled(),
         "graph task": torch._C._current_graph_task_id() != -1,

@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 import retrograd
-from retrograd._torch.autograd import graph_task, hooks
+from retrograd._torch.autograd import graph_task
 from retrograd.live.session import MOST_NESTED
 from unit.retrograd.programs import Square, leaf
 
@@ -230,7 +230,7 @@ def test_an_error_in_a_nested_backward_leaves_no_state_behind(caught: bool) -> N
         with contextlib.nullcontext() if caught else pytest.raises(Mine):
             h.sum().backward()
         assert graph_task.plans_under_way() == 0
-        assert hooks._watched == []
+        assert graph_task._watched == []
         assert (w.grad is not None) is caught
         w.grad = None
         Square.apply(w).sum().backward()

@@ -28,10 +28,10 @@ from retrograd.aot.trace.analyse import Analysis, analyse
 from retrograd.aot.trace.differentiate import Differentiated, Manner, differentiate
 from retrograd.aot.trace.enter import EntryPlan, Inputs
 from retrograd.errors import CaptureError, PassError, Refusal, RetrogradError, first_line
-from retrograd.graph.joint import Boundary, Cotangent, JointSignature, Output, Region
+from retrograd.graph.joint import Boundary, Cotangent, JointSignature, Output, Region, rendered
 from retrograd.graph.joint_graph import CaptureState, JointValues
-from retrograd.graph.render import rendered
-from retrograd.passes.aten import AnyPass, PassReport, pass_named, remove_dead_code, run_passes
+from retrograd.passes.aten import AnyPass, PassReport, pass_named, run_passes
+from retrograd.passes.aten.remove_dead_code import remove_dead_code
 
 
 @dataclass(frozen=True, eq=False)

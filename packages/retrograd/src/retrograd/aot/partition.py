@@ -12,13 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.fx import (
-    copied_module,
-    has_effect,
-    insert_replay,
-    is_mutating,
-    lazy_graph_module,
-)
+from retrograd._torch.fx import copied_module, has_effect, insert_replay, is_mutating, lazy_graph_module
 from retrograd.aot.parts import (
     Memory,
     backward_nodes,

@@ -360,3 +360,48 @@ def dying_values(
     kept = [node for node in outputs if node is not None]
     last = last_uses([*enumerate(reads), (len(reads), kept)])
     return tuple(frozenset(last.get(number, ())) for number in range(len(reads)))
+
+
+# as text: one line per call or step, with short names, under every torch the same
+
+
+def readable(backward: BackwardGraph) -> str:
+    """The calls in order, each group under the autograd node that it belongs to."""
+    lines: list[str] = [f"backward({', '.join(node.name for node, _ in backward.placeholders())}):"]
+    current = None
+    for node, call in backward.calls():
+        if call.node_call != current:
+            current = call.node_call
+            source = backward.node_calls[current].source
+            lines.append(f"  # {backward.node_name(current)}" + (f"  {source}" if source else ""))
+        target = getattr(node.target, "__name__", str(node.target))
+        kind = f"  # {call.hook.value}" if call.hook else ""
+        lines.append(f"    {node.name} = {target}({', '.join(map(_argument, node.args))}){kind}")
+    outputs = ", ".join("None" if node is None else node.name for node in backward.outputs())
+    lines.append(f"  return ({outputs})")
+    return "\n".join(lines)
+
+
+def readable_schedule(backward: BackwardGraph, schedule: Schedule) -> str:
+    """The steps in order: which node calls each segment holds, and what each opaque call is."""
+    segments = {step: number for number, step in enumerate(schedule.segments)}
+    lines = []
+    for number, step in enumerate(schedule.steps):
+        if isinstance(step, Segment):
+            kind, nodes, source = f"segment {segments[step]}:", step.nodes, ""
+        else:
+            kind = f"{step.reason} at" if isinstance(step, OpaqueCall) else "accumulation:"
+            nodes, source = (step.node,), backward.node_calls[call_of(step.node).node_call].source
+        calls = dict.fromkeys(call_of(node).node_call for node in nodes)
+        names = ", ".join(map(backward.node_name, calls))
+        lines.append(f"{number:4d}  {kind} {names}" + (f"  {source}" if source else ""))
+    return "\n".join(lines)
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if not isinstance(value, (list, tuple)):
+        return repr(value)
+    inner = ", ".join(map(_argument, value))
+    return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"

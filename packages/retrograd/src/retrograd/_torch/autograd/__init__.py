@@ -14,20 +14,18 @@ from retrograd._torch.autograd.collection import (
     window,
 )
 from retrograd._torch.autograd.graph_task import (
+    HookChanges,
+    LateHook,
     answer_queries,
     answering,
+    call_cpp_tensor_pre_hooks,
+    counts_other_hooks,
+    has_waiting_hooks,
     node_under_way,
     outside_of_graph_task,
     plans_under_way,
     run_in_graph_task,
     warn_of_layout,
-)
-from retrograd._torch.autograd.hooks import (
-    HookChanges,
-    LateHook,
-    call_cpp_tensor_pre_hooks,
-    counts_other_hooks,
-    has_waiting_hooks,
     watch_hooks,
     watching,
 )

@@ -34,7 +34,15 @@ from retrograd.aot.export.serialize import serialize_graph, serialize_value
 from retrograd.aot.export.training import whole_backward
 from retrograd.aot.parts import extract
 from retrograd.errors import ExportError, Refusal
-from retrograd.graph.joint import Cotangent, Destination, Gradient, Primal, PrimalKind
+from retrograd.graph.joint import (
+    Cotangent,
+    Destination,
+    Gradient,
+    Primal,
+    PrimalKind,
+    output_values,
+    verify_joint,
+)
 from retrograd.graph.joint_graph import (
     AliasOf,
     ComputedOutput,
@@ -45,8 +53,7 @@ from retrograd.graph.joint_graph import (
     SizeOutput,
     SizeValue,
 )
-from retrograd.graph.verify import output_values, verify_joint
-from retrograd.passes.aten import remove_dead_code
+from retrograd.passes.aten.remove_dead_code import remove_dead_code
 
 
 def export(

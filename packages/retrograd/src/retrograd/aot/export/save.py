@@ -21,21 +21,14 @@ import torch
 from retrograd._torch import pytree
 from retrograd._torch.state import ThreadModes
 from retrograd._torch.subclass import PLAIN
-from retrograd._torch.trace import (
-    Symbol,
-    encoded,
-    guards_of,
-    size_of,
-    symbolic_mode,
-    symbols_of,
-)
+from retrograd._torch.trace import Symbol, encoded, guards_of, size_of, symbolic_mode, symbols_of
 from retrograd.aot.capture import JointGraph
 from retrograd.aot.export.exporter import program_of, refuse_unrepresentable
 from retrograd.aot.export.program import Exported, ProgramKind
 from retrograd.aot.export.serialize import read_graph, read_value, serialize_graph, serialize_value
 from retrograd.errors import CaptureError, LoadError, VerificationError, first_line
+from retrograd.graph.joint import verify_joint
 from retrograd.graph.joint_graph import CaptureState, JointValues, Leaf
-from retrograd.graph.verify import verify_joint
 from retrograd.version import VERSION
 
 _FOUND = "found/"

@@ -41,7 +41,7 @@ _NAMES = {function: name for name, function in reversed(_FUNCTIONS.items())}
 _RECORDS: dict[str, Any] = {
     cls.__name__: cls
     for cls in (*vars(joint).values(), *vars(joint_graph).values())
-    if isinstance(cls, type) and dataclasses.is_dataclass(cls)
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls) and cls.__module__.startswith(joint.__name__)
 }
 
 

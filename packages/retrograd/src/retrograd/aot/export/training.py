@@ -16,11 +16,10 @@ from torch import fx
 
 from retrograd._torch.fx import is_symbolic
 from retrograd.errors import ExportError
-from retrograd.graph.joint import Cotangent, Gradient, Region, bits_of, cotangents_reaching
+from retrograd.graph.joint import Cotangent, Gradient, Region, bits_of, cotangents_reaching, output_values
 from retrograd.graph.joint_graph import JointValues
-from retrograd.graph.verify import output_values
-from retrograd.passes.aten import remove_dead_code
 from retrograd.passes.aten.edit import call
+from retrograd.passes.aten.remove_dead_code import remove_dead_code
 
 _aten = torch.ops.aten
 

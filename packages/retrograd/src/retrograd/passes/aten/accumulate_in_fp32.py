@@ -21,9 +21,8 @@ import torch
 from torch import fx
 
 from retrograd._torch.fx import same_layout
-from retrograd.graph.joint import cotangents_reaching
+from retrograd.graph.joint import cotangents_reaching, output_values
 from retrograd.graph.reach import reached
-from retrograd.graph.verify import output_values
 from retrograd.passes.aten.edit import call, signature_of
 
 _aten = torch.ops.aten
