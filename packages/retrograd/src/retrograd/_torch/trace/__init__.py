@@ -9,12 +9,12 @@ from retrograd._torch.trace.fakes import (
     alias_of_fake,
     bytes_of,
     encoded,
+    evaluated,
     fake_mode_of,
     fake_of,
     guard_count,
     guards_of,
     hint_of,
-    holds,
     is_fake,
     know_values,
     laid_out_like,
@@ -26,7 +26,6 @@ from retrograd._torch.trace.fakes import (
     symbolic_mode,
     symbols_in,
     symbols_of,
-    value_of,
     why_not_fakeable,
 )
 from retrograd._torch.trace.functional import (

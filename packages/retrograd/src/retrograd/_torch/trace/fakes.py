@@ -290,12 +290,13 @@ def size_of(tree: Tree, mode: FakeTensorMode, sizes: Mapping[str, torch.SymInt])
     if type(tree) is int:
         return tree
     expression = decoded(tree, {name: size.node.expr for name, size in sizes.items()})
-    hint = _valued(tree, {name: int(size.node.hint) for name, size in sizes.items()})
+    hint = evaluated(tree, {name: int(size.node.hint) for name, size in sizes.items()})
     assert mode.shape_env is not None
     return mode.shape_env.create_symintnode(expression, hint=int(hint))
 
 
-def _valued(tree: Tree, values: Mapping[str, int]) -> Any:
+def evaluated(tree: Tree, values: Mapping[str, int]) -> Any:
+    """The number that a size gives for these values of its symbols; of a guard, whether it holds."""
     return decoded(tree, {name: sympy.Integer(value) for name, value in values.items()})
 
 
@@ -308,13 +309,3 @@ def shown(tree: Tree, names: Mapping[str, str]) -> int | str:
             tree, {name: sympy.Symbol(short, integer=True, positive=True) for name, short in names.items()}
         )
     )
-
-
-def value_of(tree: Tree, values: Mapping[str, int]) -> int:
-    """The size that a tree gives for these values of its symbols."""
-    return int(_valued(tree, values))
-
-
-def holds(guard: Tree, values: Mapping[str, int]) -> bool:
-    """Whether a guard holds for these values of its symbols."""
-    return bool(_valued(guard, values))

@@ -16,7 +16,7 @@ from torch import fx
 
 from retrograd._torch import pytree
 from retrograd._torch.state import autocast_off
-from retrograd._torch.trace import Symbol, Tree, holds, value_of
+from retrograd._torch.trace import Symbol, Tree, evaluated
 from retrograd.aot.capture import JointGraph
 from retrograd.errors import ExportError
 from retrograd.graph.joint import Cotangent, Destination, Primal
@@ -147,7 +147,7 @@ class InputCheck:
         for expected, given in zip(self.expected, inputs, strict=True):
             _check_sizes(expected, given, values)
         for guard in self.guards:
-            if not holds(guard, values):
+            if not evaluated(guard, values):
                 text = f"sizes {values} do not satisfy {guard}, which the capture relied on"
                 raise refused("guard", text, "sizes", "capture again with such sizes")
         return [
@@ -184,7 +184,7 @@ class InputCheck:
 
 def _check_sizes(expected: Expected, given: Any, values: Mapping[str, int]) -> None:
     trees = (expected.number,) if expected.size is None else expected.size
-    wanted = [value_of(tree, values) for tree in trees]
+    wanted = [int(evaluated(tree, values)) for tree in trees]
     found = [given] if expected.size is None else list(given.shape)
     if found != wanted:
         raise _unfit(expected, f"has sizes {found}, and {wanted} fit the capture and the other inputs")
@@ -194,7 +194,7 @@ def _laid_out(expected: Expected, given: Any, values: Mapping[str, int]) -> Any:
     """The input in the layout that was traced."""
     if expected.stride is None:
         return given
-    strides = tuple(value_of(tree, values) for tree in expected.stride)
+    strides = tuple(int(evaluated(tree, values)) for tree in expected.stride)
     if given.stride() == strides:
         return given.detach()
     made = torch.empty_strided(given.shape, strides, dtype=given.dtype, device=given.device)

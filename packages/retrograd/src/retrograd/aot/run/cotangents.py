@@ -24,7 +24,7 @@ from retrograd._torch import pytree
 from retrograd._torch.autograd import edge_of, graph_below, modified_error, outside_of_graph_task
 from retrograd._torch.fx import has_effect, is_symbolic
 from retrograd._torch.state import with_generator_states
-from retrograd._torch.subclass import PLAIN, Layout, parts_of
+from retrograd._torch.subclass import PLAIN, Layout, fits, parts_of
 from retrograd._torch.tensor import common_base
 from retrograd._torch.trace import guard_count, hint_of
 from retrograd.aot.capture import capture
@@ -74,7 +74,7 @@ class Expected:
         """Whether a cotangent is of the kind that was traced, whatever its layout."""
         if cotangent is None:
             return self.is_static
-        return self.wrapping.fits(cotangent) and all(
+        return fits(self.wrapping, cotangent) and all(
             map(_is_ordinary, parts_of(cotangent, self.wrapping), self.parts)
         )
 
