@@ -133,9 +133,6 @@ class Config:
         identities = tuple(one if isinstance(one, str) else id(one) for one in chosen)
         object.__setattr__(self, "_identities", identities)
 
-    def __hash__(self) -> int:
-        return hash(self._identities)  # of every backward: settings differ in little else
-
     @property
     def smallest_repeat(self) -> int:
         """The smallest repeated part that is compiled once, in autograd nodes; 0 if none is."""

@@ -324,7 +324,7 @@ def test_what_cannot_be_released_falls_back_before_anything_ran(monkeypatch: pyt
     def refuse(*args: object) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr("retrograd.live.capture.retained_graph.release", refuse)
+    monkeypatch.setattr("retrograd.live.capture.retained_graph.request_to_release", refuse)
     events: Events = []
     w = leaf()
     with watched(events):

@@ -169,9 +169,6 @@ class GraphedCall:
     """`fn`, which must not write to its inputs, recorded and replayed.
 
     Args:
-        fn: takes a list of inputs, which it may empty.
-        recorder: makes recordings.
-        device: the device of all tensors.
         kept: places of results that may stay in the recording's memory.
         loose: places of inputs that may have other strides in another call; those of others must not change.
         tell: told, once each, why a call runs as it is.
@@ -315,7 +312,6 @@ def graphed(
     """`code`, replayed where that is safe.
 
     Args:
-        code: takes a list of inputs, to none of which it writes.
         graphs: all that it was compiled from, with the fakes of their values.
         kept, loose: as `GraphedCall` takes them.
         tell: told, once each, why a call is not replayed.

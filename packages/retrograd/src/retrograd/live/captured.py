@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -44,6 +44,17 @@ KEPT_PLANS = 32
 KEPT_CHECKS = 4
 
 
+@dataclass(eq=False)
+class _Known:
+    """A plan, and the setting, order and number of added inputs that it was made for."""
+
+    plan: Plan
+    config: Config
+    ranks: tuple[int, ...] | None
+    added: int
+    check: OrderCheck | None = None
+
+
 class CapturedBackward:
     """One structure.
 
@@ -71,9 +82,7 @@ class CapturedBackward:
             if call.hook is HookKind.UNPACK
         ]
         self._order_is_visible = _order_is_visible(graph)
-        self._checks: tuple[tuple[Config, OrderCheck, Plan], ...] = ()
-        #: by setting, order and number of added inputs.
-        self._plans: dict[tuple[Config, tuple[int, ...] | None, int], Plan] = {}
+        self._known: tuple[_Known, ...] = ()
 
     def plan(self, config: Config, backward: LiveBackward) -> tuple[Plan, bool]:
         """The plan for `backward`, and whether it was made just now.
@@ -83,28 +92,28 @@ class CapturedBackward:
         """
         request = backward.request
         ordered = self._order_is_visible or request.create_graph
-        for checked, check, plan in self._checks if ordered and not request.inputs else ():
-            if (checked is config or checked == config) and check.holds(request):
-                return plan, False
-        place = config, read_ranks(request) if ordered else None, request.added
-        known = self._plans.get(place)
-        if known is not None:
-            if ordered and not request.inputs:
-                self._check_from_now_on(config, known, backward)
-            return known, False
-        while len(self._plans) >= KEPT_PLANS:
-            self._plans.pop(next(iter(self._plans)), None)
+        alike = [known for known in self._known if known.added == request.added]
+        alike = [known for known in alike if known.config is config or known.config == config]
+        checked = alike if ordered and not request.inputs else []
+        for known in checked:
+            if known.check is not None and known.check.holds(request):
+                return known.plan, False
+        ranks = read_ranks(request) if ordered else None
+        for known in alike:
+            if known.ranks == ranks:
+                if checked:
+                    self._check_from_now_on(known, backward)
+                return known.plan, False
         with event("retrograd.lay_out"):
             graph = without_last_outputs(self._laid_out(backward), request.added)
             plan = Plan(graph, config, find_backend(config.backend))
-        self._plans[place] = plan
+        self._known = (*self._known[1 - KEPT_PLANS :], _Known(plan, config, ranks, request.added))
         return plan, True
 
-    def _check_from_now_on(self, config: Config, plan: Plan, backward: LiveBackward) -> None:
+    def _check_from_now_on(self, known: _Known, backward: LiveBackward) -> None:
         """An order that was met twice is likely to be met again."""
-        if len(self._checks) < KEPT_CHECKS and all(other is not plan for _, _, other in self._checks):
-            check = OrderCheck(backward.graph, _steps(self.graph, backward))
-            self._checks = (*self._checks, (config, check, plan))
+        if known.check is None and sum(one.check is not None for one in self._known) < KEPT_CHECKS:
+            known.check = OrderCheck(backward.graph, _steps(self.graph, backward))
 
     def node_without_history(self, call: Collected, backward: LiveBackward) -> str | None:
         """The name of a node that unpacks a saved tensor whose history cannot be had; None if there is none.
@@ -121,7 +130,7 @@ class CapturedBackward:
         try:
             return lay_out_like_eager(self.graph, _positions(self.graph, backward))
         except (LookupError, VerificationError):
-            if not self._plans:
+            if not self._known:
                 raise  # still capturing: the stock engine can run this backward
             live_log.exception("eager's order is not known: running in the engine's")
             return self.graph

@@ -69,14 +69,9 @@ class SpecialisedPlan:
     ) -> list[torch.Tensor | None] | Bailout | None:
         """Run all steps.
 
-        Args:
-            call: what the engine collected; its lists are emptied, unless None is returned.
-            backward: is told which node call user code runs for.
-            changes: hooks that came or went, as far as this backward is concerned.
-
         Returns:
             The plan's outputs; a `Bailout`; or None if the plan is not specialised for these values and
-            modes.
+            modes: then what the engine collected is still there.
         """
         if ThreadModes.now() != self._modes or not are_modes_plain():
             return None
