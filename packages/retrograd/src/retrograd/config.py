@@ -41,16 +41,8 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 1
 
 
-def _is_duration(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and value >= 0)
-
-
 def _is_compiler(value: Any) -> bool:
     return isinstance(value, str) or callable(value) or callable(getattr(value, "compile", None))
-
-
-def _are_passes(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(one, str) or callable(one) for one in value)
 
 
 #: for each option, whether it may have a value, and what it may be in words.
@@ -65,7 +57,12 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         f"one of {', '.join(map(repr, PARTITIONERS))}, or a callable "
         "(gm, inputs, *, num_fwd_outputs) -> (forward, backward)",
     ),
-    "passes": (_are_passes, "a sequence of pass names and callables (gm, example_inputs) -> gm"),
+    "passes": (
+        lambda value: (
+            isinstance(value, tuple) and all(isinstance(one, str) or callable(one) for one in value)
+        ),
+        "a sequence of pass names and callables (gm, example_inputs) -> gm",
+    ),
     "dynamic": (lambda value: value is None or _is_switch(value), "None, True or False"),
     "recompile_limit": (_is_count, "a whole number, at least 1"),
     "cache_size": (_is_count, "a whole number, at least 1"),
@@ -82,7 +79,10 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "background": (_is_switch, "True or False"),
     "cudagraphs": (_is_switch, "True or False"),
     "stock_dynamo": (_is_switch, "True or False"),
-    "compile_timeout": (_is_duration, "None, or a number of seconds, at least 0"),
+    "compile_timeout": (
+        lambda value: value is None or (type(value) in (int, float) and value >= 0),
+        "None, or a number of seconds, at least 0",
+    ),
 }
 
 

@@ -101,21 +101,17 @@ class Window:
             yield
             return
         with self._condition:
-            self._why_never(me)
+            if self._in_frame == me:
+                text = "a backward inside one with retain_grad or C++ tensor hooks"
+                raise Refusal("nested-in-engine-frame", text)
+            if self._lost:
+                raise Refusal("forked-while-capturing", "this process was forked during a capture")
             self._wait_until_free(me)
             self._owner = me
         try:
             yield
         finally:
             self._release(me)
-
-    def _why_never(self, me: int) -> None:
-        if self._in_frame == me:
-            raise Refusal(
-                "nested-in-engine-frame", "a backward inside one with retain_grad or C++ tensor hooks"
-            )
-        if self._lost:
-            raise Refusal("forked-while-capturing", "this process was forked during a capture")
 
     def _wait_until_free(self, me: int) -> None:
         deadline = time.monotonic() + self.patience
