@@ -22,7 +22,8 @@ from retrograd.graph.joint import cotangents_reaching
 from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.reach import reached
 
-_CONVERSIONS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+_aten = torch.ops.aten
+_CONVERSIONS = (_aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
