@@ -174,11 +174,13 @@ def test_every_higher_order_operator_with_samples_here_has_a_gradient() -> None:
     found = corpus("hop_db")
     assert {"map.nested", "cond.simple", "invoke_subgraph.simple"} <= set(found.chunks())
     assert not {"scan.simple", "while_loop.simple"} & set(found.chunks())
+    # Up to 2.12, eager attention by a score function has no backward on a CPU.
+    without = {"flex_attention.simple"} & set(found.chunks()) if torch.__version__ < "2.13" else set()
     for chunk in found.chunks():
         for item in found.programs(chunk, CPU, 0):
             grads = compare(item, resolve("eager"), CPU).evidence.eager.grads
             assert grads, chunk
-            assert all(grad.value is not None for grad in grads), chunk
+            assert all((grad.value is None) == (chunk in without) for grad in grads), chunk
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])

@@ -1,11 +1,13 @@
 """Autograd functions and hooks written in C++: opaque calls, or part of a segment if they are traceable.
 
-One small extension is built for all tests; torch locks the folder where it builds, and keeps what it built.
+One small extension is built for all tests. Torch locks the folder where it builds and keeps what it built;
+that folder is the same for all releases of torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +27,8 @@ pytestmark = pytest.mark.xdist_group("cpp_functions")
 def cpp() -> Any:
     """The operators of the extension."""
     source = Path(__file__).with_name("cpp_functions.cpp")
-    cpp_extension.load(
-        "retrograd_test_functions", [str(source)], is_python_module=False, extra_cflags=["-O0"]
-    )
+    name = f"retrograd_test_functions_{re.sub(r'[^0-9a-z]', '_', torch.__version__)}"
+    cpp_extension.load(name, [str(source)], is_python_module=False, extra_cflags=["-O0"])
     return torch.ops.retrograd_tests
 
 

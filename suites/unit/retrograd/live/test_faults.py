@@ -6,6 +6,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -242,7 +243,13 @@ def test_an_exception_in_user_code_leaves_no_state(place: str, kind: type[BaseEx
     assert again[1] == events
 
 
-def test_an_interrupt_by_the_user_inside_a_plan_comes_out_and_leaves_no_state() -> None:
+def test_an_interrupt_by_the_user_inside_a_plan_comes_out_and_leaves_no_state(
+    request: pytest.FixtureRequest,
+) -> None:
+    # A process that a shell started in the background ignores the signal.
+    request.addfinalizer(
+        partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler))
+    )
     w = leaf()
     y = w.sin()
     y.register_hook(lambda grad: signal.raise_signal(signal.SIGINT))

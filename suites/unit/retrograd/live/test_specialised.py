@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 from collections.abc import Callable, Iterator
@@ -39,9 +40,10 @@ def steps(
     context: contextlib.AbstractContextManager[Any],
     step: Callable[[nn.Module, int], None],
     count: int = 6,
+    layers: int = 3,
 ) -> list[list[Tensor | None]]:
     """The gradients after each of `count` steps of one model."""
-    module, found = model(), []
+    module, found = model(layers), []
     for number in range(count):
         with context:
             step(module, number)
@@ -91,6 +93,32 @@ def test_gradients_add_up_in_place(backend: str, smallest: int | None) -> None:
                 assert grad._version == version + 1
 
     as_eager(step, backend)
+    assert counters["specialised_runs"]
+
+
+class Opaque(torch.autograd.Function):
+    """What has no place in compiled code, as a forward that was compiled with another compiler has none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * float(grad.new_ones(()))
+
+
+def test_a_segment_that_is_never_compiled_delays_nothing() -> None:
+    """Where regions repeat, small rests wait for a few runs; the sum of two gradients waits for ever."""
+
+    def step(module: nn.Module, number: int) -> None:
+        module.zero_grad()
+        y = Opaque.apply(module(inputs(seed=number)))
+        (Opaque.apply(y).sum() + Opaque.apply(y).square().sum()).backward()
+
+    with_many = functools.partial(steps, step=step, count=10, layers=8)
+    found = with_many(retrograd.compiled_autograd("aten", regions=3))
+    assert_equal(found, with_many(contextlib.nullcontext()))
     assert counters["specialised_runs"]
 
 

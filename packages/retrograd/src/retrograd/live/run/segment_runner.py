@@ -60,8 +60,8 @@ class BoxedRunner:
         self._postponed = ("", 0)
 
     def postpone(self, because: str, runs: int = 1) -> None:
-        """Interpret the next `runs`, if nothing is compiled yet."""
-        if not self.lowerer.lowered:
+        """Interpret the next `runs`, if nothing is compiled yet and something will be."""
+        if not self.lowerer.lowered and not self.is_interpreted:
             self._postponed = because, runs
 
     # for plans that are specialised
@@ -74,7 +74,8 @@ class BoxedRunner:
     @property
     def is_waiting(self) -> bool:
         """Whether it is interpreted for the time being, and will have code."""
-        return self._postponed[1] > 0 or any(lowered.later is not None for lowered in self.lowerer.lowered)
+        coming = (lowered.later for lowered in self.lowerer.lowered)
+        return self._postponed[1] > 0 or any(later is not None and later.is_open for later in coming)
 
     @without_torch_functions
     def direct_code(self, args: list[Any]) -> Lowered | None:
