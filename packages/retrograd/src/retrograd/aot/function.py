@@ -225,7 +225,8 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
         partitioner: as in ``aot.partition``.
         passes: applied to the joint graph, in order: names, or ``pass(gm, example_inputs) -> gm``.
         cudagraphs, regions: as in ``aot.compile``.
-        dynamic, strict, recompile_limit, single_region, cache_size, compile_timeout: as in `Config`.
+        dynamic, strict, recompile_limit, compile_timeout: as in `compiled_autograd`.
+        single_region, cache_size: as in `Config`.
 
     Raises:
         OptionError: an option has a value that it cannot have.
