@@ -12,21 +12,23 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count as count_from
 from typing import Any
 
+from gradparity.case import Case
 from gradparity.errors import CaseError
 from gradparity.executors.registry import Resources, executor
 from gradparity.executors.unit import Lost, Result, Unit
+from gradparity.fuzzing.diary import Done
 from gradparity.fuzzing.find import Find
 from gradparity.fuzzing.work import FuzzTask, fuzz_unit
 from gradparity.generate.draw import policy
 from gradparity.generate.policies import POLICIES
 from gradparity.signature import Signature
 from gradparity.subjects.registry import resolve
-from gradparity.verdict import Row
+from gradparity.verdict import Row, Verdict, row_of
 
 ROUND_SECONDS = 150.0
 """About how long a worker goes on before it is replaced by a fresh one: its memory stays bounded."""
@@ -37,7 +39,8 @@ FIRST_ROUND = 40
 class FuzzOptions:
     """What to run. `minutes` or `cases` says when it ends, whichever comes first. `policies`: names of
     policies (none: all in turn). `known`: divergences that are no news. `shrink_seconds`: the most that goes
-    into making one program smaller; 0 leaves them as they are. `done`: numbers of cases that are judged.
+    into making one program smaller; 0 leaves them as they are. `done`: what an earlier process did of this
+    campaign.
     """
 
     subject: str
@@ -50,7 +53,7 @@ class FuzzOptions:
     timeout: float = 60.0
     shrink_seconds: float = 60.0
     known: tuple[Signature, ...] = ()
-    done: frozenset[int] = frozenset()
+    done: Done = field(default_factory=Done)
     resources: Resources = field(default_factory=Resources)
 
 
@@ -58,12 +61,13 @@ class FuzzOptions:
 class FuzzSummary:
     """Where a campaign stands. `rejected`: drawings that eager could not run; `repeated`: divergences that
     something known covers; `number`: the last case's; `lost`: cases that cost a worker; `fired`: how many
-    programs made each pass fire.
+    programs made each pass fire; `new`: distinct divergences, `finds` those of them that this process found.
     """
 
     cases: int = 0
     rejected: int = 0
     repeated: int = 0
+    new: int = 0
     seconds: float = 0.0
     shrinking: float = 0.0
     verdicts: Counter[str] = field(default_factory=Counter)
@@ -84,7 +88,20 @@ class FuzzSummary:
         """Cases a second, without the time that shrinking took."""
         return self.cases / max(self.seconds - self.shrinking, 1e-9)
 
+    def state(self) -> dict[str, Any]:
+        """What goes on counting when the campaign goes on, in plain data; `resumed` is the inverse."""
+        return {name: getattr(self, name) for name in COUNTED}
 
+    @classmethod
+    def resumed(cls, state: dict[str, Any], known: Iterable[Signature]) -> FuzzSummary:
+        """The summary of a campaign that goes on from this state, or begins."""
+        made = cls(known=list(known))
+        for name, value in state.items():
+            setattr(made, name, Counter(value) if isinstance(value, dict) else value)
+        return made
+
+
+COUNTED = ("cases", "rejected", "repeated", "new", "seconds", "shrinking", "verdicts", "fired", "lost")
 OnFind = Callable[[Find], None]
 OnProgress = Callable[[FuzzSummary, Row | None], None]
 
@@ -98,8 +115,8 @@ def fuzz(options: FuzzOptions, on_find: OnFind, on_progress: OnProgress) -> Fuzz
     resolve(options.subject)
     for name in options.policies:
         policy(name)
-    summary = FuzzSummary(cases=len(options.done), known=list(options.known))
-    started = time.monotonic()
+    summary = FuzzSummary.resumed(options.done.state, options.known)
+    started = time.monotonic() - summary.seconds
     try:
         for unit in _rounds(options, summary, started):
             for message in _messages(options, unit):
@@ -116,7 +133,7 @@ def fuzz(options: FuzzOptions, on_find: OnFind, on_progress: OnProgress) -> Fuzz
 
 def _rounds(options: FuzzOptions, summary: FuzzSummary, started: float) -> Iterator[list[Unit]]:
     """The units of one round after the other: as many cases as fit into a round's time."""
-    done = next(number for number in count_from(0) if number not in options.done)
+    done = next(number for number in count_from(0) if number not in options.done.numbers)
     count = FIRST_ROUND if options.processes else 5
     while not _is_over(options, summary):
         if options.cases is not None:
@@ -147,7 +164,7 @@ def _unit(options: FuzzOptions, summary: FuzzSummary, start: int, count: int) ->
         timeout=options.timeout,
         shrink_seconds=options.shrink_seconds,
         known=[item.to_json() for item in summary.known],
-        skip=sorted(number for number in options.done if start <= number < start + count),
+        skip=sorted(number for number in options.done.numbers if start <= number < start + count),
     )
     return Unit(task.to_json(), options.timeout + options.shrink_seconds)
 
@@ -165,9 +182,7 @@ def _take(message: Any, summary: FuzzSummary, on_find: OnFind) -> Row | None:
     if isinstance(message, (Lost, Result)) and message.step is not None:
         summary.number = message.unit.payload["start"] + message.step
     if isinstance(message, Lost) and message.label is not None:
-        summary.lost.append(f"{message.label['case']}: {message.detail}")
-        summary.cases += 1
-        summary.verdicts["lost"] += 1
+        return _lost(message, message.label, summary)
     if not isinstance(message, Result):
         return None
     data = message.data
@@ -191,7 +206,17 @@ def _found(find: Find, summary: FuzzSummary, on_find: OnFind) -> None:
         return
     summary.known.append(find.signature)
     summary.finds.append(find)
+    summary.new += 1
     on_find(find)
+
+
+def _lost(message: Lost, label: dict[str, Any], summary: FuzzSummary) -> Row:
+    summary.lost.append(f"{label['case']}: {message.detail}")
+    summary.cases += 1
+    summary.verdicts["lost"] += 1
+    verdict = Verdict.TIMEOUT if message.why == "timeout" else Verdict.CRASH
+    subject = message.unit.payload["subject"]
+    return row_of(Case.parse(label["case"], label["seed"]), subject, verdict, message.why, message.detail)
 
 
 def _is_over(options: FuzzOptions, summary: FuzzSummary) -> bool:

@@ -7,12 +7,14 @@ errors of the harness itself (GradparityError) are not and pass through.
 from __future__ import annotations
 
 import hashlib
+import random
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
+import numpy
 import torch
 
 from gradparity.case import Case
@@ -49,7 +51,7 @@ def observe(case: Case, body: Body, subject: Observed, dtype: torch.dtype, devic
     subject.begin()
     torch.manual_seed(case.seed)
     random_before = random_state(device)
-    with warnings.catch_warnings(record=True) as caught:
+    with numbers_of_python(case.seed), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         started = time.perf_counter()
         try:
@@ -80,6 +82,19 @@ def observe(case: Case, body: Body, subject: Observed, dtype: torch.dtype, devic
         seconds=seconds,
     )
     return subject.observed(outcome)
+
+
+@contextmanager
+def numbers_of_python(seed: int) -> Iterator[None]:
+    """The generators of Python and NumPy begin with this seed inside, and go on as before afterwards."""
+    python, of_numpy = random.getstate(), numpy.random.get_state()
+    random.seed(seed)
+    numpy.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(of_numpy)
 
 
 def random_state(device: torch.device) -> str:

@@ -43,9 +43,10 @@ class Signature:
 
     def covers(self, other: Signature) -> bool:
         """Whether the other may be the same defect in a larger program: it looks the same, and calls all that
-        this one needs.
+        this one needs. A refusal says itself what it is about, whatever the program calls.
         """
-        return self.coarse == other.coarse and set(self.operators) <= set(other.operators)
+        alike = self.coarse == other.coarse
+        return alike and (self.verdict is Verdict.UNSUPPORTED or set(self.operators) <= set(other.operators))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` is the inverse."""

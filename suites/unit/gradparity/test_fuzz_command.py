@@ -6,16 +6,21 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from gradparity.case import Case
 from gradparity.cli import app
 from gradparity.corpus.folder import FolderCorpus
 from gradparity.errors import StoreError, StoreFullError
 from gradparity.finds import recorded
+from gradparity.fuzz import FuzzSummary
 from gradparity.fuzzing.diary import Diary, read
+from gradparity.fuzzing.find import Folder
+from gradparity.verdict import Verdict, row_of
 
 FUZZ = ("fuzz", "--device", "cpu", "--shrink-seconds", "15", "--policy", "elementwise")
 
@@ -86,26 +91,104 @@ def test_a_killed_campaign_goes_on_and_judges_every_case_once(tmp_path: Path) ->
     assert sorted(judged(folder)) == list(range(40))
 
 
+STOPPED = (*FUZZ, "-s", "planted:none-grad", "--cases", "5", "-n", "0", "--seed", "1", "--finds")
+
+
+class Killed(BaseException):
+    """Ends a campaign as SIGKILL does: nothing is written any more."""
+
+
+def result_of(folder: Path) -> tuple[int, str, list[str], list[str]]:
+    """What a campaign leaves: exit code, last line without the time, finds, the cases of its report."""
+    out = folder.parent / f"{folder.name}.jsonl"
+    result = invoke(*STOPPED, str(folder), "--json", str(out))
+    last = result.stdout.strip().splitlines()[-1]
+    rows = [json.loads(line)["case"] for line in out.read_text().splitlines()]
+    return (
+        result.exit_code,
+        last[last.index("%") :],
+        [find.name for find in Folder(folder).finds()],
+        sorted(rows),
+    )
+
+
+@pytest.mark.parametrize("after", ["the first case", "a find is saved", "a find is noted"])
+def test_one_that_was_killed_and_goes_on_leaves_what_one_that_ran_through_leaves(
+    tmp_path: Path, monkeypatch, after: str
+) -> None:
+    whole = result_of(tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        if after == "a find is saved":
+            patch.setattr("gradparity.cli.fuzz.write_script", killed)
+        elif after == "a find is noted":
+            patch.setattr(Folder, "save", killed)
+        else:
+            patch.setattr(FuzzSummary, "state", stopped_at(2, FuzzSummary.state))
+        with pytest.raises(Killed):
+            CliRunner().invoke(app, [*STOPPED, str(tmp_path / "killed")], catch_exceptions=False)
+    assert result_of(tmp_path / "killed") == whole
+    assert whole[0] == 1
+
+
+def killed(*args: object) -> None:
+    """Stands in for what does not happen any more."""
+    raise Killed
+
+
+def stopped_at(call: int, function):
+    """The function, which is killed at this call."""
+    calls = iter(range(1, call))
+
+    def counted(*args):
+        if next(calls, None) is None:
+            raise Killed
+        return function(*args)
+
+    return counted
+
+
+def test_a_find_that_cannot_be_written_is_shown(tmp_path: Path, monkeypatch) -> None:
+    def full(self: Folder, find: object) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Folder, "save", full)
+    result = invoke(*STOPPED, str(tmp_path / "finds"))
+    assert (result.exit_code, "def run(p):" in result.stdout) == (3, True), result.stdout
+    assert "cannot write the find above" in result.stdout
+
+
 CAMPAIGN = {"subject": "s"}
+STATE = {"cases": 1, "seconds": 1.0}
+ROW = row_of(Case("generated", "views", 1), "s", Verdict.AGREE)
 
 
 class TestDiary:
     def test_it_remembers_until_the_campaign_ends(self, tmp_path: Path) -> None:
         diary = Diary(tmp_path, CAMPAIGN)
-        diary.note(3, "AGREE", 1, 2.5)
+        diary.find(replace(ROW, signature="a"))
+        diary.note(3, STATE, ROW)
+        diary.note(4, STATE | {"cases": 2})
+        diary.find(replace(ROW, signature="b"))
         done = Diary(tmp_path, CAMPAIGN).done
-        assert (done.numbers, dict(done.verdicts), done.rejected, done.seconds) == ({3}, {"AGREE": 1}, 1, 2.5)
+        assert (done.numbers, done.state, done.pending) == ({3, 4}, STATE | {"cases": 2}, {"b"})
+        assert [row.signature for row in done.rows] == ["a", ""]
         diary.end()
         assert Diary(tmp_path, CAMPAIGN).done.numbers == set()
         assert Diary(tmp_path, {"subject": "other"}).path != diary.path
 
+    def test_it_may_be_killed_before_the_first_case(self, tmp_path: Path) -> None:
+        for _ in range(3):
+            diary = Diary(tmp_path, CAMPAIGN)
+        diary.note(0, STATE)
+        assert read(diary.path).numbers == {0}
+
     def test_a_line_that_was_cut_short_is_cut_off(self, tmp_path: Path) -> None:
         diary = Diary(tmp_path, CAMPAIGN)
-        diary.note(3, "AGREE", 0, 1.0)
+        diary.note(3, STATE)
         with diary.path.open("a") as file:
-            file.write('{"number": 4, "verd')
+            file.write('{"number": 4, "sta')
         again = Diary(tmp_path, CAMPAIGN)
-        again.note(5, "AGREE", 0, 1.0)
+        again.note(5, STATE)
         assert read(diary.path).numbers == {3, 5}
 
     @pytest.mark.parametrize(
@@ -125,7 +208,12 @@ class TestDiary:
         diary = Diary(tmp_path, CAMPAIGN)
         diary._file = open("/dev/full", "w")  # noqa: SIM115
         with pytest.raises(StoreFullError, match="it goes on"):
-            diary.note(1, "AGREE", 0, 0.0)
+            diary.note(1, STATE)
+
+    def test_a_folder_that_cannot_be_made_is_told(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(StoreFullError, match="another --finds"):
+            Diary(tmp_path / "file", CAMPAIGN)
 
 
 def test_shrink_makes_a_case_smaller(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Signatures: equal for the same defect in another program, different for another defect."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -79,6 +81,13 @@ def test_a_smaller_program_covers_a_larger_one_that_looks_the_same() -> None:
     assert small.covers(large)
     assert not large.covers(small)
     assert small.coarse == large.coarse == signature_of(row)
+
+
+def test_a_refusal_covers_the_same_refusal_of_any_program() -> None:
+    row = Row("a::b", 0, "a", "s", Verdict.UNSUPPORTED, "raises RuntimeError", place="f RuntimeError: no")
+    one, other = signature_of(row, ("sin",)), signature_of(row, ("cos",))
+    assert one.covers(other)
+    assert not one.covers(signature_of(replace(row, place="f RuntimeError: never"), ("sin",)))
 
 
 def test_it_travels_as_plain_data() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import threading
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,38 @@ def test_a_store_that_is_not_there_is_not_made_by_reading(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_store_that_was_killed_while_it_was_made_is_none_yet(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "s.db"
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "TABLES", schema.TABLES.replace("CREATE TABLE units", "CREATE NONSENSE"))
+        with pytest.raises(StoreError):
+            Store(path)
+    assert path.exists()
+    filled(path, None, 1)
+    with Store(path, create=False) as store:
+        assert store.rows() == [row(1)]
+
+
+def test_of_two_that_make_a_store_the_second_waits_and_takes_it(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    first = sqlite3.connect(path)
+    first.execute("BEGIN IMMEDIATE")
+    for statement in filter(str.strip, schema.TABLES.split(";")):
+        first.execute(statement)
+    first.executemany(
+        "INSERT INTO meta VALUES (?, ?)", [("format", schema.FORMAT), ("version", schema.VERSION)]
+    )
+    stores: list[Run] = []
+    second = threading.Thread(target=lambda: stores.append(filled(path, None, 1)))
+    second.start()
+    second.join(0.3)
+    assert stores == []
+    first.commit()
+    first.close()
+    second.join()
+    assert len(stores) == 1
+
+
 def test_a_full_disk_loses_no_row(tmp_path: Path) -> None:
     with Store(tmp_path / "s.db") as store:
         run, _ = store.begin("digest", {}, VERSIONS)
@@ -163,6 +196,9 @@ class TestLines:
         path = tmp_path / "rows.jsonl"
         write_lines([row(1)], path)
         path.write_text('{"cat": 1}\n' + path.read_text())
+        with pytest.raises(StoreError, match=r"rows\.jsonl:1 is no row"):
+            read_lines(path)
+        path.write_text('{"cat": 1}')  # without an end of line, and yet not cut
         with pytest.raises(StoreError, match=r"rows\.jsonl:1 is no row"):
             read_lines(path)
 

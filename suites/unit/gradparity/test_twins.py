@@ -44,6 +44,25 @@ def test_where_an_order_means_something_nothing_is_moved(line: str) -> None:
     assert set(rewritten(source)) == {"split losses"}
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("torch.sin(x0)", "x0.sin()"),
+        ("torch.sum(x0, 0)", "x0.sum(0)"),
+        ("x0 @ x1", "torch.matmul(x0, x1)"),
+        ("x0 - x1", "x0 + -x1"),
+        ("x0 * 2", "x0 + x0"),
+        ("x0 ** 2", "x0 * x0"),
+        ("x0.exp().mT", "x0.exp().transpose(-2, -1)"),
+    ],
+)
+def test_another_spelling_means_the_same(one: str, other: str) -> None:
+    source = SCRIPT.source.replace("x0.sin()", one)
+    assert f"a = {other}\n" in rewritten(source)["equivalent operators"]
+    tensors = {name: torch.randn(3, 3, dtype=torch.float64) for name in ("x0", "x1")}
+    assert torch.equal(eval(one, {"torch": torch, **tensors}), eval(other, {"torch": torch, **tensors}))
+
+
 def test_roots_are_split_with_their_cotangents() -> None:
     source = (
         "def run(p):\n    torch.autograd.backward([a, b], [c, d])\n    torch.autograd.backward([a], [c])\n"

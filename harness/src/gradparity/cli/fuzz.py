@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +25,7 @@ from gradparity.case import Case
 from gradparity.cli import options
 from gradparity.cli.outcome import Files
 from gradparity.corpus.generated import scripted
-from gradparity.errors import ReproError
+from gradparity.errors import ReproError, StoreFullError
 from gradparity.executors.registry import Resources
 from gradparity.finds import Judged
 from gradparity.fuzz import FuzzOptions, FuzzSummary
@@ -39,6 +39,8 @@ from gradparity.verdict import Row
 
 EVERY = 10.0
 """Seconds between two plain lines."""
+WITHOUT_FIND = ("timeout", "crash", "out-of-memory", "broken-case")
+"""Symptoms of divergences that cannot be shrunk, because the process did not outlive them."""
 
 Minutes = Annotated[float | None, typer.Option(min=0.01, help="end after so many minutes; default: 1")]
 Cases = Annotated[int | None, typer.Option(min=1, help="end after so many cases")]
@@ -97,14 +99,14 @@ def fuzz(  # noqa: PLR0913 - a command has as many parameters as options
         )
         diary = Diary(finds, campaign(wanted))
         wanted = continued(wanted, diary, console)
-        kept = Kept(Folder(finds), console, diary)
+        kept = Kept(Folder(finds), console, diary, [*diary.done.rows])
         with watching(console, wanted) as view:
             summary = fuzzed(wanted, kept.take, partial(_heard, kept, view))
         if not summary.interrupted:
             diary.end()
         tell(console, summary)
         Files(json_file, report_file).write(kept.rows)
-    answers = resolve(subject).accountable and bool(summary.finds)
+    answers = resolve(subject).accountable and bool(summary.new)
     raise typer.Exit(2 if summary.interrupted else (int(answers) if summary.cases else 5))
 
 
@@ -117,11 +119,12 @@ def campaign(wanted: FuzzOptions) -> dict[str, Any]:
 def continued(wanted: FuzzOptions, diary: Diary, console: Console) -> FuzzOptions:
     """The rest of a campaign that was interrupted or killed."""
     done = diary.done
+    known = tuple(each for each in wanted.known if each.digest not in done.pending)
     if not done.numbers:
-        return wanted
-    console.print(f"goes on: {len(done.numbers)} cases are judged, {done.seconds:.0f} s used", markup=False)
-    left = None if wanted.minutes is None else max(wanted.minutes - done.seconds / 60, 0.01)
-    return replace(wanted, minutes=left, done=frozenset(done.numbers))
+        return replace(wanted, known=known)
+    used = done.state["seconds"]
+    console.print(f"goes on: {len(done.numbers)} cases are judged, {used:.0f} s used", markup=False)
+    return replace(wanted, known=known, done=done)
 
 
 def _heard(kept: Kept, view: View, summary: FuzzSummary, row: Row | None) -> None:
@@ -136,22 +139,29 @@ class Kept:
     folder: Folder
     console: Console
     diary: Diary
-    rows: list[Row] = field(default_factory=list)
-    rejected: int = 0
+    rows: list[Row]
 
     def note(self, summary: FuzzSummary, row: Row | None) -> None:
         """Keeps a row; of a divergence only what a find says, so that the report shows the shrunk one."""
-        if row is not None and not row.is_find:
-            self.rows.append(row)
-        if summary.number >= 0 and summary.number not in self.diary.done.numbers:
-            verdict = "lost" if row is None else row.verdict.value
-            rejected, self.rejected = summary.rejected - self.rejected, summary.rejected
-            self.diary.note(summary.number, verdict, rejected, summary.seconds + self.diary.done.seconds)
+        if row is None:
+            return
+        shown = None if row.is_find and row.symptom not in WITHOUT_FIND else row
+        self.rows += [] if shown is None else [shown]
+        if summary.number not in self.diary.done.numbers:
+            self.diary.note(summary.number, summary.state(), shown)
 
     def take(self, find: Find) -> None:
-        """Writes the find and its script, and tells."""
+        """Writes the find and its script, and tells. Raises StoreFullError, with the program shown."""
         self.rows.append(replace(find.row, case=find.address, signature=find.signature.digest))
-        path = self.folder.save(find)
+        self.diary.find(self.rows[-1])
+        try:
+            path = self.folder.save(find)
+        except OSError as error:
+            self.console.print(find.shrunk.source, markup=False, highlight=False, soft_wrap=True)
+            raise StoreFullError(
+                f"cannot write the find above: {error}\n"
+                "  try    free some space, and run the same command again: it finds it again"
+            ) from error
         self.console.print(report.line(self.rows[-1]), soft_wrap=True)
         self.console.print(f"  {find.signature.describe()}\n  {path}", markup=False, soft_wrap=True)
         try:
@@ -211,7 +221,7 @@ def describe(summary: FuzzSummary) -> str:
     return (
         f"{summary.seconds:.0f} s, {summary.cases} cases ({summary.rate:.1f} a second, "
         f"{summary.rejected_share:.1%} of drawings rejected): {counted or 'none yet'}; "
-        f"{len(summary.finds)} new, {summary.repeated} known divergences"
+        f"{summary.new} new, {summary.repeated} known divergences"
     )
 
 

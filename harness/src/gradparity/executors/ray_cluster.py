@@ -22,6 +22,9 @@ from gradparity.executors.unit import Finished, Lost, Message, Result, RunUnit, 
 PATIENCE = 120.0
 """Seconds that the cluster has to find room for the first worker."""
 
+START = 900.0
+"""Seconds that the first worker has to come up in a cluster that is large enough."""
+
 PAUSE = 0.05
 """Seconds between two looks into the mailbox."""
 
@@ -71,7 +74,7 @@ class RayCluster:
                 self._hire(len(waiting))
                 if self._assign(waiting):
                     began = float("inf")
-                elif time.monotonic() - began > PATIENCE:
+                elif time.monotonic() - began > (START if self._is_large_enough() else PATIENCE):
                     raise self._no_room()
                 yield from self._heard()
                 yield from self._ended(waiting)
@@ -187,12 +190,19 @@ class RayCluster:
         self._ray.kill(worker.actor)
         self._hired.remove(worker)
 
+    def _is_large_enough(self) -> bool:
+        """Whether the whole cluster, as it is now, has what one worker takes."""
+        there = self._ray.cluster_resources()
+        return bool(there.get("CPU", 0) >= 1 and there.get("GPU", 0) >= self._gpus)
+
     def _no_room(self) -> UnavailableError:
         there = self._ray.cluster_resources()
+        wanted = f"1 CPU and {self._gpus:g} GPU"
+        what = f"after {PATIENCE:g} s the cluster has no room for {wanted}"
+        if self._is_large_enough():
+            what = f"after {START:g} s no worker with {wanted} has come up"
         return UnavailableError(
-            "a Ray worker",
-            f"after {PATIENCE:g} s the cluster has no room for 1 CPU and {self._gpus:g} GPU; it has {there}",
-            "fewer --processes, or a smaller --gpus-per-worker",
+            "a Ray worker", f"{what}; it has {there}", "fewer --processes, or a smaller --gpus-per-worker"
         )
 
 

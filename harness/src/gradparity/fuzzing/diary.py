@@ -1,32 +1,35 @@
-"""Diary: which cases of a campaign of generated programs are judged, so that a killed one goes on.
+"""Diary: what a campaign of generated programs has done, so that a killed one goes on as if it had run.
 
-In: what decides a campaign, and the number and verdict of each case as it comes. Out: a file of lines
-beside the finds; the numbers that are done, the verdicts, the seconds that were used. A last line that was
-cut short is left out.
+In: what decides a campaign; then the number of each case as it comes, its row and where the campaign stands.
+Out: a file of lines beside the finds; the numbers that are done, the rows, the last state. A last line that
+was cut short is left out.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from gradparity.errors import StoreError, StoreFullError
+from gradparity.verdict import Row
 
-FORMAT, VERSION = "gradparity fuzz", 1
+FORMAT, VERSION = "gradparity fuzz", 2
 
 
 @dataclass
 class Done:
-    """What an earlier process did."""
+    """What an earlier process did. `state`: where its campaign stood, in plain data; `pending`: signatures of
+    finds of a case that it did not end, which will be found again.
+    """
 
     numbers: set[int] = field(default_factory=set)
-    verdicts: Counter[str] = field(default_factory=Counter)
-    rejected: int = 0
-    seconds: float = 0.0
+    rows: list[Row] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+    pending: frozenset[str] = frozenset()
     ended: bool = False
 
 
@@ -42,15 +45,17 @@ class Diary:
             self.done = Done()
             self.path.unlink()
         self._file = self._opened()
-        if not self.done.numbers:
+        if not self._file.tell():
             self._write({"format": FORMAT, "version": VERSION, "campaign": campaign})
 
-    def note(self, number: int, verdict: str, rejected: int, seconds: float) -> None:
-        """Keeps one case."""
+    def note(self, number: int, state: dict[str, Any], row: Row | None = None) -> None:
+        """Keeps one case: where the campaign stands after it, and the row that a report shows."""
         self.done.numbers.add(number)
-        self._write(
-            {"number": number, "verdict": verdict, "rejected": rejected, "seconds": round(seconds, 2)}
-        )
+        self._write({"number": number, "state": state, "row": None if row is None else row.to_json()})
+
+    def find(self, row: Row) -> None:
+        """Keeps the row of a find of the case that is noted next; to be called before the find is saved."""
+        self._write({"find": row.to_json()})
 
     def end(self) -> None:
         """Keeps that the campaign is over."""
@@ -75,15 +80,14 @@ class Diary:
             raise self._full(error) from error
 
     def _full(self, error: OSError) -> StoreFullError:
-        return StoreFullError(
-            f"cannot write {self.path}: {error}\n"
-            "  try    free some space, and run the same command again: it goes on"
-        )
+        full = error.errno == errno.ENOSPC
+        way = "free some space, and run the same command again: it goes on" if full else "another --finds"
+        return StoreFullError(f"cannot write {self.path}: {error}\n  try    {way}")
 
 
 def read(path: Path) -> Done:
     """What a file says. Raises StoreError if it is no diary, or one of another version."""
-    done = Done()
+    done, finds = Done(), list[Row]()
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines[:-1], 1):
         try:
@@ -92,15 +96,18 @@ def read(path: Path) -> Done:
                 _check(data, path)
             elif data.get("ended"):
                 done.ended = True
+            elif "find" in data:
+                finds.append(Row.from_json(data["find"]))
             else:
                 done.numbers.add(data["number"])
-                done.verdicts[data["verdict"]] += 1
-                done.rejected += data["rejected"]
-                done.seconds = max(done.seconds, data["seconds"])
+                done.rows += finds if data["row"] is None else [*finds, Row.from_json(data["row"])]
+                finds = []
+                done.state = data["state"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StoreError(
                 f"{path}:{number} is no line of a campaign: {error}\n  try    move it away"
             ) from error
+    done.pending = frozenset(row.signature for row in finds)
     return done
 
 

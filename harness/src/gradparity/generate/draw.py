@@ -24,7 +24,7 @@ from gradparity.generate.plain import PLAIN
 from gradparity.generate.policies import POLICIES
 from gradparity.generate.policy import Policy
 from gradparity.generate.script import Script
-from gradparity.observe import observe
+from gradparity.observe import numbers_of_python, observe
 from gradparity.outcome import Outcome
 
 ATTEMPTS = 25
@@ -88,6 +88,7 @@ def _own_state() -> Iterator[None]:
     """Drawing leaves torch's random numbers alone, draws the same in every process, and says nothing."""
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(numbers_of_python(0))
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # flex_attention compiles itself
         warnings.simplefilter("ignore")

@@ -6,7 +6,7 @@ down make optimisations of a compiler fire (as YARPGen's generation policies do)
 
 from __future__ import annotations
 
-from gradparity.generate.policy import Policy
+from gradparity.generate.policy import EDGES, Policy
 
 PLAIN = {"unary": 3.0, "binary": 3.0, "reduction": 1.0}
 VIEWS = {"view": 4.0, "move": 1.0}
@@ -36,9 +36,17 @@ _ALL = (
         without_grad=0.2,
     ),
     Policy(
+        "edges",
+        "sizes around those of vectors, warps and blocks",
+        {"unary": 2, "binary": 2, "reduction": 4, "norm": 1.5, "view": 1, "move": 1.5, "index": 1, "scatter": 1, "linear": 0.7},
+        length=(1, 4),
+        sizes=EDGES,
+        ranks={1: 4, 2: 5, 3: 1},
+    ),
+    Policy(
         "mutation",
         "changes in place, through views, at indices, and of inputs",
-        {"inplace": 5, "through_view": 5, "view": 2, "scatter": 1.5, "unary": 2, "binary": 1, "metadata": 0.7, "no_grad": 0.7},
+        {"inplace": 5, "through_view": 5, "overwritten": 1, "view": 2, "scatter": 1.5, "unary": 2, "binary": 1, "metadata": 0.7, "no_grad": 0.7},
         length=(2, 6),
         changed=0.7,
         without_grad=0.35,
@@ -72,7 +80,7 @@ _ALL = (
         {"function": 6, "unary": 2, "binary": 1, "view": 1, "no_grad": 0.3},
         length=(1, 4),
         changed=0.4,
-        losses={"sum": 3, "cotangents": 3, "some": 2, "grad": 2, "twice": 1, "two_backwards": 1, "double": 0.3},
+        losses={"sum": 3, "cotangents": 3, "some": 2, "grad": 2, "twice": 2, "two_backwards": 1, "double": 0.3},
     ),
     Policy(
         "transforms",
@@ -213,7 +221,7 @@ _ALL = (
     Policy(
         "reinplacing",
         "functional scatters that a compiler may do in place, and reads and writes around them",
-        {"scatter": 5, "inplace": 3, "view": 1.5, "index": 1, "unary": 1, "through_view": 1},
+        {"scatter": 4, "overwritten": 4, "inplace": 3, "view": 1.5, "index": 1, "unary": 1, "through_view": 1},
         length=(2, 6),
         changed=0.6,
         without_grad=0.6,

@@ -24,6 +24,11 @@ SIZES: Mapping[int, float] = {
 }
 """Sizes of dimensions: small ones, and what stands at the edges of vectors and blocks."""
 
+EDGES: Mapping[int, float] = {
+    size + step: 1 for size in (32, 64, 128, 256, 1024) for step in (-1, 0, 1)
+}  # fmt: skip
+"""Sizes around those of vectors, warps and blocks."""
+
 LAYOUTS: Mapping[str, float] = {
     "plain": 8, "turned": 3, "gapped": 1.5, "offset": 1, "expanded": 1, "channels_last": 1, "inner": 0.5,
 }  # fmt: skip
@@ -37,6 +42,7 @@ LOSSES: Mapping[str, float] = {
 
 COTANGENTS: Mapping[str, float] = {
     "plain": 3, "expanded": 3, "turned": 3, "gapped": 2, "channels_last": 1, "zero": 1, "offset": 1,
+    "lazy": 0.7,
 }  # fmt: skip
 
 OUTPUTS: Mapping[str, float] = {"one": 5, "some": 4, "views": 1, "inputs": 0.7, "nested": 0.7, "twice": 0.3}

@@ -5,6 +5,7 @@ In: a scope and a table's name. Out: whether a statement was added.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from gradparity.generate.draft import Scope
@@ -39,6 +40,7 @@ TABLES: dict[str, tuple[str, ...]] = {
 }
 CHANGES = ("inplace", "through_view", "metadata")
 """The tables whose statements change a tensor."""
+OPERAND = re.compile(r"\b[a-z]\d+\b")
 
 
 def add_row(scope: Scope, row: str) -> bool:
@@ -52,6 +54,20 @@ def add_from(scope: Scope, table: str) -> bool:
     if table in CHANGES:
         scope.draft.intends.add("version")
     return add_row(scope, scope.chance.pick(TABLES[table]))
+
+
+def add_overwritten(scope: Scope) -> bool:
+    """A statement that reads a tensor, and at once a change of that tensor in place. Whoever runs the first
+    statement in the tensor's memory, or later, shows the change.
+    """
+    before = len(scope.lines)
+    if not add_from(scope, scope.chance.pick(("scatter", "scatter", "view", "move", "unary", "binary"))):
+        return False
+    named = OPERAND.findall(scope.lines[before].partition("=")[2])
+    read = next((each for each in named if each in scope.env), None)
+    change = scope.chance.pick(("zero_()", "fill_(2)", "mul_(2)", "add_(1)", "neg_()"))
+    scope.draft.intends.add("version")
+    return read is not None and scope.add(f"{read}.{change}")
 
 
 def add_some(scope: Scope, count: int, tables: Sequence[str] = ("unary", "binary", "view")) -> None:

@@ -27,6 +27,8 @@ IMPORTS = {
     "inductor_config": "import torch._inductor.config as inductor_config",
     "dynamo_config": "import torch._dynamo.config as dynamo_config",
     "math": "import math",
+    "np": "import numpy as np",
+    "random": "import random",
     "threading": "import threading",
     "TwoTensor": "from torch.testing._internal.two_tensor import TwoTensor",
     "weakref": "import weakref",

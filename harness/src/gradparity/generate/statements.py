@@ -19,13 +19,14 @@ from gradparity.generate.kinds import (
     samples,
     transforms,
 )
-from gradparity.generate.rows import TABLES, add_from
+from gradparity.generate.rows import TABLES, add_from, add_overwritten
 
 Maker = Callable[[Scope], bool]
 TRIES = 6
 
 KINDS: dict[str, Maker] = {
     **{name: partial(add_from, table=name) for name in TABLES},
+    "overwritten": add_overwritten,
     "function": functions.apply_function,
     "no_grad": islands.no_grad,
     "autocast": islands.autocast,

@@ -1,8 +1,9 @@
 """Twins: other forms of a program that must give the same gradients and values, within what dtypes allow.
 
 In: a source text with `def run(p)`. Out: by name, other texts: unrelated statements in another order,
-operands of commutative operators swapped, a loss split into its terms. Functions that change tensors in
-place, or draw random numbers, are left as they are: there an order means something.
+operands of commutative operators swapped, operators in another spelling, a loss split into its terms.
+Functions that change tensors in place, or draw random numbers, are left as they are: there an order means
+something.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+
+from gradparity.generate.rewrites import Rewriter
 
 IMPURE = re.compile(r"(?:\w_|dropout|rand\w*|bernoulli|normal|multinomial|checkpoint|apply|backward|append)$")
 """Names of calls after which an order means something; those with a "_" at the end change a tensor."""
@@ -52,6 +55,14 @@ def commuted(tree: ast.Module) -> bool:
     return changed
 
 
+def respelled(tree: ast.Module) -> bool:
+    """Writes operators in another way that means the same."""
+    rewriter = Rewriter()
+    for function in _pure_functions(tree):
+        rewriter.visit(function)
+    return rewriter.count > 0
+
+
 def split(tree: ast.Module) -> bool:
     """Runs one backward for each term of a loss, or for each root, instead of one for all."""
     changed = False
@@ -67,6 +78,7 @@ def split(tree: ast.Module) -> bool:
 EDITS: dict[str, Edit] = {
     "unrelated statements reordered": reordered,
     "commuted operands": commuted,
+    "equivalent operators": respelled,
     "split losses": split,
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import math
+import random
 import re
 import sys
 import unittest
@@ -167,6 +168,9 @@ def observed(compiled: bool, dtype: torch.dtype = torch.float32) -> Recorder:
     recorder = Recorder(compiled, dtype)
     torch._dynamo.reset()
     torch.manual_seed(SEED)
+    random.seed(SEED)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(SEED)
     with around_program() if compiled else contextlib.nullcontext():
         try:
             widened(PROGRAM)(recorder) if recorder.is_reference and WIDEN else PROGRAM(recorder)

@@ -13,7 +13,7 @@ from gradparity.errors import StoreError, StoreFullError
 
 FORMAT = "gradparity store"
 VERSION = 1
-BUSY = 5.0
+BUSY = 30.0
 """Seconds to wait for another process that writes."""
 
 TABLES = """
@@ -70,10 +70,9 @@ def failure(error: sqlite3.Error, path: Path) -> StoreError:
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     try:
-        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type='table'")}
-        if not tables:
+        if not _tables(connection):
             _create(connection)
-            return
+        tables = _tables(connection)
         found = dict(connection.execute("SELECT key, value FROM meta")) if "meta" in tables else {}
     except sqlite3.Error as error:
         raise failure(error, path) from error
@@ -89,8 +88,20 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         )
 
 
+def _tables(connection: sqlite3.Connection) -> set[str]:
+    return {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type='table'")}
+
+
 def _create(connection: sqlite3.Connection) -> None:
+    """Makes all tables in one transaction, so that nobody finds only some of them, also not after a kill.
+
+    sqlite3 begins no transaction for CREATE TABLE by itself. Another process may have made the tables while
+    this one waited for its turn.
+    """
     with connection:
+        connection.execute("BEGIN IMMEDIATE")
+        if _tables(connection):
+            return
         for statement in TABLES.split(";"):
             if statement.strip():
                 connection.execute(statement)

@@ -19,15 +19,16 @@ from retrograd.process import forgotten_by_reset
 #: ``lowerings`` (segments given to a backend), ``recompiles`` (lowerings of a segment that had one),
 #: ``run_failures`` (runs of compiled code that raised), ``fallbacks`` (backwards run on the stock engine),
 #: ``opaque_calls`` (steps run as eager runs them), ``runs`` (plans run), ``cuda_graph_recordings``,
-#: ``cuda_graph_replays`` and ``cuda_graph_plain_calls`` (calls of code that may be recorded, run as it is).
+#: ``cuda_graph_replays`` and ``cuda_graph_plain_calls`` (calls of code that may be recorded, run as it is),
+#: ``kept_partition_hits``, ``kept_partition_misses`` and ``kept_partition_refusals`` (partitions on disk).
 counters: Counter[str] = Counter()
 forgotten_by_reset(counters.clear)
 
 #: what ``RETROGRAD_LOGS`` may name. ``graph``: each captured backward in eager's order, and each joint graph;
 #: ``schedule``: the steps of a backward, hooks included; ``guards``: what each piece of code relies on;
 #: ``recompiles``: why a segment or function is compiled again or interpreted, with the two values that
-#: differ, and why something ran as eager runs it.
-NAMES = ("graph", "schedule", "guards", "recompiles")
+#: differ, and why something ran as eager runs it; ``cache``: why a partition is not kept on disk.
+NAMES = ("graph", "schedule", "guards", "recompiles", "cache")
 
 live_log = logging.getLogger("retrograd.live")
 LOGS = {name: live_log.getChild(name) for name in NAMES}

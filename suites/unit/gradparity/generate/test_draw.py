@@ -1,6 +1,7 @@
 """Drawing: the same script for the same seed everywhere, sound in eager, of every kind."""
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -76,6 +77,33 @@ def test_what_ends_the_process_is_not_drawn() -> None:
     assert not transforms._ends_the_process(scope, "torch.func.jvp({f}, ({x},), ({x},))")
     assert scope.add("def f(t):\n    return t + t")
     assert not transforms._ends_the_process(scope, "torch.func.linearize({f}, {x})")
+
+
+def test_a_reentrant_checkpoint_returns_something_of_its_own() -> None:
+    """Eager's backward of one that returns a tensor from outside never ends."""
+    found = 0
+    for seed in range(60):
+        source = drawn("islands", seed).source
+        for function in re.findall(r"checkpoint\((f\d+), \w+, use_reentrant=True\)", source):
+            inside = source.partition(f"def {function}(")[2]
+            result = re.search(r"return (\w+)", inside)
+            assert result is not None
+            parameter, body = inside.partition(")")[0], inside.partition("return ")[0]
+            assert result[1] == parameter or f"{result[1]} = " in body or f"{result[1]}, " in body
+            found += 1
+    assert found
+
+
+def test_what_a_statement_read_may_be_changed_at_once() -> None:
+    sources = [drawn("reinplacing", seed).source for seed in range(30)]
+    pattern = r"= torch\.\w*scatter\w*\((\w+),.*\n    \1\.(?:zero_|fill_|mul_|add_|neg_)\("
+    assert sum(re.search(pattern, source) is not None for source in sources) >= 2
+
+
+def test_cotangents_come_in_all_forms() -> None:
+    sources = "".join(drawn(name, seed).source for name in ("layouts", "outputs") for seed in range(60))
+    assert ".conj().imag" in sources
+    assert re.search(r"torch\.autograd\.(grad|backward)\(.*\bNone\b", sources)
 
 
 def test_fewer_than_one_drawing_in_ten_is_rejected() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import Function
 
 import retrograd
-from retrograd._torch.dynamo.function_code import Reading
+from retrograd._torch.autograd import Reading
 
 SCALE = 2.0
 

@@ -50,7 +50,7 @@ def run(env: dict[str, str], program: str = PROGRAM) -> str:
 
 def test_our_variable_writes_the_named_logs_and_warns_of_unknown_names() -> None:
     text = run({"RETROGRAD_LOGS": "schedule,recompiles,speed"})
-    assert "RETROGRAD_LOGS: unknown speed\n  known  graph, schedule, guards, recompiles" in text
+    assert "RETROGRAD_LOGS: unknown speed\n  known  graph, schedule, guards, recompiles, cache" in text
     assert "tensor hook at MmBackward0 (3 of 5)" in text
     assert "[retrograd.live.recompiles]" in text
     assert "segment 0 is lowered again: argument 1 was 3, now 4" in text

@@ -93,6 +93,7 @@ from gradparity.corpus.scenarios import (
     aliasing,
     aot_aliased_inputs,
     aot_aliased_outputs,
+    aot_autocast_cache,
     aot_checkpoints,
     aot_cotangent_layouts,
     aot_cotangents,
@@ -145,6 +146,7 @@ from gradparity.corpus.scenarios import (
     nested_backwards,
     node_hook_results,
     node_hooks,
+    repeated_effects,
     replayed_steps,
     roots_inputs,
     saved_in_functions,
@@ -220,6 +222,7 @@ TOPICS = (
     aot_metadata,
     aot_aliased_inputs,
     aot_aliased_outputs,
+    aot_autocast_cache,
     aot_structures,
     aot_identity,
     aot_kinds_of_tensors,
@@ -237,6 +240,7 @@ TOPICS = (
     aot_cotangent_layouts,
     aot_cotangents,
     aot_checkpoints,
+    repeated_effects,
     replayed_steps,
 )
 """Every topic, one module each."""

@@ -205,3 +205,64 @@ def aot_flat_buffer_behind_the_parameters(p: Probe) -> None:
             weight.sub_(0.1 * weight.grad)
     p.value("flat", flat)
     p.event("shared", share(weight, flat), share(bias, flat))
+
+
+def _sharing(base: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """Two tensors that share memory otherwise in each step."""
+    places = ((0, 4), (0, 2), (2, 0), (0, 4), (1, 2))
+    first, second = places[step]
+    return base[first : first + 4], base[second : second + 4]
+
+
+@scenario(tags=TAGS)
+def aot_inputs_that_overlap_at_changing_offsets(p: Probe) -> None:
+    """A changed input overlaps another one, further on in each call."""
+    w, base = p.leaf("w", p.randn(4, requires_grad=True)), p.watch("base", p.randn(12))
+
+    def run(a: Tensor, b: Tensor, w: Tensor) -> Tensor:
+        a.mul_(2)
+        return (b * w).sum() + a.sum()
+
+    call = p.compile(run)
+    for step in range(5):
+        with p.backward():
+            call(*_sharing(base, step), w).backward()
+
+
+@scenario(tags=TAGS)
+def aot_inputs_that_numpy_made_overlap(p: Probe) -> None:
+    """Two tensors show the same memory of NumPy's, each by a storage of its own; one of them is changed."""
+    memory = p.randn(12).numpy()
+    w = p.leaf("w", p.randn(4, requires_grad=True))
+
+    def run(a: Tensor, b: Tensor, w: Tensor) -> Tensor:
+        a.mul_(2)
+        return (b * w).sum() + a.sum()
+
+    call = p.compile(run)
+    for step in range(5):
+        a, b = _sharing(torch.from_numpy(memory[::1]), step)
+        with p.backward():
+            call(torch.from_numpy(a.numpy()), torch.from_numpy(b.numpy()), w).backward()
+    p.value("memory", torch.from_numpy(memory.copy()))
+
+
+@scenario(tags=TAGS)
+def aot_input_and_its_alias_by_numpy(p: Probe) -> None:
+    """A tensor of torch's and what NumPy gives back of it have two storages, and one memory."""
+    base, w = p.randn(8), p.leaf("w", p.randn(4, requires_grad=True))
+    alias = torch.from_numpy(base.numpy())
+
+    def run(a: Tensor, b: Tensor, w: Tensor) -> Tensor:
+        a.add_(1)
+        return (b * w).sum()
+
+    call = p.compile(run)
+    for a, b in (
+        (base[:4], p.randn(4)),
+        (base[:4], alias[:4]),
+        (alias[2:6], base[:4]),
+        (base[:4], alias[4:]),
+    ):
+        with p.backward():
+            call(a, b, w).backward()

@@ -1,7 +1,8 @@
 """Losses: how the run uses the outputs, and with which cotangents.
 
 In: a draft and the outputs that require grad. Out: lines for the run. Cotangents are made before the forward,
-in every layout: expanded ones as `.sum()` hands them over, transposed, gapped, zero.
+in every layout: expanded ones as `.sum()` hands them over, transposed, gapped, zero, conjugated or negated
+by a bit only.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ def cotangent(draft: Draft, root: Output) -> str:
     """Makes a cotangent before the forward, and gives its text, in the root's dtype."""
     layout = draft.chance.weighted(draft.policy.cotangents)
     kind = "torch.zeros" if layout == "zero" else "p.randn"
-    if root.value.is_complex():
+    if layout == "lazy":
+        drawn = f"p.randn({written(root.shape)})"
+        text = f"torch.complex({drawn}, {drawn}).conj()" + ("" if root.value.is_complex() else ".imag")
+    elif root.value.is_complex():
         text = laid_out(
             draft, root.shape, layout, lambda s: "torch.complex({0}, {0})".format(f"p.randn({written(s)})")
         )
@@ -35,6 +39,14 @@ def cotangent(draft: Draft, root: Output) -> str:
     name = draft.name("c")
     draft.put(f"{name} = {text}")
     return f"{name}.to({root.name}.dtype)"
+
+
+def _given(draft: Draft, root: Output) -> str:
+    """A cotangent as an engine may be given it: None for a number, or in another dtype than the root's."""
+    if not root.shape and not root.value.is_complex() and draft.chance.flip(0.4):
+        return "None"
+    made = cotangent(draft, root)
+    return made.partition(".to(")[0] if draft.chance.flip(0.15) else made
 
 
 def _sizes(maker: str, sizes: Shape) -> str:
@@ -84,7 +96,7 @@ def _square(draft: Draft, roots: Roots) -> list[str]:
 
 
 def _cotangents(draft: Draft, roots: Roots) -> list[str]:
-    given = ", ".join(cotangent(draft, root) for root in roots)
+    given = ", ".join(_given(draft, root) for root in roots)
     return _backward(f"torch.autograd.backward([{_names(roots)}], [{given}])")
 
 
@@ -98,7 +110,7 @@ def _grad(draft: Draft, roots: Roots) -> list[str]:
     if not leaves:
         return _sum(draft, roots)
     draft.intends.add("unused")
-    given = ", ".join(cotangent(draft, root) for root in roots)
+    given = ", ".join(_given(draft, root) for root in roots)
     unused = draft.chance.pick(("True", "True", "False"))
     text = f"torch.autograd.grad([{_names(roots)}], [{', '.join(leaves)}], [{given}], allow_unused={unused})"
     return [f'with p.backward():\n    p.value("grads", {text})']

@@ -69,7 +69,8 @@ def _chosen(scope: Scope) -> list[str]:
     if how == "some" and made:
         return list(dict.fromkeys([*first, *chance.some(made)]))[:4]
     if how == "views":
-        source = chance.pick(made or first)
+        given = scope.tensors() if chance.flip(0.3) else []
+        source = chance.pick([name for name in given if name in draft.params] or made or first)
         views = aliases_of(source, tuple(scope.env[source].shape))
         return [*first, *chance.shuffled(views)[: chance.between(1, 3)]]
     if how == "inputs":

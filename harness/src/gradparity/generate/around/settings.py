@@ -42,6 +42,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "inductor_config.patch(realize_reads_threshold=1)",
         "inductor_config.patch(split_reductions=False)",
         "inductor_config.patch(comprehensive_padding=False)",
+        'inductor_config.patch("triton.cudagraphs", True)',
     ),
     "caches": (
         "functorch_config.patch(enable_autograd_cache=False)",

@@ -100,7 +100,7 @@ BEFORE = {
     "asks what is needed": ("log.append(ctx.needs_input_grad)",),
     "draws": ("g = g * torch.rand_like(g)",),
 }
-RARE = {"nothing": 7.0, "counts": 1.5, "nested": 1.5, "raises": 0.3, "changes what is saved": 4.0}
+RARE = {"nothing": 7.0, "counts": 3.0, "nested": 1.5, "raises": 0.3, "changes what is saved": 4.0}
 
 
 @dataclass(frozen=True)

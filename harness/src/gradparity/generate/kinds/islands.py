@@ -51,17 +51,22 @@ def autocast(scope: Scope) -> bool:
 
 
 def checkpointed(scope: Scope) -> bool:
-    """A nested function that the backward runs again."""
+    """A nested function that the backward runs again. A reentrant one does not return a tensor from outside:
+    eager makes the checkpoint that tensor's history, and its backward then runs itself without end.
+    """
     name = scope.choose(lambda tensor: is_float(tensor) and tensor.requires_grad)
     if name is None:
         return False
     call, inner_name = scope.draft.name("f"), scope.draft.name("t")
     inner = scope.nested({inner_name: scope.env[name]})
     add_some(inner, scope.chance.between(1, 3), ("unary", *tables_of(scope)))
-    results = [each for each in inner.tensors(is_float) if each not in scope.env] or [inner_name]
-    if not scope.close_function(inner, f"def {call}({inner_name}):", results[-1]):
+    how = scope.chance.pick(CHECKPOINTS)
+    outside = [] if "use_reentrant=False" in how else [*scope.env.values()]
+    made = [each for each in inner.tensors(is_float) if each not in scope.env]
+    results = [each for each in made if not any(inner.env[each] is value for value in outside)]
+    if not scope.close_function(inner, f"def {call}({inner_name}):", [inner_name, *results][-1]):
         return False
-    out, how = scope.draft.name("v"), scope.chance.pick(CHECKPOINTS)
+    out = scope.draft.name("v")
     return scope.add(f"{out} = checkpoint({call}, {name}, {how})")
 
 

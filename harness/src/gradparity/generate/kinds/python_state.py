@@ -45,6 +45,11 @@ STATEMENTS = {
         'setattr(box0, "word", "seen")',
         "{out} = {x} + {x}.detach().sum().item()",
         "{out} = {x} * float({x}.detach().mean())",
+        "{out} = {x} * random.random()",
+        "{out} = {x} * (2 if random.random() > 0.5 else 3)",
+        "{out} = {x} * random.randint(1, 3)",
+        "{out} = {x} * float(np.random.rand())",
+        "box0.last = np.random.randint(5)",
     ),
 }
 

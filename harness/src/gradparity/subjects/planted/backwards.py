@@ -5,6 +5,7 @@ In: nothing. Out: contexts around a program's backward.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -183,6 +184,36 @@ def _leaky(name: str) -> Planted:
     return Planted(name, backward=_leaving_grad_mode, around=_restored_grad_mode)
 
 
+def _is_elsewhere() -> bool:
+    return threading.current_thread() is not threading.main_thread()
+
+
+@contextmanager
+def _lost_elsewhere(owner: Any, name: str, instead: Any) -> Iterator[None]:
+    """A function that is called in another thread than the main one does nothing."""
+    before = getattr(owner, name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return instead if _is_elsewhere() else before(*args, **kwargs)
+
+    setattr(owner, name, run)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _elsewhere(owner: Any, name: str, instead: Any = None) -> Callable[[str], Planted]:
+    return lambda fault: Planted(fault, around=lambda: _lost_elsewhere(owner, name, instead))
+
+
+class _NoHandle:
+    """What stands for a hook that was not registered."""
+
+    def remove(self) -> None:
+        """Removes nothing."""
+
+
 GRAD = ("grad-values-bits",)
 VALUES = ("values-bits", *GRAD)
 STEPS = ("steps_grads", "steps_mixed", "phases", "second_order")
@@ -203,4 +234,8 @@ FAULTS = (
     Fault("error-swallowed", "an error of a hook or a Function is swallowed", within(lambda: suppress(ValueError)), ("no-exception", "values-observed"), ("steps_errors", "functions")),
     Fault("callbacks-dropped", "callbacks for the end of the backward are dropped", within(_without_callbacks), ("hook-count",), ("steps_hooks",)),
     Fault("grad-mode-leaks", "grad mode stays off after a backward", _leaky, ("raises RuntimeError", "value-requires_grad", "no-exception"), ("steps_modes", "second_order")),
+    Fault("thread-backward-lost", "a backward in another thread accumulates nothing", _elsewhere(torch.autograd, "backward"),
+          ("value-none", "grad-none", "grad-values-bits", "values-bits"), ("steps_threads",)),
+    Fault("thread-hook-lost", "a hook that another thread registers does not run", _elsewhere(torch.Tensor, "register_hook", _NoHandle()),
+          ("hook-count",), ("steps_threads",)),
 )  # fmt: skip

@@ -6,12 +6,15 @@ In: a function or module. Out: a function that calls it and does one thing wrong
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -145,6 +148,40 @@ def _traced_once_more(target: Target) -> Target:
     return call
 
 
+class _WithoutGapped(TorchFunctionMode):
+    """A change in place through a view with gaps is lost."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Leaves out what changes such a view."""
+        name = getattr(func, "__name__", "")
+        changes = (
+            name.endswith("_") and not name.startswith("_") and args and isinstance(args[0], torch.Tensor)
+        )
+        if changes and args[0]._is_view() and _has_gaps(args[0]):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _has_gaps(view: torch.Tensor) -> bool:
+    """Whether memory lies between its elements that is none of them."""
+    span = 1 + sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
+    return 0 < view.numel() < span
+
+
+def _numbers_frozen(target: Target) -> Target:
+    """Every call sees Python's and NumPy's random numbers of the first one."""
+    first: list[Any] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if first:
+            random.setstate(first[0])
+            numpy.random.set_state(first[1])
+        first[:] = first or [random.getstate(), numpy.random.get_state()]
+        return target(*args, **kwargs)
+
+    return call
+
+
 def _own_python(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, (list, dict)) else value
 
@@ -261,5 +298,8 @@ FAULTS = (
           ("values-bits", "value-class", "hook-payload-bits", "grad-values-bits"), ("elementwise", "linear")),
     Fault("warning-lost", "a warning of the forward is not given", compiled_by(inside(_silent)), ("warning",), (), "warnings"),
     Fault("exception-type", "an error has another type", compiled_by(_another_error), ("raises AssertionError for RuntimeError", "values", "raises AssertionError"), ("steps_errors",)),
+    Fault("gapped-write-lost", "a change in place through a view with gaps is lost", compiled_by(inside(_WithoutGapped)),
+          ("values-bits", "state-values-bits", "state-values", "state-version", "no-exception", "value-requires_grad", *GRAD), ("mutation", "aliasing")),
+    Fault("numbers-frozen", "random numbers of Python and NumPy are those of the first call", compiled_by(_numbers_frozen), ("values-bits", "values", "grad-values-bits"), ("python",)),
     Fault("tensors-kept", "tensors stay alive for ever", compiled_by(_kept_forever), ("leak",), (), "leaks"),
 )  # fmt: skip

@@ -39,22 +39,27 @@ def _without(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _identities_forgotten() -> Iterator[None]:
-    """A Function that returns its input, or a view of all of it, is taken for nothing."""
+def _applied(applied: Callable[[Any, Any, tuple[Any, ...]], Any]) -> Iterator[None]:
+    """Functions are applied by this, which gets torch's own way, the class and the arguments."""
     before = torch.autograd.Function.__dict__[APPLY]
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        result = before.__get__(None, cls)(*args, **kwargs)
-        for arg in args:
-            if isinstance(arg, torch.Tensor) and isinstance(result, torch.Tensor) and _is_same(arg, result):
-                return arg
-        return result
+    def apply(cls: Any, *args: Any) -> Any:
+        return applied(before.__get__(None, cls), cls, args)
 
     setattr(torch.autograd.Function, APPLY, classmethod(apply))
     try:
         yield
     finally:
         setattr(torch.autograd.Function, APPLY, before)
+
+
+def _without_identities(apply: Any, cls: Any, args: tuple[Any, ...]) -> Any:
+    """A Function that returns its input, or a view of all of it, is taken for nothing."""
+    result = apply(*args)
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and isinstance(result, torch.Tensor) and _is_same(arg, result):
+            return arg
+    return result
 
 
 def _is_same(one: torch.Tensor, two: torch.Tensor) -> bool:
@@ -62,25 +67,61 @@ def _is_same(one: torch.Tensor, two: torch.Tensor) -> bool:
     return same_memory and one.shape == two.shape and one.stride() == two.stride()
 
 
-@contextmanager
-def _first_gradient_only() -> Iterator[None]:
+def _first_gradient_only(apply: Any, cls: Any, args: tuple[Any, ...]) -> Any:
     """Of two equal arguments of a Function only the first is differentiated."""
-    before = torch.autograd.Function.__dict__[APPLY]
+    seen: set[int] = set()
+    given = []
+    for arg in args:
+        twice = isinstance(arg, torch.Tensor) and id(arg) in seen
+        given.append(arg.detach() if twice else arg)
+        seen.add(id(arg))
+    return apply(*given)
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        seen: set[int] = set()
-        given = []
-        for arg in args:
-            twice = isinstance(arg, torch.Tensor) and id(arg) in seen
-            given.append(arg.detach() if twice else arg)
-            seen.add(id(arg))
-        return before.__get__(None, cls)(*given, **kwargs)
 
-    setattr(torch.autograd.Function, APPLY, classmethod(apply))
-    try:
-        yield
-    finally:
-        setattr(torch.autograd.Function, APPLY, before)
+def _inlined_in_transforms(apply: Any, cls: Any, args: tuple[Any, ...]) -> Any:
+    """Under a transform of torch.func, a Function is its forward, and its backward is ignored."""
+    inside_one = torch._C._functorch.peek_interpreter_stack() is not None
+    own = cls.setup_context is not torch.autograd.function._SingleLevelFunction.setup_context
+    return cls.forward(*args) if inside_one and own else apply(*args)
+
+
+def _with_backward(change: Callable[[Any], Any]) -> Callable[[Any, Any, tuple[Any, ...]], Any]:
+    """Functions are applied with their backward changed."""
+
+    def applied(apply: Any, cls: Any, args: tuple[Any, ...]) -> Any:
+        made = type(cls.__name__, (cls,), {"backward": staticmethod(change(cls.backward))})
+        return apply.__func__(made, *args)
+
+    return applied
+
+
+def _forgetful(backward: Any) -> Any:
+    """What a backward writes on its context is gone at the next call."""
+
+    def run(ctx: Any, *grads: Any) -> Any:
+        before = dict(ctx.__dict__)
+        try:
+            return backward(ctx, *grads)
+        finally:
+            ctx.__dict__.clear()
+            ctx.__dict__.update(before)
+
+    return run
+
+
+def _padded(backward: Any) -> Any:
+    """A backward that returns too few gradients is taken to mean None for the others."""
+
+    def run(ctx: Any, *grads: Any) -> Any:
+        result = backward(ctx, *grads)
+        missing = len(ctx.needs_input_grad) - (len(result) if isinstance(result, tuple) else 1)
+        return (
+            result
+            if missing <= 0
+            else (*(result if isinstance(result, tuple) else (result,)), *[None] * missing)
+        )
+
+    return run
 
 
 GRAD = ("grad-values-bits",)
@@ -97,13 +138,19 @@ FAULTS = (
           compiled_by(inside(_packed(lambda t: (t.dtype, t.bfloat16() if t.is_floating_point() else t), lambda pair: pair[1].to(pair[0])))),
           GRAD, ("elementwise", "linear")),
     Fault("identity-function-lost", "a Function that returns its input loses its backward",
-          compiled_by(inside(_identities_forgotten)), (*GRAD, "grad-none", "value-requires_grad", "log", "no-exception", "hook-payload-bits"), FUNCTIONS),
+          compiled_by(inside(lambda: _applied(_without_identities))), (*GRAD, "grad-none", "value-requires_grad", "log", "no-exception", "hook-payload-bits"), FUNCTIONS),
     Fault("equal-arguments", "one tensor in two slots of a Function gets one of its gradients",
-          compiled_by(inside(_first_gradient_only)), (*GRAD, "value-values-bits", "values-bits"), FUNCTIONS),
+          compiled_by(inside(lambda: _applied(_first_gradient_only))), (*GRAD, "value-values-bits", "values-bits"), FUNCTIONS),
     Fault("materialize-ignored", "set_materialize_grads(False) is not heard",
           compiled_by(inside(lambda: _without("set_materialize_grads"))), (*GRAD, "grad-none", "event-none"), FUNCTIONS),
     Fault("non-differentiable-ignored", "mark_non_differentiable is not heard",
           compiled_by(inside(lambda: _without("mark_non_differentiable"))), ("value-requires_grad",), FUNCTIONS),
     Fault("dirty-ignored", "mark_dirty is not heard",
           compiled_by(inside(lambda: _without("mark_dirty"))), ("state-version", "raises RuntimeError", "no-exception", "value-requires_grad", *GRAD), FUNCTIONS),
+    Fault("transform-ignores-function", "torch.func.grad differentiates a Function's forward",
+          compiled_by(inside(lambda: _applied(_inlined_in_transforms))), ("values-bits", "value-values-bits", *GRAD), ("transforms",)),
+    Fault("context-forgotten", "what a backward writes on its context is gone at the next call",
+          compiled_by(inside(lambda: _applied(_with_backward(_forgetful)))), (*GRAD, "values-bits", "value-values-bits"), FUNCTIONS),
+    Fault("too-few-gradients", "a backward that returns too few gradients is accepted",
+          compiled_by(inside(lambda: _applied(_with_backward(_padded)))), ("no-exception",), FUNCTIONS),
 )  # fmt: skip

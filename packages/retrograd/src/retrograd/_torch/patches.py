@@ -50,6 +50,9 @@ TABLE: Mapping[str, str] = {
     "torch._dynamo.variables.misc:AutogradFunctionVariable.call_apply": (
         "Dynamo takes Functions apart before it calls a backend, and loses what they say to autograd"
     ),
+    "torch._dynamo.variables.higher_order_ops:CheckpointHigherOrderVariable._call_function": (
+        "a checkpoint that changes a tensor changes it again when it is computed once more; a graph does not"
+    ),
     "torch._dynamo.utils:_get_fake_value_impl": (
         "what raises on fake tensors must raise where eager raises, after all that eager does before"
     ),

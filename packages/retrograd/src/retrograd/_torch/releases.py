@@ -28,6 +28,11 @@ def checkpoint_contexts(*args: Any, **kwargs: Any) -> Any:
     return kwargs["context_fn"] if CHECKPOINT.endswith("_impl") else args[2]
 
 
+def checkpoint_repeats_draws(*args: Any, **kwargs: Any) -> bool:
+    """The ``preserve_rng_state`` in a call of `CHECKPOINT`: since 2.14 by its name."""
+    return bool(kwargs["preserve_rng_state"] if CHECKPOINT.endswith("_impl") else args[1])
+
+
 def gradients_of(args: Sequence[Any]) -> tuple[list[Any], bool]:
     """The gradients that a compiled forward's backward was called with; whether as one list: since 2.12."""
     is_list = len(args) == 1 and isinstance(args[0], list)

@@ -76,6 +76,8 @@ class ThreadModes(NamedTuple):
         with ExitStack() as modes:
             modes.enter_context(torch.set_grad_enabled(self.grad))
             modes.enter_context(autocast_off())
+            modes.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(self.autocast_caches)
             for device, dtype in self.autocast:
                 modes.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=self.autocast_caches))
             yield

@@ -95,14 +95,42 @@ def inner_tensors(value: torch.Tensor) -> list[torch.Tensor]:
 
 
 def groups_sharing_memory(tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, ...]]:
-    """Keys of tensors that share a storage with another one, group by group."""
+    """Keys of tensors that share memory with another one, group by group."""
     by_storage: dict[int, list[int]] = {}
+    places: dict[int, tuple[int, int]] = {}
+    any_foreign = False
     for key, tensor in tensors.items():
         for inner in inner_tensors(tensor):
             if inner.layout is torch.strided and not _is_without_memory(inner):
                 by_storage.setdefault(storage_of(inner), []).append(key)
+                if not isinstance(inner, FakeTensor):
+                    storage = inner.untyped_storage()
+                    places[storage_of(inner)] = (storage.data_ptr(), storage.nbytes())
+                    any_foreign |= is_foreign(inner)
+    if any_foreign:
+        by_storage = _joined(by_storage, places)
     groups = {tuple(dict.fromkeys(keys)) for keys in by_storage.values()}
     return [group for group in sorted(groups) if len(group) > 1]
+
+
+def is_foreign(tensor: torch.Tensor) -> bool:
+    """Whether the memory was made outside of torch, as NumPy's. Two storages may show the same of it."""
+    return not tensor.untyped_storage().resizable()
+
+
+def _joined(
+    by_storage: Mapping[int, list[int]], places: Mapping[int, tuple[int, int]]
+) -> dict[int, list[int]]:
+    """The keys of storages that overlap, together."""
+    joined: dict[int, list[int]] = {}
+    last, end = 0, 0
+    for storage in sorted(by_storage, key=lambda one: places.get(one, (0, 0))):
+        begin, size = places.get(storage, (0, 0))
+        if not size or begin >= end:
+            last, end = storage, begin
+        joined.setdefault(last, []).extend(by_storage[storage])
+        end = max(end, begin + size)
+    return {storage: sorted(keys) for storage, keys in joined.items()}
 
 
 def _is_without_memory(tensor: torch.Tensor) -> bool:
@@ -115,7 +143,7 @@ def common_base(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     differentiable; else None. Only for plain tensors of one dtype."""
     if any(type(t) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for t in tensors):
         return None
-    if len({t.dtype for t in tensors}) > 1:
+    if len({t.dtype for t in tensors}) > 1 or len({storage_of(t) for t in tensors}) > 1:
         return None
     bases = [t._base if t._is_view() and t._base is not None else t for t in tensors]
     if all(base is bases[0] for base in bases):

@@ -163,7 +163,7 @@ class _Attempt:
             # A pytree would make a tuple of a size.
             flat, self.out_spec = pytree.tree_flatten(result, lambda value: isinstance(value, torch.Size))
             self.analysis = analyse(inputs, flat)
-            self.amended = self.plan.amended(self.state, self.analysis)
+            self.amended = inputs.with_aliases(self.plan.amended(self.state, self.analysis))
             if self.amended != self.plan:
                 return (0,)
             before = inputs.mutations(flat)

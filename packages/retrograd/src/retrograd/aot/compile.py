@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from retrograd._torch.pytree import tree_flatten
 from retrograd._torch.trace import InputGuard
-from retrograd.aot.capture import capture
+from retrograd.aot.capture import JointGraph, capture
+from retrograd.aot.kept import kept_partition
 from retrograd.aot.modules import FlatCall
 from retrograd.aot.partition import partition
 from retrograd.aot.run.call import CompiledFunction
@@ -204,7 +206,7 @@ def _differences(leaf: Leaf, value: Any, offsets_matter: bool) -> Iterator[str]:
         yield f"{'required' if leaf.requires_grad else 'did not require'} grad at capture"
 
 
-def run_stages(
+def run_stages(  # noqa: PLR0913 - what all stages together need
     state: CaptureState,
     config: Config,
     report: Report,
@@ -212,8 +214,34 @@ def run_stages(
     split_at_leaf_grads: bool = False,
     lazy: bool = True,
     ended_by: str = "",
+    graph: fx.GraphModule | None = None,
 ) -> CompiledFunction:
-    """Capture, apply passes, partition and compile."""
+    """Capture, apply passes, partition and compile.
+
+    Args:
+        state: what to capture.
+        config: the choices.
+        report: is told of the graph and of what runs as eager.
+        split_at_leaf_grads: as in ``aot.capture``.
+        lazy: as in ``aot.compile``.
+        ended_by: as in `GraphReport`.
+        graph: from Dynamo, if that is all that `state` calls; then partitions are kept on disk.
+    """
+    kept = None if graph is None else kept_partition(state, graph, config)
+    parts = None if kept is None else kept.read()
+    if parts is None:
+        parts = partition(_captured(state, config, split_at_leaf_grads), config.partitioner)
+        if kept is not None:
+            kept.write(parts)
+    code = compile_with(parts, config, report, lazy)
+    report.compiled(_described(parts, ended_by))
+    if AOT_LOGS["graph"].isEnabledFor(logging.DEBUG):
+        joint: Any = parts.joint
+        AOT_LOGS["graph"].debug("%s\n%s", state.name, joint.print_readable())
+    return code
+
+
+def _captured(state: CaptureState, config: Config, split_at_leaf_grads: bool) -> JointGraph:
     is_exact = not find_backend(config.backend).traces
     joint = capture(
         state,
@@ -221,14 +249,7 @@ def run_stages(
         split_at_leaf_grads=split_at_leaf_grads,
         sums_apart=is_exact,
     )
-    if config.passes:
-        joint = joint.apply(*config.passes)
-    parts = partition(joint, config.partitioner)
-    code = compile_with(parts, config, report, lazy)
-    report.compiled(_described(parts, ended_by))
-    if AOT_LOGS["graph"].isEnabledFor(logging.DEBUG):
-        AOT_LOGS["graph"].debug("%s\n%s", state.name, joint.print_readable())
-    return code
+    return joint.apply(*config.passes) if config.passes else joint
 
 
 def _described(partition: Partition, ended_by: str) -> GraphReport:

@@ -24,14 +24,14 @@ from retrograd.aot.parts import (
     needed_between,
     read_by_backward,
 )
-from retrograd.aot.policies import choose_saved, draws_random_numbers
+from retrograd.aot.policies import choose_saved, draws_random_numbers, named
 from retrograd.config import Policy
 from retrograd.errors import VerificationError
 from retrograd.graph.joint import Cotangent, Gradient
-from retrograd.graph.joint_graph import JointValues, Partition, RegionBackward, Saved, SavedKind
+from retrograd.graph.joint_graph import Choice, JointValues, Partition, RegionBackward, Saved, SavedKind
 
 
-def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
+def partition(joint: JointValues, policy: Policy | Choice = "min_cut") -> Partition:
     """Divide `joint`.
 
     Args:
@@ -39,6 +39,7 @@ def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
         policy: ``"min_cut"``: torch's minimum cut, which recomputes what is cheap; ``"save_all"``: what eager
             saves; ``"recompute_all"``: only inputs; or a callable in the form of torch's partitioners. Nodes
             whose ``meta["recompute"]`` is a ``torch.utils.checkpoint.CheckpointPolicy`` are treated so.
+            Or what an earlier partition of the same graph chose (``Partition.choice``).
 
     Raises:
         VerificationError: the law of a partition would be broken: a backward reads what is not saved, or an
@@ -46,11 +47,14 @@ def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
     """
     copy = replace(joint, gm=copied_module(joint.gm, lazy_graph_module))  # which may be changed
     memory = memory_of(copy.gm, copy.signature)
-    chosen = choose_saved(copy, memory, policy)
-    copies = {node for node in chosen if policy == "min_cut" and memory.is_forbidden(node)}
-    division = _Division(copy, memory, chosen, frozenset(copies))
-    result = division.partition()
-    return replace(result, joint=joint)
+    if isinstance(policy, Choice):
+        chosen, copies = (named(copy, names) for names in (policy.saved, policy.copies))
+    else:
+        chosen = choose_saved(copy, memory, policy)
+        copies = {node for node in chosen if policy == "min_cut" and memory.is_forbidden(node)}
+    choice = Choice(*(frozenset(node.name for node in nodes) for nodes in (chosen, copies)))
+    result = _Division(copy, memory, chosen, frozenset(copies)).partition()
+    return replace(result, joint=joint, choice=choice)
 
 
 @dataclass

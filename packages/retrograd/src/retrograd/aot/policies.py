@@ -137,6 +137,16 @@ def _reads_forbidden(node: fx.Node, memory: Memory) -> bool:
     return not memory.is_forbidden(node) and any(map(memory.is_forbidden, node.all_input_nodes))
 
 
+def named(joint: JointValues, names: Iterable[str]) -> set[fx.Node]:
+    """The nodes of these names.
+
+    Raises:
+        VerificationError: one that depends on a cotangent, or is not there.
+    """
+    reaching = cotangents_reaching(joint.gm.graph, joint.signature)
+    return _named({node.name: node for node in reaching if not reaching[node]}, names)
+
+
 def _named(known: Mapping[str, fx.Node], names: Iterable[str]) -> set[fx.Node]:
     """The nodes of these names, of those that depend on no cotangent."""
     for name in names:

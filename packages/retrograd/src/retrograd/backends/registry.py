@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from retrograd._torch.fx import boxed, copied, fill_in_place, lazy_graph_module
@@ -48,14 +49,14 @@ class InductorBackend(Backend):
     for_speed = True
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
-        self._settings = dict(settings or {})
+        self.settings = dict(settings or {})
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        with patched(self._settings):
+        with patched(self.settings):
             return decompositions()
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
-        with patched(self._settings):
+        with patched(self.settings):
             return compile_graph(
                 gm,
                 example_inputs,
@@ -80,6 +81,7 @@ class CustomBackend(Backend):
         self._fn = fn
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
+        expected = [_described(value) for value in _results(gm)]  # before `fn` may change the graph
         compiled = self._fn(gm, list(example_inputs))
         if not callable(compiled):
             raise BackendError(
@@ -87,7 +89,7 @@ class CustomBackend(Backend):
                 "expected a callable that runs the graph"
             )
         if getattr(compiled, "_boxed_call", False):
-            return compiled
+            return _Checked(self.name, compiled, expected)
 
         def run(args: list[Any]) -> Sequence[Any]:
             values = tuple(args)
@@ -95,7 +97,58 @@ class CustomBackend(Backend):
             result = compiled(*values)
             return result if isinstance(result, (tuple, list)) else (result,)
 
-        return run
+        return _Checked(self.name, run, expected)
+
+
+class _Checked:
+    """A user's code, whose results are looked at when it runs for the first time.
+
+    Args:
+        name: of the backend.
+        run: the code.
+        expected: what `_described` says of each result that was traced.
+    """
+
+    def __init__(self, name: str, run: Boxed, expected: Sequence[Any]) -> None:
+        self._name, self._run, self._expected = name, run, expected
+        self._is_proven = False
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        """Run it.
+
+        Raises:
+            BackendError: it gave another number of results, or results of another shape or dtype.
+        """
+        results = self._run(args)
+        if not self._is_proven:
+            self._check(results)
+            self._is_proven = True
+        return results
+
+    def _check(self, results: Sequence[Any]) -> None:
+        found = [_described(result) for result in results]
+        if len(found) != len(self._expected):
+            raise BackendError(
+                f"code of backend {self._name!r} returned {len(found)} results, "
+                f"expected {len(self._expected)}"
+            )
+        for i, (one, wanted) in enumerate(zip(found, self._expected, strict=True)):
+            if wanted is not None and one != wanted:
+                raise BackendError(f"result {i} of backend {self._name!r} is {one}, expected {wanted}")
+
+
+def _results(gm: fx.GraphModule) -> Sequence[Any]:
+    """What the graph gives, as it was traced; None where that is not known."""
+    (output,) = gm.graph.find_nodes(op="output")
+    values = output.args[0] if isinstance(output.args[0], (tuple, list)) else (output.args[0],)
+    return [value.meta.get("val") if isinstance(value, fx.Node) else None for value in values]
+
+
+def _described(value: Any) -> str | None:
+    """Dtype and shape of a tensor of known sizes; None of anything else."""
+    if not isinstance(value, torch.Tensor) or not all(type(size) is int for size in value.shape):
+        return None
+    return f"{value.dtype} {list(value.shape)}"
 
 
 #: the registered backends by name.

@@ -7,7 +7,7 @@ It is called with real inputs that have passed Dynamo's guards.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from retrograd._torch.dynamo import (
     why_not_as_given,
 )
 from retrograd._torch.state import torch_functions_off
-from retrograd._torch.tensor import common_base
+from retrograd._torch.tensor import common_base, groups_sharing_memory, is_foreign
 from retrograd._torch.trace import alias_of_fake, mode_among, run_graph
 from retrograd.aot.compile import run_stages
 from retrograd.aot.modules import ModuleState
@@ -35,7 +35,7 @@ from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import CaptureError, Reason
 from retrograd.graph.joint import PrimalKind
-from retrograd.graph.joint_graph import AliasGroup, CaptureState
+from retrograd.graph.joint_graph import AliasGroup, CaptureState, MemberView
 from retrograd.report import Report, reason_of
 from retrograd.specialize.callable import Specialized, Variant
 from retrograd.specialize.guard import MemoryGuard
@@ -129,7 +129,9 @@ class GraphFunction:
     def _compiled(self, state: CaptureState) -> CompiledFunction:
         # Code that is compiled later cannot add guards, because Dynamo installs its guards now.
         lazy = not has_symbols(state.fake_mode)
-        return run_stages(state, self._config, self._report, lazy=lazy, ended_by=why_ended(self._gm))
+        return run_stages(
+            state, self._config, self._report, lazy=lazy, ended_by=why_ended(self._gm), graph=self._gm
+        )
 
 
 def state_of_graph(
@@ -170,7 +172,7 @@ def state_of_graph(
     return replace(
         state,
         leaves=leaves,
-        aliases=tuple(_as_given(group, given) for group in state.aliases),
+        aliases=(*(_as_given(group, given) for group in state.aliases), *_unseen_groups(state, given)),
         free=lambda tensor: alias_of_fake(fake_of_attribute(mode, tensor)),
     )
 
@@ -181,6 +183,16 @@ def _as_given(group: AliasGroup, given: Sequence[Any]) -> AliasGroup:
     if base is None or group.base is None:
         return replace(group, base=None)
     return replace(group, base=replace(group.base, requires_grad=base.requires_grad, is_leaf=base.is_leaf))
+
+
+def _unseen_groups(state: CaptureState, given: Sequence[Any]) -> Iterator[AliasGroup]:
+    """Inputs that share memory that was not made by torch: their fakes do not."""
+    tensors = {i: value for i, value in enumerate(given) if isinstance(value, torch.Tensor)}
+    seen = {tuple(member.leaf for member in group.members) for group in state.aliases}
+    for group in groups_sharing_memory(tensors):
+        if group not in seen and any(is_foreign(tensors[i]) for i in group):
+            views = [MemberView(i, tensors[i].shape, tensors[i].stride(), 0, False) for i in group]
+            yield AliasGroup(tuple(views), None)
 
 
 def _kind(item: GraphInput) -> PrimalKind:

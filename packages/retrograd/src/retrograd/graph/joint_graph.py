@@ -344,6 +344,19 @@ class RegionBackward:
     checked: tuple[Saved, ...] = ()
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What a policy chose, by the names of nodes of the joint graph.
+
+    Attributes:
+        saved: what is saved.
+        copies: of those, what is saved as a copy.
+    """
+
+    saved: frozenset[str] = frozenset()
+    copies: frozenset[str] = frozenset()
+
+
 @dataclass(frozen=True, eq=False)
 class Partition:
     """Forward and backward of a joint graph.
@@ -356,6 +369,7 @@ class Partition:
         copied: places among the forward's results whose memory belongs to a primal, or to a result before
             them: they are copied before anything is written. (Not in the graph, where a backend would leave
             the copy out.)
+        choice: what the policy chose.
     """
 
     joint: JointValues
@@ -363,6 +377,7 @@ class Partition:
     saved: tuple[Saved, ...]
     backwards: tuple[RegionBackward, ...]
     copied: tuple[int, ...] = ()
+    choice: Choice = Choice()
 
     @property
     def saved_bytes(self) -> int:

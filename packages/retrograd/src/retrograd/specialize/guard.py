@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from retrograd._torch.subclass import fits, is_wrapper, layout_of
-from retrograd._torch.tensor import addresses_are, groups_sharing_memory, storage_of
+from retrograd._torch.tensor import addresses_are, groups_sharing_memory, is_foreign, storage_of
 from retrograd._torch.trace import InputGuard
 from retrograd.errors import Refusal
 from retrograd.graph.joint_graph import JointValues
@@ -114,7 +114,15 @@ def memory_layout(values: Sequence[Any]) -> Layout:
     """Which of the tensors among `values` share memory, and where each of these begins in it."""
     tensors = {i: value for i, value in enumerate(values) if isinstance(value, torch.Tensor)}
     groups = groups_sharing_memory(tensors)
-    return tuple((group, tuple(int(tensors[i].storage_offset()) for i in group)) for group in groups)
+    return tuple((group, _beginnings([tensors[i] for i in group])) for group in groups)
+
+
+def _beginnings(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Where each of the tensors begins in the memory that they share."""
+    plain = not any(map(is_wrapper, tensors))
+    if plain and any(storage_of(tensor) != storage_of(tensors[0]) for tensor in tensors):
+        return tuple(tensor.data_ptr() - tensors[0].data_ptr() for tensor in tensors)
+    return tuple(int(tensor.storage_offset()) for tensor in tensors)
 
 
 class MemoryGuard:
@@ -130,15 +138,21 @@ class MemoryGuard:
         plain = [i for i, value in enumerate(values) if _is_plain(value)]
         self._moving = [i for i in moving if i in plain]
         self._fixed = [i for i in plain if i not in moving]
-        self._is_simple = not self._layout and len(plain) == sum(isinstance(v, torch.Tensor) for v in values)
+        self._is_simple = (
+            not self._layout
+            and len(plain) == sum(isinstance(v, torch.Tensor) for v in values)
+            and not any(is_foreign(values[i]) for i in plain)
+        )
         self._addresses: list[int] = []
         self._storages: frozenset[int] = frozenset()
 
     def fits(self, values: Sequence[Any]) -> bool:
         """Whether `values` share memory in the same way."""
         if self._addresses and self._is_simple and addresses_are(list(values), self._addresses, self._fixed):
-            found = [storage_of(values[i]) for i in self._moving if values[i].numel()]
-            return len(set(found)) == len(found) and self._storages.isdisjoint(found)
+            moving = [values[i] for i in self._moving if values[i].numel()]
+            if not any(map(is_foreign, moving)):
+                found = [storage_of(value) for value in moving]
+                return len(set(found)) == len(found) and self._storages.isdisjoint(found)
         if memory_layout(values) != self._layout:
             return False
         self._addresses = [v.data_ptr() if _is_plain(v) else 0 for v in values]

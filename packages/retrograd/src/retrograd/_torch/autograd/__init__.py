@@ -13,6 +13,7 @@ from retrograd._torch.autograd.collection import (
     stock_compiler_off,
     window,
 )
+from retrograd._torch.autograd.function_code import Reading, methods_of, why_backward_has_effects
 from retrograd._torch.autograd.graph_task import (
     HookChanges,
     LateHook,

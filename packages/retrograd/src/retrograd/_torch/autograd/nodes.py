@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -165,17 +166,35 @@ def fitted(node: Any, slot: int, grad: torch.Tensor) -> torch.Tensor:
 
 
 def call_node(node: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Run the node; one gradient per edge, not fitted yet."""
+    """Run the node; one gradient per edge, not fitted yet.
+
+    Raises:
+        Refusal: a Python Function returned too few or too many gradients, or what is none; or it changed its
+            context, or the gradients that it was given.
+    """
     if not hasattr(node, "apply"):
         results = node(*grads)
         return list(results) if isinstance(results, tuple) else [results]
     if materializes_grads(node):
         grads = [zeros_of_slot(node, i)() if grad is None else grad for i, grad in enumerate(grads)]
-    before = dict(vars(node))
+    before = list(_held(vars(node)))
+    versions = [None if grad is None else grad._version for grad in grads]
     results = node.apply(*grads)
-    if vars(node) != before:
+    after = list(_held(vars(node)))
+    if len(after) != len(before) or any(one is not other for one, other in zip(after, before, strict=True)):
         raise Refusal("node-refused", f"the backward of {node.name()} changes its own context")
+    if [None if grad is None else grad._version for grad in grads] != versions:
+        raise Refusal("backward-effect", f"the backward of {node.name()} changes the gradient it is given")
     return _by_edge(node, results if isinstance(results, (tuple, list)) else (results,))
+
+
+def _held(value: Any, depth: int = 4) -> Iterator[Any]:
+    """What a context holds: the value, and what is in it if it is a container."""
+    yield value
+    if depth and isinstance(value, Mapping):
+        yield from (held for key, item in value.items() for held in (key, *_held(item, depth - 1)))
+    elif depth and isinstance(value, (list, tuple, set, deque)):
+        yield from (held for item in value for held in _held(item, depth - 1))
 
 
 def refuse_nan(name: str, grads: Sequence[torch.Tensor | None]) -> None:

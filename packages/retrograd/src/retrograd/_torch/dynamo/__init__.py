@@ -16,6 +16,7 @@ from retrograd._torch.dynamo.bridge import (
     why_ended,
     why_not_as_given,
 )
+from retrograd._torch.dynamo.checkpoints import keep_checkpoints_whole
 from retrograd._torch.dynamo.compiled_forwards import watch_compiled_forwards
 from retrograd._torch.dynamo.frames import (
     compiled_frames,

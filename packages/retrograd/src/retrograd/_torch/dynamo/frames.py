@@ -90,8 +90,9 @@ class _Callback:
 @contextmanager
 def _exact_numbers() -> Iterator[None]:
     """Inside, Dynamo takes a number that changes for a new constant. As a symbol it would be computed with by
-    the rules for real numbers: ``(x + 1e16) - 1e16`` is ``x`` then. The lock is Dynamo's own."""
-    with compile_lock, dynamo_config.patch(specialize_float=True):
+    the rules for real numbers: ``(x + 1e16) - 1e16`` is ``x`` then. Nor does it take ``addcdiv_`` and the
+    like apart, which round otherwise in one piece. The lock is Dynamo's own."""
+    with compile_lock, dynamo_config.patch(specialize_float=True, enable_dynamo_decompositions=False):
         yield
 
 

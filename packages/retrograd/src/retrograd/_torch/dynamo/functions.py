@@ -26,7 +26,7 @@ from torch._guards import Guard
 from torch._subclasses import FakeTensor
 
 from retrograd._torch import pytree
-from retrograd._torch.dynamo.function_code import Reading, methods_of
+from retrograd._torch.autograd import Reading, methods_of
 from retrograd._torch.dynamo.keep_eager import break_graph, keeps_eager
 from retrograd._torch.patches import handle, hidden_from_dynamo
 from retrograd._torch.tensor import storage_of

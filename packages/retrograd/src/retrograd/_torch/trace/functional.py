@@ -141,8 +141,8 @@ _BY_VALUE |= {f"lp_pool{dims}d" for dims in (1, 2, 3)}
 
 
 class FreeTensors(TorchFunctionMode):
-    """While open, real tensors are replaced by what `lift` makes of them. A symbolic exponent is replaced by
-    its value, which becomes a guard.
+    """While open, real tensors are replaced by what `lift` makes of them, the same each time. A symbolic
+    exponent is replaced by its value, which becomes a guard.
 
     Attributes:
         bared: tensors of which ``.data`` was taken.
@@ -169,9 +169,13 @@ class FreeTensors(TorchFunctionMode):
         kwargs = kwargs or {}
         if name in _BY_VALUE:
             args, kwargs = pytree.tree_map(_known, (args, kwargs))
-        if any(_is_free(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
-            args, kwargs = pytree.tree_map(self._replaced, (args, kwargs))
-        return func(*args, **kwargs)
+        free = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_free(leaf)]
+        if not free:
+            return func(*args, **kwargs)
+        args, kwargs = pytree.tree_map(self._replaced, (args, kwargs))
+        result = func(*args, **kwargs)
+        # What is changed in place is given back as the tensor that the function has: it may keep it.
+        return next((leaf for leaf in free if self._lift(leaf) is result), result)
 
     def _replaced(self, leaf: Any) -> Any:
         return self._lift(leaf) if _is_free(leaf) else leaf

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import _MakefxTracer, get_proxy_mode, track_tensor_tree
 
 from retrograd._torch.fx import is_random, lazily
-from retrograd._torch.state import seeds_and_states
+from retrograd._torch.state import real_tensors, seeds_and_states
 from retrograd.errors import Refusal
 from retrograd.process import tracing
 
@@ -59,6 +59,9 @@ class GraphTracer:
         finally:
             self.note = before
 
+    def close(self) -> None:
+        """The body has ended."""
+
     def _created(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node: fx.Node = self._create_node(kind, *args, **kwargs)
         if kind == "call_function":
@@ -79,11 +82,15 @@ class JointTracer(GraphTracer):
     def __init__(self, tracer: Any) -> None:
         super().__init__(tracer)
         self._generators = seeds_and_states()
+        with real_tensors():
+            self._state = torch.random.get_rng_state()
+        self.draws = 0
 
     def _annotate(self, node: fx.Node) -> None:
         is_backward = "is_backward" in self.note
         if is_random(node) and not is_backward:
-            self._refuse_other_numbers()
+            self.refuse_other_numbers()
+            self._move_generators()
         super()._annotate(node)
         if is_backward:
             return
@@ -91,10 +98,42 @@ class JointTracer(GraphTracer):
         if "stack_trace" not in node.meta and (line := _users_line()):
             node.meta["stack_trace"] = line
 
-    def _refuse_other_numbers(self) -> None:
-        """Fake tensors draw nothing: if a generator has moved, the function has set it."""
+    def inputs_with_kept_cast(self) -> set[str]:
+        """Names of the inputs so far of which a cast is read more than once, as one that autocast kept."""
+        placeholders = self._tracer.graph.find_nodes(op="placeholder")
+        return {
+            node.target
+            for node in placeholders
+            for user in node.users
+            if user.target is torch.ops.aten._to_copy.default and len(user.users) > 1
+        }
+
+    def refuse_other_numbers(self) -> None:
+        """If a generator is not where the draws so far have moved it, the function has set it.
+
+        Raises:
+            Refusal: it is elsewhere.
+        """
         if seeds_and_states() != self._generators:
-            raise Refusal("reseeded", "it seeds a generator of random numbers before it draws from it")
+            raise Refusal("reseeded", "it sets the state of a generator of random numbers")
+
+    def _move_generators(self) -> None:
+        """Move the generator, as a draw would. Fake tensors draw nothing, so that a function which puts the
+        state back afterwards would leave no trace."""
+        self.draws += 1
+        torch.default_generator.manual_seed(self.draws)
+        self._generators = seeds_and_states()
+
+    def close(self) -> None:
+        """Undo all moves of generators."""
+        if self.draws:
+            with real_tensors():
+                torch.random.set_rng_state(self._state)
+
+
+def draws_so_far() -> int:
+    """How many calls that draw random numbers this thread has traced into the graph that it makes."""
+    return getattr(_current.tracer, "draws", 0)
 
 
 class _Current(threading.local):
@@ -138,6 +177,7 @@ def make_graph(
         try:
             return tuple(body(_current.tracer))
         finally:
+            _current.tracer.close()
             _current.tracer = before
 
     dispatcher = enable_python_dispatcher() if python_kernels else nullcontext()

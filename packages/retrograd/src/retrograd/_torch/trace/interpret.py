@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,33 +27,75 @@ from torch.utils.checkpoint import (
 )
 
 from retrograd._torch.patches import handled_here
-from retrograd._torch.releases import CHECKPOINT, checkpoint_contexts, policy_context
-from retrograd._torch.trace.graph_tracer import noted, noted_here
+from retrograd._torch.releases import (
+    CHECKPOINT,
+    checkpoint_contexts,
+    checkpoint_repeats_draws,
+    policy_context,
+)
+from retrograd._torch.trace.functional import changes_of, mutations_of
+from retrograd._torch.trace.graph_tracer import draws_so_far, noted, noted_here
 from retrograd.errors import Refusal
+
+#: what the function that is traced was given; a checkpoint in it may change none of that.
+_GIVEN: ContextVar[Sequence[Any]] = ContextVar("given", default=())
 
 
 @contextmanager
-def checkpoints_marked() -> Iterator[None]:
-    """Checkpoints that run inside, on this thread, only mark."""
+def checkpoints_marked(given: Sequence[Any]) -> Iterator[None]:
+    """Checkpoints that run inside, on this thread, only mark.
+
+    Args:
+        given: what the function can change that others see; more may be appended while it runs.
+
+    Raises:
+        Refusal: a checkpoint changes one of these, which eager does again when it computes it once more.
+    """
     groups = itertools.count(1)
+    token = _GIVEN.set(given)
 
     def without_reentry(original: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         contexts = checkpoint_contexts(*args, **kwargs)
-        with Marking(contexts, CheckpointPolicy.MUST_RECOMPUTE, next(groups)):
+        marking = Marking(contexts, CheckpointPolicy.MUST_RECOMPUTE, next(groups))
+        with _repeatable(args, checkpoint_repeats_draws(*args, **kwargs)), marking:
             yield
 
     def reentrant(original: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         """In place of ``CheckpointFunction.apply``: gradients only if an argument requires grad."""
         wanted = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
         marking = Marking(None, CheckpointPolicy.MUST_RECOMPUTE, next(groups))
-        with torch.set_grad_enabled(wanted), marking:
+        with torch.set_grad_enabled(wanted), _repeatable(args, preserve_rng_state), marking:
             return function(*args)
 
-    with (
-        handled_here(CHECKPOINT, without_reentry),
-        handled_here("torch.utils.checkpoint:CheckpointFunction.apply", reentrant),
-    ):
-        yield
+    try:
+        with (
+            handled_here(CHECKPOINT, without_reentry),
+            handled_here("torch.utils.checkpoint:CheckpointFunction.apply", reentrant),
+        ):
+            yield
+    finally:
+        _GIVEN.reset(token)
+
+
+@contextmanager
+def _repeatable(args: Sequence[Any], repeats_draws: bool) -> Iterator[None]:
+    """Inside, a checkpoint runs. What it changes in place is changed again when eager computes it once more
+    for the backward, and other random numbers are drawn unless `repeats_draws`; a graph has one of each.
+
+    Raises:
+        Refusal: it changed its arguments, or what the traced function was given; or it drew.
+    """
+    given = _GIVEN.get()
+    seen, count = [value for value in (*given, *args) if isinstance(value, torch.Tensor)], len(given)
+    differentiable, before = torch.is_grad_enabled(), [mutations_of(value) for value in seen]
+    draws = draws_so_far()
+    yield
+    found = [changes_of(value) for value in given[count:] if isinstance(value, torch.Tensor)]
+    is_changed = any(change.elements or change.shape or change.memory for change in found)
+    if differentiable and (is_changed or [mutations_of(value) for value in seen] != before):
+        raise Refusal("backward-effect", "a checkpoint in it changes a tensor, which its backward does again")
+    if differentiable and not repeats_draws and draws_so_far() > draws:
+        raise Refusal("backward-effect", "a checkpoint in it draws other random numbers in its backward")
 
 
 class Marking(TorchDispatchMode):
@@ -132,5 +175,6 @@ class _Interpreter(fx.Interpreter):
             return super().call_function(target, args, kwargs)
         body, *inputs = args
         contexts = body.meta.get("_checkpoint_context_fn")
-        with Marking(contexts, CheckpointPolicy.PREFER_RECOMPUTE, next(self._checkpoints)):
+        marking = Marking(contexts, CheckpointPolicy.PREFER_RECOMPUTE, next(self._checkpoints))
+        with _repeatable(inputs, kwargs.get("preserve_rng_state", True)), marking:
             return _Interpreter(body, self._checkpoints).run(*inputs)

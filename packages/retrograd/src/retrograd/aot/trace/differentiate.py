@@ -24,6 +24,7 @@ from retrograd._torch.autograd import (
     leaf_of,
     refuse_nan,
     tells_undefined,
+    why_backward_has_effects,
 )
 from retrograd._torch.subclass import Layout, built, layout_of, parts_of
 from retrograd._torch.trace import JointTracer, plain, to_functional
@@ -174,7 +175,7 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     """Trace the backward of all differentiable values, into the graph of `tracer`.
 
     Raises:
-        Refusal: an autograd node gives what the engine would refuse.
+        Refusal: an autograd node gives what the engine would refuse, or changes what outlives it.
     """
     edges = {
         number: edge for number, value in enumerate(analysis.values) if (edge := _edge(value)) is not None
@@ -186,6 +187,7 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
             "not-representable", "two of its outputs have one and the same place in the autograd graph"
         )
     graph = graph_below(edges.values())
+    _refuse_effects(graph)
     primals = _accumulated(graph, inputs)
     hooked_leaves = frozenset(
         primal for primal in primals.values() if manner.split_at_leaf_grads and inputs.primals[primal].is_leaf
@@ -207,7 +209,16 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
                 made.undefined_matters.add(number)
             walk = Walk(graph, structure, primals, number, noting)
             made.grads.append(walk.run(_cotangents(tracer, roots, manner.layouts, made.cotangents)))
+    if any(leaf is not None and leaf.grad is not None for leaf in inputs.leaves):
+        raise Refusal("backward-effect", "its backward accumulates into the .grad of an input")
     return made
+
+
+def _refuse_effects(graph: LiveGraph) -> None:
+    for node in graph.nodes:
+        function = getattr(node.handle, "_forward_cls", None)
+        if function is not None and (reason := why_backward_has_effects(function)) is not None:
+            raise Refusal("backward-effect", f"{function.__qualname__}: {reason}")
 
 
 def _edge(value: TracedValue) -> tuple[Any, int] | None:

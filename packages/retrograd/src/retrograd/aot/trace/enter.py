@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,15 +36,18 @@ class EntryPlan:
         copies: whether inputs that require grad and are no leaves enter as copies, so that they may be
             changed.
         based: numbers of the alias groups whose members are views of one base.
+        aliased: whether inputs that require grad and are no leaves enter as aliases. Autocast keeps the casts
+            of leaves, and such an input is none.
     """
 
     copies: bool = False
     based: frozenset[int] = frozenset()
+    aliased: bool = False
 
     def with_copies(self, state: CaptureState) -> EntryPlan:
         """The plan for a function that failed: perhaps it changes an input that is no leaf."""
         any_inner = any(leaf.is_tensor and leaf.requires_grad and not leaf.is_leaf for leaf in state.leaves)
-        return EntryPlan(self.copies or any_inner, self.based)
+        return replace(self, copies=self.copies or any_inner)
 
     def amended(self, state: CaptureState, analysis: Analysis) -> EntryPlan:
         """The plan with a base for each group of which a member is changed."""
@@ -58,7 +61,7 @@ class EntryPlan:
                         "it changes an input whose memory another one shares in a way unknown to autograd",
                     )
                 based.add(number)
-        return EntryPlan(self.copies, frozenset(based))
+        return replace(self, based=frozenset(based))
 
 
 @dataclass
@@ -101,13 +104,20 @@ class Inputs:
         with (
             self.state.thread_modes.restored(),
             FreeTensors(self.found) as free,
-            checkpoints_marked(),
+            checkpoints_marked(self.entered),
         ):
             result = self.state.call(self.entries[:count])
             if torch.is_grad_enabled() != self.state.thread_modes.grad:
                 raise Refusal("not-representable", "it leaves grad mode switched")
+        self.tracer.refuse_other_numbers()
         self.bared, self.reads_offsets = free.bared, free.reads_offsets
         return result
+
+    def with_aliases(self, plan: EntryPlan) -> EntryPlan:
+        """The plan `plan`, with aliases if autocast has kept the cast of an input that is no leaf."""
+        kept = self.tracer.inputs_with_kept_cast()
+        inner = (f"primal_{i}" for i, p in enumerate(self.primals) if p.differentiable and not p.is_leaf)
+        return plan if kept.isdisjoint(inner) else replace(plan, aliased=True)
 
     def mutations(self, outputs: Sequence[Any]) -> list[Any]:
         """How often inputs and outputs have been written to so far, and their shapes."""
@@ -173,9 +183,9 @@ class Inputs:
             made._is_param = True
         self.leaves.append(made)
         entered = made
-        if differentiable and not given.is_leaf and self.plan.copies:
+        if differentiable and not given.is_leaf and (self.plan.copies or self.plan.aliased):
             with torch.enable_grad():
-                entered = made.clone()
+                entered = made.clone() if self.plan.copies else torch.ops.aten.alias.default(made)
         self.entered.append(entered)
         self.histories.append(entered.grad_fn)
         return entered

@@ -69,6 +69,9 @@ _STORES = {
     "YIELD_VALUE": "is a generator",
 }
 
+#: methods of containers that change them. What a method made itself, it may change.
+_FILLS = frozenset({"append", "extend", "insert", "pop", "popitem", "clear", "update", "setdefault"})
+
 _CHANGES = ("STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR")
 
 _VALUES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -102,6 +105,13 @@ class Reading:
     def still_holds(self) -> bool:
         """Whether the global names still stand for the functions that were read."""
         return all(names.get(name) is value for names, name, value in self.helpers)
+
+
+def why_backward_has_effects(function: Any) -> str | None:
+    """What the backward of a Function changes that outlives it, besides tensors and its context; None if its
+    code tells of nothing."""
+    methods = _unwrapped(function.backward)
+    return next(filter(None, (_Effects(method, Reading(), True).why_not() for method in methods)), None)
 
 
 def methods_of(function: Any) -> Iterator[types.FunctionType]:
@@ -170,7 +180,8 @@ class _Reader:
         if name in _STORES:
             return f"its {self._name} {_STORES[name]}"
         if name in ("LOAD_ATTR", "LOAD_METHOD"):
-            return self._why_not_attribute(step.argval)
+            is_local = before is not None and before.opname.startswith("LOAD_FAST")
+            return self._why_not_attribute(step.argval, is_local)
         if name == "STORE_ATTR" and not self._is_context(before):
             return f"its {self._name} sets attributes"
         return self._why_not_change(step) if self._is_backward else None
@@ -187,7 +198,9 @@ class _Reader:
         )
         return "its backward changes something in place" if is_sum or step.opname in _CHANGES else None
 
-    def _why_not_attribute(self, name: str) -> str | None:
+    def _why_not_attribute(self, name: str, is_local: bool) -> str | None:
+        if self._is_backward and name in _FILLS and not is_local:
+            return "its backward changes a container"
         if self._is_backward and name.endswith("_") and not name.endswith("__"):
             return "its backward changes something in place"
         return _ATTRIBUTES.get(name)
@@ -210,6 +223,20 @@ class _Reader:
         if is_applied and isinstance(value, type) and issubclass(value, torch.autograd.Function):
             return _why_not_repeatable(value, self._reading)
         return f"its {self._name} reads {name} when it runs"
+
+
+class _Effects(_Reader):
+    """Reads code for what it changes only, not for what it reads, nor for changes of tensors."""
+
+    def _why_not_change(self, step: Step) -> str | None:
+        return None
+
+    def _why_not_attribute(self, name: str, is_local: bool) -> str | None:
+        return "its backward changes a container" if name in _FILLS and not is_local else None
+
+    def _why_not_value(self, name: str, value: Any, is_applied: bool) -> str | None:
+        is_users = isinstance(value, types.FunctionType) and not _is_torchs(value)
+        return _Effects(value, self._reading, True).why_not() if is_users else None
 
 
 def _is_torchs(value: Any) -> bool:

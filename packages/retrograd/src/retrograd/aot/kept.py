@@ -1,0 +1,221 @@
+"""Partitions on disk, so that another process neither traces nor cuts the same graph again.
+
+In: a `CaptureState`, the graph from Dynamo that it calls, and the choices. Out: the `Partition` that an
+earlier process made of the same, or None; a file for the next process.
+
+A file holds JSON: the joint graph and the names of what is saved. Reading it runs nothing that stands there.
+It stands beside Inductor's files, and whatever keeps Inductor from using its cache holds here as well. It is
+written under another name first, so that no process sees half of it, and begins with a hash of the rest. What
+cannot be written, or be read again as the same graphs, is not kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from retrograd._torch import pytree
+from retrograd._torch.inductor import cache_folder
+from retrograd._torch.subclass import PLAIN
+from retrograd._torch.trace import is_fake
+from retrograd.aot.capture import JointGraph
+from retrograd.aot.export.serialize import read_graph, read_value, serialize_graph, serialize_value
+from retrograd.aot.kept_key import key_of, layout_of
+from retrograd.aot.partition import partition
+from retrograd.config import Config
+from retrograd.errors import Refusal
+from retrograd.events import AOT_LOGS, counters
+from retrograd.graph.joint_graph import CaptureState, Choice, Partition
+
+_log = AOT_LOGS["cache"]
+_FIELDS = ("signature", "values", "updates", "outputs", "undefined_matters", "is_single_region", "sums_apart")
+
+
+@dataclass(frozen=True)
+class KeptPartition:
+    """The place of one partition on disk.
+
+    Attributes:
+        state: of which it is.
+        file: where it stands, or will.
+    """
+
+    state: CaptureState
+    file: Path
+
+    def read(self) -> Partition | None:
+        """The partition that an earlier process wrote; None if there is none, or none that can be read."""
+        try:
+            found = _read(self.file.read_bytes(), self.state)
+        except FileNotFoundError:
+            counters["kept_partition_misses"] += 1
+            return None
+        except Exception as error:  # damaged, foreign, or of operators that are not here
+            _log.info("%s is not used: %s", self.file, error)
+            counters["kept_partition_misses"] += 1
+            return None
+        counters["kept_partition_hits"] += 1
+        return found
+
+    def write(self, made: Partition) -> None:
+        """Keep `made`, if it is the same when it is read again."""
+        try:
+            data = _written(made)
+            if (what := _difference(made, _read(data, self.state))) is not None:
+                raise Refusal("unwritable", what)
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.file.parent, suffix=".tmp")
+            try:
+                with os.fdopen(handle, "wb") as to:
+                    to.write(data)
+                os.replace(name, self.file)
+            except BaseException:
+                os.unlink(name)
+                raise
+        except Exception as error:
+            counters["kept_partition_refusals"] += 1
+            _log.info("%s is not kept on disk: %s", self.state.name, error)
+
+
+def kept_partition(state: CaptureState, gm: fx.GraphModule, config: Config) -> KeptPartition | None:
+    """Where the partition of `state` stands, which calls `gm`; None if it cannot be named.
+
+    Args:
+        state: whose sizes are static.
+        gm: from Dynamo.
+        config: the choices.
+    """
+    try:
+        name = key_of(state, gm, config)
+        return KeptPartition(state, Path(cache_folder(), "retrograd", name[:2], f"{name}.json"))
+    except Exception as error:
+        counters["kept_partition_refusals"] += 1
+        _log.info("%s is not looked up on disk: %s", state.name, error)
+        return None
+
+
+def _written(made: Partition) -> bytes:
+    joint: Any = made.joint
+    if joint.offsets_matter or joint.hooked_leaves or joint.reports:
+        raise Refusal("unwritable", "what depends on offsets, on hooks, or on passes")
+    if any(primal.found is not None or primal.group is not None for primal in joint.primals):
+        raise Refusal("unwritable", "tensors that the function found by itself")
+    if any(wrapping is not PLAIN for wrapping in joint.gradients.values()):
+        raise Refusal("unwritable", "gradients that are subclasses")
+    tensors: dict[str, torch.Tensor] = {}
+    memory: dict[int, int] = {}
+    data = {
+        "graph": serialize_graph(joint.gm, tensors),
+        "examples": [_example(node.meta.get("val"), memory) for node in joint.gm.graph.nodes],
+        "primals": [serialize_value(replace(primal, fake=None)) for primal in joint.primals],
+        "gradients": [serialize_value(place) for place in joint.gradients],
+        "out_spec": pytree.treespec_dumps(joint.out_spec),
+        "saved": sorted(made.choice.saved),
+        "copies": sorted(made.choice.copies),
+        **{name: serialize_value(getattr(joint, name)) for name in _FIELDS},
+    }
+    if tensors:
+        raise Refusal("unwritable", "tensors that the graph holds")
+    body = json.dumps(data).encode()
+    return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+
+def _read(data: bytes, state: CaptureState) -> Partition:
+    said, _, body = data.partition(b"\n")
+    if hashlib.sha256(body).hexdigest().encode() != said:
+        raise ValueError("it is damaged, or was not written here")
+    written = json.loads(body)
+    gm = read_graph(written["graph"], {}, None)
+    memory: list[torch.Tensor] = []
+    with torch.no_grad(), state.fake_mode:
+        for node, value in zip(gm.graph.nodes, written["examples"], strict=True):
+            if node.op != "output":
+                node.meta["val"] = _read_example(value, memory)
+    fields = {name: read_value(written[name], {}) for name in _FIELDS}
+    gm.meta["signature"] = fields["signature"]
+    inputs = gm.graph.find_nodes(op="placeholder")
+    primals = [read_value(one, {}) for one in written["primals"]]
+    joint = JointGraph(
+        state=state,
+        gm=gm,
+        primals=tuple(replace(one, fake=inputs[place].meta["val"]) for place, one in enumerate(primals)),
+        out_spec=pytree.treespec_loads(written["out_spec"]),
+        gradients={read_value(place, {}): PLAIN for place in written["gradients"]},
+        **fields,
+    )
+    return partition(joint, Choice(frozenset(written["saved"]), frozenset(written["copies"])))
+
+
+def _example(value: Any, memory: dict[int, int]) -> Any:
+    """The example value of a node; memory is numbered in the order of its first appearance."""
+    if isinstance(value, (list, tuple)):
+        return [_example(one, memory) for one in value]
+    if not isinstance(value, torch.Tensor):
+        return serialize_value(value)
+    if not is_fake(value) or value.layout is not torch.strided:
+        raise Refusal("unwritable", f"a value is a {type(value).__name__}, {value.layout}")
+    number = memory.setdefault(value.untyped_storage()._cdata, len(memory))
+    dtype, device = serialize_value(value.dtype), str(value.device)
+    return {"size": [*value.shape], "stride": [*value.stride()], "offset": value.storage_offset(),
+            "bytes": value.untyped_storage().nbytes(), "dtype": dtype, "device": device,
+            "memory": number}  # fmt: skip
+
+
+def _read_example(written: Any, memory: list[torch.Tensor]) -> Any:
+    if isinstance(written, list):
+        return tuple(_read_example(one, memory) for one in written)
+    if not isinstance(written, dict) or "memory" not in written:
+        return read_value(written, {})
+    size, stride = written["size"], written["stride"]
+    if written["memory"] < len(memory):
+        return memory[written["memory"]].as_strided(size, stride, written["offset"])
+    dtype = read_value(written["dtype"], {})
+    made = torch.empty_strided(size, stride, dtype=dtype, device=written["device"])
+    if made.untyped_storage().nbytes() != written["bytes"]:  # it shows a part of its memory
+        whole = torch.empty(written["bytes"] // made.itemsize, dtype=dtype, device=written["device"])
+        made = whole.as_strided(size, stride, written["offset"])
+    memory.append(made)
+    return made
+
+
+def _difference(made: Partition, read: Partition) -> str | None:
+    """What differs when a partition was written and read; None if nothing."""
+    if made.copied != read.copied or len(made.saved) != len(read.saved):
+        return "it saves something else"
+    for one, other in zip(made.saved, read.saved, strict=True):
+        if (one.name, one.kind, one.place, one.by_eager, one.is_view) != (
+            other.name, other.kind, other.place, other.by_eager, other.is_view,
+        ):  # fmt: skip
+            return f"{one.name} is saved otherwise"
+    for (name, graph), (_, same) in zip(_graphs(made), _graphs(read), strict=True):
+        for node, said, again in zip(graph.nodes, _said(graph), _said(same), strict=True):
+            if said != again:
+                return f"{node} of {name} is {said}, and is read as {again}"
+    return None
+
+
+def _graphs(made: Partition) -> list[tuple[str, fx.Graph]]:
+    backwards = [back.gm for back in made.backwards]
+    return [(gm._get_name(), gm.graph) for gm in (made.joint.gm, made.forward, *backwards)]
+
+
+def _said(graph: fx.Graph) -> Iterator[list[Any]]:
+    """Of each node, all that a code generator may read; memory by the number of its first appearance."""
+    memory: dict[int, int] = {}
+    for node in graph.nodes:
+        values = [
+            [*layout_of(value), memory.setdefault(value.untyped_storage()._cdata, len(memory))]
+            if isinstance(value, torch.Tensor)
+            else value
+            for value in pytree.tree_leaves(node.meta.get("val"))
+        ]
+        yield [node.op, node.name, str(node.target), str(node.args), str(node.kwargs), values]

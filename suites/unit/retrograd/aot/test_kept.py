@@ -1,0 +1,247 @@
+"""Partitions that stand on disk for the next process: which are found again, and that they are the same.
+
+Inductor's folder is a fresh one here, and its graphs are interpreted, so that no compiler runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from torch import nn
+
+from retrograd.backends.registry import AtenBackend, InductorBackend
+from retrograd.events import counters
+
+Program = Callable[[torch.Tensor], Any]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of partitions; empty."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(InductorBackend, "compile", AtenBackend.compile)
+    torch._dynamo.reset()
+    counters.clear()
+    yield tmp_path / "retrograd"
+    torch._dynamo.reset()
+
+
+def in_a_new_process(fn: Program, **options: Any) -> list[torch.Tensor]:
+    """What a step of `fn` gives where Dynamo knows nothing of it: outputs and gradients."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, requires_grad=True)
+    compiled = torch.compile(fn, backend="retrograd", options={"strict": True, **options})
+    outputs = compiled(x)
+    flat = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    roots = [output for output in flat if output.requires_grad]
+    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    assert x.grad is not None
+    parameters = list(fn.parameters()) if isinstance(fn, nn.Module) else []
+    found = [*flat, x.grad, *(p.grad for p in parameters if p.grad is not None)]
+    for parameter in parameters:
+        parameter.grad = None
+    return [value.detach().clone() for value in found]
+
+
+def counted() -> tuple[int, int, int]:
+    """Hits, misses and refusals since they were asked for last."""
+    kinds = ("hits", "misses", "refusals")
+    found = tuple(counters.pop(f"kept_partition_{kind}", 0) for kind in kinds)
+    return found[0], found[1], found[2]
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x @ x.t()).sum(0)
+
+
+def two_outputs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y = x.sin()
+    return y.exp(), (y * 2).tanh()
+
+
+def dropped(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.dropout(x, 0.3).square()
+
+
+def attention(x: torch.Tensor) -> torch.Tensor:
+    q = x.view(1, 1, 4, 6)
+    return torch.nn.functional.scaled_dot_product_attention(q, q.cos(), q.sin(), is_causal=True)
+
+
+def under_autocast(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return (x @ x.t()).float().softmax(-1)
+
+
+def indexed(x: torch.Tensor) -> torch.Tensor:
+    return x[:, 1:4].cumsum(-1)[..., ::2] * 3
+
+
+def changed_in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y[0].mul_(2)
+    return y.add_(1)
+
+
+def viewing(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y = x * 2
+    return y, y.view(6, 4)
+
+
+def normalised() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+
+
+def half_precision_loss(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = (x * 2).to(torch.bfloat16)
+    return torch.nn.functional.cross_entropy(logits.float(), torch.arange(4)), logits
+
+
+PROGRAMS = [
+    half_precision_loss,
+    gelu,
+    two_outputs,
+    dropped,
+    attention,
+    under_autocast,
+    indexed,
+    changed_in_place,
+    viewing,
+]
+
+
+@pytest.mark.parametrize("fn", PROGRAMS, ids=lambda fn: fn.__name__)
+def test_a_second_process_computes_the_same_bits(fn: Program) -> None:
+    first = in_a_new_process(fn)
+    _, missed, refused = counted()
+    second = in_a_new_process(fn)
+    hit, _, refused_again = counted()
+    assert (missed, refused_again) == (1, refused)
+    assert hit == 1 - refused
+    assert all(map(torch.equal, first, second))
+    assert hit == (fn is not viewing)  # how a view is made again is a function, which no file holds
+
+
+def test_a_module_with_buffers_is_found_again() -> None:
+    first, fresh = in_a_new_process(normalised()), counted()
+    second, again = in_a_new_process(normalised()), counted()
+    assert (fresh, again) == ((0, 1, 0), (1, 0, 0))
+    assert all(map(torch.equal, first, second))
+
+
+def test_what_is_found_can_be_differentiated_twice() -> None:
+    in_a_new_process(gelu)
+    torch._dynamo.reset()
+    x = torch.randn(4, 6, dtype=torch.float32, requires_grad=True)
+    (grad,) = torch.autograd.grad(torch.compile(gelu, backend="retrograd")(x).sum(), x, create_graph=True)
+    (expected,) = torch.autograd.grad(gelu(x).sum(), x, create_graph=True)
+    assert counted()[0] == 1
+    (second,), (wanted,) = (torch.autograd.grad(one.square().sum(), x) for one in (grad, expected))
+    torch.testing.assert_close(second, wanted)
+
+
+def other_constant(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x @ x.t(), approximate="tanh").sum(0)
+
+
+def test_another_constant_is_another_partition() -> None:
+    in_a_new_process(gelu)
+    in_a_new_process(other_constant)
+    assert counted() == (0, 2, 0)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        lambda: torch._functorch.config.patch(activation_memory_budget=0.5),
+        lambda: torch._inductor.config.patch(fallback_random=True),
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: torch.backends.mkldnn.flags(enabled=False),
+    ],
+    ids=["partitioner", "inductor", "autocast", "mkldnn"],
+)
+def test_other_settings_are_another_partition(setting: Callable[[], Any]) -> None:
+    in_a_new_process(gelu)
+    with setting():
+        in_a_new_process(gelu)
+    assert counted() == (0, 2, 0)
+
+
+def test_other_options_are_another_partition() -> None:
+    in_a_new_process(gelu)
+    in_a_new_process(gelu, partitioner="save_all")
+    in_a_new_process(gelu, single_region=True)
+    assert counted() == (0, 3, 0)
+
+
+def test_what_has_no_name_is_not_kept(folder: Path) -> None:
+    in_a_new_process(gelu, passes=[lambda gm, inputs: gm])
+    in_a_new_process(gelu, partitioner=torch._functorch.partitioners.default_partition)
+    held = torch.arange(6.0)
+    in_a_new_process(lambda x: x * torch.tensor([1.0, 2, 3, 4, 5, 6]) + held)
+    assert counted()[0] == 0
+    assert not folder.exists() or all(len(list(part.iterdir())) == 1 for part in folder.iterdir())
+
+
+def _only_file(folder: Path) -> Path:
+    (found,) = folder.glob("*/*")
+    return found
+
+
+@pytest.mark.parametrize("cut", [0, 1, 64, 65, 200, -1])
+def test_a_truncated_file_is_written_again(folder: Path, cut: int) -> None:
+    first = in_a_new_process(gelu)
+    file = _only_file(folder)
+    file.write_bytes(file.read_bytes()[:cut])
+    assert all(map(torch.equal, first, in_a_new_process(gelu)))
+    assert counted() == (0, 2, 0)
+    assert all(map(torch.equal, first, in_a_new_process(gelu)))
+    assert counted() == (1, 0, 0)
+
+
+@pytest.mark.parametrize("entry", ["graph", "saved", "copies", "primals", "examples", "out_spec"])
+def test_a_foreign_file_is_not_used(folder: Path, entry: str) -> None:
+    first = in_a_new_process(gelu)
+    file = _only_file(folder)
+    data = json.loads(file.read_bytes().partition(b"\n")[2])
+    data[entry] = ["something", "else"]
+    body = json.dumps(data).encode()
+    file.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+    assert all(map(torch.equal, first, in_a_new_process(gelu)))
+    assert counted() == (0, 2, 0)
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(folder: Path) -> None:
+    folder.write_text("in the way")
+    in_a_new_process(gelu)
+    assert counted()[2] == 1
+
+
+def test_nothing_is_kept_where_inductor_keeps_nothing(folder: Path) -> None:
+    with torch._inductor.config.patch(force_disable_caches=True):
+        in_a_new_process(gelu)
+    os.chmod(folder.parent, 0o777)
+    in_a_new_process(gelu)
+    assert counted() == (0, 0, 2)
+    assert not folder.exists()
+
+
+def test_no_unfinished_file_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("retrograd.aot.kept.os.replace", full)
+    in_a_new_process(gelu)
+    assert list(folder.glob("*/*")) == []

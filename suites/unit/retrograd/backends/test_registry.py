@@ -1,0 +1,97 @@
+"""Backends of users: what their code returns is looked at when it first runs, and eager goes on if wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import retrograd
+import retrograd.aot
+from retrograd.backends.registry import find_backend
+from retrograd.errors import BackendError
+
+Change = Callable[[list[Any]], list[Any]]
+
+#: what a faulty backend makes of right results.
+FAULTS: dict[str, Change] = {
+    "too_few": lambda results: results[:-1],
+    "too_many": lambda results: [*results, results[0]],
+    "another_shape": lambda results: [r.flatten() if isinstance(r, Tensor) else r for r in results],
+    "another_dtype": lambda results: [
+        r.double() if isinstance(r, Tensor) and r.is_floating_point() else r for r in results
+    ],
+}
+
+
+def faulty(change: Change) -> Callable[..., Any]:
+    """A backend that runs the graph and changes its results."""
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return lambda *args: change(list(gm(*args)))
+
+    return backend
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def losses(way: str, backend: Any) -> list[float]:
+    """Three steps of training."""
+    net, x = model(), torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    call: Any = net
+    if way == "aot":
+        call = retrograd.aot.module(net, backend=backend)
+    elif way == "compile":
+        call = retrograd.compile(net, backend=backend)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    seen = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = call(x).square().mean()
+        if way == "live":
+            with retrograd.compiled_autograd(backend=backend):
+                loss.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("way", ["live", "aot", "compile"])
+def test_eager_goes_on_where_results_are_wrong(way: str, fault: str) -> None:
+    retrograd.reset()
+    torch._dynamo.reset()
+    assert losses(way, faulty(FAULTS[fault])) == losses("eager", None)
+
+
+def graph_of(fn: Callable[[Tensor], Any]) -> torch.fx.GraphModule:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(fn)(torch.ones(2, 3))
+
+
+def test_the_error_names_the_result() -> None:
+    gm = graph_of(lambda x: (x * 2, x.sum()))
+    code = find_backend(faulty(FAULTS["another_shape"])).compile(gm, [torch.ones(2, 3)])
+    with pytest.raises(BackendError, match=r"result 0 of backend 'backend' is torch.float32 \[6\]"):
+        code([torch.ones(2, 3)])
+
+
+def test_right_results_are_looked_at_once() -> None:
+    gm, seen = graph_of(lambda x: (x * 2,)), []
+
+    def once_right(results: list[Any]) -> list[Any]:
+        seen.append(1)
+        return results if len(seen) == 1 else [results[0].flatten()]
+
+    code = find_backend(faulty(once_right)).compile(gm, [torch.ones(2, 3)])
+    assert [code([torch.ones(2, 3)])[0].shape for _ in range(2)] == [(2, 3), (6,)]
