@@ -13,6 +13,7 @@ from torch import fx
 from torch.nn import Parameter
 
 from retrograd.passes.aten import (
+    JointPass,
     accumulate_in_fp32,
     clip_gradients,
     fold_constants,
@@ -23,7 +24,6 @@ from retrograd.passes.aten import (
     remove_dead_code,
     run_passes,
 )
-from retrograd.passes.aten.run import JointPass
 from unit.retrograd.aot.joint_graphs import Joint, joint, joint_by_hand, text
 
 aten = torch.ops.aten

@@ -6,8 +6,10 @@ In: the user's choices. Out: `CompiledAutograd` contexts, compiled callables and
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,11 +20,9 @@ from retrograd._torch.probe import check_supported
 from retrograd.backends.background import wait_for_all
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
-from retrograd.decorate import decorated
 from retrograd.dynamo import config_of
 from retrograd.dynamo.backend import retrograd as dynamo_backend
 from retrograd.live.contexts import (
-    ProcessWide,
     begin_claims,
     claim,
     end_claims,
@@ -30,6 +30,7 @@ from retrograd.live.contexts import (
     is_anything_open,
     leave,
     open_gateway,
+    set_process_wide,
 )
 from retrograd.live.session import Session
 from retrograd.process import forget_everything
@@ -248,12 +249,12 @@ def enable(backend: str | Callable[..., Any] = "inductor", **options: Any) -> No
     """
     config = compiled_autograd(backend, **options).config
     check_supported()
-    ProcessWide.switch(Session(config, process_report, is_paced=True))
+    set_process_wide(Session(config, process_report, is_paced=True))
 
 
 def disable() -> None:
     """End what `enable` began. Open contexts stay open. Without `enable` this does nothing."""
-    ProcessWide.switch(None)
+    set_process_wide(None)
 
 
 def explain(
@@ -290,3 +291,64 @@ def reset() -> None:
     What `enable` set stays set, and open contexts stay open: their next backwards are captured anew.
     """
     forget_everything()
+
+
+# a context around a function, also one that is suspended in between
+
+
+def decorated(context: AbstractContextManager[Any], fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` inside `context`. A generator's caller must not find itself inside it while the generator is
+    suspended, so it is entered anew each time that the generator goes on.
+
+    Raises:
+        TypeError: `fn` is an asynchronous generator function.
+    """
+    if inspect.isasyncgenfunction(fn):
+        raise TypeError(
+            f"compiled_autograd cannot decorate the asynchronous generator {fn.__qualname__}\n"
+            "  try    a with statement around the backward inside it"
+        )
+    if inspect.iscoroutinefunction(fn):
+        return _coroutine(context, fn)
+    return _generator(context, fn) if inspect.isgeneratorfunction(fn) else _plain(context, fn)
+
+
+def _plain(context: AbstractContextManager[Any], fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return fn(*args, **kwargs)
+
+    return run
+
+
+def _coroutine(context: AbstractContextManager[Any], fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    async def run(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return await fn(*args, **kwargs)
+
+    return run
+
+
+def _generator(context: AbstractContextManager[Any], fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        generator = fn(*args, **kwargs)
+        resume, given = generator.send, None
+        while True:
+            try:
+                with context:
+                    value = resume(given)
+            except StopIteration as stop:
+                return stop.value
+            try:
+                resume, given = generator.send, (yield value)
+            except GeneratorExit:
+                with context:
+                    generator.close()
+                raise
+            except BaseException as error:
+                resume, given = generator.throw, error
+
+    return run

@@ -41,16 +41,8 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 1
 
 
-def _is_duration(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and value >= 0)
-
-
 def _is_compiler(value: Any) -> bool:
     return isinstance(value, str) or callable(value) or callable(getattr(value, "compile", None))
-
-
-def _are_passes(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(one, str) or callable(one) for one in value)
 
 
 #: for each option, whether it may have a value, and what it may be in words.
@@ -65,7 +57,12 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         f"one of {', '.join(map(repr, PARTITIONERS))}, or a callable "
         "(gm, inputs, *, num_fwd_outputs) -> (forward, backward)",
     ),
-    "passes": (_are_passes, "a sequence of pass names and callables (gm, example_inputs) -> gm"),
+    "passes": (
+        lambda value: (
+            isinstance(value, tuple) and all(isinstance(one, str) or callable(one) for one in value)
+        ),
+        "a sequence of pass names and callables (gm, example_inputs) -> gm",
+    ),
     "dynamic": (lambda value: value is None or _is_switch(value), "None, True or False"),
     "recompile_limit": (_is_count, "a whole number, at least 1"),
     "cache_size": (_is_count, "a whole number, at least 1"),
@@ -82,7 +79,10 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "background": (_is_switch, "True or False"),
     "cudagraphs": (_is_switch, "True or False"),
     "stock_dynamo": (_is_switch, "True or False"),
-    "compile_timeout": (_is_duration, "None, or a number of seconds, at least 0"),
+    "compile_timeout": (
+        lambda value: value is None or (type(value) in (int, float) and value >= 0),
+        "None, or a number of seconds, at least 0",
+    ),
 }
 
 
@@ -91,25 +91,11 @@ class Config:
     """Settings of one compiled callable or context.
 
     Attributes:
-        backend: a registered name (``"inductor"``, ``"aten"``, ``"eager"``) or a callable
-            ``(gm, example_inputs) -> callable`` that receives functional ATen graphs.
-        backward: the same for the backward graphs; None: as `backend`.
-        partitioner: what the forward saves for the backward; see ``aot.partition``.
-        passes: applied to the joint graph, in order: names, or callables ``(gm, example_inputs) -> gm``.
-        strict: raise an error where something cannot be captured or compiled, instead of running it as eager
-            does.
-        dynamic: ``None``: sizes are static until they change, then symbolic; ``True``: symbolic from
-            the start; ``False``: always static.
-        recompile_limit: how often one piece of code is compiled. After that it runs as eager runs it.
-        cache_size: for how many kinds of input code is kept. The least recently used is dropped first.
-        opaque: names of autograd nodes, such as ``"MulBackward0"``, that run as opaque calls; a frozenset.
-        regions: whether repeated structure is compiled once where that pays. A number is the smallest size
-            that pays, in autograd nodes.
+        backend, strict, dynamic, recompile_limit, opaque, regions, background, cudagraphs, compile_timeout:
+            as in `compiled_autograd`, for every way in.
+        backward, partitioner, passes: as in ``aot.function``.
         single_region: differentiate all outputs together, as stock AOTAutograd does.
-        background: compile on another thread, and interpret until the code is there; ``compile_timeout=0``.
-        cudagraphs: record what compiled code does on a CUDA device, and replay it where that is safe.
-        compile_timeout: seconds after which a compilation goes on in the background, while calls run as eager
-            runs them; None: calls wait.
+        cache_size: for how many kinds of input code is kept. The least recently used is dropped first.
         stock_dynamo: behind Dynamo, leave to it what it loses: it takes each ``autograd.Function`` apart,
             does not look for hooks of modules that were set after the first call, and raises errors of its
             own.

@@ -47,12 +47,7 @@ def first_line(error: BaseException) -> str:
 
 
 class Refusal(Exception):
-    """Something cannot be captured, traced, inlined or recorded. The caller that catches it makes a `Reason`.
-
-    Args:
-        code: as in `Reason`.
-        text: what was found, in one sentence.
-    """
+    """Something cannot be captured, traced, inlined or recorded. Whoever catches it makes a `Reason`."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)

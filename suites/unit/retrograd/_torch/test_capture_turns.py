@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import retrograd
-from retrograd._torch.autograd.capture_turns import window
+from retrograd._torch.autograd.collection import window
 from retrograd.live.capture.recorder import BackwardRecorder
 from unit.retrograd._torch import forks
 from unit.retrograd._torch.forks import Meeting, another_thread, compiled_square

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from retrograd._torch.fx.graphs import add_call, add_copy, add_placeholder, copied
+from retrograd._torch.fx import add_call, add_copy, add_placeholder, copied
 from retrograd.live.calls.nodes import NodeFunction
 
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 import retrograd
 from retrograd import aot
 from retrograd.aot.run.call import CompiledFunction
-from retrograd.graph.partition import Partition
+from retrograd.graph.joint_graph import Partition
 
 Fn = Callable[..., Any]
 #: gives the tensors whose gradients count, and the arguments of the call.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from retrograd import aot
-from retrograd.aot.run.attach import steps_of
+from retrograd.aot.run.call import steps_of
 
 Leaves = Sequence[torch.Tensor]
 

@@ -14,7 +14,7 @@ from retrograd import aot
 from retrograd._torch.inductor import decompositions
 from retrograd.errors import OptionError, VerificationError
 from retrograd.graph.joint import Gradient
-from retrograd.graph.partition import Partition, SavedKind
+from retrograd.graph.joint_graph import Partition, SavedKind
 from unit.retrograd.aot.against_eager import captured, leaf, tensor
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from retrograd import aot
-from retrograd.graph.capture_state import CaptureState
+from retrograd.graph.joint_graph import CaptureState
 from unit.retrograd.aot.against_eager import leaf, tensor
 
 

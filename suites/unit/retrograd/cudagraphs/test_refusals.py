@@ -7,8 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from retrograd.cudagraphs import graphed_call
-from retrograd.cudagraphs.graphed_call import GraphedCall, graphed
-from retrograd.cudagraphs.refusals import device_of, why_not_recorded
+from retrograd.cudagraphs.graphed_call import GraphedCall, device_of, graphed, why_not_recorded
 from unit.retrograd.cudagraphs.without_device import Recorder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import tomllib
 import weakref
 from contextlib import nullcontext
@@ -19,10 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from retrograd.aot import stages
 from retrograd.dynamo import config_of, graph_function, list_mode_options, list_options, retrograd
 from retrograd.errors import CaptureError, FallbackWarning, OptionError
 from retrograd.report import process_report
+
+stages = importlib.import_module("retrograd.aot.compile")  # its package has a function of that name
 
 EAGER = {"backend": "eager"}
 STRICT = {"backend": "eager", "strict": True}

@@ -14,8 +14,8 @@ import torch
 from torch._C._dynamo import compiled_autograd as engine_protocol
 
 import retrograd
-from retrograd._torch.autograd import hooks, queries
-from retrograd.live.lower import lowered
+from retrograd._torch.autograd import graph_task
+from retrograd.live.lower import lowerer
 from retrograd.live.lower import lowerer as lower
 from unit.retrograd.programs import Square, everything, leaf, observed
 
@@ -32,8 +32,8 @@ def state_left() -> dict[str, object]:
     """All that a backward may leave behind; empty when it leaves nothing."""
     left = {
         "compiler": engine_protocol.set_autograd_compiler(None, False)[0],
-        "queries": queries._stack.running,
-        "watch": hooks._watched,
+        "queries": graph_task._stack.running,
+        "watch": graph_task._watched,
         "autocast": torch.is_autocast_enabled("cpu"),
         "grad mode": not torch.is_grad_enabled(),
         "graph task": torch._C._current_graph_task_id() != -1,
@@ -49,9 +49,9 @@ STAGES: dict[str, tuple[object, str]] = {
     "guard": (lower, "InputGuard"),
     "guard check": (lower.InputGuard, "check"),
     "why not": (lower.InputGuard, "why_not"),
-    "decompositions": (lowered.Backend, "decompositions"),
-    "compile": (lowered.Backend, "compile"),
-    "run": (lowered.Lowered, "__call__"),
+    "decompositions": (lowerer.Backend, "decompositions"),
+    "compile": (lowerer.Backend, "compile"),
+    "run": (lowerer.Lowered, "__call__"),
 }
 
 
@@ -59,7 +59,7 @@ STAGES: dict[str, tuple[object, str]] = {
 def planted(stage: str, monkeypatch: pytest.MonkeyPatch):
     """Every call of this stage raises."""
     owner, name = STAGES[stage]
-    if owner is lowered.Backend:
+    if owner is lowerer.Backend:
         owner = retrograd.backends.registry.AtenBackend
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, failing)

@@ -10,12 +10,11 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 import retrograd
-from retrograd.graph.backward_graph import BackwardGraph
-from retrograd.graph.render import readable
-from retrograd.graph.verify import verify_layout
-from retrograd.live.backward import LiveBackward
+from retrograd._torch.autograd.request import LiveBackward
+from retrograd.graph.backward_graph import BackwardGraph, readable
 from retrograd.live.capture.cut import cut
 from retrograd.live.captured import CapturedBackward
+from retrograd.passes.lay_out_like_eager import verify_layout
 from unit.retrograd.programs import leaf
 
 

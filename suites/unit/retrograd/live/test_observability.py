@@ -144,8 +144,8 @@ def test_texts_are_not_made_when_nobody_listens(monkeypatch: pytest.MonkeyPatch)
     def not_wanted(*args: object) -> str:
         raise AssertionError("a text that nobody reads")
 
-    monkeypatch.setattr("retrograd.live.plan_log.readable", not_wanted)
-    monkeypatch.setattr("retrograd.live.plan_log.readable_schedule", not_wanted)
+    monkeypatch.setattr("retrograd.report.readable", not_wanted)
+    monkeypatch.setattr("retrograd.report.readable_schedule", not_wanted)
     monkeypatch.setattr(torch._C._autograd, "_profiler_enabled", lambda: False)
     trace_log = torch._logging._internal.trace_log
     monkeypatch.setattr(trace_log, "handlers", [])

@@ -321,10 +321,10 @@ def test_a_captured_structure_is_captured_once() -> None:
 
 @pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
 def test_what_cannot_be_released_falls_back_before_anything_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr("retrograd.live.capture.retained_graph.release", refuse)
+    monkeypatch.setattr("retrograd.live.capture.retained_graph.request_to_release", refuse)
     events: Events = []
     w = leaf()
     with watched(events):

@@ -12,8 +12,7 @@ import torch
 from torch import fx
 
 from retrograd.errors import PassError, VerificationError
-from retrograd.graph.joint import Primal
-from retrograd.graph.verify import verify_joint
+from retrograd.graph.joint import Primal, verify_joint
 from retrograd.passes.aten import fold_constants, remove_dead_code, run_passes
 from unit.retrograd.aot.joint_graphs import Joint, interpreted, joint, joint_by_hand
 

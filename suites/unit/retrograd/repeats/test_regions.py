@@ -12,10 +12,10 @@ from expecttest import assert_expected_inline
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from retrograd._torch.fx.graphs import boxed
+from retrograd._torch.fx import boxed
 from retrograd.repeats.compile import compile_in_regions
 from retrograd.repeats.divide import divided
-from retrograd.repeats.outline import call_of, graph_of
+from retrograd.repeats.outline import graph_of, tokenised
 
 Fn = Callable[..., Any]
 
@@ -182,7 +182,7 @@ def test_numbers_that_python_takes_for_equal(one: Any, other: Any) -> None:
     calls = [graph.call_function(torch.ops.aten.mul.Tensor, (x, value)) for value in (one, other, one)]
     for call in calls:
         call.meta["val"] = torch.ones(2)
-    tokens = [call_of(call).token for call in calls]
+    tokens = [tokenised(call).token for call in calls]
     assert tokens[0] == tokens[2] != tokens[1]
 
 

@@ -19,8 +19,8 @@ from torch._dynamo.compiled_autograd import AutogradCompilerInstance
 from torch.utils.checkpoint import checkpoint
 
 from retrograd._torch.autograd.collection import Kept, clear_engine_cache, collect
-from retrograd._torch.autograd.engine import EngineRequest
 from retrograd._torch.autograd.protocol import EngineProtocol
+from retrograd._torch.autograd.request import EngineRequest
 from retrograd._torch.patches import TABLE, handled_here, owner_and_attribute
 from retrograd._torch.releases import CHECKPOINT
 from retrograd.errors import Refusal, UnsupportedTorchError, first_line
@@ -39,6 +39,7 @@ REQUIRED = {
     "_DisableAutocast _FunctionBase _TorchDispatchModeKey _current_graph_task_id "
     "_get_deterministic_algorithms _get_deterministic_algorithms_warn_only _get_dispatch_mode "
     "_get_tracing_state _is_any_autocast_enabled _len_torch_dispatch_stack _len_torch_function_stack "
+    "_get_cudnn_enabled _get_mkldnn_enabled "
     "_set_grad_enabled _storage_Use_Count",
     "torch:_C.TensorBase.": "grad",
     "torch:_C._autograd.": "CreationMeta SavedTensor _get_creation_meta _get_current_graph_task_keep_graph "
@@ -97,7 +98,7 @@ class _Listener:
     def enter_node(self, index: int, name: str) -> None:
         self.nodes.append(name)
 
-    def node(self, name: str, fn: Any, grads: Any, args: Any, wanted: list[bool]) -> list[Any]:
+    def node(self, name: str, fn: Any, grads: Any, args: Any, wanted: list[bool], is_cpp: bool) -> list[Any]:
         return [name if want else None for want in wanted]
 
     def validate(self, fn: Any, outputs: list[Any], args: Any) -> list[Any]:

@@ -79,11 +79,7 @@ def frame_limits(optimize: Callable[..., Any], recompile_limit: int) -> dict[str
 
 
 def raised_on_fakes(errors: Any) -> tuple[type[Exception], ...]:
-    """What Dynamo raises where an operation fails on fake tensors: since 2.15 what ``try`` can catch, too.
-
-    Args:
-        errors: the module ``torch._dynamo.exc``.
-    """
+    """What Dynamo raises where an operation fails on fake tensors: since 2.15 what ``try`` can catch, too."""
     return errors.TorchRuntimeError, getattr(errors, "FakeTensorObservedException", errors.TorchRuntimeError)
 
 

@@ -206,11 +206,7 @@ class ModesKept:
 
 
 class UserCode(ModesKept):
-    """Calls user code, one call after the other, and puts modes back after each.
-
-    Args:
-        modes: what `ThreadModes.now` gives now.
-    """
+    """Calls user code, one call after the other, and puts modes back after each."""
 
     __slots__ = ("_modes",)
 

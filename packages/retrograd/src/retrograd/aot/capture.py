@@ -28,11 +28,10 @@ from retrograd.aot.trace.analyse import Analysis, analyse
 from retrograd.aot.trace.differentiate import Differentiated, Manner, differentiate
 from retrograd.aot.trace.enter import EntryPlan, Inputs
 from retrograd.errors import CaptureError, PassError, Refusal, RetrogradError, first_line
-from retrograd.graph.capture_state import CaptureState
-from retrograd.graph.joint import Boundary, Cotangent, JointSignature, Output, Region
-from retrograd.graph.joint_graph import JointValues
-from retrograd.graph.render import rendered
-from retrograd.passes.aten import AnyPass, PassReport, pass_named, remove_dead_code, run_passes
+from retrograd.graph.joint import Boundary, Cotangent, JointSignature, Output, Region, rendered
+from retrograd.graph.joint_graph import CaptureState, JointValues
+from retrograd.passes.aten import AnyPass, PassReport, pass_named, run_passes
+from retrograd.passes.aten.remove_dead_code import remove_dead_code
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,27 +132,18 @@ def capture(
             if (larger := plan.with_copies(state)) != plan:
                 plan = larger
                 continue
-            raise _capture_error(state, error) from error
+            raise CaptureError.because(
+                error.code if isinstance(error, Refusal) else "trace-failed",
+                f"cannot capture {state.name}: {first_line(error)}",
+                "aot.capture",
+                way_out="call it eagerly, or keep the part that cannot be captured out of the function",
+            ) from error
         if attempt.leaves_gaps:
             manner = replace(manner, split_at_leaf_grads=False)
             continue
         if attempt.amended == plan:
             return attempt.result(gm)
         plan = attempt.amended
-
-
-def _is_size(value: Any) -> bool:
-    """Whether the value is a ``torch.Size``, which a pytree would make a tuple of."""
-    return isinstance(value, torch.Size)
-
-
-def _capture_error(state: CaptureState, error: Exception) -> CaptureError:
-    return CaptureError.because(
-        error.code if isinstance(error, Refusal) else "trace-failed",
-        f"cannot capture {state.name}: {first_line(error)}",
-        "aot.capture",
-        way_out="call it eagerly, or keep the part that cannot be captured out of the function",
-    )
 
 
 @dataclass
@@ -170,7 +160,8 @@ class _Attempt:
         self.inputs = inputs = Inputs(self.state, self.plan, tracer)
         with inputs.functional():
             result = inputs.call()
-            flat, self.out_spec = pytree.tree_flatten(result, is_leaf=_is_size)
+            # A pytree would make a tuple of a size.
+            flat, self.out_spec = pytree.tree_flatten(result, lambda value: isinstance(value, torch.Size))
             self.analysis = analyse(inputs, flat)
             self.amended = inputs.with_aliases(self.plan.amended(self.state, self.analysis))
             if self.amended != self.plan:

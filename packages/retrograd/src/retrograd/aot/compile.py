@@ -1,19 +1,26 @@
-"""Fourth stage: a `Partition` becomes a callable with real autograd.
+"""Fourth stage: a `Partition` becomes a callable with real autograd. And all stages in one call.
 
-In: forward and backward graphs, and a backend for each. Out: a `Compiled`, called like what was captured. It
-refuses inputs that are not like those of the capture; ``aot.function`` captures again for them.
+In: forward and backward graphs, and a backend for each; or a `CaptureState` and checked choices. Out: a
+`Compiled`, called like what was captured. It refuses inputs that are not like those of the capture;
+``aot.function`` captures again for them. Of all stages together, the `CompiledFunction` in it; the report and
+the logs are told what was captured.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from retrograd._torch.pytree import tree_flatten
 from retrograd._torch.trace import InputGuard
+from retrograd.aot.capture import JointGraph, capture
+from retrograd.aot.kept import kept_partition
 from retrograd.aot.modules import FlatCall
+from retrograd.aot.partition import partition
 from retrograd.aot.run.call import CompiledFunction
 from retrograd.aot.run.lower_half import is_ready, lower, recorded
 from retrograd.aot.run.region import RegionCode
@@ -21,10 +28,11 @@ from retrograd.backends.base import Boxed, Half
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import CallError, CodeFailedError, NotReadyError
-from retrograd.graph.capture_state import CaptureState, Leaf
-from retrograd.graph.constants import is_same_constant
-from retrograd.graph.partition import Partition, SavedKind
-from retrograd.report import Report, process_report
+from retrograd.events import AOT_LOGS
+from retrograd.graph.joint_graph import CaptureState, Leaf, Partition, SavedKind
+from retrograd.graph.structure import is_same
+from retrograd.passes.aten import pass_named
+from retrograd.report import GraphReport, Report, process_report
 from retrograd.specialize.guard import guard_as_traced
 
 
@@ -175,7 +183,7 @@ _ANEW = "capture it for such inputs too, or use aot.function, which does"
 def _differences(leaf: Leaf, value: Any, offsets_matter: bool) -> Iterator[str]:
     """What makes `value` another kind of input than `leaf`."""
     if not isinstance(leaf.value, torch.Tensor):
-        if leaf.kind is None and not is_same_constant(leaf.value, value):
+        if leaf.kind is None and not is_same(leaf.value, value):
             yield f"was {leaf.value!r} at capture, and is {value!r}"
         return
     if not isinstance(value, torch.Tensor):
@@ -196,3 +204,72 @@ def _differences(leaf: Leaf, value: Any, offsets_matter: bool) -> Iterator[str]:
         yield f"began at {fake.storage_offset()} in its memory at capture, and begins at {begins}"
     if value.requires_grad != leaf.requires_grad:
         yield f"{'required' if leaf.requires_grad else 'did not require'} grad at capture"
+
+
+def run_stages(  # noqa: PLR0913 - what all stages together need
+    state: CaptureState,
+    config: Config,
+    report: Report,
+    *,
+    split_at_leaf_grads: bool = False,
+    lazy: bool = True,
+    ended_by: str = "",
+    graph: fx.GraphModule | None = None,
+) -> CompiledFunction:
+    """Capture, apply passes, partition and compile.
+
+    Args:
+        state: what to capture.
+        config: the choices.
+        report: is told of the graph and of what runs as eager.
+        split_at_leaf_grads: as in ``aot.capture``.
+        lazy: as in ``aot.compile``.
+        ended_by: as in `GraphReport`.
+        graph: from Dynamo, if that is all that `state` calls; then partitions are kept on disk.
+    """
+    kept = None if graph is None else kept_partition(state, graph, config)
+    parts = None if kept is None else kept.read()
+    if parts is None:
+        parts = partition(_captured(state, config, split_at_leaf_grads), config.partitioner)
+        if kept is not None:
+            kept.write(parts)
+    code = compile_with(parts, config, report, lazy)
+    report.compiled(_described(parts, ended_by))
+    if AOT_LOGS["graph"].isEnabledFor(logging.DEBUG):
+        joint: Any = parts.joint
+        AOT_LOGS["graph"].debug("%s\n%s", state.name, joint.print_readable())
+    return code
+
+
+def _captured(state: CaptureState, config: Config, split_at_leaf_grads: bool) -> JointGraph:
+    is_exact = not find_backend(config.backend).traces
+    joint = capture(
+        state,
+        single_region=config.single_region,
+        split_at_leaf_grads=split_at_leaf_grads,
+        sums_apart=is_exact,
+    )
+    return joint.apply(*config.passes) if config.passes else joint
+
+
+def _described(partition: Partition, ended_by: str) -> GraphReport:
+    forward, *backwards = [
+        sum(node.op == "call_function" for node in gm.graph.nodes)
+        for gm in (partition.forward, *(backward.gm for backward in partition.backwards))
+    ]
+    name, regions = partition.joint.state.name, len(partition.backwards)
+    return GraphReport(name, forward, sum(backwards), regions, partition.saved_bytes, ended_by)
+
+
+def find_named(config: Config) -> None:
+    """Look up what the choices name.
+
+    Raises:
+        OptionError: there is no such backend or pass.
+    """
+    find_backend(config.backend)
+    if config.backward is not None:
+        find_backend(config.backward, "backward")
+    for one in config.passes:
+        if isinstance(one, str):
+            pass_named(one)

@@ -18,15 +18,15 @@ from retrograd._torch import pytree
 from retrograd._torch.autograd import has_waiting_hooks
 from retrograd._torch.state import ThreadModes
 from retrograd._torch.trace import changed_sizes, is_tracing_here, why_not_fakeable
+from retrograd.aot.compile import find_named, run_stages
 from retrograd.aot.modules import FlatCall, ModuleState
 from retrograd.aot.run.call import CompiledFunction
-from retrograd.aot.stages import find_named, run_stages
 from retrograd.aot.state import Dynamic, state_of_flat
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config, Policy
 from retrograd.errors import CaptureError, OptionError, Reason
 from retrograd.events import AOT_LOGS
-from retrograd.graph.constants import constant_key
+from retrograd.graph.structure import constant_key
 from retrograd.report import Report, process_report, reason_of
 from retrograd.specialize.callable import Specialized, Variant
 from retrograd.specialize.guard import CallGuard
@@ -53,13 +53,7 @@ def _spec(form: _Form) -> pytree.TreeSpec:
 
 
 class AotFunction:
-    """A function that compiles itself. `function` and `module` make it.
-
-    Args:
-        fn: the function.
-        config: the choices.
-        report: receives what was compiled and what ran eagerly.
-    """
+    """A function that compiles itself. `function` and `module` make it."""
 
     def __init__(self, fn: Callable[..., Any], config: Config, report: Report = process_report) -> None:
         self.fn, self.config, self._report = fn, config, report
@@ -231,7 +225,8 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
         partitioner: as in ``aot.partition``.
         passes: applied to the joint graph, in order: names, or ``pass(gm, example_inputs) -> gm``.
         cudagraphs, regions: as in ``aot.compile``.
-        dynamic, strict, recompile_limit, single_region, cache_size, compile_timeout: as in `Config`.
+        dynamic, strict, recompile_limit, compile_timeout: as in `compiled_autograd`.
+        single_region, cache_size: as in `Config`.
 
     Raises:
         OptionError: an option has a value that it cannot have.

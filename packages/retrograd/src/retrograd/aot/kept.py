@@ -28,15 +28,13 @@ from retrograd._torch.inductor import cache_folder
 from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import is_fake
 from retrograd.aot.capture import JointGraph
-from retrograd.aot.export.serialize_graph import read_graph, serialize_graph
-from retrograd.aot.export.serialize_values import read_value, serialize_value
+from retrograd.aot.export.serialize import read_graph, read_value, serialize_graph, serialize_value
 from retrograd.aot.kept_key import key_of, layout_of
 from retrograd.aot.partition import partition
 from retrograd.config import Config
 from retrograd.errors import Refusal
 from retrograd.events import AOT_LOGS, counters
-from retrograd.graph.capture_state import CaptureState
-from retrograd.graph.partition import Choice, Partition
+from retrograd.graph.joint_graph import CaptureState, Choice, Partition
 
 _log = AOT_LOGS["cache"]
 _FIELDS = ("signature", "values", "updates", "outputs", "undefined_matters", "is_single_region", "sums_apart")

@@ -25,7 +25,7 @@ from retrograd._torch.trace import is_fake
 from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.config import Config
 from retrograd.errors import Refusal
-from retrograd.graph.capture_state import CaptureState
+from retrograd.graph.joint_graph import CaptureState
 
 
 def key_of(state: CaptureState, gm: fx.GraphModule, config: Config) -> str:

@@ -22,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from retrograd._torch import pytree
 from retrograd.errors import CaptureError, Refusal
-from retrograd.graph.constants import PLAIN_VALUES
 from retrograd.graph.joint import PrimalKind
+from retrograd.graph.structure import PLAIN_VALUES
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
@@ -135,11 +135,7 @@ class ModuleState:
         self._attributes = [_attributes(module) for module in self._modules]
 
     def refuse_changes(self) -> None:
-        """Look for attributes that the function set while it was captured; they are as before afterwards.
-
-        Raises:
-            CaptureError: there is one.
-        """
+        """Look for attributes that the function set while it was captured; they are as before afterwards."""
         for module, before in zip(self._modules, self._attributes, strict=True):
             now = _attributes(module)
             changed = [key for key in {*now, *before} if now.get(key, _ASIDE) is not before.get(key, _ASIDE)]
@@ -159,11 +155,7 @@ class ModuleState:
 
     @contextmanager
     def replaced(self, tensors: Sequence[Any]) -> Iterator[None]:
-        """The modules with `tensors` in place of their own.
-
-        Raises:
-            Refusal: on leaving, if the function itself replaced one.
-        """
+        """The modules with `tensors` in place of their own."""
         before = self.current()
         try:
             self._place(tensors)

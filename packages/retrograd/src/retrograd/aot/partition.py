@@ -1,7 +1,7 @@
 """Third stage: a `JointGraph` becomes a `Partition`.
 
-In: a joint graph and a policy. Out: a forward graph, a backward graph for each region, and what is saved
-between them.
+In: a joint graph and a policy: torch's minimum cut, one of the two extremes, or the user's own. Out: a
+forward graph, a backward graph for each region, and what is saved between them.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.fx import copied_module, has_effect, insert_replay, is_mutating, lazy_graph_module
-from retrograd.aot.extract import extract, finished_backward, needed_between
-from retrograd.aot.policies import choose_saved, draws_random_numbers, named
-from retrograd.aot.trace.aliases import (
+from retrograd.aot.parts import (
     Memory,
     backward_nodes,
+    extract,
+    finished_backward,
     is_backward,
     is_number,
     memory_of,
+    needed_between,
     read_by_backward,
 )
+from retrograd.aot.policies import choose_saved, draws_random_numbers, named
 from retrograd.config import Policy
 from retrograd.errors import VerificationError
 from retrograd.graph.joint import Cotangent, Gradient
-from retrograd.graph.joint_graph import JointValues
-from retrograd.graph.partition import Choice, Partition, RegionBackward, Saved, SavedKind
+from retrograd.graph.joint_graph import Choice, JointValues, Partition, RegionBackward, Saved, SavedKind
 
 
 def partition(joint: JointValues, policy: Policy | Choice = "min_cut") -> Partition:
@@ -44,7 +45,7 @@ def partition(joint: JointValues, policy: Policy | Choice = "min_cut") -> Partit
         VerificationError: the law of a partition would be broken: a backward reads what is not saved, or an
             effect would happen twice.
     """
-    copy = _copied(joint)
+    copy = replace(joint, gm=copied_module(joint.gm, lazy_graph_module))  # which may be changed
     memory = memory_of(copy.gm, copy.signature)
     if isinstance(policy, Choice):
         chosen, copies = (named(copy, names) for names in (policy.saved, policy.copies))
@@ -54,12 +55,6 @@ def partition(joint: JointValues, policy: Policy | Choice = "min_cut") -> Partit
     choice = Choice(*(frozenset(node.name for node in nodes) for nodes in (chosen, copies)))
     result = _Division(copy, memory, chosen, frozenset(copies)).partition()
     return replace(result, joint=joint, choice=choice)
-
-
-def _copied(joint: JointValues) -> JointValues:
-    """The same with a graph that may be changed."""
-    values = {name: getattr(joint, name) for name in JointValues.__dataclass_fields__}
-    return JointValues(**{**values, "gm": copied_module(joint.gm, lazy_graph_module)})
 
 
 @dataclass

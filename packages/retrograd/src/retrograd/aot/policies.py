@@ -15,11 +15,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.fx import is_operator_overload, is_random
 from retrograd._torch.inductor import cut_by
-from retrograd.aot.trace.aliases import Memory, is_backward, is_number, memory_of, read_by_backward
+from retrograd.aot.parts import Memory, is_backward, is_number, memory_of, read_by_backward
 from retrograd.config import PARTITIONERS, Policy
 from retrograd.errors import OptionError, VerificationError
 from retrograd.graph.joint import cotangents_reaching
 from retrograd.graph.joint_graph import JointValues
+from retrograd.graph.reach import reached
 
 _aten = torch.ops.aten
 _CONVERSIONS = (_aten._to_copy.default, torch.ops.prims.convert_element_type.default)
@@ -41,9 +42,9 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
     if policy == "save_all":
         return _without_marked(_read(joint))
     if policy == "recompute_all":
-        return {node for node in memory.primals if not is_number(node)} | _must(
-            joint, CheckpointPolicy.MUST_SAVE
-        )
+        must = CheckpointPolicy.MUST_SAVE
+        kept = {node for node in joint.gm.graph.nodes if node.meta.get("recompute") is must}
+        return kept | {node for node in memory.primals if not is_number(node)}
     if policy == "min_cut" and (read := _read(joint)) <= set(memory.primals):
         return read
     if policy == "min_cut":
@@ -110,18 +111,12 @@ def _read(joint: JointValues) -> set[fx.Node]:
 
 def _without_marked(saved: set[fx.Node]) -> set[fx.Node]:
     """In place of values that the user wants to be computed again, what they are computed of."""
-    found, stack = set[fx.Node](), list(saved)
-    while stack:
-        node = stack.pop()
-        if node.meta.get("recompute") in _AGAIN and node.op == "call_function":
-            stack.extend(node.all_input_nodes)
-        else:
-            found.add(node)
-    return found
 
+    def is_again(node: fx.Node) -> bool:
+        return node.meta.get("recompute") in _AGAIN and node.op == "call_function"
 
-def _must(joint: JointValues, policy: CheckpointPolicy) -> set[fx.Node]:
-    return {node for node in joint.gm.graph.nodes if node.meta.get("recompute") is policy}
+    found = reached(saved, lambda node: node.all_input_nodes if is_again(node) else ())
+    return {node for node in found if not is_again(node)}
 
 
 def _pinned(joint: JointValues, memory: Memory) -> frozenset[str]:

@@ -15,21 +15,19 @@ from torch import nn
 
 from retrograd._torch import pytree
 from retrograd._torch.state import ThreadModes
+from retrograd._torch.tensor import common_base, groups_sharing_memory, inner_tensors
 from retrograd._torch.trace import (
     alias_of_fake,
-    common_base,
     fake_mode_of,
     fake_of,
-    groups_sharing_memory,
-    inner_tensors,
     is_fake,
     new_fake_mode,
     why_not_fakeable,
 )
 from retrograd.aot.modules import FlatCall, ModuleState
 from retrograd.errors import CaptureError
-from retrograd.graph.capture_state import AliasGroup, CaptureState, Leaf, MemberView
 from retrograd.graph.joint import PrimalKind
+from retrograd.graph.joint_graph import AliasGroup, CaptureState, Leaf, MemberView
 
 #: ``True``: every size may change; ``None`` or ``False``: none; or, by number of the flat input, which
 #: dimensions.

@@ -48,11 +48,7 @@ _lock = ForkSafeLock()
 
 
 def begin(compile: Callable[[], Boxed], seconds: float) -> Later:
-    """Compile on another thread, and wait for it for at most `seconds`.
-
-    Raises:
-        BaseException: what compiling raised within that time.
-    """
+    """Compile on another thread, and wait for it for at most `seconds`."""
     later = Later(_thread().submit(contextvars.copy_context().run, compile))
     if seconds and wait([later.future], seconds).done:
         later.take()

@@ -158,11 +158,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 
 
 def find_backend(backend: str | Backend | Callable[..., Any], option: str = "backend") -> Backend:
-    """The backend named, given or wrapped; `option` is the name under which it was given.
-
-    Raises:
-        OptionError: a name that is not registered, or neither a name nor a callable.
-    """
+    """The backend named, given or wrapped; `option` is the name under which it was given."""
     if isinstance(backend, str) and backend in BACKENDS:
         return BACKENDS[backend]()
     if isinstance(backend, Backend):

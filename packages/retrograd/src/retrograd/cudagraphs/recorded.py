@@ -17,6 +17,7 @@ import torch
 from retrograd._torch.cuda import CudaRecorder
 from retrograd._torch.tensor import (
     addresses_are,
+    copy_each,
     geometry_of,
     holders,
     is_dense,
@@ -25,20 +26,12 @@ from retrograd._torch.tensor import (
     storage_of,
     whole_of,
 )
-from retrograd._torch.trace import copy_each
 from retrograd.errors import Refusal
 from retrograd.graph.emit import Boxed
 
 
 class Recorded:
     """A recording, the addresses of the inputs that it reads where they are, and buffers for the others.
-
-    Args:
-        recorder, device: where to record.
-        fn: the function.
-        inputs: tensors, or None.
-        copied: places of inputs that are copied into a buffer before each replay.
-        kept: places of results that stay where the recording writes them.
 
     Attributes:
         addresses: of the inputs that it was recorded for; 0 for None.

@@ -9,8 +9,7 @@ the distribution is not installed.
 from __future__ import annotations
 
 from retrograd._torch.dynamo import keep_checkpoints_whole, keep_functions_whole, register_once, watch_dynamo
-from retrograd.dynamo.backend import RetrogradBackend, retrograd
-from retrograd.dynamo.options import config_of, list_mode_options, list_options
+from retrograd.dynamo.backend import RetrogradBackend, config_of, list_mode_options, list_options, retrograd
 from retrograd.dynamo.step import CompiledStep, StepReport, compile_step
 
 __all__ = [

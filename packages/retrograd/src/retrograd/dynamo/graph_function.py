@@ -25,23 +25,17 @@ from retrograd._torch.dynamo import (
     why_not_as_given,
 )
 from retrograd._torch.state import torch_functions_off
-from retrograd._torch.trace import (
-    alias_of_fake,
-    common_base,
-    groups_sharing_memory,
-    is_foreign,
-    mode_among,
-    run_graph,
-)
+from retrograd._torch.tensor import common_base, groups_sharing_memory, is_foreign
+from retrograd._torch.trace import alias_of_fake, mode_among, run_graph
+from retrograd.aot.compile import run_stages
 from retrograd.aot.modules import ModuleState
 from retrograd.aot.run.call import CompiledFunction
-from retrograd.aot.stages import run_stages
 from retrograd.aot.state import state_of_flat
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import CaptureError, Reason
-from retrograd.graph.capture_state import AliasGroup, CaptureState, MemberView
 from retrograd.graph.joint import PrimalKind
+from retrograd.graph.joint_graph import AliasGroup, CaptureState, MemberView
 from retrograd.report import Report, reason_of
 from retrograd.specialize.callable import Specialized, Variant
 from retrograd.specialize.guard import MemoryGuard

@@ -6,18 +6,111 @@ by the scheduling pass, which returns another `BackwardGraph` in eager order, an
 Placeholders stand for tensors lifted out of the autograd graph (``input_i``), sizes that have changed
 (``size_i``), lifted scalars (``scalar_i``), hook objects and Function contexts (``hook_i``) and packed
 saved tensors (``packed_i``). Every other node carries a `Call` under ``meta["call"]``.
+
+A function that AOTAutograd compiled has a backward graph of its own (`AotBackward`, made by
+``_torch.autograd.aot_functions``), which ``live.inlined.lay_in`` lays into the captured one.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx
 
-from retrograd.graph.aot_backward import InlinedCall
 from retrograd.graph.emit import last_uses
+
+
+@dataclass(frozen=True)
+class Tangent:
+    """One cotangent that the graph takes.
+
+    Attributes:
+        slot: which output of the forward it belongs to.
+        leaves: how many placeholders it fills; more than one for a tensor subclass.
+        read: makes those values of the gradient that arrives: the layout and class that the graph was
+            traced for.
+    """
+
+    slot: int
+    leaves: int
+    read: Callable[[Any], list[Any]]
+
+
+@dataclass(frozen=True)
+class BuiltGradient:
+    """A gradient that is a tensor subclass: `build` makes it of the values of `parts`."""
+
+    parts: tuple[Any, ...]
+    build: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class AotBackward:
+    """One compiled function's backward graph. Its placeholders are, in this order: symbolic sizes, saved
+    tensors, saved opaque objects, tangents.
+
+    Attributes:
+        name: ``aot3``: the prefix of its nodes in the captured graph.
+        graph: ATen calls; nodes carry ``seq_nr``, the sequence number of the forward operation that they
+            differentiate.
+        constants: the values of its ``get_attr`` nodes.
+        tangents: the cotangents it takes.
+        gradients: one entry per input of the forward: None, a node of `graph`, or a `BuiltGradient`.
+        kept_on_context: how many saved tensors stand on the context itself, not among the saved tensors.
+    """
+
+    name: str
+    graph: fx.Graph
+    constants: Mapping[str, Any]
+    tangents: tuple[Tangent, ...]
+    gradients: tuple[fx.Node | BuiltGradient | None, ...]
+    kept_on_context: int
+
+
+@dataclass(frozen=True)
+class AotCall:
+    """What the engine hands over where it comes to a compiled function. Values are those of the recorder.
+
+    Attributes:
+        context: position of the function's context among the hooks.
+        grads: gradients of the forward's outputs; None is undefined.
+        sizes: symbolic sizes that the forward saved.
+        saved: its saved tensors.
+        objects: positions among the hooks of the opaque objects that it saved.
+        wanted: for each argument of the forward, whether it was a tensor.
+        zeros: makes what makes zeros in place of the gradient of an output; None if sizes are not known.
+    """
+
+    context: int
+    grads: Sequence[Any]
+    sizes: Sequence[Any]
+    saved: Sequence[Any]
+    objects: Sequence[int]
+    wanted: Sequence[bool]
+    zeros: Callable[[int], Callable[[], Any]] | None
+
+
+@dataclass(frozen=True)
+class InlinedCall:
+    """What became of a node call whose own graph was laid in. Eager would have run many nodes in its place.
+
+    Attributes:
+        steps: for each step, in order, which gradients (numbers of the node's edges) are ready at its end.
+        totals: by output of the forward, the whole gradient there: what arrives from outside together with
+            what the graph itself adds; before hooks.
+        consumed: which of eager's nodes would have released what they saved; sequence numbers or the like.
+        consumed_for: by output of the forward, the same if only the gradient there is wanted.
+        leaves_a_part: whether another part can be differentiated later, without ``retain_graph``.
+    """
+
+    steps: tuple[tuple[int, ...], ...]
+    totals: Mapping[int, fx.Node | None]
+    consumed: frozenset[float]
+    consumed_for: Mapping[int, frozenset[float]]
+    leaves_a_part: bool
 
 
 class HookKind(enum.Enum):
@@ -221,12 +314,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class OpaqueCall:
-    """One call that runs as eager runs it, with the projections of its result.
-
-    Attributes:
-        node: the call. projections: its ``getitem`` nodes.
-        reason: why it is opaque.
-    """
+    """One call that runs as eager runs it, with the projections of its result."""
 
     node: fx.Node
     projections: tuple[fx.Node, ...]
@@ -272,3 +360,48 @@ def dying_values(
     kept = [node for node in outputs if node is not None]
     last = last_uses([*enumerate(reads), (len(reads), kept)])
     return tuple(frozenset(last.get(number, ())) for number in range(len(reads)))
+
+
+# as text: one line per call or step, with short names, under every torch the same
+
+
+def readable(backward: BackwardGraph) -> str:
+    """The calls in order, each group under the autograd node that it belongs to."""
+    lines: list[str] = [f"backward({', '.join(node.name for node, _ in backward.placeholders())}):"]
+    current = None
+    for node, call in backward.calls():
+        if call.node_call != current:
+            current = call.node_call
+            source = backward.node_calls[current].source
+            lines.append(f"  # {backward.node_name(current)}" + (f"  {source}" if source else ""))
+        target = getattr(node.target, "__name__", str(node.target))
+        kind = f"  # {call.hook.value}" if call.hook else ""
+        lines.append(f"    {node.name} = {target}({', '.join(map(_argument, node.args))}){kind}")
+    outputs = ", ".join("None" if node is None else node.name for node in backward.outputs())
+    lines.append(f"  return ({outputs})")
+    return "\n".join(lines)
+
+
+def readable_schedule(backward: BackwardGraph, schedule: Schedule) -> str:
+    """The steps in order: which node calls each segment holds, and what each opaque call is."""
+    segments = {step: number for number, step in enumerate(schedule.segments)}
+    lines = []
+    for number, step in enumerate(schedule.steps):
+        if isinstance(step, Segment):
+            kind, nodes, source = f"segment {segments[step]}:", step.nodes, ""
+        else:
+            kind = f"{step.reason} at" if isinstance(step, OpaqueCall) else "accumulation:"
+            nodes, source = (step.node,), backward.node_calls[call_of(step.node).node_call].source
+        calls = dict.fromkeys(call_of(node).node_call for node in nodes)
+        names = ", ".join(map(backward.node_name, calls))
+        lines.append(f"{number:4d}  {kind} {names}" + (f"  {source}" if source else ""))
+    return "\n".join(lines)
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if not isinstance(value, (list, tuple)):
+        return repr(value)
+    inner = ", ".join(map(_argument, value))
+    return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"

@@ -1,7 +1,7 @@
 """In which order do the engine's capture walk and eager's execution visit the nodes of a live graph?
 
 In: a `LiveGraph`, the autograd graph as it hangs from the roots of one backward, filled by
-``_torch.autograd.live_graph``. Out: two orders of its nodes' indices.
+``_torch.autograd.request``. Out: two orders of its nodes' indices.
 
 `engine_walk` is the last-in-first-out walk of ``_compiled_autograd_impl``
 (``torch/csrc/dynamo/python_compiled_autograd.cpp``). `eager_walk` is the ready queue of
@@ -124,9 +124,6 @@ def contests(live: LiveGraph, steps: Mapping[int, Sequence[Sequence[int]]]) -> l
 
     If the numbers of all pairs compare so, and AccumulateGrad's are the highest, a graph of equal structure
     runs in the same order: of the nodes that wait, the one that runs is compared with the next to run.
-
-    Args:
-        live, steps: as `with_steps` takes them.
     """
     stepwise, chains = with_steps(live, steps)
     original = {link: node for node, links in chains.items() for link in links}

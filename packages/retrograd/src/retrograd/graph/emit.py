@@ -22,9 +22,6 @@ _LITERALS = frozenset({int, bool, type(None)})
 class Emitter:
     """A function under way.
 
-    Args:
-        head: its name and parameters.
-
     Attributes:
         lines: the text. names: what it refers to. local: the variable of each value.
     """
@@ -140,11 +137,7 @@ def boxed_calls(
 def emit_calls(
     emit: Emitter, calls: Sequence[fx.Node], let_go: Iterable[fx.Node], root: object = None
 ) -> None:
-    """Lines that make `calls` in order, and delete each of the values `let_go` after the last that reads it.
-
-    Args:
-        root: has the constants that ``get_attr`` nodes name.
-    """
+    """Lines that make `calls` in order, and delete each of `let_go` after the last that reads it."""
     gone = set(let_go)
     reads = ((i, (node, *node.all_input_nodes)) for i, node in enumerate(calls))
     dying = last_uses((i, [value for value in values if value in gone]) for i, values in reads)

@@ -1,18 +1,113 @@
-"""A captured function: its joint graph, and what the graph leaves to be done around it.
+"""A function on its way through the stages: `CaptureState`, `JointValues`, `Partition`. All are frozen.
 
-In: made by ``aot.capture``. Out: read by all later stages.
+In: made by ``aot.create_state``, ``aot.capture`` and ``aot.partition``. Out: each is read by the stages that
+follow. A state can be captured twice, and much later; a joint graph can be partitioned several times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import enum
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
-from retrograd.graph.capture_state import CaptureState
-from retrograd.graph.joint import Destination, JointSignature
+from retrograd.graph.joint import Destination, JointSignature, PrimalKind
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """One flat input.
+
+    Attributes:
+        name: ``args[0]``, ``layer.weight``.
+        kind: what it is to the user; None for a constant, which the capture relies on.
+        value: a fake tensor (or a wrapper subclass of fakes), a symbolic integer, or the constant itself.
+        requires_grad, is_leaf: of the tensor that was given.
+        same_as: an earlier leaf that is the very same tensor; else None.
+    """
+
+    name: str
+    kind: PrimalKind | None
+    value: Any
+    requires_grad: bool = False
+    is_leaf: bool = True
+    same_as: int | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor, given here for the first time."""
+        return isinstance(self.value, torch.Tensor) and self.same_as is None
+
+
+@dataclass(frozen=True)
+class MemberView:
+    """Where a leaf lies in the base of its group; sizes and strides in elements."""
+
+    leaf: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    is_base: bool
+
+
+@dataclass(frozen=True, eq=False)
+class AliasGroup:
+    """Leaves that share memory.
+
+    Attributes:
+        members: where each lies in the base.
+        base: the tensor of which all are views, as a leaf of its own; None if there is none that autograd
+            knows.
+    """
+
+    members: tuple[MemberView, ...]
+    base: Leaf | None
+
+
+@dataclass(frozen=True, eq=False)
+class CaptureState:
+    """A function and its inputs, ready to be captured.
+
+    Attributes:
+        name: of the function, for messages.
+        call: the function of its flat inputs; returns what the user's function returns.
+        leaves: the flat inputs: parameters and buffers first, then arguments.
+        aliases: groups of leaves that share memory.
+        thread_modes: the thread's modes under which it is called.
+        fake_mode: of the fake values; its shape environment gets the guards.
+        decompositions: applied while tracing.
+        free: makes a fake of a real tensor that the function uses without being given it.
+        in_spec: the pytree of ``(args, kwargs)``, whose leaves are the last of `leaves`; None if not known.
+    """
+
+    name: str
+    call: Callable[[Sequence[Any]], Any]
+    leaves: tuple[Leaf, ...]
+    thread_modes: Any
+    fake_mode: Any
+    aliases: tuple[AliasGroup, ...] = ()
+    decompositions: Mapping[Any, Callable[..., Any]] = field(default_factory=dict)
+    free: Callable[[torch.Tensor], Any] | None = None
+    in_spec: Any = None
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether some sizes are symbolic."""
+        kinds = (torch.SymInt, torch.SymFloat)
+        numbers = [
+            number
+            for leaf in self.leaves
+            for number in (leaf.value.shape if isinstance(leaf.value, torch.Tensor) else (leaf.value,))
+        ]
+        return any(isinstance(number, kinds) for number in numbers)
+
+    @property
+    def tensors(self) -> list[int]:
+        """Positions of the tensors among the leaves, each given once."""
+        return [i for i, leaf in enumerate(self.leaves) if leaf.is_tensor]
 
 
 @dataclass(frozen=True)
@@ -186,3 +281,106 @@ class JointValues:
     def found(self) -> list[Any]:
         """The tensors that the function found by itself."""
         return [primal.found for primal in self.primals if primal.found is not None]
+
+
+class SavedKind(enum.Enum):
+    """Where a saved value comes from when the forward has run."""
+
+    PRIMAL = "primal"
+    OUTPUT = "output"
+    INTERMEDIATE = "intermediate"
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """A value that the forward keeps for the backward.
+
+    Attributes:
+        name: of its node in the joint graph.
+        kind: `PRIMAL`: the placeholder number `place`; `OUTPUT`: the forward output number `place`;
+            `INTERMEDIATE`: an additional output of the forward graph, also numbered `place`.
+        value: fake tensor, or symbolic number.
+        by_eager: whether eager keeps it too, so that it must not change in between.
+        is_view: whether its memory is that of an input, an output, or another saved value.
+    """
+
+    name: str
+    kind: SavedKind
+    place: int
+    value: Any
+    by_eager: bool
+    is_view: bool = False
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is no tensor."""
+        return not isinstance(self.value, torch.Tensor)
+
+    @property
+    def bytes(self) -> int:
+        """Memory that lives only because it is saved; sizes that are symbolic count as at capture."""
+        if self.is_number or self.is_view or self.kind is not SavedKind.INTERMEDIATE:
+            return 0
+        count = self.value.numel()
+        if isinstance(count, torch.SymInt):  # not asked for its value, which would make it a constant
+            count = count.node.hint or 0
+        return int(count) * self.value.element_size()
+
+
+@dataclass(frozen=True, eq=False)
+class RegionBackward:
+    """The backward of one region.
+
+    Attributes:
+        gm: takes the saved values, then the cotangents of the region's roots; gives its gradients, in the
+            order of the signature.
+        saved: which of the partition's saved values it takes.
+        checked: primals and outputs that eager keeps for it and that are not saved as they are: like eager,
+            the backward refuses to run if they have changed.
+    """
+
+    gm: fx.GraphModule
+    saved: tuple[int, ...]
+    checked: tuple[Saved, ...] = ()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a policy chose, by the names of nodes of the joint graph.
+
+    Attributes:
+        saved: what is saved.
+        copies: of those, what is saved as a copy.
+    """
+
+    saved: frozenset[str] = frozenset()
+    copies: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Forward and backward of a joint graph.
+
+    Attributes:
+        joint: what was divided.
+        forward: takes the primals; gives the forward outputs of the signature, then the saved intermediates.
+        saved: what is kept.
+        backwards: one per region.
+        copied: places among the forward's results whose memory belongs to a primal, or to a result before
+            them: they are copied before anything is written. (Not in the graph, where a backend would leave
+            the copy out.)
+        choice: what the policy chose.
+    """
+
+    joint: JointValues
+    forward: fx.GraphModule
+    saved: tuple[Saved, ...]
+    backwards: tuple[RegionBackward, ...]
+    copied: tuple[int, ...] = ()
+    choice: Choice = Choice()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Activation memory in bytes: what lives between forward and backward and belongs to neither inputs
+        nor outputs."""
+        return sum(saved.bytes for saved in self.saved)

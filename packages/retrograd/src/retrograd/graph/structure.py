@@ -1,4 +1,7 @@
-"""Captured calls as values that can be compared: what two captures have in common, and where they differ.
+"""Values that can be compared: arguments that are not tensors, and captured calls.
+
+In: a leaf of the arguments. Out: something hashable, equal for two leaves that a capture cannot tell apart:
+by value where possible, else by identity.
 
 In: FX nodes of captured calls. Out: hashable structures, and the first difference between two backwards in
 words. The engine's cache key contains numbers that are no tensors (an exponent, a slope, a smoothing), so a
@@ -8,12 +11,66 @@ program in which one changes is captured anew at each step.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
 from retrograd.graph.backward_graph import BackwardGraph
+
+#: types whose values are compared, rather than their identities.
+PLAIN_VALUES = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, slice}
+)
+
+#: for these, ``==`` says that 0.0 is -0.0, and that nan is not nan.
+_FLOATING = (float, complex)
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """An object, equal only to itself. It is kept alive, so that no other object gets its identity."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def constant_key(value: Any) -> Hashable:
+    """Equal for two values that are the same to a program that only reads them."""
+    kind = type(value)
+    if kind in _FLOATING:
+        return kind, repr(value)
+    if kind is slice:
+        return kind, constant_key(value.start), constant_key(value.stop), constant_key(value.step)
+    if kind in PLAIN_VALUES:
+        return kind, value
+    if kind.__module__ == "numpy" and hasattr(value, "tobytes") and value.dtype.kind != "O":
+        return kind, str(value.dtype), value.shape, value.tobytes()
+    return _Same(value)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values are the same to a program that only reads them: of the same types all the way down
+    (2, 2.0 and True are three values), tensors the very same; other objects say so by ``==``."""
+    if one is other or type(one) is not type(other) or isinstance(one, torch.Tensor):
+        return one is other
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(is_same(one[key], other[key]) for key in one)
+    try:
+        key = constant_key(one)
+        return bool(one == other) if isinstance(key, _Same) else constant_key(other) == key
+    except Exception:
+        return False
+
 
 #: what is written for a floating point number, and for what only Python's ``==`` can compare.
 _NUMBER, _OTHER = b"number", b"other"

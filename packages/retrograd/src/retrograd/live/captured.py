@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import fx
 
 from retrograd._torch.autograd import (
     Collected,
     EngineRequest,
+    LiveBackward,
     OrderCheck,
     edge_of,
     forward_line,
@@ -26,11 +29,9 @@ from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import Refusal, VerificationError
 from retrograd.events import counters, live_log
-from retrograd.graph.backward_graph import BackwardGraph, CallKind, HookKind, Source, source_of
+from retrograd.graph.backward_graph import BackwardGraph, CallKind, HookKind, Source, call_of, source_of
 from retrograd.graph.eager_order import ROOT, eager_walk, with_steps
-from retrograd.live.backward import LiveBackward
 from retrograd.live.run.plan import Plan
-from retrograd.passes.drop_outputs import without_last_outputs
 from retrograd.passes.lay_out_like_eager import lay_out_like_eager
 
 #: two gradients have one sum in floating point; three have more than one.
@@ -43,15 +44,22 @@ KEPT_PLANS = 32
 KEPT_CHECKS = 4
 
 
+@dataclass(eq=False)
+class _Known:
+    """A plan, and the setting, order and number of added inputs that it was made for."""
+
+    plan: Plan
+    config: Config
+    ranks: tuple[int, ...] | None
+    added: int
+    check: OrderCheck | None = None
+
+
 class CapturedBackward:
     """One structure.
 
-    Args:
-        graph: as captured.
-        backward: that it was captured from.
-
     Attributes:
-        graph: as given. n_outputs: how many gradients the engine expects back.
+        graph: as captured. n_outputs: how many gradients the engine expects back.
         needs_engine_frame: whether it must run while the engine's call is alive.
         has_aot_graphs: whether the backward of a compiled function was laid in. It computes with values that
             the compiled forward saved, and their history is not known.
@@ -74,9 +82,7 @@ class CapturedBackward:
             if call.hook is HookKind.UNPACK
         ]
         self._order_is_visible = _order_is_visible(graph)
-        self._checks: tuple[tuple[Config, OrderCheck, Plan], ...] = ()
-        #: by setting (the id of one that is kept), order and number of added inputs.
-        self._plans: dict[tuple[int, tuple[int, ...] | None, int], tuple[Config, Plan]] = {}
+        self._known: tuple[_Known, ...] = ()
 
     def plan(self, config: Config, backward: LiveBackward) -> tuple[Plan, bool]:
         """The plan for `backward`, and whether it was made just now.
@@ -86,40 +92,28 @@ class CapturedBackward:
         """
         request = backward.request
         ordered = self._order_is_visible or request.create_graph
-        for checked, check, plan in self._checks if ordered and not request.inputs else ():
-            if (checked is config or checked == config) and check.holds(request):
-                return plan, False
-        place = (read_ranks(request) if ordered else None, request.added)
-        known = self._plans.get((id(config), *place)) or self._of_equal_setting(config, place)
-        if known is not None:
-            plan = known[1]
-            if ordered and not request.inputs:
-                self._check_from_now_on(config, plan, backward)
-            return plan, False
-        while len(self._plans) >= KEPT_PLANS:
-            self._plans.pop(next(iter(self._plans)), None)
+        alike = [known for known in self._known if known.added == request.added]
+        alike = [known for known in alike if known.config is config or known.config == config]
+        checked = alike if ordered and not request.inputs else []
+        for known in checked:
+            if known.check is not None and known.check.holds(request):
+                return known.plan, False
+        ranks = read_ranks(request) if ordered else None
+        for known in alike:
+            if known.ranks == ranks:
+                if checked:
+                    self._check_from_now_on(known, backward)
+                return known.plan, False
         with event("retrograd.lay_out"):
             graph = without_last_outputs(self._laid_out(backward), request.added)
             plan = Plan(graph, config, find_backend(config.backend))
-        self._plans[id(config), *place] = config, plan
+        self._known = (*self._known[1 - KEPT_PLANS :], _Known(plan, config, ranks, request.added))
         return plan, True
 
-    def _of_equal_setting(
-        self, config: Config, place: tuple[tuple[int, ...] | None, int]
-    ) -> tuple[Config, Plan] | None:
-        """A plan that was made for an equal setting; from here on it is found by this one."""
-        for key, (other, plan) in list(self._plans.items()):
-            if key[1:] == place and other == config:
-                self._plans.pop(key, None)
-                self._plans[id(config), *place] = config, plan
-                return config, plan
-        return None
-
-    def _check_from_now_on(self, config: Config, plan: Plan, backward: LiveBackward) -> None:
+    def _check_from_now_on(self, known: _Known, backward: LiveBackward) -> None:
         """An order that was met twice is likely to be met again."""
-        if len(self._checks) < KEPT_CHECKS and all(other is not plan for _, _, other in self._checks):
-            check = OrderCheck(backward.graph, _steps(self.graph, backward))
-            self._checks = (*self._checks, (config, check, plan))
+        if known.check is None and sum(one.check is not None for one in self._known) < KEPT_CHECKS:
+            known.check = OrderCheck(backward.graph, _steps(self.graph, backward))
 
     def node_without_history(self, call: Collected, backward: LiveBackward) -> str | None:
         """The name of a node that unpacks a saved tensor whose history cannot be had; None if there is none.
@@ -136,7 +130,7 @@ class CapturedBackward:
         try:
             return lay_out_like_eager(self.graph, _positions(self.graph, backward))
         except (LookupError, VerificationError):
-            if not self._plans:
+            if not self._known:
                 raise  # still capturing: the stock engine can run this backward
             live_log.exception("eager's order is not known: running in the engine's")
             return self.graph
@@ -219,3 +213,36 @@ def _positions(graph: BackwardGraph, backward: LiveBackward) -> dict[tuple[int, 
         for index, node in enumerate(walk)
         for step, link in enumerate(chains.get(node, [node]))
     }
+
+
+def without_last_outputs(backward: BackwardGraph, count: int) -> BackwardGraph:
+    """`backward` without its last `count` outputs."""
+    if not count:
+        return backward
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    dropped = backward.outputs()[-count:]
+    unwanted = _hooks_only_for(backward, dropped)
+    for node in backward.graph.nodes:
+        if node.op != "output":
+            value = node.args[1] if node in unwanted else None
+            copied[node] = copied[value] if value is not None else graph.node_copy(node, copied.__getitem__)
+    kept = [None if node is None else copied[node] for node in backward.outputs()[:-count]]
+    graph.output((*kept, *[None] * count))
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users and call_of(node).kind.is_functional:
+            graph.erase_node(node)
+    return backward.with_graph(graph)
+
+
+def _hooks_only_for(backward: BackwardGraph, dropped: tuple[fx.Node | None, ...]) -> set[fx.Node]:
+    """Hooks on the dropped gradients, which belong to node calls that execute nothing."""
+    executed = {c.node_call for _, c in backward.calls() if c.kind.is_node or c.kind is CallKind.ATEN}
+    hooks: set[fx.Node] = set()
+    for output in dropped:
+        while output is not None and output.op == "call_function" and call_of(output).kind is CallKind.HOOK:
+            if call_of(output).node_call in executed:
+                break
+            hooks.add(output)
+            output = output.args[1]  # type: ignore[assignment]
+    return hooks

@@ -14,9 +14,8 @@ backwards that meet no mark run as if nothing were there.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -25,11 +24,11 @@ from retrograd._torch.autograd import (
     GATEWAYS,
     EngineRequest,
     answer_queries,
-    clear_engine_cache,
-    edge_of,
     installed_compiler,
     is_traced,
     is_transformed,
+    leave_engine_cache_to_stock,
+    nodes_below,
     plans_under_way,
     run_stock,
     stock_compiler_off,
@@ -68,11 +67,7 @@ def enter(owner: object, session: Session) -> None:
 
 
 def leave(owner: object) -> None:
-    """End what `owner` entered last; contexts that others have entered since stay open.
-
-    Raises:
-        ContextError: `owner` is not entered on this thread.
-    """
+    """End what `owner` entered last; contexts that others have entered since stay open."""
     entries = _open_entries()
     last = next((entry for entry in reversed(entries) if entry.owner is owner), None)
     if last is None:
@@ -81,29 +76,23 @@ def leave(owner: object) -> None:
     _entered.set(tuple(entry for entry in entries if entry is not last))
     _count_open(-1)
     if installed_compiler() is not None:
-        _engine_cache.leave_to_stock()
+        leave_engine_cache_to_stock()
 
 
 def _open_entries() -> tuple[_EnteredContext, ...]:
     return tuple(entry for entry in _entered.get() if entry.is_open)
 
 
-class ProcessWide:
-    """The setting that holds where no context is open, on all threads."""
+#: what holds where no context is open, on all threads.
+_process_wide: _EnteredContext | None = None
 
-    _entry: ClassVar[_EnteredContext | None] = None
 
-    @classmethod
-    def switch(cls, session: Session | None) -> None:
-        """Set or replace the process-wide session; None switches off."""
-        if session is not None:
-            open_gateway()
-        cls._entry = None if session is None else _EnteredContext(cls, session)
-
-    @classmethod
-    def entry(cls) -> _EnteredContext | None:
-        """What is set now."""
-        return cls._entry
+def set_process_wide(session: Session | None) -> None:
+    """Set or replace the process-wide session; None switches off."""
+    global _process_wide
+    if session is not None:
+        open_gateway()
+    _process_wide = None if session is None else _EnteredContext(None, session)
 
 
 # backwards of compiled callables
@@ -146,7 +135,7 @@ def run_backward(
     request = EngineRequest(
         tuple(tensors), tuple(grad_tensors), keep_graph, create_graph, wanted, *flags, **named
     )
-    entry = next((entry for entry in reversed(_entered.get()) if entry.is_open), None) or ProcessWide.entry()
+    entry = next((entry for entry in reversed(_entered.get()) if entry.is_open), None) or _process_wide
     stock = installed_compiler()
     if stock is None and entry is not None and plans_under_way() > MOST_NESTED:
         # With as few Python frames of ours as possible: eager has room for 60 levels here.
@@ -158,7 +147,7 @@ def run_backward(
     if stock is None:
         return _run(entry or _claimed(request), request)
     if entry is None or stock is not entry.stock:  # it was switched on inside our context, or there is none
-        _engine_cache.leave_to_stock()
+        leave_engine_cache_to_stock()
         return _run(None, request)
     with stock_compiler_off():
         return _run(entry, request)
@@ -168,23 +157,11 @@ def _claimed(request: EngineRequest) -> _EnteredContext | None:
     """The callable to which a backward belongs; None if it meets no mark of a living one."""
     if not _living:
         return None
-    for node in _nodes_below(request.tensors):
+    for node in nodes_below(request.tensors):
         session = node.metadata.get(_MARK)
         if session is not None and session in _living:
             return _EnteredContext(session, session)
     return None
-
-
-def _nodes_below(roots: Iterable[Any]) -> Iterable[Any]:
-    """The nodes below the roots, nearest first."""
-    seen = dict.fromkeys(node for node, _ in map(edge_of, roots) if node is not None)
-    nodes = list(seen)
-    for node in nodes:  # grows while it is read
-        yield node
-        for below, _ in node.next_functions:
-            if below is not None and below not in seen:
-                seen[below] = None
-                nodes.append(below)
 
 
 def _run(entry: _EnteredContext | None, request: EngineRequest) -> Grads:
@@ -193,22 +170,7 @@ def _run(entry: _EnteredContext | None, request: EngineRequest) -> Grads:
             entry.session.leave_to_transform()
         with window.stock():
             return run_stock(request)
-    _engine_cache.is_ours = True
     return entry.session.run(request)
-
-
-class _EngineCache:
-    """The engine's cache does not know who filled it: stock must not find structures of ours."""
-
-    is_ours = False
-
-    def leave_to_stock(self) -> None:
-        if self.is_ours:
-            clear_engine_cache()
-            self.is_ours = False
-
-
-_engine_cache = _EngineCache()
 
 
 @functools.cache
@@ -232,4 +194,4 @@ def _count_open(by: int) -> None:
 
 def is_anything_open() -> bool:
     """Whether a context is open on any thread, or backwards may belong to a compiled callable."""
-    return _open > 0 or ProcessWide.entry() is not None or has_claims()
+    return _open > 0 or _process_wide is not None or has_claims()

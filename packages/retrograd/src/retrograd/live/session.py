@@ -16,6 +16,7 @@ import torch
 from retrograd._torch.autograd import (
     Collected,
     EngineRequest,
+    LiveBackward,
     answering,
     beginning_of,
     names_of_nodes,
@@ -33,10 +34,8 @@ from retrograd.errors import CaptureError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.structure import first_difference
-from retrograd.live.backward import LiveBackward
-from retrograd.live.capture.retained_graph import collect_and_release
+from retrograd.live.capture.retained_graph import ask_for_compiled_functions, collect_and_release, use_up
 from retrograd.live.captured import CapturedBackward
-from retrograd.live.inlined.parts import ask_for_compiled_functions, use_up
 from retrograd.live.run.plan import Plan
 from retrograd.report import Report
 from retrograd.specialize.pace import Pace

@@ -9,13 +9,15 @@ Law: every call that has an effect is there exactly once, and every value is def
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import fx
 
 from retrograd._torch.fx import add_call, add_copy
+from retrograd.errors import Reason, VerificationError
 from retrograd.graph.backward_graph import BackwardGraph, Call, CallKind, call_of
-from retrograd.graph.verify import verify_layout
 
 #: a node call and a step in it.
 Place = tuple[int, int]
@@ -27,9 +29,6 @@ def lay_out_like_eager(backward: BackwardGraph, position: Mapping[Place, int]) -
     Args:
         backward: as captured.
         position: for each `Call.place`, its position in eager's order.
-
-    Returns:
-        The graph in eager's order.
 
     Raises:
         VerificationError: the law does not hold.
@@ -82,7 +81,7 @@ class _Layout:
         """
         waiting: dict[Place, list[tuple[fx.Node, fx.Node]]] = {}
         for total in sums:
-            if not _is_prefix(total):
+            if total.users:  # the recorder extends a sum by naming all its parts again
                 for grad in total.args:
                     assert isinstance(grad, fx.Node)
                     waiting.setdefault(self._producer(grad), []).append((total, grad))
@@ -114,9 +113,41 @@ class _Layout:
         return value
 
 
-def _is_prefix(total: fx.Node) -> bool:
-    """Whether `total` was extended by another gradient and has no other use.
+def verify_layout(before: BackwardGraph, after: BackwardGraph) -> None:
+    """`after` makes the calls of `before` in another order.
 
-    The recorder extends a sum by naming all its parts again, so an extended sum has no user.
+    Raises:
+        VerificationError: a call other than a sum is missing, there twice, or reads a value that is not
+            there yet.
     """
-    return not total.users
+    wanted, made = _calls(before), _calls(after)
+    if wanted != made:
+        missing = wanted - made
+        target, index = next(iter(missing + (made - wanted)))
+        name = getattr(target, "__name__", str(target))
+        _fail(after, index, f"{name} is made {'too rarely' if (target, index) in missing else 'too often'}")
+    defined = {node for node, _ in after.placeholders()}
+    for node, call in after.calls():
+        for value in node.all_input_nodes:
+            if value not in defined:
+                _fail(after, call.node_call, f"{node.name} reads {value.name} before it is there")
+        defined.add(node)
+
+
+def _calls(backward: BackwardGraph) -> Counter[tuple[Any, int]]:
+    return Counter(
+        [(node.target, call.node_call) for node, call in backward.calls() if call.kind is not CallKind.SUM]
+    )
+
+
+def _fail(backward: BackwardGraph, node_call: int, text: str) -> None:
+    raise VerificationError(
+        Reason(
+            "layout",
+            text,
+            "live.schedule",
+            node=backward.node_name(node_call),
+            source=backward.node_calls[node_call].source,
+            way_out="this is a bug in retrograd: please report it with the program",
+        )
+    )

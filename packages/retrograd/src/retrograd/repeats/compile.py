@@ -43,9 +43,6 @@ def compile_in_regions(
         visible: how many results, from the first, must have the strides that they were traced with; None:
             `compile_part` knows.
         copies: of a part that repeats, at least.
-
-    Raises:
-        Exception: whatever `compile_part` raises.
     """
     parts = divided(gm.graph, least, visible, copies) if least else []
     symbols = _Symbols(gm, inputs, parts)

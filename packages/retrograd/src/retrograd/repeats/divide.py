@@ -1,7 +1,11 @@
-"""Divide an ATen graph where it repeats itself.
+"""Divide a sequence of calls where it repeats itself, so that each kind of part is compiled once.
 
-In: a graph. Out: outlines of consecutive runs of its calls, which are all of them; those that repeat have a
-key that another has too.
+In: an ATen graph, or a run of calls of a `BackwardGraph` in eager's order. Out: the same calls as consecutive
+parts: the copies of what repeats, and what stands before, between and after them. Of an ATen graph these are
+outlines, and those that repeat have a key that another has too.
+
+Time grows with the number of calls, not with its square: periods are read off the distances at which short
+runs of calls come again, and only the most frequent few are tried.
 
 A value that crosses a border is written to memory and read again. Matrix products, convolutions and the like
 write what they give in any case, and read what they take; results of the whole graph are written too. Views
@@ -13,7 +17,8 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,34 +26,171 @@ from torch import fx
 
 from retrograd._torch.fx import aliased_inputs, depends_on_data
 from retrograd._torch.trace import bytes_of
-from retrograd.graph.repeats import boundary_costs, find_repeats
-from retrograd.repeats.outline import Outline, TokenisedCall, call_of, holds_graph, outline
+from retrograd.graph.backward_graph import CallKind, call_of
+from retrograd.graph.structure import token_of
+from retrograd.repeats.outline import Outline, TokenisedCall, holds_graph, outline, tokenised
+
+#: how many calls are compared together when periods are looked for: enough to tell the places in a layer
+#: apart, and fewer than the calls of any layer that is worth a period of its own.
+_GRAM = 6
+
+#: how many periods are tried on one stretch of calls.
+_TRIED = 6
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """`count` times the same `length` calls, one after the other, from `start` on."""
+
+    start: int
+    length: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        """Where the last copy ends."""
+        return self.start + self.length * self.count
+
+    def cuts(self) -> range:
+        """Where the copies begin, and where the last one ends."""
+        return range(self.start, self.stop + 1, self.length)
+
+
+def find_repeats(
+    tokens: Sequence[Hashable], costs: Sequence[float | None], least: int, copies: int = 2
+) -> list[Repeat]:
+    """The repeats of a sequence, in order.
+
+    Args:
+        tokens: one per call.
+        costs: what a cut before each call costs, and one after the last (None: no cut is possible there). Of
+            all ways to divide a repeat into copies, the one whose cuts are cheapest is taken.
+        least: calls that a copy must have; short periods are taken several at a time.
+        copies: how many copies a repeat must have, two or more.
+    """
+    numbers: dict[Hashable, int] = {}
+    interned = [numbers.setdefault(token, len(numbers)) for token in tokens]
+    found: list[Repeat] = []
+    pending = [(0, len(interned))]
+    while pending:
+        start, stop = pending.pop()
+        if stop - start < copies * least:
+            continue
+        possible = _repeats_within(interned, costs, least, start, stop)
+        repeat = max(
+            (each for each in possible if each.count >= copies),
+            key=lambda each: (each.length * (each.count - 1), -each.length),
+            default=None,
+        )
+        if repeat is not None:
+            found.append(repeat)
+            pending += [(start, repeat.start), (repeat.stop, stop)]
+    return sorted(found, key=lambda each: each.start)
+
+
+def _repeats_within(
+    tokens: Sequence[int], costs: Sequence[float | None], least: int, start: int, stop: int
+) -> Iterator[Repeat]:
+    """For every period that is tried, the best division of every stretch in which it holds."""
+    for period in _periods(tokens, start, stop):
+        for first, last in _stretches(tokens, period, start, stop):
+            length = period * -(-least // period)
+            repeat = _divided(costs, first, last, period, length)
+            if repeat is not None:
+                yield repeat
+
+
+def _periods(tokens: Sequence[int], start: int, stop: int) -> list[int]:
+    """Distances at which the same few tokens come again, the most frequent first."""
+    seen: dict[tuple[int, ...], int] = {}
+    votes: Counter[int] = Counter()
+    for i in range(start, stop - _GRAM + 1):
+        gram = tuple(tokens[i : i + _GRAM])
+        if gram in seen:
+            votes[i - seen[gram]] += 1
+        seen[gram] = i
+    return [period for period, _ in votes.most_common(_TRIED)]
+
+
+def _stretches(tokens: Sequence[int], period: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Where every token equals the one a period later, for at least one period."""
+    first = start
+    for i in range(start, stop - period + 1):
+        if i == stop - period or tokens[i] != tokens[i + period]:
+            if i - first >= period:
+                yield first, i + period
+            first = i + 1
+
+
+def _divided(costs: Sequence[float | None], first: int, last: int, period: int, length: int) -> Repeat | None:
+    """Copies of `length` between `first` and `last`, cut where that is cheapest; then as many as possible."""
+    best: tuple[tuple[float, int], Repeat] | None = None
+    for start in range(first, min(first + period, last)):
+        count = (last - start) // length
+        if count < 2:
+            break
+        repeat = Repeat(start, length, count)
+        prices = [costs[cut] for cut in repeat.cuts()]
+        if any(price is None for price in prices):
+            continue
+        inner = prices[1:-1]
+        rank = (sum(inner) / len(inner), last - first - count * length)  # type: ignore[arg-type]
+        if best is None or rank < best[0]:
+            best = rank, repeat
+    return best[1] if best is not None else None
+
+
+def boundary_costs(count: int, uses: Sequence[tuple[int, int, float | None]]) -> list[float | None]:
+    """What a cut before each of `count` calls costs, and one after the last.
+
+    Args:
+        uses: for each value that is used later on: the place of the call that makes it, the place of the last
+            call that uses it, and what it costs to hand it over (None: that is not possible).
+    """
+    change, forbidden = [0.0] * (count + 2), [0] * (count + 2)
+    for made, used, cost in uses:
+        if cost is None:
+            forbidden[made + 1] += 1
+            forbidden[used + 1] -= 1
+        else:
+            change[made + 1] += cost
+            change[used + 1] -= cost
+    costs: list[float | None] = []
+    price, closed = 0.0, 0
+    for i in range(count + 1):
+        price += change[i]
+        closed += forbidden[i]
+        costs.append(None if closed else price)
+    return costs
+
 
 _OPS = frozenset({"placeholder", "get_attr", "call_function", "output"})
 
 
 def divided(graph: fx.Graph, least: int, visible: int | None, copies: int = 2) -> list[Outline]:
-    """The parts of `graph`, in order; none if nothing in it repeats itself.
-
-    Args:
-        graph: functional, its values known by example (``meta["val"]``).
-        least: calls that a part that repeats has at least.
-        visible: how many results, from the first, must have the strides that they were traced with.
-        copies: of a part that repeats, at least.
-    """
+    """The parts of `graph`, in order; none if nothing in it repeats itself."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     if len(calls) < 2 * least or not _can_be_divided(graph):
         return []
-    known = {node: call_of(node) for node in calls}
+    known = {node: tokenised(node) for node in calls}
     repeats = find_repeats([known[node].token for node in calls], border_costs(calls), least, copies)
     # Where nothing is computed, no code is shorter than that of as many views.
     repeats = [one for one in repeats if not all(map(aliased_inputs, calls[one.start : one.stop]))]
     if not repeats:
         return []
-    cuts = sorted({0, len(calls), *(cut for repeat in repeats for cut in repeat.cuts())})
-    runs = [calls[start:stop] for start, stop in itertools.pairwise(cuts)]
-    parts = _united(runs, known, _results(graph, visible))
+    parts = _united(_cut(calls, repeats), known, _results(graph, visible))
     return parts if len({part.key for part in parts}) < len(parts) else []
+
+
+def _cut(calls: Sequence[fx.Node], repeats: Sequence[Repeat]) -> list[Sequence[fx.Node]]:
+    """The copies of what repeats, and what stands before, between and after them."""
+    cuts = sorted({0, len(calls), *(cut for repeat in repeats for cut in repeat.cuts())})
+    return [calls[start:stop] for start, stop in itertools.pairwise(cuts)]
+
+
+def _last_use(node: fx.Node, place: Mapping[fx.Node, int]) -> int:
+    """The place of the last of the calls that reads a value; its own if none does."""
+    return max((place[user] for user in node.users if user in place), default=place[node])
 
 
 def _can_be_divided(graph: fx.Graph) -> bool:
@@ -101,7 +243,7 @@ def border_costs(calls: Sequence[fx.Node]) -> list[float | None]:
     for i, node in enumerate(calls):
         owners[node] = owner = _owner(node, owners)
         shown.setdefault(owner, []).append(node)
-        used = max((place[user] for user in node.users if user in place), default=i)
+        used = _last_use(node, place)
         last[owner] = max(last.get(owner, i), used)
         if used > i and not _can_cross(node):
             uses.append((i, used, None))
@@ -147,3 +289,62 @@ def _bytes(value: Any) -> float:
     if isinstance(value, (tuple, list)):
         return sum(map(_bytes, value))
     return bytes_of(value) if isinstance(value, torch.Tensor) else 0.0
+
+
+#: calls per autograd node in a captured graph: the node, its check, and a projection or two of each.
+_CALLS_PER_NODE = 4
+
+#: nodes whose gradients are written to memory in any case, so that nothing is lost by a border behind them.
+_WRITES_TO_MEMORY = frozenset(
+    {
+        "AddmmBackward0",
+        "BaddbmmBackward0",
+        "BmmBackward0",
+        "ConvolutionBackward0",
+        "EmbeddingBackward0",
+        "LinearBackward0",
+        "MmBackward0",
+    }
+)
+
+
+def regions_of(run: Sequence[fx.Node], smallest: int, copies: int = 2) -> list[Sequence[fx.Node]]:
+    """`run`, divided; in one piece if nothing in it repeats."""
+    least = smallest * _CALLS_PER_NODE
+    if len(run) < 2 * least:
+        return [run]
+    return _cut(run, find_repeats([token_of(node) for node in run], _captured_costs(run), least, copies))
+
+
+def _captured_costs(run: Sequence[fx.Node]) -> list[float | None]:
+    place = {node: i for i, node in enumerate(run)}
+    uses = [
+        (i, used, _captured_cost(node)) for node, i in place.items() if (used := _last_use(node, place)) > i
+    ]
+    return boundary_costs(len(run), uses)
+
+
+def _captured_cost(node: fx.Node) -> float | None:
+    """What it costs to hand a value over to another region; None for what is no tensor."""
+    if any(_is_projection(user) for user in node.users if user.op == "call_function"):
+        return None
+    return 1.0 if _source(node) in _WRITES_TO_MEMORY else 2.0
+
+
+def _is_projection(node: fx.Node) -> bool:
+    return call_of(node).kind is CallKind.PROJECT or getattr(node.target, "__name__", "") == "getitem"
+
+
+def _source(node: fx.Node) -> str:
+    """The name of the autograd node that made a value, behind projections and checks of it."""
+    place = 0
+    while call_of(node).kind in (CallKind.PROJECT, CallKind.VALIDATE):
+        if call_of(node).kind is CallKind.PROJECT:
+            place = node.args[1]  # type: ignore[assignment]
+            before = node.args[0]
+        else:
+            before = node.args[0][place]  # type: ignore[index]
+        if not isinstance(before, fx.Node) or before.op != "call_function":
+            return ""
+        node = before
+    return getattr(node.target, "__name__", "")

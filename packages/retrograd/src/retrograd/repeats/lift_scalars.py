@@ -52,12 +52,7 @@ _DTYPES = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Lifted:
-    """Code that takes numbers as further inputs.
-
-    Attributes:
-        graph: the graph of one of the segments that it runs. places: of the numbers that it takes.
-        run: the code.
-    """
+    """Code that takes numbers as further inputs."""
 
     graph: fx.Graph
     places: tuple[Place, ...]

@@ -50,13 +50,7 @@ class Outline:
 def outline(
     calls: Sequence[fx.Node], known: Mapping[fx.Node, TokenisedCall], results: Mapping[fx.Node, bool]
 ) -> Outline:
-    """The outline of consecutive `calls`.
-
-    Args:
-        calls: in the order of the graph.
-        known: what every call is.
-        results: by result of the graph, whether its strides must be those that were traced.
-    """
+    """The outline of consecutive `calls`."""
     inside: dict[fx.Node, int] = {node: i for i, node in enumerate(calls)}
     inputs: dict[fx.Node, int] = {}
     body = []
@@ -145,7 +139,7 @@ class TokenisedCall:
     operands: tuple[fx.Node, ...]
 
 
-def call_of(node: fx.Node) -> TokenisedCall:
+def tokenised(node: fx.Node) -> TokenisedCall:
     """Describe a ``call_function`` node.
 
     Calls with effects other than drawing random numbers, calls of operators of higher order, communication

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.subclass import is_wrapper, layout_of
-from retrograd._torch.tensor import addresses_are, storage_of
-from retrograd._torch.trace import InputGuard, groups_sharing_memory, is_foreign
+from retrograd._torch.subclass import fits, is_wrapper, layout_of
+from retrograd._torch.tensor import addresses_are, groups_sharing_memory, is_foreign, storage_of
+from retrograd._torch.trace import InputGuard
 from retrograd.errors import Refusal
 from retrograd.graph.joint_graph import JointValues
 
@@ -80,7 +80,7 @@ class CallGuard:
         for i, is_leaf in self.inner:
             if values[i].is_leaf is not is_leaf:
                 return False
-        return (not self.wrappings or all(wrapping.fits(values[i]) for i, wrapping in self.wrappings)) and (
+        return (not self.wrappings or all(fits(wrapping, values[i]) for i, wrapping in self.wrappings)) and (
             self.aliases is None or self.aliases.fits(values)
         )
 

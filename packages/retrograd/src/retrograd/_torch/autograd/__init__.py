@@ -4,64 +4,65 @@ In: arguments of a backward, autograd nodes and hooks. Out: what the engine coll
 """
 
 from retrograd._torch.autograd.aot_functions import is_aot_node, tensors_on_context
-from retrograd._torch.autograd.capture_turns import window
 from retrograd._torch.autograd.collection import (
     Collected,
     Kept,
-    clear_engine_cache,
     collect,
     installed_compiler,
+    leave_engine_cache_to_stock,
     stock_compiler_off,
-)
-from retrograd._torch.autograd.engine import (
-    GATEWAYS,
-    EngineRequest,
-    is_traced,
-    is_transformed,
-    run_stock,
-    why_not_collectable,
+    window,
 )
 from retrograd._torch.autograd.function_code import Reading, methods_of, why_backward_has_effects
-from retrograd._torch.autograd.graph_task import outside_of_graph_task, run_in_graph_task, warn_of_layout
-from retrograd._torch.autograd.hooks import (
+from retrograd._torch.autograd.graph_task import (
     HookChanges,
     LateHook,
+    answer_queries,
+    answering,
     call_cpp_tensor_pre_hooks,
     counts_other_hooks,
     has_waiting_hooks,
+    node_under_way,
+    outside_of_graph_task,
+    plans_under_way,
+    run_in_graph_task,
+    warn_of_layout,
     watch_hooks,
     watching,
 )
-from retrograd._torch.autograd.live_graph import (
+from retrograd._torch.autograd.nodes import (
+    Versions,
+    call_node,
+    entry_of,
+    fitted,
+    input_count,
+    keeps_saved_tensors,
+    materializes_grads,
+    modified_error,
+    read_saved,
+    refuse_nan,
+    request_to_release,
+    saved_name,
+    tells_undefined,
+    versions_of,
+)
+from retrograd._torch.autograd.protocol import EngineProtocol
+from retrograd._torch.autograd.request import (
+    GATEWAYS,
+    EngineRequest,
+    LiveBackward,
     OrderCheck,
     beginning_of,
     edge_of,
     forward_line,
     graph_below,
-    names_of_nodes,
-    passes_through_function,
-    read_live_graph,
-    read_ranks,
-)
-from retrograd._torch.autograd.nodes import (
-    call_node,
-    entry_of,
-    fitted,
-    input_count,
+    is_traced,
+    is_transformed,
     leaf_of,
-    materializes_grads,
-    refuse_nan,
-    tells_undefined,
-)
-from retrograd._torch.autograd.protocol import EngineProtocol
-from retrograd._torch.autograd.queries import answer_queries, answering, node_under_way, plans_under_way
-from retrograd._torch.autograd.saved import (
-    Versions,
-    keeps_saved_tensors,
-    modified_error,
-    read_saved,
-    release,
-    request_to_release,
-    saved_name,
-    versions_of,
+    names_of_nodes,
+    nodes_below,
+    passes_through_function,
+    read_ranks,
+    run_stock,
+    why_not_collectable,
 )

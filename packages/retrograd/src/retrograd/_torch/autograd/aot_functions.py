@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from retrograd._torch.releases import wants_gradient
 from retrograd.errors import Refusal
-from retrograd.graph.aot_backward import AotBackward, BuiltGradient, Tangent
+from retrograd.graph.backward_graph import AotBackward, BuiltGradient, Tangent
 
 
 def is_aot_node(node: Any) -> bool:
@@ -36,11 +36,7 @@ def tensors_on_context(ctx: Any) -> list[torch.Tensor]:
 
 
 def read_aot_backward(ctx: Any) -> AotBackward:
-    """The backward graph behind `ctx`.
-
-    Raises:
-        Refusal: there is no graph, or it does what a functional graph cannot hold.
-    """
+    """The backward graph behind `ctx`."""
     compiled = ctx._forward_cls
     metadata = compiled.metadata
     module = _module(compiled)

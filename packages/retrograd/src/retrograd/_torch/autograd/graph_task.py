@@ -1,25 +1,89 @@
-"""Have torch's own engine do what only it can: run a function inside a backward, or warn of a layout.
+"""A plan inside a backward of torch's: what only the engine can do for it, and what user code does meanwhile.
 
-In: a function, and the request that it answers. Out: nothing; the function runs exactly once, on this
-thread unless it is deeply nested. Inside, ``torch._C._current_graph_task_id()`` is set, ``queue_callback``
-works and its callbacks run when the function has returned, a nested ``.backward()`` is reentrant as in
-eager, and grad mode, ``keep_graph`` and the validity of reentrant checkpointing are those of the request.
+In: a function, and the request that it answers. Out: nothing; the function runs exactly once, on this thread
+unless it is deeply nested. Inside, ``torch._C._current_graph_task_id()`` is set, ``queue_callback`` works and
+its callbacks run when the function has returned, a nested ``.backward()`` is reentrant as in eager, and grad
+mode, ``keep_graph`` and the validity of reentrant checkpointing are those of the request.
+
+In: a running backward of ours per thread. Out: ``torch._C._current_autograd_node`` and its like answer for
+the autograd node that eager would be executing, instead of for the one node that carries our plan. A stock
+backward nested in a plan gets torch's own answers.
+
+In: registrations and removals of hooks on any thread, seen at torch's Python entry points to them. Out:
+`HookChanges`. Eager looks hooks up when it reaches a node; a plan knows the hooks that were there when it was
+collected, and must be told of what changed since.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch._C._dynamo import compiled_autograd as engine_protocol
+from torch.autograd.graph import get_gradient_edge
 
-from retrograd._torch.autograd.capture_turns import window
-from retrograd._torch.autograd.engine import EngineRequest, run_stock
+from retrograd._torch.autograd.collection import window
+from retrograd._torch.autograd.request import EngineRequest, run_stock
+from retrograd._torch.patches import Handler, handle
 from retrograd._torch.releases import is_layout_enforced, unseen
 from retrograd._torch.tensor import grad_of, obeys_layout_contract
+from retrograd.errors import Escape
+from retrograd.graph.backward_graph import HookKind
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.running: list[tuple[Any, int]] = []
+
+
+_stack = _Stack()
+
+
+@contextmanager
+def answering(running: Any) -> Iterator[None]:
+    """Answer for `running`, a ``LiveBackward``, on this thread, inside the graph task that is current now."""
+    _stack.running.append((running, torch._C._current_graph_task_id()))
+    try:
+        yield
+    finally:
+        _stack.running.pop()
+
+
+def plans_under_way() -> int:
+    """How many plans are running on this thread, nested in one another."""
+    return len(_stack.running)
+
+
+def node_under_way() -> Any:
+    """The autograd node that eager would be executing in the innermost plan; None if none is running."""
+    return _stack.running[-1][0].current_node() if _stack.running else None
+
+
+def _answered(answer: Callable[..., Any]) -> Handler:
+    def ask(stock: Callable[..., Any], *args: Any) -> Any:
+        running, task = _stack.running[-1] if _stack.running else (None, None)
+        is_current = running is not None and task == torch._C._current_graph_task_id()
+        return answer(running, *args) if is_current else stock(*args)
+
+    return ask
+
+
+_ANSWERS: Mapping[str, Callable[..., Any]] = {
+    "torch._C:_current_autograd_node": lambda running: running.current_node(),
+    "torch._C:_will_engine_execute_node": lambda running, node: running.will_execute(node),
+    "torch._C:_current_graph_task_execution_order": lambda running: running.execution_order(),
+}
+
+
+def answer_queries() -> None:
+    """From here on, answer what user code asks while a plan of its thread is running."""
+    for name, answer in _ANSWERS.items():
+        handle(name, _answered(answer))
 
 
 class _Body(threading.local):
@@ -124,3 +188,145 @@ def warn_of_layout(existing: torch.Tensor, grad: torch.Tensor, variable: torch.T
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+
+
+@dataclass(frozen=True)
+class LateHook:
+    """A hook registered while a plan runs: on gradient `slot` of `node`. Its handle has this `number`."""
+
+    kind: HookKind
+    node: Any
+    slot: int
+    hook: Callable[..., Any]
+    number: int
+
+
+@dataclass(eq=False)
+class HookChanges:
+    """What changed since the last look."""
+
+    late: list[LateHook] = field(default_factory=list)
+    removed: list[Any] = field(default_factory=list)
+    _unplaced: list[tuple[Any, Callable[..., Any], int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.late or self.removed or self._unplaced)
+
+    def take(self, nodes: Iterable[Any]) -> tuple[list[LateHook], list[Any]]:
+        """The changes, which are forgotten here; hooks put on one of `nodes` itself are found there."""
+        late = [*self.late, *self._placed(nodes)]
+        removed = list(self.removed)
+        self.late.clear()
+        self.removed.clear()
+        self._unplaced.clear()
+        return late, removed
+
+    def went(self, hook: Any, number: int) -> None:
+        """The hook with this handle was removed: it has not come, if it came since the last look."""
+        count = len(self.late) + len(self._unplaced)
+        self.late[:] = [late for late in self.late if late.number != number]
+        self._unplaced[:] = [one for one in self._unplaced if one[2] != number]
+        if len(self.late) + len(self._unplaced) == count:
+            self.removed.append(hook)
+
+    def _placed(self, nodes: Iterable[Any]) -> Iterator[LateHook]:
+        """torch tells which dict a node hook went into, not which node: ask the nodes for their dicts."""
+        if not self._unplaced:
+            return
+        for node in nodes:
+            for kind, register in (
+                (HookKind.NODE_PRE, node.register_prehook),
+                (HookKind.NODE_POST, node.register_hook),
+            ):
+                found = _dict_behind(register)
+                for hooks, hook, number in self._unplaced:
+                    if hooks is found:
+                        yield LateHook(kind, node, 0, hook, number)
+
+
+#: of the plans under way, on all threads: a hook may concern any of them.
+_watched: list[HookChanges] = []
+_ASKING = object()
+
+
+@contextmanager
+def watching() -> Iterator[HookChanges]:
+    """Collect the changes until the end of the block."""
+    changes = HookChanges()
+    _watched.append(changes)
+    try:
+        yield changes
+    finally:
+        _watched.remove(changes)
+
+
+def _dict_behind(register: Callable[..., Any]) -> Any:
+    """The dict into which `register` would put a hook; nothing is put there."""
+    try:
+        register(_ASKING)
+    except Escape as found:
+        return found.value
+    raise AssertionError("torch registers node hooks in another way than it did")
+
+
+def _registering(kind: HookKind) -> Handler:
+    def register(original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        handle = original(tensor, hook)
+        if _watched:
+            edge = get_gradient_edge(tensor)
+            for changes in tuple(_watched):
+                changes.late.append(LateHook(kind, edge.node, edge.output_nr, hook, handle.id))
+        return handle
+
+    return register
+
+
+def _registering_on_node(original: Callable[..., Any], hooks: Any, hook: Any) -> Any:
+    if hook is _ASKING:
+        raise Escape(hooks)
+    hooks, handle = original(hooks, hook)
+    for changes in tuple(_watched):
+        changes._unplaced.append((hooks, hook, handle.id))
+    return hooks, handle
+
+
+def _removing(original: Callable[..., Any], handle: Any) -> None:
+    if _watched:
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None and handle.id in hooks:
+            for changes in tuple(_watched):
+                changes.went(hooks[handle.id], handle.id)
+    original(handle)
+
+
+def watch_hooks() -> None:
+    """From here on, see the hooks that user code registers or removes while a plan runs."""
+    handle("torch:Tensor.register_hook", _registering(HookKind.TENSOR_PRE))
+    handle("torch:Tensor.register_post_accumulate_grad_hook", _registering(HookKind.POST_ACCUMULATE))
+    handle("torch.autograd.function:_HookMixin._register_hook", _registering_on_node)
+    handle("torch.utils.hooks:RemovableHandle.remove", _removing)
+
+
+def call_cpp_tensor_pre_hooks(hook: int, grad: torch.Tensor) -> torch.Tensor:
+    """Call C++ hook number `hook` of the backward whose engine frame is alive."""
+    result = engine_protocol.call_cpp_tensor_pre_hooks(hook, grad)
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def counts_other_hooks(hook: Any) -> bool:
+    """Whether `hook` belongs to ``torch.autograd.graph.register_multi_grad_hook``."""
+    function = getattr(hook, "func", hook)
+    name = str(getattr(function, "__qualname__", ""))
+    return (
+        getattr(function, "__module__", "") == "torch.autograd.graph" and "register_multi_grad_hook" in name
+    )
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def has_waiting_hooks(values: Iterable[Any]) -> bool:
+    """Whether one of `values` is a leaf with post-accumulate-grad hooks. They may free the gradient at once,
+    as an optimizer in backward does, so that it matters how many gradients there are at a time."""
+    return any(bool(value._post_accumulate_grad_hooks) for value in values if type(value) in _PLAIN)

@@ -1,8 +1,13 @@
-"""Autograd nodes and Functions, called by hand.
+"""Autograd nodes and Functions: called by hand; their saved tensors read, checked for changes, and released.
 
 In: nodes of an autograd graph (``grad_fn``) and gradients. Out: the gradients they give for each of their
 edges, as ``Engine::evaluate_function`` and ``validate_outputs`` (``torch/csrc/autograd/engine.cpp``) would
 hand them on.
+
+In: nodes, or the tensors that the engine collected, whose versions it has checked. Out: the tensors with the
+history that they had when they were saved; which of them were changed in place since. Eager checks a saved
+tensor when its node reads it; a plan must do so after user code has run. The text of the error follows
+``SavedVariable::unpack`` in ``torch/csrc/autograd/saved_variable.cpp``.
 """
 
 from __future__ import annotations
@@ -10,18 +15,129 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch.autograd.graph import GradientEdge
 
+from retrograd._torch.autograd.request import EngineRequest
+from retrograd._torch.state import torch_functions_off, without_torch_functions
 from retrograd._torch.tensor import zeros_of_slot
 from retrograd.errors import Refusal
+from retrograd.graph.eager_order import LiveGraph
+
+_PREFIX = "_raw_saved_"
 
 
-def leaf_of(node: Any) -> torch.Tensor | None:
-    """The tensor into whose ``.grad`` the node accumulates; None for other nodes."""
-    return getattr(node, "variable", None)
+def saved_name(node: Any, hook: Callable[..., Any], packed: Any) -> str | None:
+    """Under which name `node` gives the tensor that was packed into `packed`; None if it cannot be told."""
+    names = [
+        name for name in dir(node) if name.startswith(_PREFIX) and _is(getattr(node, name), hook, packed)
+    ]
+    if len(names) > 1 and not (isinstance(packed, torch.Tensor) and len(set(node.next_functions)) == 1):
+        return None  # tensors of different history may have been packed into one value
+    return names[0].removeprefix("_raw") if names else None
+
+
+def read_saved(node: Any, name: str) -> torch.Tensor:
+    """The saved tensor with its history, by way of its unpack hook. The engine hands over the hook and the
+    packed value only; ``SavedVariable::unpack`` adds the edge into the graph, or that it is a leaf."""
+    tensor = getattr(node, name)
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+def _is(saved: Any, hook: Callable[..., Any], packed: Any) -> bool:
+    # Lists of saved tensors are left out: torch reads them as a whole only.
+    is_one = isinstance(saved, torch._C._autograd.SavedTensor)
+    return is_one and saved.unpack_hook is hook and saved.data is packed
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Versions(Generic[Key]):
+    """The versions of tensors at one time."""
+
+    def __init__(self, versions: Iterable[tuple[Key, int | None]]) -> None:
+        self._versions = {key: version for key, version in versions if version is not None}
+
+    def renamed(self, names: Iterable[tuple[Key, Key]]) -> Versions[Key]:
+        """The same versions under other keys, given as (old, new); keys without a new one are dropped."""
+        return Versions((new, self._versions.get(old)) for old, new in names)
+
+    @without_torch_functions
+    def changed(self, keys: Iterable[Key], tensors: Mapping[Key, Any]) -> dict[Key, str]:
+        """Of `keys`, those whose tensor was changed in place since, with eager's error text."""
+        return {
+            key: modified_error(tensors[key], self._versions[key])
+            for key in keys
+            if key in self._versions and tensors[key]._version != self._versions[key]
+        }
+
+
+def modified_error(tensor: torch.Tensor, expected: int) -> str:
+    """What eager says when a saved tensor is not at the `expected` version."""
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.shape)}]{_history(tensor)} is at version {tensor._version}; "
+        f"expected version {expected} instead. Hint: enable anomaly detection to find the operation that "
+        "failed to compute its gradient, with torch.autograd.set_detect_anomaly(True, check_nan=False)."
+    )
+
+
+def _history(tensor: torch.Tensor) -> str:
+    node = tensor.grad_fn
+    return "" if node is None else f", which is output {tensor.output_nr} of {node.name()},"
+
+
+def versions_of(values: Sequence[Any]) -> list[int | None]:
+    """The version of each; None for what tracks none."""
+    if _PLAIN.issuperset(map(type, values)):
+        try:
+            return [value._version for value in values]
+        except RuntimeError:  # an inference tensor is among them
+            pass
+    with torch_functions_off():
+        return [
+            value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
+            for value in values
+        ]
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def request_to_release(
+    live: LiveGraph, request: EngineRequest, nodes: Collection[int], from_roots: bool
+) -> EngineRequest:
+    """The backward whose nodes are `nodes`. The engine takes whole paths: they hold every node on a path
+    between two of them.
+
+    Args:
+        live: the graph of `request`. nodes: indices in it.
+        from_roots: whether the nodes are all those above them too, so that the roots of `request` serve.
+    """
+    ends = [i for i in nodes if not any(edge and edge.node in nodes for edge in live.nodes[i].edges)]
+    inputs = tuple(GradientEdge(live.nodes[i].handle, 0) for i in ends)
+    if from_roots:
+        return EngineRequest(request.tensors, request.grad_tensors, False, False, inputs, True)
+    followers = {edge.node for i in nodes for edge in live.nodes[i].edges if edge}
+    heads = [live.nodes[i].handle for i in nodes if i not in followers]
+    roots = tuple(GradientEdge(node, 0) for node in heads)
+    return EngineRequest(roots, tuple(map(_cotangent, heads)), False, False, inputs, True)
+
+
+def keeps_saved_tensors(node: Any) -> bool:
+    """Whether an autograd node has saved tensors that Python can see."""
+    return any(name.startswith("_raw_saved_") for name in dir(node))
+
+
+def _cotangent(node: Any) -> torch.Tensor:
+    """Something of the metadata of a node's first gradient; it takes no memory."""
+    metadata = node._input_metadata[0]
+    return torch.zeros((), dtype=metadata.dtype, device=metadata.device).expand(metadata.shape)
 
 
 def input_count(node: Any) -> int:
@@ -35,11 +151,7 @@ def tells_undefined(node: Any) -> bool:
 
 
 def fitted(node: Any, slot: int, grad: torch.Tensor) -> torch.Tensor:
-    """`grad` as the engine makes it fit the node's input: summed to its shape, cast to its dtype.
-
-    Raises:
-        Refusal: it cannot be made to fit.
-    """
+    """`grad` as the engine makes it fit the node's input: summed to its shape, cast to its dtype."""
     metadata = node._input_metadata[slot]
     shape = tuple(metadata.shape)
     if tuple(grad.shape) != shape:
@@ -59,7 +171,6 @@ def call_node(node: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Ten
     Raises:
         Refusal: a Python Function returned too few or too many gradients, or what is none; or it changed its
             context, or the gradients that it was given.
-        Exception: what the node raises.
     """
     if not hasattr(node, "apply"):
         results = node(*grads)
@@ -142,11 +253,7 @@ def materializes_grads(ctx: Any) -> bool:
 
 @functools.cache
 def flag_offset() -> int:
-    """Where in a context the flag is.
-
-    Raises:
-        LookupError: switching the flag does not change exactly one byte.
-    """
+    """Where in a context the flag is."""
     with torch.enable_grad(), torch.inference_mode(False):
         ctx: Any = _Sample.apply(torch.zeros((), device="cpu", requires_grad=True)).grad_fn
     images = []

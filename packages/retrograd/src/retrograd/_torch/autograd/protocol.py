@@ -27,8 +27,7 @@ from retrograd._torch.autograd.collection import runtime_wrapper
 from retrograd._torch.releases import accumulated
 from retrograd._torch.tensor import zeros_of_slot
 from retrograd.errors import Refusal
-from retrograd.graph.aot_backward import AotCall
-from retrograd.graph.backward_graph import HookKind
+from retrograd.graph.backward_graph import AotCall, HookKind
 
 Value = Any  # a value of the recorder (an FX node); None is an undefined gradient
 
@@ -140,8 +139,10 @@ class EngineProtocol:
 
     def apply_functional(self, name: str, grads: list[Any], args: Any, metadata: Sequence[Any]) -> list[Any]:
         wanted = [entry is not None for entry in metadata]
-        record = self._recorder.cpp_function if name in _cpp_functions else self._recorder.node
-        return self._answer(wanted, record, name, _bound(name), list(grads), tuple(args), wanted)
+        is_cpp = name in _cpp_functions
+        return self._answer(
+            wanted, self._recorder.node, name, _bound(name), list(grads), tuple(args), wanted, is_cpp
+        )
 
     def validate_outputs(self, _: Any, outputs: list[Any], args: Any, metadata: Any) -> list[Any]:
         wanted = [output is not None for output in outputs]

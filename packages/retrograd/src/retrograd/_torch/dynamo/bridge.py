@@ -16,7 +16,7 @@ from torch import fx
 from torch._dynamo import list_backends, register_backend
 from torch._guards import DuplicateInputs, TracingContext, detect_fake_mode
 
-from retrograd._torch.trace import is_fake
+from retrograd._torch.trace import hint_of, is_fake
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,13 +84,9 @@ def why_not_as_given(item: GraphInput) -> str | None:
         return None
     if fake.dim() != given.dim() or fake.dtype != given.dtype or fake.device != given.device:
         return "its dimensions, dtype or device"
-    if [_hint(size) for size in fake.shape] != [_hint(size) for size in given.shape]:
+    if [*map(hint_of, fake.shape)] != [*map(hint_of, given.shape)]:
         return "its sizes"
     return None
-
-
-def _hint(size: Any) -> Any:
-    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def has_symbols(mode: Any) -> bool:

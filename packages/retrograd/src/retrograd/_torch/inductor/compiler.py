@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor import config
+from torch._inductor import config, list_options
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomGraphPassType
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -62,18 +62,12 @@ def _bernoulli(value: torch.Tensor, p: float = 0.5, *, generator: Any = None) ->
 
 def settings() -> list[str]:
     """The names of Inductor's settings."""
-    from torch._inductor import list_options
-
     return list_options()
 
 
 def patched(values: Mapping[str, Any]) -> AbstractContextManager[Any]:
     """Inside, Inductor's settings have these `values`."""
-    if not values:
-        return nullcontext()
-    from torch._inductor import config
-
-    return config.patch(dict(values))
+    return config.patch(dict(values)) if values else nullcontext()
 
 
 def compile_graph(
@@ -96,7 +90,6 @@ def compile_graph(
     No input is called static (``static_input_idxs``): that would make Inductor rely on the alignment of
     memory, which no guard checks, and it saves no more than that check.
     """
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 

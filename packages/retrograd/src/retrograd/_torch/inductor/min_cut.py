@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from retrograd._torch.fx import copied, lazily, lazy_graph_module
 from retrograd._torch.patches import handled_here
 from retrograd.errors import Escape
+from retrograd.graph.reach import reached
 
 #: what torch's partitioner gives a backward besides values of the joint graph: cotangents, and states of
 #: generators from which numbers are drawn again.
@@ -70,7 +71,7 @@ def _minimum_cut(module: fx.GraphModule, inputs: Sequence[Any], forward_count: i
     """
 
     def stop(original: Any, joint: Any, values: Any, saved_sym_nodes: Any, *args: Any, **kwargs: Any) -> Any:
-        raise Escape(_reached(joint.graph, forward_count, {*values, *saved_sym_nodes}))
+        raise Escape(_read_of(joint.graph, forward_count, {*values, *saved_sym_nodes}))
 
     with handled_here("torch._functorch.partitioners:_extract_fwd_bwd_modules", stop):
         try:
@@ -81,15 +82,9 @@ def _minimum_cut(module: fx.GraphModule, inputs: Sequence[Any], forward_count: i
     raise AssertionError("torch's partitioner has made no halves")
 
 
-def _reached(graph: fx.Graph, forward_count: int, saved: set[fx.Node]) -> list[fx.Node]:
+def _read_of(graph: fx.Graph, forward_count: int, saved: set[fx.Node]) -> list[fx.Node]:
     """Those of `saved` that results behind the first `forward_count` are computed of."""
     results: Any = graph.output_node().args[0]
-    stack = [node for node in results[forward_count:] if isinstance(node, fx.Node)]
-    seen = set[fx.Node]()
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            if node not in saved:
-                stack.extend(node.all_input_nodes)
+    wanted = (node for node in results[forward_count:] if isinstance(node, fx.Node))
+    seen = reached(wanted, lambda node: () if node in saved else node.all_input_nodes)
     return [node for node in graph.nodes if node in saved and node in seen]

@@ -3,38 +3,35 @@
 In: functions and the tensors they are called with. Out: ATen graphs, and what they assume.
 """
 
-from retrograd._torch.trace.expressions import (
+from retrograd._torch.trace.fakes import (
     Symbol,
     Tree,
-    encoded,
-    guards_of,
-    holds,
-    shown,
-    size_of,
-    symbolic_mode,
-    symbols_of,
-    value_of,
-)
-from retrograd._torch.trace.fakes import (
     alias_of_fake,
     bytes_of,
+    encoded,
+    evaluated,
     fake_mode_of,
     fake_of,
     guard_count,
+    guards_of,
+    hint_of,
     is_fake,
     know_values,
     laid_out_like,
     mode_among,
     new_fake_mode,
     places_of_symbols,
+    shown,
+    size_of,
+    symbolic_mode,
     symbols_in,
+    symbols_of,
     why_not_fakeable,
 )
 from retrograd._torch.trace.functional import (
     FreeTensors,
     changes_of,
     functional_mode,
-    inner_tensors,
     is_traced,
     mutations_of,
     plain,
@@ -42,24 +39,21 @@ from retrograd._torch.trace.functional import (
     to_functional,
     without_tokens,
 )
-from retrograd._torch.trace.graph_tracer import JointTracer, is_tracing_here, make_graph, noted
-from retrograd._torch.trace.history import History, Part, saved_tensors_unseen
+from retrograd._torch.trace.graph_tracer import (
+    JointTracer,
+    is_tracing_here,
+    make_graph,
+    noted,
+    saved_tensors_unseen,
+)
 from retrograd._torch.trace.input_guards import InputGuard, changed_sizes
 from retrograd._torch.trace.interpret import checkpoints_marked, run_graph
 from retrograd._torch.trace.segment_tracer import (
+    History,
+    Part,
     Traced,
     arguments_read,
     decomposed,
     is_batched,
     trace,
-)
-from retrograd._torch.trace.views import (
-    add_each,
-    common_base,
-    copy_each,
-    groups_sharing_memory,
-    is_foreign,
-    lies_within,
-    view_origin,
-    with_view_origin,
 )

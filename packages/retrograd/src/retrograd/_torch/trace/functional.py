@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transfor
 
 from retrograd._torch import pytree
 from retrograd._torch.fx import fills_with_random_numbers
-from retrograd._torch.tensor import storage_of
+from retrograd._torch.tensor import inner_tensors, storage_of
 from retrograd._torch.trace.graph_tracer import noted
 from retrograd.errors import Refusal
 
@@ -62,15 +62,6 @@ def plain(value: Any) -> Any:
         torch._sync(value)  # type: ignore[attr-defined]
         return torch._from_functional_tensor(value.elem)
     return value
-
-
-def inner_tensors(value: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors inside a wrapper subclass, in the order in which it names them; or the tensor itself."""
-    if not is_traceable_wrapper_subclass(value):
-        return [value]
-    names, _ = value.__tensor_flatten__()
-    parts = [getattr(value, name) for name in names]
-    return [inner for part in parts if isinstance(part, torch.Tensor) for inner in inner_tensors(part)]
 
 
 def is_traced(value: torch.Tensor) -> bool:

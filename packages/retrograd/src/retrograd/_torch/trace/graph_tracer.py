@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import _MakefxTracer, get_proxy_mode, track_tensor_tree
 
 from retrograd._torch.fx import is_random, lazily
 from retrograd._torch.state import real_tensors, seeds_and_states
-from retrograd._torch.trace.history import saved_tensors_unseen
 from retrograd.errors import Refusal
 from retrograd.process import tracing
 
@@ -168,9 +168,6 @@ def make_graph(
 
     Returns:
         A module whose placeholders stand first. Whoever changes the graph last recompiles it.
-
-    Raises:
-        Exception: whatever an operation raises on fake tensors.
     """
 
     def traced() -> tuple[Any, ...]:
@@ -227,6 +224,16 @@ def quiet_fakes() -> Iterator[None]:
         yield
     finally:
         _current.is_quiet = before
+
+
+@contextmanager
+def saved_tensors_unseen() -> Iterator[None]:
+    """Graphs made in this block are our own: the user's saved-tensor hooks do not see them."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        yield
+        return
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        yield
 
 
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not _current.is_quiet)

@@ -15,7 +15,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from retrograd.errors import Refusal
-from retrograd.graph.constants import is_same_constant
+from retrograd.graph.structure import is_same
 
 
 class InputGuard:
@@ -27,9 +27,6 @@ class InputGuard:
             in a fake may differ.
         shape_env: has the relations that tracing relied on; None when every size is static.
         offsets: whether each tensor must begin where it began in its memory.
-
-    Raises:
-        Refusal: a relation is not one between inputs.
     """
 
     def __init__(
@@ -82,26 +79,16 @@ class InputGuard:
         """Whether the lowering may be used for these values."""
         return (
             (not self._same or all(args[i] is args[j] for i, j in self._same))
-            and (not self._constants or self._constants_hold(args))
-            and self._tensors_fit(args)
-            and (not self._offsets or self._offsets_hold(args))
+            and (not self._constants or all(is_same(value, args[i]) for i, value in self._constants))
+            and self._guards.check(*(args if self._are_all_tensors else [args[i] for i in self._tensors]))
+            and (not self._offsets or all(args[i].storage_offset() == begin for i, begin in self._offsets))
             and (self._relations is None or self._relations_hold(args))
         )
-
-    def _constants_hold(self, args: Sequence[Any]) -> bool:
-        return all(is_same_constant(value, args[i]) for i, value in self._constants)
-
-    def _offsets_hold(self, args: Sequence[Any]) -> bool:
-        return all(args[i].storage_offset() == offset for i, offset in self._offsets)
-
-    def _tensors_fit(self, args: Sequence[Any]) -> bool:
-        """Whether each is a tensor like its own."""
-        return self._guards.check(*(args if self._are_all_tensors else [args[i] for i in self._tensors]))
 
     def why_not(self, args: Sequence[Any]) -> str:
         """What failed, with the two values that differ."""
         for i, value in self._constants:
-            if not is_same_constant(value, args[i]):
+            if not is_same(value, args[i]):
                 return f"argument {i} was {_describe(value)}, now {_describe(args[i])}"
         for i in self._tensors:
             if not isinstance(args[i], torch.Tensor):

@@ -99,16 +99,7 @@ def _repeatable(args: Sequence[Any], repeats_draws: bool) -> Iterator[None]:
 
 
 class Marking(TorchDispatchMode):
-    """Writes into the calls that are traced inside what a checkpoint says about saving them.
-
-    Args:
-        contexts: the checkpoint's ``context_fn``, of ``create_selective_checkpoint_contexts``.
-        otherwise: what is said of every call where there is none.
-        group: number of the checkpoint.
-
-    Raises:
-        Refusal: a ``context_fn`` of another kind.
-    """
+    """Writes into the calls that are traced inside what a checkpoint says about saving them."""
 
     def __init__(
         self, contexts: Callable[[], tuple[Any, Any]] | None, otherwise: CheckpointPolicy, group: int

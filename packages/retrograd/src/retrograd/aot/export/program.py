@@ -1,11 +1,12 @@
 """An exported program: a frozen value that can be called, saved, and compiled.
 
-In: made by ``aot.export`` and ``aot.load``. Out: results, new values of buffers, and gradients, by name; an
-`ExportError` that names the input, if one is not like that of the capture.
+In: made by ``aot.export`` and ``aot.load``. Out: what the program takes and gives; results, new values of
+buffers, and gradients, by name; or an `ExportError` that names the input that is not like the captured one.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +16,100 @@ from torch import fx
 
 from retrograd._torch import pytree
 from retrograd._torch.state import autocast_off
-from retrograd._torch.trace import Symbol, Tree, holds, value_of
+from retrograd._torch.trace import Symbol, Tree, evaluated
 from retrograd.aot.capture import JointGraph
 from retrograd.errors import ExportError
-from retrograd.graph.constants import is_same_constant
+from retrograd.graph.joint import Cotangent, Destination, Primal
 from retrograd.graph.joint_graph import ComputedOutput, ConstantOutput, SameAs, SizeOutput, SizeValue
-from retrograd.graph.program import GradientOf, NewValue, ProgramKind, ProgramSignature, Result
+from retrograd.graph.structure import is_same
+
+
+class ProgramKind(enum.Enum):
+    """Which part of a joint graph is the program."""
+
+    JOINT = "joint"
+    FORWARD = "forward"
+    TRAINING = "training"
+
+
+@dataclass(frozen=True)
+class ProgramInput:
+    """One tensor (or number) that a program takes.
+
+    Attributes:
+        name: ``layer.weight``, ``args[0]``, ``cotangent of output``.
+        role: a primal with its kind, or a cotangent.
+        shape, stride: sizes; one that may differ is an expression over the names of symbols, such as
+            ``s0*2``. None for a number.
+        dtype, device: of the tensor; None for a number.
+    """
+
+    name: str
+    role: Primal | Cotangent
+    shape: tuple[int | str, ...] | None
+    stride: tuple[int | str, ...] | None
+    dtype: Any
+    device: Any
+
+
+@dataclass(frozen=True)
+class Result:
+    """A value that the function returns: its number among the joint graph's forward values."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class NewValue:
+    """What a buffer is afterwards: the number of the buffer among the primals."""
+
+    primal: int
+
+
+@dataclass(frozen=True)
+class GradientOf:
+    """A gradient; `region` is None for the whole of it."""
+
+    of: Destination
+    region: int | None
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """A stand-in for a tensor inside of the function at which regions meet."""
+
+    boundary: int
+
+
+@dataclass(frozen=True)
+class ProgramOutput:
+    """One value that a program gives.
+
+    Attributes:
+        name: ``output['loss']``, ``new value of running_mean``, ``gradient of layer.weight``.
+        role: what it means.
+    """
+
+    name: str
+    role: Result | NewValue | GradientOf | Hidden
+
+
+@dataclass(frozen=True)
+class ProgramSignature:
+    """Inputs and outputs of a program, in order."""
+
+    inputs: tuple[ProgramInput, ...]
+    outputs: tuple[ProgramOutput, ...]
+
+    def __str__(self) -> str:
+        inputs = [f"  {one.name}: {_typed(one)}" for one in self.inputs]
+        return "\n".join(["inputs", *inputs, "outputs", *(f"  {one.name}" for one in self.outputs)])
+
+
+def _typed(one: ProgramInput) -> str:
+    if one.shape is None:
+        return "int"
+    return f"{str(one.dtype).removeprefix('torch.')}[{', '.join(map(str, one.shape))}] on {one.device}"
 
 
 @dataclass(frozen=True)
@@ -37,13 +126,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class InputCheck:
-    """What all inputs must be like.
-
-    Attributes:
-        expected: one per input.
-        symbols: sizes that may differ.
-        guards: relations that must hold between them.
-    """
+    """What all inputs must be like."""
 
     expected: tuple[Expected, ...]
     symbols: Mapping[str, Symbol] = field(default_factory=dict)
@@ -64,7 +147,7 @@ class InputCheck:
         for expected, given in zip(self.expected, inputs, strict=True):
             _check_sizes(expected, given, values)
         for guard in self.guards:
-            if not holds(guard, values):
+            if not evaluated(guard, values):
                 text = f"sizes {values} do not satisfy {guard}, which the capture relied on"
                 raise refused("guard", text, "sizes", "capture again with such sizes")
         return [
@@ -101,7 +184,7 @@ class InputCheck:
 
 def _check_sizes(expected: Expected, given: Any, values: Mapping[str, int]) -> None:
     trees = (expected.number,) if expected.size is None else expected.size
-    wanted = [value_of(tree, values) for tree in trees]
+    wanted = [int(evaluated(tree, values)) for tree in trees]
     found = [given] if expected.size is None else list(given.shape)
     if found != wanted:
         raise _unfit(expected, f"has sizes {found}, and {wanted} fit the capture and the other inputs")
@@ -111,7 +194,7 @@ def _laid_out(expected: Expected, given: Any, values: Mapping[str, int]) -> Any:
     """The input in the layout that was traced."""
     if expected.stride is None:
         return given
-    strides = tuple(value_of(tree, values) for tree in expected.stride)
+    strides = tuple(int(evaluated(tree, values)) for tree in expected.stride)
     if given.stride() == strides:
         return given.detach()
     made = torch.empty_strided(given.shape, strides, dtype=given.dtype, device=given.device)
@@ -235,7 +318,7 @@ class Exported:
                 )
             leaves.append(state[leaf.name])
         for leaf, value in zip(known[count:], flat, strict=True):
-            if leaf.kind is None and not is_same_constant(leaf.value, value):
+            if leaf.kind is None and not is_same(leaf.value, value):
                 text = f"{leaf.name} is {value!r}, and was the constant {leaf.value!r} at capture"
                 raise refused("constant", text, leaf.name, "give the same constant, or capture again")
             leaves.append(value)

@@ -16,11 +16,10 @@ from torch import fx
 
 from retrograd._torch.fx import is_symbolic
 from retrograd.errors import ExportError
-from retrograd.graph.joint import Cotangent, Gradient, Region, bits_of, cotangents_reaching
+from retrograd.graph.joint import Cotangent, Gradient, Region, bits_of, cotangents_reaching, output_values
 from retrograd.graph.joint_graph import JointValues
-from retrograd.graph.verify import output_values
-from retrograd.passes.aten import remove_dead_code
 from retrograd.passes.aten.edit import call
+from retrograd.passes.aten.remove_dead_code import remove_dead_code
 
 _aten = torch.ops.aten
 
@@ -30,11 +29,6 @@ def whole_backward(
 ) -> tuple[fx.GraphModule, tuple[int, ...]]:
     """The graph, and the primals whose gradients it gives after the forward values `wanted`, in eager's
     order.
-
-    Args:
-        joint: with static or symbolic sizes.
-        loss: number of the forward value that is differentiated; a scalar.
-        wanted: numbers of forward values.
 
     Raises:
         ExportError: a part of the backward needs to know that a cotangent is undefined.

@@ -16,20 +16,22 @@ import torch
 
 from retrograd._torch import pytree
 from retrograd._torch.subclass import PLAIN
-from retrograd._torch.trace import copy_each, with_view_origin
+from retrograd._torch.tensor import copy_each, with_view_origin
 from retrograd.graph.joint_graph import (
     AliasOf,
     ComputedOutput,
     ConstantOutput,
     JointValues,
     OutputPlan,
+    Partition,
     SameAs,
+    Saved,
+    SavedKind,
     SizeOutput,
     SizeValue,
     Update,
     View,
 )
-from retrograd.graph.partition import Partition, Saved, SavedKind
 
 Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
 
@@ -191,14 +193,12 @@ class Finish:
 
     def _viewed(self, view: View, base: torch.Tensor, frame: Sequence[Any]) -> torch.Tensor:
         """The view of a real tensor that the function made of the traced one."""
-        made = self._view(view, base, frame)
-        return made.requires_grad_() if view.is_new_leaf else made
-
-    def _view(self, view: View, base: torch.Tensor, frame: Sequence[Any]) -> torch.Tensor:
         if view.origin is not None:
-            return with_view_origin(lambda: self._strided(view, base, frame), view.origin)
-        seen = base if view.differentiable or not base.requires_grad else base.detach()
-        return self._strided(view, seen, frame)
+            made = with_view_origin(lambda: self._strided(view, base, frame), view.origin)
+        else:
+            seen = base if view.differentiable or not base.requires_grad else base.detach()
+            made = self._strided(view, seen, frame)
+        return made.requires_grad_() if view.is_new_leaf else made
 
     def _strided(self, view: View, base: torch.Tensor, frame: Sequence[Any]) -> torch.Tensor:
         if view.replay is not None:

@@ -16,11 +16,10 @@ from retrograd._torch.trace import decomposed, guard_count
 from retrograd.backends.background import Later, begin
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.config import Config
-from retrograd.cudagraphs.graphed_call import graphed
-from retrograd.cudagraphs.refusals import is_passing
+from retrograd.cudagraphs.graphed_call import graphed, is_passing
 from retrograd.errors import Reason
 from retrograd.events import counters
-from retrograd.graph.capture_state import CaptureState
+from retrograd.graph.joint_graph import CaptureState
 from retrograd.repeats.compile import CALLS_PER_NODE, compile_in_regions
 from retrograd.report import process_report
 

@@ -19,14 +19,13 @@ from retrograd._torch.state import ThreadModes
 from retrograd._torch.subclass import PLAIN, Layout, built
 from retrograd._torch.tensor import graph_is_kept
 from retrograd._torch.trace import is_batched, know_values, laid_out_like
-from retrograd.aot.run.cotangents import Expected, Strides, traced_for
-from retrograd.aot.run.eager_region import rerun_region
+from retrograd.aot.run.cotangents import Expected, Strides, rerun_region, traced_for
 from retrograd.aot.run.lower_half import LateCode, is_ready, lower, recorded, still_compiling
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, EagerBackend
 from retrograd.config import Config
 from retrograd.events import counters
-from retrograd.graph.partition import Partition
+from retrograd.graph.joint_graph import Partition
 from retrograd.report import Report
 from retrograd.specialize.callable import MOST_FAILURES, why_failed
 

@@ -15,14 +15,8 @@ import torch
 
 from retrograd._torch.autograd import passes_through_function
 from retrograd._torch.subclass import Layout, is_wrapper, layout_of, parts_of
-from retrograd._torch.trace import (
-    changes_of,
-    is_traced,
-    lies_within,
-    plain,
-    storage_key,
-    view_origin,
-)
+from retrograd._torch.tensor import lies_within, view_origin
+from retrograd._torch.trace import changes_of, is_traced, plain, storage_key
 from retrograd.errors import Refusal
 from retrograd.graph.joint_graph import (
     AliasOf,
@@ -87,13 +81,7 @@ class TracedValue:
 
 @dataclass
 class Analysis:
-    """What a function computes and does.
-
-    Attributes:
-        values: what the forward half has to compute.
-        updates, outputs: as in `JointGraph`.
-        changed: primals whose elements or shape change.
-    """
+    """What a function computes and does."""
 
     values: list[TracedValue] = field(default_factory=list)
     updates: tuple[Update, ...] = ()

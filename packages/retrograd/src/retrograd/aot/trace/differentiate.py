@@ -1,29 +1,107 @@
-"""Run eager's autograd graph by hand, inside a trace.
+"""Run eager's autograd graph by hand: region by region, in eager's order.
 
-In: the values that a traced function left, with their ``grad_fn``. Out: `Differentiated`: regions, the
-cotangents that they take as new inputs of the graph, and the gradients that they give.
+In: the graph, its division, and cotangents for a region's roots; inside a trace, the values that the traced
+function left, with their ``grad_fn``. Out: gradients for the region's destinations, summed in the order in
+which the engine would sum them; inside a trace `Differentiated`: regions, the cotangents that they take as
+new inputs of the graph, and the gradients that they give.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
-from retrograd._torch.autograd import edge_of, graph_below, leaf_of, tells_undefined, why_backward_has_effects
+from retrograd._torch.autograd import (
+    call_node,
+    edge_of,
+    fitted,
+    graph_below,
+    input_count,
+    leaf_of,
+    refuse_nan,
+    tells_undefined,
+    why_backward_has_effects,
+)
 from retrograd._torch.subclass import Layout, built, layout_of, parts_of
 from retrograd._torch.trace import JointTracer, plain, to_functional
 from retrograd.aot.trace.analyse import Analysis, TracedValue
 from retrograd.aot.trace.enter import Inputs
-from retrograd.aot.trace.run_region_nodes import Walk
 from retrograd.aot.trace.structure import Structure, divide
 from retrograd.errors import Refusal
 from retrograd.graph.eager_order import Edge, LiveGraph, LiveNode
 from retrograd.graph.joint import Destination, Gradient
+
+
+@dataclass
+class Walk:
+    """One region.
+
+    Attributes:
+        graph, structure: the autograd graph and its division.
+        primals: by node that ends the graph, the primal that it stands for.
+        number: of the region.
+        around: a context around the call of each node.
+        checks: refuse gradients that are not numbers, as anomaly mode does.
+    """
+
+    graph: LiveGraph
+    structure: Structure
+    primals: Mapping[int, int]
+    number: int
+    around: Callable[[LiveNode], AbstractContextManager[Any]]
+    checks: bool = False
+    _grads: dict[int, list[Any]] = field(default_factory=dict)
+    _found: dict[Destination, Any] = field(default_factory=dict)
+
+    def run(self, cotangents: Mapping[int, Any]) -> dict[Destination, Any]:
+        """Gradients of the region's destinations; None where undefined.
+
+        Args:
+            cotangents: by boundary; None is undefined.
+
+        Raises:
+            Refusal: a node gives what the engine would refuse.
+            Exception: whatever a node raises.
+        """
+        region = self.structure.regions[self.number]
+        self._found = dict.fromkeys(region.destinations)
+        self._sends = region.sends
+        for root in region.roots:
+            if cotangents[root] is not None:
+                self._add_inside(self.structure.boundaries[root], cotangents[root])
+        for node in region.nodes:
+            self._call(node)
+        return self._found
+
+    def _call(self, index: int) -> None:
+        node = self.graph.nodes[index]
+        grads = self._grads.pop(index, None)
+        if grads is None:
+            return
+        with self.around(node):
+            results = call_node(node.handle, grads)
+            if self.checks:
+                refuse_nan(node.name, results)
+            for place, (edge, grad) in enumerate(zip(node.edges, results, strict=True)):
+                if edge is not None and grad is not None:
+                    grad = fitted(self.graph.nodes[edge.node].handle, edge.slot, grad)
+                    self._send(self._sends.get((index, place)), edge, grad)
+
+    def _send(self, there: Destination | None, edge: Edge, grad: Any) -> None:
+        if there is None:
+            self._add_inside(edge, grad)
+        else:
+            known = self._found[there]
+            self._found[there] = grad if known is None else known + grad
+
+    def _add_inside(self, edge: Edge, grad: Any) -> None:
+        count = input_count(self.graph.nodes[edge.node].handle)
+        slots = self._grads.setdefault(edge.node, [None] * count)
+        slots[edge.slot] = grad if slots[edge.slot] is None else slots[edge.slot] + grad
 
 
 @dataclass(frozen=True)
@@ -97,9 +175,7 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     """Trace the backward of all differentiable values, into the graph of `tracer`.
 
     Raises:
-        Refusal: the autograd graph ends in something that is not an input.
         Refusal: an autograd node gives what the engine would refuse, or changes what outlives it.
-        Exception: whatever a node raises.
     """
     edges = {
         number: edge for number, value in enumerate(analysis.values) if (edge := _edge(value)) is not None
@@ -122,12 +198,16 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     values = (*edges, *range(count, count + len(stand_ins)))
     made = Differentiated(structure, tuple(edges), values, stand_ins, hooked_leaves=hooked_leaves)
     traced = [*analysis.values, *stand_ins]
+
+    def noting(node: LiveNode) -> AbstractContextManager[None]:
+        return tracer.noting(seq_nr=node.sequence, autograd_node=node.name)
+
     for number, region in enumerate(structure.regions):
         with torch.no_grad(), tracer.noting(is_backward=True, region=number):
             roots = {root: traced[values[root]] for root in region.roots}
             if any(tells_undefined(graph.nodes[node].handle) for node in region.nodes):
                 made.undefined_matters.add(number)
-            walk = Walk(graph, structure, primals, number, partial(_noting, tracer))
+            walk = Walk(graph, structure, primals, number, noting)
             made.grads.append(walk.run(_cotangents(tracer, roots, manner.layouts, made.cotangents)))
     if any(leaf is not None and leaf.grad is not None for leaf in inputs.leaves):
         raise Refusal("backward-effect", "its backward accumulates into the .grad of an input")
@@ -139,10 +219,6 @@ def _refuse_effects(graph: LiveGraph) -> None:
         function = getattr(node.handle, "_forward_cls", None)
         if function is not None and (reason := why_backward_has_effects(function)) is not None:
             raise Refusal("backward-effect", f"{function.__qualname__}: {reason}")
-
-
-def _noting(tracer: JointTracer, node: LiveNode) -> AbstractContextManager[None]:
-    return tracer.noting(seq_nr=node.sequence, autograd_node=node.name)
 
 
 def _edge(value: TracedValue) -> tuple[Any, int] | None:

@@ -24,9 +24,8 @@ from retrograd._torch.trace import (
 )
 from retrograd.aot.trace.analyse import Analysis
 from retrograd.errors import Refusal
-from retrograd.graph.capture_state import AliasGroup, CaptureState, Leaf
 from retrograd.graph.joint import InputRole, Primal, PrimalKind
-from retrograd.graph.joint_graph import PrimalValue
+from retrograd.graph.joint_graph import AliasGroup, CaptureState, Leaf, PrimalValue
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,7 @@ class EntryPlan:
         return replace(self, copies=self.copies or any_inner)
 
     def amended(self, state: CaptureState, analysis: Analysis) -> EntryPlan:
-        """The plan with a base for each group of which a member is changed.
-
-        Raises:
-            Refusal: there is no such base.
-        """
+        """The plan with a base for each group of which a member is changed."""
         changed = {primal.leaf for primal in analysis.changed if primal.leaf is not None}
         based = set(self.based)
         for number, group in enumerate(state.aliases):

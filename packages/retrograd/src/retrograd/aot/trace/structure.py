@@ -68,13 +68,9 @@ def divide(
     """Divide `graph`, whose roots are the edges of the visible tensors.
 
     Args:
-        graph: the autograd graph.
         primals: by node that accumulates: the primal whose gradient it is.
-        single: make one region of it all.
         hooked_leaves: primals whose gradients become visible one by one: regions end where these are
-            complete.
-        sums_apart: keep contributions to one gradient apart even if one region makes them all. The engine
-            adds them, one by one, to what comes from outside the function.
+            complete. single, sums_apart: as in ``aot.capture``.
     """
     order = [node for node in eager_walk(graph) if node != ROOT]
     reached = _reached_by(graph, primals, order)
@@ -224,13 +220,7 @@ def cut_into_blocks(
     region_of: Mapping[int, Hashable],
     hooked_leaves: Collection[int],
 ) -> dict[int, Hashable]:
-    """For each node that does not accumulate: its region and the number of its block.
-
-    Args:
-        graph, primals, order: as in ``structure``.
-        region_of: by node that does not accumulate.
-        hooked_leaves: primals after whose gradients to cut.
-    """
+    """For each node that does not accumulate: its region and the number of its block."""
     nodes: dict[Hashable, list[int]] = {}
     for node in order:
         if node not in primals:

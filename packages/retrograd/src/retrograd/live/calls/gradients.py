@@ -19,12 +19,13 @@ from retrograd._torch.releases import is_layout_enforced
 from retrograd._torch.state import torch_functions_off, without_torch_functions
 from retrograd._torch.tensor import (
     accumulate_in_node,
+    add_each,
     clone_for_layout_contract,
     grad_of,
     obeys_layout_contract,
     set_grad,
 )
-from retrograd._torch.trace import InputGuard, add_each
+from retrograd._torch.trace import InputGuard
 
 #: references to a gradient that may be stolen: a local variable, and `getrefcount`'s argument. The rule is
 #: ``is_tensor_stealable`` in ``torch/csrc/autograd/variable.h``.
@@ -159,7 +160,7 @@ class Accumulator:
     def _are_as_before(self, variables: Sequence[torch.Tensor], grads: Sequence[Grad]) -> bool:
         """Whether all are plain, and each gradient has the layout that its ``.grad`` owes."""
         values = [*variables, *grads]
-        if not all(map(_has_plain_grads, variables)):
+        if not all(variable.grad_dtype is variable.dtype for variable in variables):
             return False
         if self._pairs is not None and self._pairs.check(values):
             return True
@@ -218,11 +219,6 @@ def _fits(grad: Grad, variable: torch.Tensor) -> bool:
         and 0 not in grad.stride()
         and not _is_lazy(grad)
     )
-
-
-def _has_plain_grads(variable: torch.Tensor) -> bool:
-    """Whether its ``.grad`` is to have its own dtype."""
-    return variable.grad_dtype is variable.dtype
 
 
 def _is_lazy(tensor: Grad) -> bool:

@@ -27,12 +27,7 @@ class NodeFunction(functools.partial[Sequence[Any]]):
     __qualname__: str
 
     def __new__(cls, name: str, fn: Callable[..., Any]) -> Self:
-        """Name the closure.
-
-        Args:
-            name: name of the autograd node, for example ``MulBackward0``.
-            fn: the closure; takes a list of gradients (None for undefined) and the node's saved values.
-        """
+        """Name the closure."""
         self = super().__new__(cls, fn)
         self.__name__ = self.__qualname__ = name
         self.__module__ = "autograd"
@@ -126,13 +121,7 @@ def epilogue(needs: Sequence[bool], result: Grad, grads: Sequence[Grad], part: G
 
 
 class Named:
-    """A function under a name of our own.
-
-    Args:
-        name: shown in graphs.
-        fn: what is called.
-        key: equal for two that compute the same; None if that cannot be told.
-    """
+    """A function under a name of our own."""
 
     def __init__(self, name: str, fn: Callable[..., Any], key: tuple[Hashable, ...] | None = None) -> None:
         self.__name__ = self.__qualname__ = name

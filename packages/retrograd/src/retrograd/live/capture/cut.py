@@ -90,9 +90,11 @@ class _Cutter:
                 self._current.append(node)
             else:
                 self._flush()
-                step = OpaqueCall(node, _projections(node), self._opaque.get(node) or _why_opaque(node))
-                projected.update(step.projections)
-                self._runs.append(step)
+                users = (user for user in node.users if user.op == "call_function")
+                projections = tuple(user for user in users if call_of(user).kind is CallKind.PROJECT)
+                why = self._opaque.get(node) or call.note or (call.hook or call.kind).value
+                projected.update(projections)
+                self._runs.append(OpaqueCall(node, projections, why))
         self._flush()
         return self._runs
 
@@ -110,16 +112,6 @@ class _Cutter:
         self._runs += map(list, pieces[-1:])
         self._runs += waiting
         self._current, self._accumulations = [], []
-
-
-def _projections(node: fx.Node) -> tuple[fx.Node, ...]:
-    users = (user for user in node.users if user.op == "call_function")
-    return tuple(user for user in users if call_of(user).kind is CallKind.PROJECT)
-
-
-def _why_opaque(node: fx.Node) -> str:
-    call = call_of(node)
-    return call.note or (call.hook or call.kind).value
 
 
 def _values_of(run: _Run) -> Iterator[fx.Node]:

@@ -14,19 +14,24 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.autograd import Kept
-from retrograd.graph.aot_backward import AotBackward, AotCall, InlinedCall
-from retrograd.graph.backward_graph import BackwardGraph, Call, CallKind, HookKind, NodeCall, SourceKind
-from retrograd.live.calls import functions, gradients, hooks, nodes
+from retrograd.graph.backward_graph import (
+    AotBackward,
+    AotCall,
+    BackwardGraph,
+    Call,
+    CallKind,
+    HookKind,
+    InlinedCall,
+    NodeCall,
+    SourceKind,
+)
+from retrograd.live.calls import gradients, nodes, user_code
 from retrograd.live.capture.call_graph import CallGraph, Value
 from retrograd.live.inlined.lay_in import CompiledFunctions
 
 
 class BackwardRecorder:
-    """Records one backward.
-
-    Args:
-        finished: is given the `BackwardGraph`; what it returns is kept in the engine's cache.
-    """
+    """Records one backward."""
 
     def __init__(self, finished: Callable[[BackwardGraph], Any]) -> None:
         self._finished = finished
@@ -67,11 +72,6 @@ class BackwardRecorder:
         function = self._functions.get(name) or self._functions.setdefault(name, nodes.NodeFunction(name, fn))
         kind = CallKind.CPP_FUNCTION if is_cpp else CallKind.NODE
         return self._call_node(kind, function, (grads, *args), wanted)
-
-    def cpp_function(
-        self, name: str, fn: Callable[..., Any], grads: list[Value], args: Any, wanted: list[bool]
-    ) -> list[Value]:
-        return self.node(name, fn, grads, args, wanted, is_cpp=True)
 
     def _call_node(
         self,
@@ -121,16 +121,16 @@ class BackwardRecorder:
         note: str = "",
     ) -> list[Value]:
         ctx = self._calls.placeholder(SourceKind.HOOK, context)
-        packed = [value for value in saved_values if value is not None and value.target is functions.unpack]
+        packed = [value for value in saved_values if value is not None and value.target is user_code.unpack]
         if not packed:
             all_given = (ctx, grads, saved_values, tuple(wanted), zeros)
-            return self._call_node(CallKind.FUNCTION, functions.call_backward, all_given, wanted, note)
+            return self._call_node(CallKind.FUNCTION, user_code.call_backward, all_given, wanted, note)
         # Only the Function itself can unpack its saved tensors, as what they were and when it wants them.
         saved = [value.args if value in packed else value for value in saved_values]
         for value in packed:
             self._calls.graph.erase_node(value)
         args = (ctx, grads, tuple(wanted), zeros, saved)
-        return self._call_node(CallKind.FUNCTION, functions.call_kept_backward, args, wanted)
+        return self._call_node(CallKind.FUNCTION, user_code.call_kept_backward, args, wanted)
 
     def aot_backward(self, aot: AotBackward, call: AotCall) -> list[Value]:
         """Lay the graph of a compiled function in. Raises `Refusal` if it has to stay one call."""
@@ -159,12 +159,12 @@ class BackwardRecorder:
         call = Call(CallKind.HOOK, self._calls.current, kind)
         if kind is HookKind.RETAIN_GRAD:
             self._needs_engine_frame = True
-            return self._calls.tensor_hook(call, hooks.call_cpp_tensor_hook, hook, grad)
+            return self._calls.tensor_hook(call, user_code.call_cpp_tensor_hook, hook, grad)
         own = self._calls.placeholder(SourceKind.HOOK, hook)
-        return self._calls.tensor_hook(call, hooks.call_tensor_hook, own, grad)
+        return self._calls.tensor_hook(call, user_code.call_tensor_hook, own, grad)
 
     def node_pre_hook(self, grads: list[Value], hook: int) -> list[Value]:
-        node = self._call_hook(HookKind.NODE_PRE, hooks.call_node_pre_hook, hook, tuple(grads))
+        node = self._call_hook(HookKind.NODE_PRE, user_code.call_node_pre_hook, hook, tuple(grads))
         # A hook cannot replace an undefined gradient.
         return self._calls.elements(node, [grad is not None for grad in grads])
 
@@ -174,15 +174,15 @@ class BackwardRecorder:
         if inlined:
             self._inlined[self._calls.current] = replace(inlined, steps=())
         given = tuple(outputs), tuple(grads)
-        node = self._call_hook(HookKind.NODE_POST, hooks.call_node_post_hook, hook, *given)
+        node = self._call_hook(HookKind.NODE_POST, user_code.call_node_post_hook, hook, *given)
         return self._calls.elements(node, [True] * len(outputs))
 
     def post_accumulate_hook(self, variable: Value, hook: int) -> None:
-        self._call_hook(HookKind.POST_ACCUMULATE, hooks.call_post_accumulate_hook, hook, variable)
+        self._call_hook(HookKind.POST_ACCUMULATE, user_code.call_post_accumulate_hook, hook, variable)
 
     def unpack(self, hook: int, packed: int) -> Value:
         kept = self._calls.placeholder(SourceKind.PACKED, packed)
-        return self._call_hook(HookKind.UNPACK, functions.unpack, hook, kept)
+        return self._call_hook(HookKind.UNPACK, user_code.unpack, hook, kept)
 
     # the end
 

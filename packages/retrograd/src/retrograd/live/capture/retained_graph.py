@@ -13,6 +13,12 @@ Then the engine collects with the graph kept, and the executed nodes are release
 for those Functions, which release their own saved tensors when they have run. Eager releases node by node, so
 that an exception in a hook leaves the rest intact; a plan has released everything but those Functions by
 then.
+
+The engine does not execute the node whose input is asked for. ``autograd.grad`` for an output that a compiled
+function uses itself (Grad-CAM, a loss on hidden states) needs the part of that function's own backward that
+leads there, so the engine is asked for something behind the node, too. It keeps the function's saved tensors
+for the other parts, and would not notice that one is used twice. That is noted here, and raises eager's
+error.
 """
 
 from __future__ import annotations
@@ -21,23 +27,29 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
 
 from retrograd._torch.autograd import (
     Collected,
     EngineProtocol,
     EngineRequest,
+    LiveBackward,
     collect,
+    edge_of,
+    is_aot_node,
     keeps_saved_tensors,
-    release,
     request_to_release,
+    run_stock,
     window,
 )
 from retrograd.errors import Refusal
 from retrograd.events import live_log
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.eager_order import ROOT, LiveGraph, eager_walk
-from retrograd.live.backward import LiveBackward
-from retrograd.live.calls.functions import call_kept_backward
+from retrograd.live.calls.user_code import call_kept_backward
 from retrograd.live.capture.recorder import BackwardRecorder
 from retrograd.live.captured import CapturedBackward
 from retrograd.process import forgotten_by_reset
@@ -57,9 +69,6 @@ def collect_and_release(
     backward: LiveBackward, finished: Finished, run_in_frame: Callable[[Collected], None]
 ) -> Collected | None:
     """As ``_torch.autograd.collect``, for any backward.
-
-    Args:
-        finished: makes the artifact of a new structure.
 
     Raises:
         Exception: as `collect`; nothing was consumed unless `run_in_frame` was called.
@@ -149,7 +158,8 @@ def _release_executed(backward: LiveBackward, artifact: CapturedBackward, alread
             continue
         try:
             part = request_to_release(live, request, group, from_roots=level == 0)
-            release(part, partial(_never_run, part))
+            # The engine releases what it has handed over, and torch has no other call for that.
+            collect(part, partial(_never_run, part), lambda call: None)
         except Exception:
             if not begun:
                 raise  # the stock engine can still run this backward
@@ -176,3 +186,66 @@ def _levels(live: LiveGraph, executed: set[int], apart: set[int]) -> Sequence[se
     for i in executed - apart:
         groups[level[i]].add(i)
     return groups
+
+
+#: by the context of a compiled function: which of eager's nodes in it have released what they saved.
+_used: weakref.WeakKeyDictionary[Any, frozenset[float]] = weakref.WeakKeyDictionary()
+
+
+def ask_for_compiled_functions(backward: LiveBackward) -> None:
+    """Add inputs to the request of a backward, so that the engine executes the compiled functions."""
+    asked = backward.asked
+    nodes = {node for node, _ in map(edge_of, asked.inputs) if node is not None and is_aot_node(node)}
+    if not nodes or asked.accumulate_grad:
+        return
+    live = backward.asked_graph
+    wanted = live.wanted or frozenset()
+    added: list[GradientEdge] = []
+    for node in live.nodes:
+        edges = [edge for edge in node.edges if edge is not None]
+        # Eager would not execute the node if nothing behind it is asked for.
+        if node.handle in nodes and edges and not any(edge.node in wanted for edge in edges):
+            added.append(GradientEdge(live.nodes[edges[0].node].handle, edges[0].slot))
+    if added:
+        backward.request = replace(asked, inputs=(*asked.inputs, *added), added=len(added))
+
+
+def use_up(captured: BackwardGraph, backward: LiveBackward) -> None:
+    """Note what a backward with compiled functions is about to use.
+
+    Raises:
+        RuntimeError: eager's, if a part has been used already.
+    """
+    parts, request = captured.intact_calls(), backward.request
+    if not (_used or parts or request.added):
+        return
+    for index, keys in _used_now(captured, backward).items():
+        node = backward.node_calls[index]
+        before = _used.get(node, frozenset())
+        if before & keys:
+            _raise_as_eager()
+        # The engine itself watches what it releases.
+        if not request.keep_graph and (index in parts or request.added):
+            _used[node] = before | keys
+
+
+def _used_now(captured: BackwardGraph, backward: LiveBackward) -> dict[int, frozenset[float]]:
+    """By inlined node call, what this backward uses: all of it, or what leads to an output asked for."""
+    used = {index: inlined.consumed for index, inlined in captured.inlined.items()}
+    if backward.request.added:
+        edges = [edge_of(tensor) for tensor in backward.asked.inputs]
+        for index in used:
+            slots = [slot for node, slot in edges if node is backward.node_calls[index]]
+            if slots:
+                used[index] = frozenset().union(*map(captured.inlined[index].consumed_for.__getitem__, slots))
+    return used
+
+
+def _raise_as_eager() -> None:
+    """What torch raises where a graph is used a second time, in the words of the installed torch."""
+    with torch.enable_grad():
+        root = torch.ones((), requires_grad=True).exp()
+    request = EngineRequest((root,), (torch.ones(()),), False, False, (), accumulate_grad=True)
+    with window.stock():
+        run_stock(request)
+        run_stock(request)

@@ -13,8 +13,9 @@ import functools
 import operator
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,9 +23,19 @@ from torch import fx
 
 from retrograd._torch.autograd import tensors_on_context
 from retrograd.errors import Refusal
-from retrograd.graph.aot_backward import AotBackward, AotCall, BuiltGradient, InlinedCall, Tangent
-from retrograd.graph.backward_graph import Call, CallKind, HookKind, SourceKind, call_of
-from retrograd.live.calls import hooks, nodes
+from retrograd.graph.backward_graph import (
+    AotBackward,
+    AotCall,
+    BuiltGradient,
+    Call,
+    CallKind,
+    HookKind,
+    InlinedCall,
+    SourceKind,
+    Tangent,
+    call_of,
+)
+from retrograd.live.calls import nodes, user_code
 from retrograd.live.capture.call_graph import CallGraph, is_from_hook
 from retrograd.live.inlined.undefined_grads import UndefinedGrads
 
@@ -36,9 +47,6 @@ _LateHook = Callable[[Value, int], fx.Node]
 
 class CompiledFunctions:
     """Lays compiled functions into one recorded backward.
-
-    Args:
-        calls: the backward under way.
 
     Attributes:
         moved: for the result of a hook that was moved, the gradient before it.
@@ -107,7 +115,7 @@ class CompiledFunctions:
 
     def _hook_again(self, hook: fx.Node, slot: int, value: Value, step: int) -> fx.Node:
         """Call the hook of `hook`, on output `slot`, with `value` instead."""
-        target: Any = hook.target if value is not None else hooks.call_hook_of_unreached
+        target: Any = hook.target if value is not None else user_code.call_hook_of_unreached
         call = replace(call_of(hook), step=step, enters=slot)
         return self._calls.tensor_hook(call, target, hook.args[0], value)  # type: ignore[arg-type]
 
@@ -215,7 +223,8 @@ class _Inlining:
         self._aot, self._given, self._hooks, self._calls = aot, call, hooks, calls
         placeholders = [node for node in aot.graph.nodes if node.op == "placeholder"]
         first = len(given)
-        self._tangents = list(_groups(placeholders[first:], [tangent.leaves for tangent in aot.tangents]))
+        rest = iter(placeholders[first:])
+        self._tangents = [[*islice(rest, tangent.leaves)] for tangent in aot.tangents]
         if first + sum(map(len, self._tangents)) != len(placeholders):
             raise Refusal(
                 "not-inlined", f"its graph takes {len(placeholders)} values, {first} saved ones arrived"
@@ -351,10 +360,3 @@ def _parts(gradient: fx.Node | BuiltGradient | None) -> list[fx.Node]:
     if isinstance(gradient, fx.Node):
         return [gradient]
     return [part for part in gradient.parts if isinstance(part, fx.Node)]
-
-
-def _groups(nodes: Sequence[fx.Node], sizes: Sequence[int]) -> Iterator[Sequence[fx.Node]]:
-    first = 0
-    for size in sizes:
-        yield nodes[first : first + size]
-        first += size

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from retrograd.graph.reach import reached
+
 
 class UndefinedGrads:
     """The analysis of one graph for one pattern of undefined tangents.
@@ -48,7 +50,7 @@ class UndefinedGrads:
     ) -> None:
         self._graph, self._tangents, self._outputs = graph, tangents, outputs
         self._reach = _reached_tangents(graph, tangents)
-        self._needed = _ancestors(part for parts in outputs for part in parts)
+        self._needed = _with_ancestors(part for parts in outputs for part in parts)
         self.zeros: set[int] = set()
         self._given_undefined = undefined = set(undefined)
         while mixed := self._spread(undefined - self.zeros):
@@ -105,17 +107,13 @@ class UndefinedGrads:
                 bits |= self._reach[node] & missing
         return {number for number in range(len(self._tangents)) if bits >> number & 1}
 
-    def _live(self) -> set[fx.Node]:
-        live: set[fx.Node] = set()
-        pending = [part for parts in self._outputs for part in parts]
-        pending += [total for total in self.totals if not self.is_undefined(total)]
-        while pending:
-            node = pending.pop()
-            if node in live or node in self._undefined:
-                continue
-            live.add(node)
-            pending += [self.stands_for[node]] if node in self.stands_for else node.all_input_nodes
-        return live
+    def _live(self) -> Container[fx.Node]:
+        def read_by(node: fx.Node) -> list[fx.Node]:
+            read = [self.stands_for[node]] if node in self.stands_for else node.all_input_nodes
+            return [value for value in read if value not in self._undefined]
+
+        wanted = (*(part for parts in self._outputs for part in parts), *self.totals)
+        return reached((node for node in wanted if node not in self._undefined), read_by)
 
     # what eager's nodes would release
 
@@ -125,7 +123,7 @@ class UndefinedGrads:
 
     def consumed_for(self, number: int) -> frozenset[float]:
         """The same, if only the gradient of this tangent's output is wanted."""
-        return self._saving(_ancestors([self.totals[number]]).intersection(self.order))
+        return self._saving(_with_ancestors([self.totals[number]]).keys() & set(self.order))
 
     def leaves_a_part(self) -> bool:
         """Whether the part that depends on an undefined tangent can still be differentiated afterwards: eager
@@ -192,16 +190,9 @@ def _has_static_value(node: fx.Node) -> bool:
     return isinstance(fake, torch.Tensor) and all(isinstance(size, int) for size in fake.shape)
 
 
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def _with_ancestors(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
     """`nodes` and all that they depend on."""
-    found: set[fx.Node] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
+    return reached(nodes, lambda node: node.all_input_nodes)
 
 
 def _own_keys(calls: Sequence[fx.Node]) -> dict[fx.Node, float]:

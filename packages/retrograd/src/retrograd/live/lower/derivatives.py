@@ -9,7 +9,7 @@ is made differentiable in the same way, to any order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +23,6 @@ Grad = torch.Tensor | None
 
 class Differentiable:
     """Gives autograd nodes to the outputs of one lowering.
-
-    Args:
-        fn: the function as captured.
-        args: arguments like those of every later call.
-        history: what eager records when it runs.
-        runner: makes a function that runs compiled where it can; the second argument says what it is.
 
     Raises:
         Exception: a derivative cannot be traced.
@@ -99,7 +93,7 @@ class _DifferentiablePart:
         at_hand = dict(zip((*self._saved, *self._copied), saved, strict=True))
         for i, value in enumerate(described):
             if self._first[i] == i and i not in at_hand:
-                at_hand[i] = value.empty() if isinstance(value, _Described) else value
+                at_hand[i] = value() if isinstance(value, partial) else value
         return [at_hand[i] for i in self._first]
 
     def derivative(self, arity: int, given: tuple[int, ...]) -> Boxed:
@@ -117,27 +111,17 @@ def _first_places(args: Sequence[Any]) -> list[int]:
     return [tensors[id(arg)] if isinstance(arg, torch.Tensor) else i for i, arg in enumerate(args)]
 
 
-@dataclass(frozen=True)
-class _Described:
-    """A tensor without its memory."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    def empty(self) -> torch.Tensor:
-        """Uninitialized memory in place of the tensor."""
-        empty = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-        return empty.requires_grad_(self.requires_grad)
-
-
 def _described(value: Any) -> Any:
+    """What makes uninitialized memory in place of a tensor; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
-    return _Described(
-        tuple(value.shape), tuple(value.stride()), value.dtype, value.device, value.requires_grad
+    return partial(
+        torch.empty_strided,
+        tuple(value.shape),
+        tuple(value.stride()),
+        dtype=value.dtype,
+        device=value.device,
+        requires_grad=value.requires_grad,
     )
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.autograd import Collected, HookChanges, Versions, versions_of, watching
+from retrograd._torch.autograd import Collected, HookChanges, LiveBackward, Versions, versions_of, watching
 from retrograd._torch.cuda import user_code_in_order
 from retrograd._torch.log import profiling
 from retrograd._torch.state import ModesKept, are_modes_plain
@@ -44,19 +44,22 @@ from retrograd.graph.backward_graph import (
     call_of,
     source_of,
 )
-from retrograd.live.backward import LiveBackward
-from retrograd.live.calls.functions import ModifiedTensor
 from retrograd.live.calls.gradients import accumulate_grad
+from retrograd.live.calls.user_code import ModifiedTensor
 from retrograd.live.capture.cut import cut
-from retrograd.live.lower.runner import BoxedRunner
-from retrograd.live.plan_log import PlanLog
 from retrograd.live.run.generated_source import PlanLayout, is_only_for_post_hooks, lists_of
 from retrograd.live.run.mid_backward_hooks import rest_with_changes
-from retrograd.live.run.segment_runner import LeakedModes, argument_values, runner_of, step_through
+from retrograd.live.run.segment_runner import (
+    BoxedRunner,
+    LeakedModes,
+    argument_values,
+    runner_of,
+    step_through,
+)
 from retrograd.live.run.specialised import Bailout, SpecialisedPlan, Specialising
-from retrograd.repeats.divide_backward import regions_of
+from retrograd.repeats.divide import regions_of
 from retrograd.repeats.lift_scalars import changing_numbers
-from retrograd.report import BackwardReport
+from retrograd.report import BackwardReport, PlanLog
 
 #: from this many copies of a region on, a segment that is no copy is compiled later, if it makes up no more
 #: than one part in this many of the backward.
@@ -104,10 +107,6 @@ class _Run:
 class Plan:
     """The steps of one backward, with the code of its segments.
 
-    Args:
-        graph: in eager's order.
-        config, backend: how segments are lowered.
-
     Attributes:
         schedule: the steps. report, log: of them.
         runs_user_code: whether a step calls something that can look at the running backward.
@@ -141,12 +140,7 @@ class Plan:
             runner.postpone(because)
 
     def run(self, call: Collected, backward: LiveBackward) -> list[torch.Tensor | None]:
-        """Run all steps.
-
-        Args:
-            call: what the engine collected; its lists are emptied.
-            backward: is told which node call user code runs for.
-        """
+        """Run all steps."""
         take_finished()
         self.report.runs += 1
         counters["runs"] += 1

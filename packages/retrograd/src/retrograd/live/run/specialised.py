@@ -19,16 +19,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.autograd import Collected, HookChanges, Versions
+from retrograd._torch.autograd import Collected, HookChanges, LiveBackward, Versions
 from retrograd._torch.state import KeptModes, ThreadModes, UserCode, are_modes_plain, without_torch_functions
 from retrograd._torch.trace import InputGuard
 from retrograd.backends.base import Boxed
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import Accumulation, OpaqueCall, Schedule, Segment, Source, SourceKind
-from retrograd.live.backward import LiveBackward
-from retrograd.live.lower.lowered import Lowered
-from retrograd.live.lower.runner import BoxedRunner
+from retrograd.live.lower.lowerer import Lowered
 from retrograd.live.run.generated_source import Check, Code, GeneratedSource, PlanLayout, write
+from retrograd.live.run.segment_runner import BoxedRunner
 
 Values = dict[fx.Node, Any]
 Record = Callable[..., Boxed]
@@ -52,17 +51,7 @@ class Bailout:
 
 
 class SpecialisedPlan:
-    """The steps of one plan, for values and modes like those of one run.
-
-    Args:
-        layout: the plan with its code. A plan without opaque calls may first be given other code for all of
-            its segments together: ``joined(layout).around(run)``.
-        runners: by step of the plan; whose code it is. None for steps that are no segments.
-
-    Attributes:
-        layout, runners: as given.
-        bailouts: how often a run had to go on in the plan.
-    """
+    """The steps of one plan, for values and modes like those of one run."""
 
     def __init__(self, layout: PlanLayout, runners: Runners) -> None:
         counters["specialised_plans"] += 1
@@ -80,14 +69,9 @@ class SpecialisedPlan:
     ) -> list[torch.Tensor | None] | Bailout | None:
         """Run all steps.
 
-        Args:
-            call: what the engine collected; its lists are emptied, unless None is returned.
-            backward: is told which node call user code runs for.
-            changes: hooks that came or went, as far as this backward is concerned.
-
         Returns:
             The plan's outputs; a `Bailout`; or None if the plan is not specialised for these values and
-            modes.
+            modes: then what the engine collected is still there.
         """
         if ThreadModes.now() != self._modes or not are_modes_plain():
             return None
@@ -217,11 +201,9 @@ class Specialising:
         if self._record is None or self._lowered.keys() != layout.codes.keys():
             return layout
         codes = {i: replace(code, run=self._lowered[i].run) for i, code in layout.codes.items()}
-        whole = joined(replace(layout, codes=codes))
-        if whole is None:
-            return layout
         graphs = dict.fromkeys(lowered.graph for lowered in self._lowered.values())
-        return whole.around(self._record(whole.run, *graphs))
+        record = self._record
+        return joined(replace(layout, codes=codes), lambda run: record(run, *graphs)) or layout
 
 
 def _answering(check: Check) -> Check:
@@ -251,56 +233,25 @@ def _known_from_the_start(schedule: Schedule, runners: Runners) -> frozenset[int
     return frozenset(known)
 
 
-# all segments as one function
+def joined(layout: PlanLayout, changed: Callable[[Boxed], Boxed]) -> PlanLayout | None:
+    """The plan with one function in place of its segments; None if something has to run between them, or if
+    a segment asks a guard of its own.
 
-
-@dataclass(frozen=True)
-class JoinedSegments:
-    """The segments of one plan as one function, which neither reads nor writes anything but its values.
-
-    Others may change the function, for example record it as one CUDA graph.
-
-    Attributes:
-        takes: the placeholders of the plan whose values `run` takes, in order: saved tensors and parameters
-            (the same memory in every backward), activations and incoming gradients.
-        gives: what `run` returns, in order: the gradients that are accumulated, then the plan's outputs.
-        run: takes a list of values, empties it, and returns a list. Its guards are the plan's: it is to be
-            called with values that fit them.
-        is_compiled: whether all of it is a backend's code.
+    Args:
+        layout: the plan with its code.
+        changed: given the function of all segments, returns what is to run, for example a recording of it.
+            The function reads and writes nothing but its values. It takes a list of values, which it empties,
+            and returns the gradients that are accumulated, then the plan's outputs. A gradient to which
+            somebody keeps a reference is copied into ``.grad``; others are stolen.
     """
-
-    takes: tuple[fx.Node, ...]
-    gives: tuple[fx.Node, ...]
-    run: Boxed
-    is_compiled: bool
-    _layout: PlanLayout
-
-    def around(self, run: Boxed) -> PlanLayout:
-        """The plan with `run` in place of the segments: what a `SpecialisedPlan` is made of.
-
-        Args:
-            run: as `JoinedSegments.run`. A gradient that `run` keeps a reference to is copied into ``.grad``,
-                one to which it keeps none is stolen.
-        """
-        nodes = tuple(node for step in self._layout.schedule.segments for node in step.nodes)
-        whole = Segment(nodes, self.takes, self.gives, worth_compiling=True)
-        accumulations = [step for step in self._layout.schedule.steps if isinstance(step, Accumulation)]
-        everything = tuple(range(len(self.takes)))
-        code = Code(run, everything, (True,) * len(self.gives), None, is_compiled=True)
-        return self._layout.with_steps([whole, *accumulations], [code])
-
-
-def joined(layout: PlanLayout) -> JoinedSegments | None:
-    """The segments of a plan as one function; None if something has to run between them, or if a segment
-    asks a guard of its own."""
     steps, segments = layout.schedule.steps, layout.schedule.segments
     codes = [code for _, code in sorted(layout.codes.items())]
     if any(isinstance(step, OpaqueCall) for step in steps) or any(code.check is not None for code in codes):
         return None
     made = {node for step in segments for node in step.outputs}
-    grads = [step.node.args[1] for step in steps if isinstance(step, Accumulation)]
-    results = (node for node in (*grads, *layout.outputs) if isinstance(node, fx.Node) and node in made)
-    gives = tuple(dict.fromkeys(results))
+    accumulations = [step for step in steps if isinstance(step, Accumulation)]
+    wanted = (*(step.node.args[1] for step in accumulations), *layout.outputs)
+    gives = tuple(dict.fromkeys(node for node in wanted if isinstance(node, fx.Node) and node in made))
     takes = tuple(dict.fromkeys(node for step in segments for node in step.inputs if node not in made))
     inner = replace(
         layout,
@@ -315,4 +266,7 @@ def joined(layout: PlanLayout) -> JoinedSegments | None:
         results: Sequence[Any] = function(Collected(None, values, [], [], [], []), None, None, None)
         return results
 
-    return JoinedSegments(takes, gives, run, all(code.is_compiled for code in codes), layout)
+    nodes = tuple(node for step in segments for node in step.nodes)
+    whole = Segment(nodes, takes, gives, worth_compiling=True)
+    code = Code(changed(run), tuple(range(len(takes))), (True,) * len(gives), None, is_compiled=True)
+    return layout.with_steps([whole, *accumulations], [code])

@@ -1,41 +1,164 @@
 """Passes over a joint graph of ATen operators: ``pass(gm, example_inputs, **kw) -> gm``.
 
-Each has a file, named for its effect. `run` applies and checks them. A pass that changes results calls
-``gm.recompile()`` itself. The others leave that to `run`, because the old code still computes the right
-results.
+Each has a file, named for its effect. `run_passes` applies them in order, and checks the laws of the joint
+graph after each. A pass that changes results calls ``gm.recompile()`` itself. The others leave that to
+`run_passes`, because the old code still computes the right results.
 """
 
 from __future__ import annotations
 
-from retrograd.errors import OptionError
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from retrograd.errors import OptionError, PassError, VerificationError
+from retrograd.graph.joint import JointSignature, output_kinds, verify_joint
 from retrograd.passes.aten.accumulate_in_fp32 import accumulate_in_fp32
 from retrograd.passes.aten.clip_gradients import clip_gradients
+from retrograd.passes.aten.edit import signature_of
 from retrograd.passes.aten.fold_constants import fold_constants
 from retrograd.passes.aten.merge_common_subexpressions import merge_common_subexpressions
 from retrograd.passes.aten.normalise_views import normalise_views
 from retrograd.passes.aten.order_collectives import order_collectives
 from retrograd.passes.aten.recompute_by_policy import recompute_by_policy
 from retrograd.passes.aten.remove_dead_code import remove_dead_code
-from retrograd.passes.aten.run import AnyPass, JointPass, PassReport, pass_name, run_passes
 
-__all__ = [
-    "NUMERICS_PRESERVING",
-    "OPT_IN",
-    "AnyPass",
-    "JointPass",
-    "PassReport",
-    "accumulate_in_fp32",
-    "clip_gradients",
-    "fold_constants",
-    "merge_common_subexpressions",
-    "normalise_views",
-    "order_collectives",
-    "pass_name",
-    "pass_named",
-    "recompute_by_policy",
-    "remove_dead_code",
-    "run_passes",
-]
+#: ``pass(gm, example_inputs) -> gm``; it may change `gm` or return another.
+JointPass = Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]
+#: a pass that first needs keyword arguments, given by `functools.partial`.
+AnyPass = Callable[..., fx.GraphModule]
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass did.
+
+    Attributes:
+        name: of the pass.
+        seconds: how long it ran, without the checks after it.
+        change: for each operator whose number of calls changed, by how many.
+        before, after: the graph as code; empty unless the texts were asked for.
+    """
+
+    name: str
+    seconds: float
+    change: Mapping[str, int] = field(default_factory=dict)
+    before: str = ""
+    after: str = ""
+
+    def __str__(self) -> str:
+        change = ", ".join(f"{count:+d} {name}" for name, count in sorted(self.change.items()))
+        return f"{self.name}: {1000 * self.seconds:.1f} ms, {change or 'the same operators'}"
+
+
+def run_passes(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    passes: Sequence[JointPass],
+    *,
+    texts: bool = False,
+    earlier: Sequence[str] = (),
+) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
+    """Apply `passes` in order.
+
+    The returned module is recompiled. A module that a pass is given may still have its old code.
+
+    Args:
+        gm: a joint graph with a `JointSignature` in ``meta["signature"]``; passes may change it.
+        example_inputs: what each pass is given as its second argument.
+        passes: callables; keyword arguments are given by `functools.partial`.
+        texts: whether the reports hold the graph as code before and after.
+        earlier: names of passes that were applied before; errors list them.
+
+    Raises:
+        PassError: a pass raised (its error is the cause), or did not return a graph module.
+        VerificationError: the graph broke a law of joint graphs after a pass.
+    """
+    signature = signature_of(gm, "run_passes")
+    reports: list[PassReport] = []
+    done = list(earlier)
+    for one in passes:
+        gm, report = _applied(one, gm, example_inputs, _Site(signature, tuple(done), texts))
+        reports.append(report)
+        done.append(report.name)
+    gm.recompile()
+    return gm, tuple(reports)
+
+
+@dataclass(frozen=True)
+class _Site:
+    signature: JointSignature
+    done: tuple[str, ...]
+    texts: bool
+
+
+def _applied(
+    one: JointPass, gm: fx.GraphModule, example_inputs: Sequence[Any], site: _Site
+) -> tuple[fx.GraphModule, PassReport]:
+    name = pass_name(one)
+    kinds, counts, before = output_kinds(gm.graph), operator_counts(gm.graph), _text(gm, site)
+    start = time.perf_counter()
+    try:
+        result = one(gm, example_inputs)
+    except Exception as error:
+        raise _failed(name, site.done, error) from error
+    seconds = time.perf_counter() - start
+    if not isinstance(result, fx.GraphModule):
+        raise _failed(name, site.done, TypeError(f"it returned {type(result).__name__}, not a GraphModule"))
+    _keep_signature(result, site, name)
+    verify_joint(result, site.signature, "aot.apply", (*site.done, name), kinds)
+    change = operator_counts(result.graph)
+    change.subtract(counts)
+    report = PassReport(name, seconds, {n: c for n, c in change.items() if c}, before, _text(result, site))
+    return result, report
+
+
+def _keep_signature(gm: fx.GraphModule, site: _Site, name: str) -> None:
+    if gm.meta.setdefault("signature", site.signature) != site.signature:
+        text = "the pass gave the graph another signature"
+        stage = f"aot.apply, after passes [{', '.join((*site.done, name))}]"
+        way_out = "a pass changes the graph; what its inputs and outputs mean is fixed at capture"
+        raise VerificationError.because("joint-signature", text, stage, way_out=way_out)
+
+
+def _failed(name: str, done: tuple[str, ...], error: Exception) -> PassError:
+    after = f"after passes [{', '.join(done)}]" if done else "the first pass"
+    way_out = "leave the pass out, or see the error that caused this one"
+    node = ""
+    if isinstance(error, PassError):
+        way_out, node = error.reason.way_out or way_out, error.reason.node
+        message = error.reason.text
+    else:
+        message = f"{type(error).__name__}: {error}"
+    text = f"pass {name} failed: {message}"
+    return PassError.because("pass-failed", text, f"aot.apply, {after}", node=node, way_out=way_out)
+
+
+def _text(gm: fx.GraphModule, site: _Site) -> str:
+    return str(gm.graph.python_code("self").src).strip() if site.texts else ""
+
+
+def pass_name(one: Any) -> str:
+    """The name of a pass, for reports and errors."""
+    while isinstance(one, functools.partial):
+        one = one.func
+    return getattr(one, "__name__", type(one).__name__)
+
+
+def operator_counts(graph: fx.Graph) -> Counter[str]:
+    """How often each operator is called."""
+    calls = (node for node in graph.nodes if node.op.startswith("call_"))
+    return Counter(str(_named(node.target)) for node in calls)
+
+
+def _named(target: Any) -> Any:
+    return target if hasattr(target, "_schema") else getattr(target, "__name__", target)
+
 
 #: these give bitwise the same results. This is the order in which they are applied.
 NUMERICS_PRESERVING: tuple[JointPass, ...] = (

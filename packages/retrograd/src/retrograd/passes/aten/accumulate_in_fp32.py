@@ -21,8 +21,8 @@ import torch
 from torch import fx
 
 from retrograd._torch.fx import same_layout
-from retrograd.graph.joint import cotangents_reaching
-from retrograd.graph.verify import output_values
+from retrograd.graph.joint import cotangents_reaching, output_values
+from retrograd.graph.reach import reached
 from retrograd.passes.aten.edit import call, signature_of
 
 _aten = torch.ops.aten
@@ -75,15 +75,9 @@ def accumulate_in_fp32(
 
 def _reductions_before(ends: set[fx.Node]) -> frozenset[fx.Node]:
     """The sums and scatters that lead to `ends` through nothing but views and additions."""
-    found: set[fx.Node] = set()
-    pending = list(ends)
-    while pending:
-        node = pending.pop()
-        if node.target in _SUMS or node.target in _SCATTERS:
-            found.add(node)
-        elif node.target in _VIEWS or node.target is _ADD:
-            pending += node.all_input_nodes
-    return frozenset(found)
+    passed = {*_VIEWS, _ADD}
+    found = reached(ends, lambda node: node.all_input_nodes if node.target in passed else ())
+    return frozenset(node for node in found if node.target in _SUMS or node.target in _SCATTERS)
 
 
 @dataclass(frozen=True)
@@ -105,7 +99,7 @@ class _Rules:
             if self._adds(node) or node.target in _VIEWS:
                 found.add(node)
                 pending += node.all_input_nodes
-            elif self._sums(node) or self._scatters(node):
+            elif self._sums(node) or (node.target in _SCATTERS and node in self.reductions):
                 found.add(node)
         return found
 
@@ -131,9 +125,6 @@ class _Rules:
         if not all(isinstance(size, int) for size in (*before.shape, *after.shape)):
             return True
         return math.prod(before.shape) >= self.many * max(math.prod(after.shape), 1)
-
-    def _scatters(self, node: fx.Node) -> bool:
-        return node.target in _SCATTERS and node in self.reductions
 
 
 def _rewritten(root: fx.Node, tree: Sequence[fx.Node]) -> bool:

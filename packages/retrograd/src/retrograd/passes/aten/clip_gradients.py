@@ -16,8 +16,7 @@ import torch
 from torch import fx
 
 from retrograd.errors import PassError
-from retrograd.graph.joint import JointSignature
-from retrograd.graph.verify import output_values
+from retrograd.graph.joint import JointSignature, output_values
 from retrograd.passes.aten.edit import call, signature_of
 
 _aten = torch.ops.aten

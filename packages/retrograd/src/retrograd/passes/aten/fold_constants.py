@@ -20,7 +20,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from retrograd._torch.fx import aliased_inputs, is_repeatable, real_tensors
-from retrograd.passes.aten.sharing import nodes_seen_outside
+from retrograd.passes.aten.edit import nodes_seen_outside
 
 _FULL = torch.ops.aten.full.default
 _NUMBERS = (bool, int, float)
@@ -102,13 +102,9 @@ def _as_full(graph: fx.Graph, value: torch.Tensor) -> fx.Node | None:
     kwargs: dict[str, Any] = {"dtype": value.dtype, "layout": value.layout, "device": value.device}
     kwargs["pin_memory"] = False
     candidate = _FULL(list(value.shape), number, **kwargs)
-    if not _same_bits(candidate, value):
+    if not torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (candidate, value))):  # bit for bit
         return None
     return graph.call_function(_FULL, (list(value.shape), number), kwargs)
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def _as_attribute(gm: fx.GraphModule, value: torch.Tensor) -> fx.Node:

@@ -22,16 +22,11 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.fx import is_mutating, is_repeatable
-from retrograd.passes.aten.sharing import nodes_seen_outside
+from retrograd.passes.aten.edit import nodes_seen_outside
 
 
 def merge_common_subexpressions(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
-    """Merge equal calls of `gm`, in place.
-
-    Args:
-        gm: a graph of functional ATen operators.
-        example_inputs: unused.
-    """
+    """Merge equal calls of `gm`, in place."""
     seen_outside = nodes_seen_outside(gm.graph)
     first: dict[Hashable, fx.Node] = {}
     writes = 0

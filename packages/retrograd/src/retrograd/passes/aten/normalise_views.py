@@ -34,20 +34,17 @@ _FAMILIES = (_SHAPES, _EXPANDS, _PERMUTES)
 
 
 def normalise_views(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
-    """Normalise the views of `gm`, in place.
-
-    Args:
-        gm: a graph of functional ATen operators with ``meta["val"]``; a node without is left alone.
-        example_inputs: unused.
-    """
+    """Normalise the views of `gm`, in place."""
     outputs = set(gm.graph.output_node().all_input_nodes)
     for node in list(gm.graph.nodes):
         if node.target not in _VIEWS or not _has_tensors(node):
             continue
         _shorten(node)
-        if node not in outputs and _changes_nothing(node):
+        if node not in outputs and same_layout(node.meta["val"], _source(node).meta["val"]):
             node.replace_all_uses_with(_source(node))
-    _erase_unread_views(gm.graph)
+    for node in reversed(gm.graph.nodes):
+        if not node.users and node.target in _VIEWS:
+            gm.graph.erase_node(node)
     return gm
 
 
@@ -59,10 +56,6 @@ def _has_tensors(node: fx.Node) -> bool:
     source = _source(node)
     values = (node.meta.get("val"), source.meta.get("val") if isinstance(source, fx.Node) else None)
     return all(isinstance(value, torch.Tensor) and value.layout is torch.strided for value in values)
-
-
-def _changes_nothing(node: fx.Node) -> bool:
-    return same_layout(node.meta["val"], _source(node).meta["val"])
 
 
 def _shorten(node: fx.Node) -> None:
@@ -119,9 +112,3 @@ def _same(node: fx.Node, inner: fx.Node, target: Any, rest: tuple[Any, ...]) -> 
     except RuntimeError:  # no view of the source has these sizes
         return False
     return old is not None and same_layout(new, old)
-
-
-def _erase_unread_views(graph: fx.Graph) -> None:
-    for node in reversed(graph.nodes):
-        if not node.users and node.target in _VIEWS:
-            graph.erase_node(node)

@@ -16,12 +16,7 @@ from retrograd._torch.fx import has_effect, is_collective, is_mutating, is_rando
 
 
 def order_collectives(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
-    """Order the collectives of `gm`, in place.
-
-    Args:
-        gm: a graph of functional ATen operators.
-        example_inputs: unused.
-    """
+    """Order the collectives of `gm`, in place."""
     if any(map(is_collective, gm.graph.nodes)):
         _start_early(gm.graph)
         _wait_late(gm.graph)

@@ -19,12 +19,7 @@ _FIXED = ("placeholder", "output")
 
 
 def remove_dead_code(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
-    """Remove dead code from `gm`, in place.
-
-    Args:
-        gm: a graph of functional ATen operators.
-        example_inputs: unused.
-    """
+    """Remove dead code from `gm`, in place."""
     has_lost_a_reader = False
     for node in reversed(gm.graph.nodes):
         if not node.users and node.op not in _FIXED and not has_effect(node):

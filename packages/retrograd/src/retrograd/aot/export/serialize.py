@@ -1,8 +1,9 @@
-"""Arguments and operators of a graph as plain data, and back.
+"""A graph of ATen calls, and the values in it, as plain data, and back.
 
-In: what stands in the argument lists of an ATen graph, and the records that describe a joint graph. Out: JSON
-values, and from those the same again. Nothing is looked up by a name from a file but operators with a schema,
-and a fixed set of functions and records.
+In: a graph module; what stands in the argument lists of such a graph, and the records that describe a joint
+graph. Out: JSON values, and the tensors that the graph holds; of those, the same again, with example values
+computed by running the graph on fake tensors. Nothing is looked up by a name from a file but operators with a
+schema, and a fixed set of functions and records.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +19,11 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from retrograd._torch.fx import is_higher_order, is_operator_overload
+from retrograd._torch.fx import SELF_CONTAINED, is_higher_order, is_operator_overload
 from retrograd._torch.subclass import PLAIN
-from retrograd.errors import Refusal
+from retrograd._torch.trace import know_values
+from retrograd.errors import ExportError, Refusal
 from retrograd.graph import joint, joint_graph
-from retrograd.graph.capture_state import Leaf
 
 Nodes = Mapping[str, fx.Node]
 
@@ -39,14 +40,9 @@ _NAMES = {function: name for name, function in reversed(_FUNCTIONS.items())}
 #: dataclasses whose fields can be written.
 _RECORDS: dict[str, Any] = {
     cls.__name__: cls
-    for cls in (Leaf, *vars(joint).values(), *vars(joint_graph).values())
-    if isinstance(cls, type) and dataclasses.is_dataclass(cls)
+    for cls in (*vars(joint).values(), *vars(joint_graph).values())
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls) and cls.__module__.startswith(joint.__name__)
 }
-#: operators of higher order that refer to nothing outside of the graph.
-_HIGHER_ORDER = (
-    "associative_scan", "auto_functionalized", "auto_functionalized_v2", "cond", "flex_attention",
-    "flex_attention_backward", "invoke_subgraph", "map_impl", "out_dtype", "scan", "while_loop",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -156,15 +152,11 @@ def read_value(written: Any, nodes: Nodes) -> Any:
 
 
 def serialize_operator(target: Any) -> Any:
-    """The operator, with its schema if it has one.
-
-    Raises:
-        Refusal: another process could not find it.
-    """
+    """The operator, with its schema if it has one."""
     if is_operator_overload(target):
         return {"name": target._schema.name, "overload": target._overloadname, "schema": str(target._schema)}
     if is_higher_order(target):
-        if target.name() in _HIGHER_ORDER:
+        if target.name() in SELF_CONTAINED:
             return {"higher_order": target.name()}
         raise Refusal(
             "unwritable", f"the higher-order operator {target.name()}, which refers to this process"
@@ -178,15 +170,11 @@ def serialize_operator(target: Any) -> Any:
 
 
 def read_operator(written: Any) -> Any:
-    """What `serialize_operator` wrote.
-
-    Raises:
-        ValueError: it is unknown here, or has another schema.
-    """
+    """What `serialize_operator` wrote."""
     if "function" in written:
         return _FUNCTIONS[written["function"]]
     if "higher_order" in written:
-        if written["higher_order"] not in _HIGHER_ORDER:
+        if written["higher_order"] not in SELF_CONTAINED:
             raise ValueError(f"the operator of higher order {written['higher_order']!r} is unknown")
         return getattr(torch.ops.higher_order, written["higher_order"])
     namespace, _, name = written["name"].partition("::")
@@ -198,3 +186,103 @@ def read_operator(written: Any) -> Any:
     if str(found._schema) != written["schema"]:
         raise ValueError(f"the operator {written['schema']} is {found._schema} in this process")
     return found
+
+
+_PLAIN = (bool, int, str, CheckpointPolicy)
+
+
+def serialize_graph(gm: fx.GraphModule, tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
+    """The nodes of `gm`; tensors that it holds are added to `tensors`."""
+    modules: dict[str, Any] = {}
+    nodes = []
+    for node in gm.graph.nodes:
+        try:
+            entry: dict[str, Any] = {"op": node.op, "name": node.name}
+            if node.op == "call_function":
+                entry["target"] = serialize_operator(node.target)
+            elif node.op == "get_attr":
+                _write_attribute(gm, node, (tensors, prefix, modules))
+                entry["target"] = node.target
+            elif node.op not in ("placeholder", "output"):
+                raise Refusal("unwritable", f"a node of kind {node.op}")
+            if node.op != "placeholder":
+                entry["args"] = [serialize_value(value) for value in node.args]
+                entry["kwargs"] = {key: serialize_value(value) for key, value in node.kwargs.items()}
+            entry["meta"] = {
+                key: serialize_value(value) for key, value in node.meta.items() if isinstance(value, _PLAIN)
+            }
+        except Refusal as error:
+            raise ExportError.because(
+                "graph",
+                f"the graph holds {error}",
+                "aot.export",
+                node=f"{node.name} ({node.target})",
+                way_out="replace the call by one of an operator",
+            ) from error
+        nodes.append(entry)
+    return {"nodes": nodes, "modules": modules}
+
+
+def _write_attribute(
+    gm: fx.GraphModule, node: fx.Node, to: tuple[dict[str, torch.Tensor], str, dict[str, Any]]
+) -> None:
+    tensors, prefix, modules = to
+    name = str(node.target)
+    value: Any = gm
+    for part in name.split("."):
+        value = getattr(value, part)
+    if isinstance(value, fx.GraphModule) and "." not in name:
+        modules[name] = serialize_graph(value, tensors, f"{prefix}{name}/")
+    elif type(value) in (torch.Tensor, torch.nn.Parameter) and "." not in name:
+        tensors[prefix + name] = value.detach()
+    else:
+        raise Refusal("unwritable", f"the attribute {name}, a {type(value).__name__},")
+
+
+def read_graph(
+    written: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    examples: Sequence[Any] | None,
+    prefix: str = "",
+) -> fx.GraphModule:
+    """What `serialize_graph` wrote.
+
+    Args:
+        written, tensors: from there.
+        examples: a value for each placeholder, fake or a symbolic number; None to compute no values.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is nothing that was written so.
+    """
+    root = torch.nn.Module()
+    for name, inner in written["modules"].items():
+        root.add_module(name, read_graph(inner, tensors, None, f"{prefix}{name}/"))
+    graph, nodes = fx.Graph(), dict[str, fx.Node]()
+    for entry in written["nodes"]:
+        nodes[entry["name"]] = _read_node(graph, entry, nodes)
+        if entry["op"] == "get_attr" and entry["target"] not in written["modules"]:
+            root.register_buffer(entry["target"], tensors[prefix + entry["target"]])
+    gm = fx.GraphModule(root, graph, "joint")
+    return gm if examples is None else know_values(gm, examples)
+
+
+def _read_node(graph: fx.Graph, entry: Mapping[str, Any], nodes: Mapping[str, fx.Node]) -> fx.Node:
+    kind, name = entry["op"], entry["name"]
+    if not name.isidentifier():
+        raise ValueError(f"{name!r} is no name of a node")
+    if kind == "placeholder":
+        node = graph.placeholder(name)
+    else:
+        args = tuple(read_value(value, nodes) for value in entry["args"])
+        kwargs = {key: read_value(value, nodes) for key, value in entry["kwargs"].items()}
+        if kind == "output":
+            node = graph.output(*args)
+        elif kind == "call_function":
+            node = graph.call_function(read_operator(entry["target"]), args, kwargs)
+        elif kind == "get_attr" and entry["target"].isidentifier():
+            node = graph.create_node("get_attr", entry["target"], name=name)
+        else:
+            raise ValueError(f"a node of unknown kind {kind!r}")
+    node.name = name
+    node.meta.update({key: read_value(value, {}) for key, value in entry["meta"].items()})
+    return node

@@ -1,24 +1,130 @@
-"""Read the autograd graph that hangs from a backward's roots.
+"""One backward: what is asked of torch's engine, and the autograd graph that it runs over.
+
+In: the arguments of ``torch.autograd.graph._engine_run_backward``, the one Python gateway of
+``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad``; the modes that are active. Out:
+the gradients of a stock run; or the first obstacle to a capture, as a code and a sentence: such a backward
+runs on the stock engine.
 
 In: an `EngineRequest`. Out: a `LiveGraph`, and an `OrderCheck` of later backwards of equal structure. Follows
 ``next_functions``; the rule for which nodes are wanted with ``inputs=`` is that of
-``GraphTask::init_to_execute`` in ``torch/csrc/autograd/engine.cpp``.
+``GraphTask::init_to_execute`` in ``torch/csrc/autograd/engine.cpp``. A `LiveBackward` is passed down through
+the stages. It knows both orders of the nodes, and answers what user code asks of the engine.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.autograd.graph as autograd_graph
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from retrograd._torch.autograd.engine import EngineRequest
-from retrograd.graph.eager_order import Edge, LiveGraph, LiveNode, contests
+from retrograd._torch.cuda import is_captured_beside_streams
+from retrograd.graph.eager_order import ROOT, Edge, LiveGraph, LiveNode, contests, eager_walk, engine_walk
 from retrograd.graph.emit import Emitter
+from retrograd.graph.reach import reached
+
+#: where torch keeps the gateway.
+GATEWAYS = ("torch.autograd.graph:_engine_run_backward", "torch.autograd:_engine_run_backward")
+
+_stock_run_backward = autograd_graph._engine_run_backward
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One call of the engine. Field names are the keyword names of the C++ engine.
+
+    Attributes:
+        tensors: roots, tensors or ``GradientEdge``.
+        grad_tensors: one cotangent per root.
+        keep_graph, create_graph: as in ``torch.autograd.backward``.
+        inputs: what gradients are wanted of; empty for all leaves.
+        allow_unreachable: whether an input that the roots do not reach gives None.
+        accumulate_grad: write ``.grad`` (backward) instead of returning gradients (grad).
+        added: how many of the last `inputs` were added by us; nobody wants their gradients.
+    """
+
+    tensors: tuple[Any, ...]
+    grad_tensors: tuple[Any, ...]
+    keep_graph: bool
+    create_graph: bool
+    inputs: tuple[Any, ...] = ()
+    allow_unreachable: bool = False
+    accumulate_grad: bool = False
+    added: int = 0
+
+
+def run_stock(request: EngineRequest) -> tuple[torch.Tensor | None, ...]:
+    """Run the backward on the engine as torch would."""
+    return _stock_run_backward(
+        request.tensors,
+        request.grad_tensors,
+        request.keep_graph,
+        request.create_graph,
+        request.inputs,
+        allow_unreachable=request.allow_unreachable,
+        accumulate_grad=request.accumulate_grad,
+    )
+
+
+def stock_calls_on(frame: FrameType | None) -> int:
+    """How many calls of torch's own gateway are under way on the stack that ends in `frame`."""
+    count = 0
+    while frame is not None:
+        count += frame.f_code is _stock_run_backward.__code__
+        frame = frame.f_back
+    return count
+
+
+def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
+    """What the engine's protocol refuses or cannot express: a code and a sentence; None if it can hand this
+    backward over."""
+    if torch.is_anomaly_enabled():
+        return "anomaly-mode", "anomaly mode checks every node's result as soon as it is there"
+    if is_captured_beside_streams():
+        return "cuda-graph-capture", "a CUDA graph is being captured in a program that uses several streams"
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return "dispatch-mode", "a TorchDispatchMode is active and must see every operation of the backward"
+    if torch._C._functorch.maybe_current_level() is not None or _has_batched_root(request):
+        return "functorch", "a functorch transform (grad, vjp, vmap, …) is active"
+    if request.create_graph and not request.keep_graph:
+        return "create-graph-without-retain-graph", "create_graph=True with retain_graph=False"
+    if torch.is_inference_mode_enabled():
+        return "inference-mode", "inference mode is active"
+    return None
+
+
+def is_traced() -> bool:
+    """Whether a tracer runs this backward to see its operations: there is nothing to compile then, and
+    nothing to report. AOTAutograd, ``torch.compile``, ``torch.export`` and ``make_fx`` do so.
+
+    Asked of this thread's modes: ``torch.compiler.is_compiling`` is true on all threads while Dynamo compiles
+    on one."""
+    keys, mode = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
+    tracers = (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)
+    return torch._C._get_tracing_state() is not None or any(mode(key) is not None for key in tracers)
+
+
+def is_transformed(request: EngineRequest) -> bool:
+    """Whether ``torch.func`` (grad, vjp, jacrev, vmap, …) differentiates tensors of its own: that is a part
+    of the transform, and nobody's backward."""
+    roots = [tensor for tensor in request.tensors if isinstance(tensor, torch.Tensor)]
+    return any(map(torch._C._functorch.is_functorch_wrapped_tensor, roots))
+
+
+def _has_batched_root(request: EngineRequest) -> bool:
+    """Whether a root or cotangent is wrapped by functorch or by the older vmap of `is_grads_batched`."""
+    tensors = [t for t in (*request.tensors, *request.grad_tensors) if isinstance(t, torch.Tensor)]
+    functorch = torch._C._functorch
+    return any(
+        functorch.is_functorch_wrapped_tensor(t) or functorch.is_legacy_batchedtensor(t) for t in tensors
+    )
 
 
 def read_ranks(request: EngineRequest) -> tuple[int, ...]:
@@ -27,13 +133,13 @@ def read_ranks(request: EngineRequest) -> tuple[int, ...]:
     Two backwards of equal structure run in the same eager order if these are equal. Read on every backward
     whose order is visible, so it reads nothing else.
     """
-    numbers = [handle._sequence_nr() for handle in _discovered(request)]
+    numbers = [handle._sequence_nr() for handle in nodes_below(request.tensors)]
     return tuple(sorted(range(len(numbers)), key=numbers.__getitem__))
 
 
 def names_of_nodes(request: EngineRequest) -> tuple[str, ...]:
     """The names of all nodes of `request`, in order of discovery: equal for backwards of equal structure."""
-    return tuple([handle.name() for handle in _discovered(request)])
+    return tuple([handle.name() for handle in nodes_below(request.tensors)])
 
 
 def beginning_of(request: EngineRequest) -> tuple[tuple[str, ...], ...]:
@@ -43,15 +149,16 @@ def beginning_of(request: EngineRequest) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple("" if n is None else n.name() for n in nodes) for nodes in (roots, below))
 
 
-def _discovered(request: EngineRequest) -> list[Any]:
-    seen: dict[Any, None] = dict.fromkeys(edge_of(root)[0] for root in request.tensors)
+def nodes_below(roots: Iterable[Any]) -> Iterator[Any]:
+    """The nodes below the roots, nearest first."""
+    seen: dict[Any, None] = dict.fromkeys(node for node, _ in map(edge_of, roots) if node is not None)
     handles = list(seen)
     for handle in handles:  # grows while it is read
+        yield handle
         for node, _ in handle.next_functions:
             if node is not None and node not in seen:
                 seen[node] = None
                 handles.append(node)
-    return handles
 
 
 def graph_below(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> LiveGraph:
@@ -84,6 +191,11 @@ class _Numbers(dict[Any, int]):
         self[handle] = number = len(self.handles)
         self.handles.append(handle)
         return number
+
+
+def leaf_of(node: Any) -> torch.Tensor | None:
+    """The tensor into whose ``.grad`` the node accumulates; None for other nodes."""
+    return getattr(node, "variable", None)
 
 
 def read_live_graph(request: EngineRequest) -> LiveGraph:
@@ -130,23 +242,12 @@ def _wanted(nodes: Sequence[LiveNode], targets: list[int]) -> frozenset[int]:
         for edge in node.edges:
             if edge is not None:
                 producers.setdefault(edge.node, []).append(i)
-    wanted = set(targets)
-    pending = list(wanted)
-    while pending:
-        for producer in producers.get(pending.pop(), ()):
-            if producer not in wanted:
-                wanted.add(producer)
-                pending.append(producer)
-    return frozenset(wanted)
+    return frozenset(reached(targets, lambda node: producers.get(node, ())))
 
 
 class OrderCheck:
     """The order of one backward of the whole graph, for others of equal structure. It walks only to the nodes
     whose numbers eager compares, in generated code: it runs before every backward whose order is visible.
-
-    Args:
-        live: its graph, as discovered.
-        steps: for nodes that stand for several steps, what `graph.eager_order.with_steps` takes.
     """
 
     def __init__(self, live: LiveGraph, steps: Mapping[int, Sequence[Sequence[int]]]) -> None:
@@ -206,3 +307,63 @@ def _first_edges(live: LiveGraph) -> dict[int, tuple[int, int]]:
             if edge is not None and edge.node not in found and edge.node not in roots:
                 found[edge.node] = (number, place)
     return found
+
+
+_NOT_OF_LEAVES = (
+    "A leaf node was passed to _will_engine_execute_node but we are currently running autograd.grad(). "
+    "This is currently not supported."
+)
+
+
+class LiveBackward:
+    """One backward.
+
+    Attributes:
+        asked: of the engine. request: what it is asked in fact: perhaps for the gradients of more inputs.
+        node_call: the node call whose user code the plan runs now.
+    """
+
+    def __init__(self, asked: EngineRequest) -> None:
+        self.asked = self.request = asked
+        self.node_call = 0
+
+    @functools.cached_property
+    def asked_graph(self) -> LiveGraph:
+        """The live graph, as `asked` needs it."""
+        return read_live_graph(self.asked)
+
+    @functools.cached_property
+    def graph(self) -> LiveGraph:
+        """The live graph, as `request` needs it."""
+        return self.asked_graph if self.request is self.asked else read_live_graph(self.request)
+
+    @functools.cached_property
+    def walk(self) -> list[int]:
+        """Indices of the graph's nodes, by node call."""
+        return engine_walk(self.graph)
+
+    @functools.cached_property
+    def node_calls(self) -> list[Any]:
+        """The autograd nodes by node call; None for the graph root."""
+        return [None if i == ROOT else self.graph.nodes[i].handle for i in self.walk]
+
+    # what user code asks
+
+    def current_node(self) -> Any:
+        """The autograd node that eager would be executing."""
+        return self.node_calls[self.node_call]
+
+    def will_execute(self, node: Any) -> bool:
+        """Whether eager executes `node` in this backward.
+
+        Raises:
+            RuntimeError: eager does not say so of leaves inside ``autograd.grad``.
+        """
+        if not self.asked.accumulate_grad and leaf_of(node) is not None:
+            raise RuntimeError(_NOT_OF_LEAVES)
+        index = next((i for i, live in enumerate(self.graph.nodes) if live.handle is node), None)
+        return index is not None and (self.graph.wanted is None or index in self.graph.wanted)
+
+    def execution_order(self) -> list[Any]:
+        """The nodes in the order in which eager executes them."""
+        return [self.graph.nodes[i].handle for i in eager_walk(self.graph) if i != ROOT]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from retrograd.graph.repeats import Repeat, boundary_costs, find_repeats
+from retrograd.repeats.divide import Repeat, boundary_costs, find_repeats
 
 
 def found(text: Sequence[object], least: int = 6, costs: list[float | None] | None = None) -> list[Repeat]:

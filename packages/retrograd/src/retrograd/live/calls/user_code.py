@@ -1,8 +1,10 @@
-"""Running the backward of an ``autograd.Function`` as one opaque call, and unpacking what nodes saved.
+"""Calling the user's code as eager does: hooks, backwards of ``autograd.Function``, unpack hooks.
 
-In: the Function's context object, the gradients, and the saved tensors that the engine lifted; or an unpack
-hook and what the pack hook returned. Out: one gradient per input of the forward; or the saved tensor. The
-checks and their texts are those of ``PyNode::apply`` in ``torch/csrc/autograd/python_function.cpp``.
+In: a hook and the gradients; the Function's context object, the gradients, and the saved tensors that the
+engine lifted; or an unpack hook and what the pack hook returned. Out: the gradients after the hook; one
+gradient per input of the forward; or the saved tensor. What hooks and Functions may return, and the texts of
+errors, are those of ``PyNode::apply`` in ``torch/csrc/autograd/python_function.cpp``, of ``python_hook.cpp``
+and of ``check_variable_result`` in ``variable.cpp``.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from retrograd._torch.autograd import materializes_grads, node_under_way, read_saved, saved_name
+from retrograd._torch.autograd import (
+    call_cpp_tensor_pre_hooks,
+    counts_other_hooks,
+    materializes_grads,
+    node_under_way,
+    read_saved,
+    saved_name,
+)
+from retrograd._torch.state import without_torch_functions
 from retrograd._torch.tensor import graph_is_kept, zeros_of_slot
 
 Grad = torch.Tensor | None
@@ -27,9 +37,6 @@ def unpack(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:
 
     If the backward is to be differentiable, the node that saved the tensor is asked: it knows the tensor's
     history.
-
-    Raises:
-        TypeError: the hook returned something that is not a tensor.
     """
     if torch.is_grad_enabled():
         node = node_under_way()
@@ -172,7 +179,7 @@ def _call(
 ) -> list[Grad]:
     grads = [_zeros(ctx, i, zeros[i]) if grad is None else grad for i, grad in enumerate(grads)]
     result = BackwardCFunction.apply(given, *grads)
-    return _checked(ctx, result if type(result) is tuple else (result,), is_tensor)
+    return _checked_gradients(ctx, result if type(result) is tuple else (result,), is_tensor)
 
 
 def _zeros(ctx: Any, slot: int, made: Any) -> Grad:
@@ -185,7 +192,7 @@ def _zeros(ctx: Any, slot: int, made: Any) -> Grad:
     return torch.zeros(sizes, dtype=dtype, device=device, layout=layout)
 
 
-def _checked(ctx: Any, grads: tuple[Any, ...], is_tensor: Sequence[bool]) -> list[Grad]:
+def _checked_gradients(ctx: Any, grads: tuple[Any, ...], is_tensor: Sequence[bool]) -> list[Grad]:
     expected = len(is_tensor)
     if len(grads) > expected and all(grad is None for grad in grads[expected:]):
         grads = grads[:expected]
@@ -205,3 +212,87 @@ def _checked(ctx: Any, grads: tuple[Any, ...], is_tensor: Sequence[bool]) -> lis
         if not isinstance(grad, torch.Tensor):
             raise RuntimeError(f"expected Variable or None (got {type(grad).__name__})")
     return list(grads)
+
+
+Grads = tuple[Grad, ...]
+
+
+def call_tensor_hook(hook: Callable[..., Any], grad: Grad) -> Grad:
+    """``hook(grad) -> grad | None``."""
+    result = hook(grad)
+    return grad if result is None or result is grad else _checked(hook, grad, result)
+
+
+def call_hook_of_unreached(hook: Callable[..., Any], grad: None) -> None:
+    """The hook of an output of a compiled function that the root does not depend on.
+
+    Eager never reaches it. But the hooks of ``register_multi_grad_hook`` count one another by asking which
+    *nodes* will be executed, and all outputs of a compiled function share one node.
+    """
+    if counts_other_hooks(hook):
+        hook(grad)
+
+
+def call_cpp_tensor_hook(hook: int, grad: Grad) -> Grad:
+    """A hook that C++ registered (``retain_grad`` is one). Works only in the engine's frame."""
+    return grad if grad is None else call_cpp_tensor_pre_hooks(hook, grad)
+
+
+def call_node_pre_hook(hook: Callable[..., Any], grads: Grads) -> Grads:
+    """``hook(grad_outputs) -> grad_outputs | None``."""
+    result = hook(grads)
+    return grads if result is None or result is grads else _checked_tuple(hook, grads, result)
+
+
+def call_node_post_hook(hook: Callable[..., Any], outputs: Grads, grads: Grads) -> Grads:
+    """``hook(grad_inputs, grad_outputs) -> grad_inputs | None``."""
+    result = hook(outputs, grads)
+    return outputs if result is None or result is outputs else _checked_tuple(hook, outputs, result)
+
+
+def call_post_accumulate_hook(hook: Callable[..., Any], variable: torch.Tensor) -> None:
+    """``hook(param) -> None``."""
+    result = hook(variable)
+    if result is None or result is variable:
+        return
+    _checked(hook, variable, result)
+    raise RuntimeError("Tensor post accumulate grad hooks should return None.")
+
+
+def _checked_tuple(hook: Callable[..., Any], before: Grads, after: Any) -> Grads:
+    if type(after) is not tuple:
+        raise TypeError(f"expected tuple, but hook returned '{_type(after)}'")
+    if len(after) != len(before):
+        raise RuntimeError(
+            f"hook '{_name(hook)}' has returned an incorrect number of values "
+            f"(got {len(after)}, but expected {len(before)})"
+        )
+    return tuple(_checked(hook, b, a) for b, a in zip(before, after, strict=True))
+
+
+@without_torch_functions
+def _checked(hook: Callable[..., Any], before: Grad, after: Any) -> Grad:
+    if after is None:
+        return None
+    if before is None:
+        raise RuntimeError("can't replace a None gradient with a non-None value")
+    if not isinstance(after, torch.Tensor):
+        raise TypeError(f"expected Variable, but hook returned '{_type(after)}'")
+    if after is before:
+        return after
+    kinds = (before.dtype, before.device, before.layout), (after.dtype, after.device, after.layout)
+    if kinds[0] != kinds[1]:
+        raise RuntimeError(
+            f"hook '{_name(hook)}' has changed the type of value (was {before.type()} got {after.type()})"
+        )
+    if before.shape != after.shape:
+        raise RuntimeError(f"hook '{_name(hook)}' has changed the size of value")
+    return after
+
+
+def _name(hook: Callable[..., Any]) -> str:
+    return getattr(hook, "__name__", "<unknown>")
+
+
+def _type(value: Any) -> str:
+    return type(value).__name__
