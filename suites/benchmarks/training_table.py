@@ -90,10 +90,11 @@ def render(table: Table) -> Iterable[str]:
     models = [model for model in TRAINED if any(part.startswith(f"train-{model}:") for part in table.parts)]
     if not models:
         return
+    ways = [way for way in WAYS if any(f"train-{model}:{way}" in table.parts for model in models)]
     for figure, scale, title in SHOWN:
-        rows = [(model, *(_shown(table, model, way, figure, scale) for way in WAYS)) for model in models]
+        rows = [(model, *(_shown(table, model, way, figure, scale) for way in ways)) for model in models]
         if any(text for row in rows for text in row[1:]):
-            yield markdown((title, *WAYS), rows)
+            yield markdown((title, *ways), rows)
     yield markdown(("ratio", "mean", "goal", "worst", "goal", "models"), list(_compared(table)))
     if any(_fell_back(table, model, way) for model in models for way in WAYS):
         yield "\\* Some of it ran as eager runs it; `retrograd.explain()` says why."
