@@ -110,8 +110,8 @@ class Reading:
 def why_backward_has_effects(function: Any) -> str | None:
     """What the backward of a Function changes that outlives it, besides tensors and its context; None if its
     code tells of nothing."""
-    methods = _unwrapped(function.backward)
-    return next(filter(None, (_Effects(method, Reading(), True).why_not() for method in methods)), None)
+    written = (one for one in _unwrapped(function.backward) if not _is_in_torch(one))
+    return next(filter(None, (_Effects(method, Reading(), True).why_not() for method in written)), None)
 
 
 def methods_of(function: Any) -> Iterator[types.FunctionType]:
@@ -146,6 +146,8 @@ class _Reader:
         is_backward: whether it runs in a backward, where nothing may be changed.
     """
 
+    _stores = frozenset(_STORES)
+
     def __init__(self, function: types.FunctionType, reading: Reading, is_backward: bool) -> None:
         self._function, self._reading, self._is_backward = function, reading, is_backward
         self._name = function.__name__
@@ -162,8 +164,11 @@ class _Reader:
     def _why_not_code(self, code: types.CodeType) -> str | None:
         own = {*code.co_cellvars, *code.co_varnames}
         steps = list(dis.get_instructions(code))
+        added_to = None  # what was loaded before it was copied, as ``ctx`` in ``ctx.calls += 1``
         for before, step, after in zip([None, *steps], steps, [*steps[1:], None], strict=False):
-            if (reason := self._why_not_step(before, step, after, own)) is not None:
+            added_to = before if step.opname == "COPY" else added_to
+            loaded = added_to if before is not None and before.opname == "SWAP" else before
+            if (reason := self._why_not_step(loaded, step, after, own)) is not None:
                 return reason
         inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
         return next(filter(None, map(self._why_not_code, inner)), None)
@@ -177,7 +182,7 @@ class _Reader:
             return self._why_not_value(step.argval, self._cells[step.argval], is_applied)
         if name == "STORE_DEREF" and step.argval in own:
             return None
-        if name in _STORES:
+        if name in self._stores:
             return f"its {self._name} {_STORES[name]}"
         if name in ("LOAD_ATTR", "LOAD_METHOD"):
             is_local = before is not None and before.opname.startswith("LOAD_FAST")
@@ -228,6 +233,8 @@ class _Reader:
 class _Effects(_Reader):
     """Reads code for what it changes only, not for what it reads, nor for changes of tensors."""
 
+    _stores = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF"})
+
     def _why_not_change(self, step: Step) -> str | None:
         return None
 
@@ -244,6 +251,11 @@ def _is_torchs(value: Any) -> bool:
     module = getattr(value, "__module__", None)
     is_torchs = isinstance(module, str) and module.partition(".")[0] == "torch"
     return isinstance(value, _VALUES) or (is_torchs and isinstance(value, _CODE))
+
+
+def _is_in_torch(function: types.FunctionType) -> bool:
+    """Whether torch defines the function. A decorator of torch's gives its own the module of the user's."""
+    return str(function.__globals__.get("__name__")).partition(".")[0] == "torch"
 
 
 def _is_harmless(value: Any) -> bool:
