@@ -287,7 +287,7 @@ def test_the_best_of_ours_is_compared_with_the_best_of_stock() -> None:
     )
     assert ratios(table, COMPARISONS[0]) == {"gpt2": 0.5}
     text = render(table)
-    assert "| gpt2 |  | 2e+03 | 1e+03 | 4e+03 | 3e+03 | 500 | 5e+03 |" in text
+    assert "| gpt2 | 2e+03 | 1e+03 | 4e+03 | 3e+03 | 500 | 5e+03 |" in text
     assert "| steady step, best of ours / best of stock | 0.50 | ≤ 0.95 | 0.50 (gpt2) | ≤ 1.02 | 1 |" in text
     assert "compile / stock compile | 2.00 |  | 2.00 (gpt2) | ≤ 1.02, **not met** | 1 |" in text
 
