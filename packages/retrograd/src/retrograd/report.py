@@ -43,6 +43,9 @@ _lock = ForkSafeLock()
 #: how many backwards a report remembers, so that a long process does not grow without end.
 KEPT = 200
 
+#: how often code may fail where eager does not, before it is given up.
+MOST_FAILURES = 2
+
 
 @dataclass(frozen=True)
 class LoweringReport:
@@ -234,6 +237,17 @@ def reason_of(error: Exception, stage: str, code: str = "compile-failed") -> Rea
     if isinstance(reason, Reason):
         return reason
     return Reason(code, first_line(error), stage)
+
+
+def why_failed(what: str, error: BaseException, stage: str) -> Reason:
+    """The reason for running eagerly what has raised where eager does not; counts the failure."""
+    counters["run_failures"] += 1
+    return Reason(
+        "code-failed",
+        f"{what} raised {first_line(error)}",
+        stage,
+        way_out="this is a fault of the backend: another backend may have the operator",
+    )
 
 
 def _first(reason: Reason, what: str) -> str | None:

@@ -73,6 +73,54 @@ def test_code_that_keeps_failing_is_given_up(operator):
     assert backend.runs == 2
 
 
+class Late:
+    """Works but for its `nth` run; perhaps changes its first input before it raises."""
+
+    def __init__(self, operator, nth, changes=False):
+        self.operator, self.nth, self.changes = operator, nth, changes
+        self.runs = 0
+
+    def __call__(self, gm, inputs):
+        if not any(self.operator in str(node.target) for node in gm.graph.nodes):
+            return gm.forward
+
+        def run(*args):
+            self.runs += 1
+            if self.runs == self.nth:
+                if self.changes:
+                    args[0].add_(1)
+                raise RuntimeError("no kernel")
+            return gm(*args)
+
+        return run
+
+
+def twice(x):
+    return (x * 2).sin() * x
+
+
+@pytest.mark.parametrize("operator", ["sin", "cos"])
+@pytest.mark.parametrize("nth", [2, 3])
+@pytest.mark.parametrize("way", ["aot", "compile"])
+def test_code_that_fails_in_a_later_run_costs_that_run_only(operator, nth, way):
+    retrograd.reset()
+    backend = Late(operator, nth)
+    if way == "aot":
+        call = aot.function(twice, backend=backend)
+    else:
+        call = torch.compile(twice, backend="retrograd", options={"backend": backend})
+    assert torch.equal(trained(call), trained(twice))
+    assert backend.runs in (4, 8)  # in one half of the function, or in both
+    assert "no kernel" in str(retrograd.explain())
+
+
+@pytest.mark.parametrize(("changes", "strict"), [(True, False), (False, True)])
+def test_a_later_failure_that_changed_something_is_raised_and_one_under_strict(changes, strict):
+    call = aot.function(twice, backend=Late("cos", 3, changes), strict=strict)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        trained(call)
+
+
 @pytest.mark.parametrize("operator", ["sin", "cos"])
 def test_strict_means_that_it_reaches_the_user(operator):
     with pytest.raises(RuntimeError, match="no kernel"):

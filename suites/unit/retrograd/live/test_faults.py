@@ -126,6 +126,24 @@ def expected_grad(w: torch.Tensor) -> torch.Tensor:
     return (w.detach() ** 2).cos() * 2 * w.detach()
 
 
+@pytest.mark.filterwarnings("ignore::retrograd.errors.FallbackWarning")
+@pytest.mark.parametrize("nth", [2, 3, 5])
+@pytest.mark.parametrize("clears", [False, None])
+def test_code_that_fails_later_is_interpreted_if_its_inputs_are_there(nth: int, clears: bool | None) -> None:
+    """None: the code is given its inputs one by one."""
+    backend = FailingBackend(nth, Planted("no"), bool(clears))
+    w = leaf()
+
+    def one_by_one(gm: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
+        run = backend(gm, inputs)
+        return lambda *args: run(list(args))
+
+    with retrograd.compiled_autograd(one_by_one if clears is None else backend):
+        for _ in range(6):
+            torch.testing.assert_close(train(w), expected_grad(w))
+    assert (backend.runs, retrograd.counters["run_failures"]) == (6, 1)
+
+
 @pytest.mark.parametrize("clears", [False, True])
 def test_code_that_fails_in_its_first_run_is_replaced_by_interpretation_at_once(clears: bool) -> None:
     backend = FailingBackend(1, Planted("no"), clears)

@@ -288,3 +288,88 @@ def aot_mutation_before_an_exception(p: Probe) -> None:
     p.value("changed twice", seen)
     with p.backward():
         out.backward()
+
+
+@scenario(tags=TAGS)
+def aot_versions_of_inputs_changed_several_times(p: Probe) -> None:
+    """Each operation in place counts in the version of a tensor: an input, one of which a row is changed, one
+    changed under `no_grad`."""
+    a, b, c = p.randn(3), p.randn(2, 3), p.randn(3)
+    versions = [a._version, b._version, c._version]
+
+    def run(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        a.add_(1)
+        a.mul_(2)
+        b[0].mul_(3)
+        b[1] = a
+        b.sin_()
+        with torch.no_grad():
+            c.add_(1)
+            c.mul_(2)
+        return a + b.sum(0) + c
+
+    p.compile(run)(a, b, c)
+    p.event("rose", *(t._version - before for t, before in zip((a, b, c), versions, strict=True)))
+
+
+@scenario(tags=TAGS)
+def aot_versions_of_outputs_changed_in_place(p: Probe) -> None:
+    """A result that was changed in place says how often, also one that a formula saves as it is at the
+    end."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = x * 2
+        y.add_(1).mul_(0.5)
+        y.exp_()
+        z = torch.zeros(4, dtype=p.dtype, device=p.device)
+        z[1:] = x.detach()
+        return y, y[1:], z
+
+    y, view, z = p.compile(run)(x)
+    p.event("versions", y._version, view._version, z._version)
+    with p.backward():
+        (y.sum() + view.sum()).backward()
+
+
+@scenario(tags=TAGS)
+def aot_versions_of_running_statistics(p: Probe) -> None:
+    """A batch norm writes its running statistics behind the version counter, not so its count of batches."""
+    norm = p.module(torch.nn.BatchNorm1d(3))
+    before = [buffer._version for buffer in norm.buffers()]
+    with p.backward():
+        p.compile(norm)(p.randn(4, 3)).pow(2).sum().backward()
+    p.event("rose", *(b._version - v for b, v in zip(norm.buffers(), before, strict=True)))
+
+
+@scenario(tags=TAGS)
+def aot_error_tells_the_version_of_a_changed_input(p: Probe) -> None:
+    """A tensor that a formula outside has saved is changed twice: the error names its version."""
+    x, w = p.randn(3), p.leaf("w", p.randn(3, requires_grad=True))
+    loss = (x * w).sum()
+
+    def run(x: Tensor) -> Tensor:
+        x.add_(1)
+        x.mul_(2)
+        return x.sum()
+
+    p.compile(run)(x)
+    try:
+        with p.backward():
+            loss.backward()
+    except RuntimeError as error:
+        p.event("error", str(error).split("is at ")[-1][:60])
+
+
+@scenario(tags=TAGS)
+def aot_views_returned_in_inference_mode(p: Probe) -> None:
+    """In inference mode, views of a result come out as anywhere."""
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        return y, y[0]
+
+    with torch.inference_mode():
+        y, first = p.compile(run)(p.randn(2, 3))
+    p.value("first", first)
+    p.event("shares", first.data_ptr() == y.data_ptr(), y.is_inference(), first.is_inference())

@@ -128,3 +128,53 @@ def aot_tensor_made_of_a_number(p: Probe) -> None:
     _with_numbers(
         p, lambda x, n: torch.logaddexp(x, torch.tensor(float(n))) * torch.tensor(n), (1, 2, 3.5, 4)
     )
+
+
+def _averaged(average: Tensor, value: Tensor) -> Tensor:
+    torch._foreach_lerp_([average], [value], 0.3)
+    return average
+
+
+def _is_one_operator(p: Probe, fused: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    a = p.leaf("a", p.randn(200, requires_grad=True))
+    b, c = p.randn(200), p.rand(200) + 1
+    out = p.compile(fused)(a, b, c)
+    p.value("out", out.detach())
+    with p.backward():
+        out.sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_sum_with_a_scaled_quotient(p: Probe) -> None:
+    """`addcdiv` with a number rounds as one operator, not as a division, a product and a sum."""
+    _is_one_operator(p, lambda a, b, c: torch.addcdiv(a, b, c, value=0.3))
+
+
+@scenario(tags=TAGS)
+def aot_sum_with_a_scaled_quotient_in_place(p: Probe) -> None:
+    """`addcdiv_` with a number is one operator."""
+    _is_one_operator(p, lambda a, b, c: (a * 1).addcdiv_(b, c, value=0.3))
+
+
+@scenario(tags=TAGS)
+def aot_sum_with_a_scaled_product(p: Probe) -> None:
+    """`addcmul` with a number is one operator."""
+    _is_one_operator(p, lambda a, b, c: torch.addcmul(a, b, c, value=0.3))
+
+
+@scenario(tags=TAGS)
+def aot_sum_with_a_scaled_product_in_place(p: Probe) -> None:
+    """`addcmul_` with a number is one operator."""
+    _is_one_operator(p, lambda a, b, c: (a * 1).addcmul_(b, c, value=0.3))
+
+
+@scenario(tags=TAGS)
+def aot_scaled_sum_in_place(p: Probe) -> None:
+    """`add_` with `alpha` is one operator."""
+    _is_one_operator(p, lambda a, b, c: (a * 1).add_(b, alpha=0.3) * c)
+
+
+@scenario(tags=TAGS)
+def aot_average_of_a_list(p: Probe) -> None:
+    """`torch._foreach_lerp_`, by which an average of weights is kept, is one operator for each tensor."""
+    _is_one_operator(p, lambda a, b, c: _averaged(a.detach().clone(), b) + a * c)

@@ -74,7 +74,7 @@ ROWS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "falcon": ("FalconConfig", "FalconForCausalLM", _DECODER, "causal"),
     "mamba": ("MambaConfig", "MambaForCausalLM", {
         "vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "use_cache": False,
-        "pad_token_id": 0}, "causal"),
+        "pad_token_id": 0, "use_associative_scan": False}, "causal"),  # used only where Dynamo traces
     "bert-masked": ("BertConfig", "BertForMaskedLM", _ENCODER, "masked"),
     "bert-classes": ("BertConfig", "BertForSequenceClassification", {**_ENCODER, "num_labels": 4}, "classes"),
     "roberta": ("RobertaConfig", "RobertaForMaskedLM", {**_ENCODER, "max_position_embeddings": 40}, "masked"),

@@ -53,6 +53,12 @@ TABLE: Mapping[str, str] = {
     "torch._dynamo.variables.higher_order_ops:CheckpointHigherOrderVariable._call_function": (
         "a checkpoint that changes a tensor changes it again when it is computed once more; a graph does not"
     ),
+    "torch._dynamo.variables.torch:TorchInGraphFunctionVariable._get_handlers": (
+        "Dynamo takes operators apart, which round otherwise in pieces"
+    ),
+    "torch._dynamo.variables.tensor:TensorVariable.method_add_": "the same",
+    "torch._dynamo.variables.tensor:TensorVariable.method_addcmul_": "the same",
+    "torch._dynamo.variables.tensor:TensorVariable.method_addcdiv_": "the same",
     "torch._dynamo.utils:_get_fake_value_impl": (
         "what raises on fake tensors must raise where eager raises, after all that eager does before"
     ),

@@ -43,7 +43,8 @@ REQUIRED = {
     "_set_grad_enabled _storage_Use_Count",
     "torch:_C.TensorBase.": "grad",
     "torch:_C._autograd.": "CreationMeta SavedTensor _get_creation_meta _get_current_graph_task_keep_graph "
-    "_get_sequence_nr _profiler_enabled _set_creation_meta _top_saved_tensors_default_hooks",
+    "_get_sequence_nr _profiler_enabled _set_creation_meta _top_saved_tensors_default_hooks "
+    "_unsafe_set_version_counter",
     "torch:_C._dynamo.compiled_autograd.": "call_cpp_tensor_pre_hooks clear_cache set_autograd_compiler",
     "torch:_C._dynamo.guards.": "TensorGuards",
     "torch:_C._functorch.": "is_functorch_wrapped_tensor is_legacy_batchedtensor maybe_current_level",

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 Size = tuple[int, ...]
 
 _compared = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+_set_version: Any = torch._C._autograd._unsafe_set_version_counter
 _compiled: Any = guards  # its annotations leave out what generated code calls
 
 
@@ -67,6 +68,12 @@ def new_memory(device: torch.device) -> Callable[[Size, Size, torch.dtype], torc
     if device.type == "cuda" and device.index == torch.cuda.current_device():
         return _compiled._empty_strided_cuda
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Set the version counters of tensors."""
+    if not torch.is_inference_mode_enabled():
+        _set_version(tuple(tensors), tuple(versions))
 
 
 def whole_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -170,7 +177,8 @@ def with_view_origin(make: Callable[[], torch.Tensor], origin: Any) -> torch.Ten
     kinds = torch._C._autograd.CreationMeta
     with torch.set_grad_enabled(torch.is_grad_enabled() and origin != kinds.NO_GRAD_MODE):
         view = make()
-    torch._C._autograd._set_creation_meta(view, origin)
+    if view._is_view():  # in inference mode, none is
+        torch._C._autograd._set_creation_meta(view, origin)
     return view
 
 

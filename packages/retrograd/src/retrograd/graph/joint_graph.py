@@ -190,12 +190,14 @@ class ForwardValue:
         boundary: where its cotangent goes in; None if it is not differentiable.
         is_visible: whether the user gets it; else it stands for a hidden boundary.
         requires_grad: whether it is a new leaf that requires grad.
+        version: how often eager would have changed it in place, as its version counter says.
     """
 
     wrapping: Any
     boundary: int | None = None
     is_visible: bool = True
     requires_grad: bool = False
+    version: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,12 +235,19 @@ class Update:
         value: number of the `ForwardValue` with the new elements; None if only its shape changes.
         view: the shape it has afterwards; None if that stays.
         unseen: whether autograd does not see the change.
+        version: how often eager changes it in place, as its version counter says.
     """
 
     primal: int
     value: int | None
     view: View | None
     unseen: bool
+    version: int = 1
+
+    @property
+    def uncounted(self) -> int:
+        """How many changes of eager's are missing in the version counter after this one."""
+        return self.version - (self.value is not None) - (self.view is not None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,14 +22,9 @@ from retrograd.errors import (
     NotReadyError,
     Reason,
     UnlikeTracedError,
-    first_line,
 )
-from retrograd.events import counters
 from retrograd.process import ForkSafeLock
-from retrograd.report import Report, reason_of
-
-#: how often the code of one variant may fail where eager does not, before it is given up.
-MOST_FAILURES = 2
+from retrograd.report import MOST_FAILURES, Report, reason_of, why_failed
 
 
 class Guard(Protocol):
@@ -37,17 +32,6 @@ class Guard(Protocol):
 
     def fits(self, values: Sequence[Any]) -> bool:
         """Whether it holds for `values`."""
-
-
-def why_failed(what: str, error: BaseException, stage: str) -> Reason:
-    """The reason for running eagerly what has raised where eager does not; counts the failure."""
-    counters["run_failures"] += 1
-    return Reason(
-        "code-failed",
-        f"{what} raised {first_line(error)}",
-        stage,
-        way_out="this is a fault of the backend: another backend may have the operator",
-    )
 
 
 @dataclass(eq=False)

@@ -27,3 +27,4 @@ from retrograd._torch.dynamo.frames import (
 )
 from retrograd._torch.dynamo.functions import keep_functions_whole
 from retrograd._torch.dynamo.keep_eager import watch_dynamo
+from retrograd._torch.dynamo.operators import keep_operators_whole

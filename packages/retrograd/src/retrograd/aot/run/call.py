@@ -257,8 +257,8 @@ class CompiledFunction:
                 raise
             raise CodeFailedError from error
         before = {place: primals[place].clone() for place in self._changed}
-        if self._joint.updates:
-            self._finish.write_unseen(frame)
+        if self._finish.begins:
+            self._finish.begin(frame)
         if self._attaching is not None:
             again = self._again(sources, primals, before, generators) if self._repeatable else None
             if self._records_inside:

@@ -16,7 +16,7 @@ import torch
 
 from retrograd._torch import pytree
 from retrograd._torch.subclass import PLAIN
-from retrograd._torch.tensor import copy_each, with_view_origin
+from retrograd._torch.tensor import copy_each, set_versions, with_view_origin
 from retrograd.graph.joint_graph import (
     AliasOf,
     ComputedOutput,
@@ -131,6 +131,15 @@ class Finish:
                 self._written.setdefault(update.value, []).append(update)
         unseen = [u for u in joint.updates if u.value is not None and joint.values[u.value].boundary is None]
         self._at_once = [u for u in unseen if u.view is None and not joint.primals[u.primal].wrapping.cls]
+        self._uncounted = [(u.primal, u.uncounted) for u in self._at_once if u.uncounted]
+        written = {update.value for update in joint.updates}
+        #: of fresh values that eager changes in place: their places, and how often.
+        self._changed_fresh = [
+            (first + i, value.version)
+            for i, value in enumerate(joint.values)
+            if value.version and value.is_visible and i not in written
+        ]
+        self.begins = bool(joint.updates or self._changed_fresh)
 
     def __call__(self, sources: Sequence[Any], frame: list[Any]) -> Sequence[Any]:
         """The outputs."""
@@ -140,15 +149,21 @@ class Finish:
             return self._computed(frame)
         return [self._output(plan, sources, frame) for plan in self._joint.outputs]
 
-    def write_unseen(self, frame: list[Any]) -> None:
+    def begin(self, frame: list[Any]) -> None:
         """Make all changes that autograd does not see. From then on, the written values are the primals
-        themselves."""
+        themselves. Fresh values say how often eager has changed them."""
+        if self._changed_fresh:
+            set_versions([frame[i] for i, _ in self._changed_fresh], [n for _, n in self._changed_fresh])
         if self._at_once:
             with torch.no_grad():
                 copy_each(
                     [frame[u.primal] for u in self._at_once],
                     [frame[self._first + u.value] for u in self._at_once],  # type: ignore[operator]
                 )
+            if self._uncounted:
+                changed = [frame[place] for place, _ in self._uncounted]
+                more = [by for _, by in self._uncounted]
+                set_versions(changed, [t._version + by for t, by in zip(changed, more, strict=True)])
         for update in self._joint.updates:
             if update.value is None or self._joint.values[update.value].boundary is None:
                 if update not in self._at_once:
@@ -174,6 +189,8 @@ class Finish:
                 primal.as_strided_(size, stride, primal.storage_offset() + offset)
             if update.value is not None:
                 primal.copy_(frame[self._first + update.value])
+        if update.uncounted:
+            set_versions([primal], [primal._version + update.uncounted])
 
     def _output(self, plan: OutputPlan, sources: Sequence[Any], frame: Sequence[Any]) -> Any:
         match plan:

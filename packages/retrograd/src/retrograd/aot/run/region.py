@@ -26,8 +26,7 @@ from retrograd.backends.registry import AtenBackend, EagerBackend
 from retrograd.config import Config
 from retrograd.events import counters
 from retrograd.graph.joint_graph import Partition
-from retrograd.report import Report
-from retrograd.specialize.callable import MOST_FAILURES, why_failed
+from retrograd.report import MOST_FAILURES, Report, why_failed
 
 #: how many layouts of cotangents code is made for; with others the region runs as eager.
 MOST_LAYOUTS = 4

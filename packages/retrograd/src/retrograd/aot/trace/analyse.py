@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from retrograd._torch.autograd import passes_through_function
+from retrograd._torch.autograd import passes_through_function, versions_of
 from retrograd._torch.subclass import Layout, is_wrapper, layout_of, parts_of
 from retrograd._torch.tensor import lies_within, view_origin
 from retrograd._torch.trace import changes_of, is_traced, plain, storage_key
@@ -76,7 +76,9 @@ class TracedValue:
 
     def described(self) -> ForwardValue:
         """What later stages need to know of it."""
-        return ForwardValue(layout_of(plain(self.value)), None, self.is_visible, self.is_new_leaf)
+        return ForwardValue(
+            layout_of(plain(self.value)), None, self.is_visible, self.is_new_leaf, _version(self.value)
+        )
 
 
 @dataclass
@@ -136,8 +138,13 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
             )
         view = _view(analysis, tensor, primal.fake, True) if changes.shape else None
         value = analysis.add(TracedValue(tensor, False, not unseen)) if changes.elements else None
-        updates.append(Update(number, value, view, unseen))
+        updates.append(Update(number, value, view, unseen, _version(tensor)))
     return updates
+
+
+def _version(value: Any) -> int:
+    """How often it was changed in place in the trace."""
+    return versions_of([value])[0] or 0
 
 
 def _refuse_state_changes(primal: PrimalValue, leaf: torch.Tensor) -> None:
