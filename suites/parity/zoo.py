@@ -1,0 +1,104 @@
+"""The zoo's verdicts as data, and as a page.
+
+In: a store of ``gradparity run --store`` over the corpus `zoo`, or files that were made of one. Out: the file,
+`suites/parity/zoo_*.json`, and the page `docs/zoo.md`.
+
+    python suites/parity/zoo.py STORE FILE DEVICE   # a file of a store
+    python suites/parity/zoo.py > docs/zoo.md       # the page of all files
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import sqlite3
+import sys
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+FILES = "zoo_*.json"
+
+HEAD = """# The zoo
+
+Models of other packages, built small from code alone, and trained for three steps with dropout. *Live*: an eager forward,
+retrograd's backward. *Compile*: `torch.compile(backend="retrograd")`. *Step*: `retrograd.compile_step`. The eager lowering must give
+eager's bits, Inductor must be near float64. The data stand in `suites/parity`; `python suites/parity/zoo.py` makes this page.
+
+A model that agrees under every subject and fell back under none is only counted. *Set aside*: eager does not repeat its own result.
+*Stock's own*: the forward that Dynamo made shows the same difference with torch's own backward. What else diverges stands in
+`suites/parity/expected.toml`, with its reason.
+"""
+
+
+def of_store(store: Path, device: str) -> dict[str, Any]:
+    """Verdicts and codes of fallbacks, by case and subject."""
+    found = sqlite3.connect(f"file:{store}?mode=ro", uri=True)
+    rows = [json.loads(row) for (row,) in found.execute("select row from steps")]
+    ((versions, started),) = found.execute("select versions, started from runs order by started desc limit 1")
+    verdicts: dict[str, dict[str, str]] = {}
+    fallbacks: dict[str, dict[str, list[str]]] = {}
+    for row in sorted(rows, key=lambda row: (row["case"], row["subject"])):
+        own = " (stock's own)" if row["stocks_own"] else ""
+        verdicts.setdefault(row["case"], {})[row["subject"]] = row["verdict"] + own
+        codes = sorted(
+            {code for note in row["notes"] for code in re.findall(r"^fallback: \[([\w-]+)\]", note)}
+        )
+        if codes:
+            fallbacks.setdefault(row["case"], {})[row["subject"]] = codes
+    date = datetime.datetime.fromtimestamp(started, datetime.UTC).date().isoformat()
+    torch = json.loads(versions)["torch"]
+    return {"device": device, "torch": torch, "date": date, "verdicts": verdicts, "fallbacks": fallbacks}
+
+
+def page(files: list[dict[str, Any]]) -> str:
+    """The page of some files."""
+    return "\n".join([HEAD, *(line for one in files for line in _section(one))])
+
+
+def _section(one: dict[str, Any]) -> list[str]:
+    verdicts, fallbacks = one["verdicts"], one.get("fallbacks", {})
+    subjects = sorted({subject for found in verdicts.values() for subject in found})
+    lines = [f"## torch {one['torch']}, {one['device']}, {one['date']}", ""]
+    lines += ["| subject | models | agree | set aside | stock's own | diverge | other | fell back |"]
+    lines += ["|---" * 8 + "|"]
+    for subject in subjects:
+        found = [of[subject] for of in verdicts.values() if subject in of]
+        fell = sum(subject in codes for codes in fallbacks.values())
+        agree, aside = found.count("AGREE"), found.count("NONDETERMINISTIC")
+        own, diverge = found.count("DIVERGE (stock's own)"), found.count("DIVERGE")
+        counts = (len(found), agree, aside, own, diverge, len(found) - agree - aside - own - diverge, fell)
+        lines.append(f"| {subject} | {' | '.join(str(count or '·') for count in counts)} |")
+    told = [case for case, found in verdicts.items() if set(found.values()) != {"AGREE"} or case in fallbacks]
+    if told:
+        lines += ["", f"| model | {' | '.join(subjects)} |", "|---" * (len(subjects) + 1) + "|"]
+    for case in told:
+        cells = [_cell(verdicts[case].get(s), fallbacks.get(case, {}).get(s, ())) for s in subjects]
+        lines.append(f"| {case.removeprefix('zoo::')} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _cell(verdict: str | None, codes: Any) -> str:
+    words = {
+        None: "–",
+        "AGREE": "agrees",
+        "NONDETERMINISTIC": "set aside",
+        "DIVERGE (stock's own)": "stock's own",
+    }
+    text = words.get(verdict) or str(verdict).lower()
+    return f"{text}; {', '.join(codes)}" if codes else text
+
+
+def read() -> list[dict[str, Any]]:
+    """All files, the newest torch first."""
+    found = [json.loads(path.read_text()) for path in sorted(FOLDER.glob(FILES))]
+    return sorted(found, key=lambda one: (one["torch"], one["device"]), reverse=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        made = of_store(Path(sys.argv[1]), sys.argv[3])
+        Path(sys.argv[2]).write_text(json.dumps(made, indent=1, sort_keys=True) + "\n")
+    else:
+        sys.stdout.write(page(read()))
