@@ -1,10 +1,10 @@
 """The zoo's verdicts as data, and as a page.
 
-In: a store of ``gradparity run --store`` over the corpus `zoo`, or files that were made of one. Out: the file,
-`suites/parity/zoo_*.json`, and the page `docs/zoo.md`.
+In: stores of ``gradparity run --store`` over the corpus `zoo`, or files that were made of them. Out: the
+file, `suites/parity/zoo_*.json`, and the page `docs/zoo.md`.
 
-    python suites/parity/zoo.py STORE FILE DEVICE   # a file of a store
-    python suites/parity/zoo.py > docs/zoo.md       # the page of all files
+    python suites/parity/zoo.py DEVICE FILE STORE ...   # a file of stores, of which later ones count
+    python suites/parity/zoo.py > docs/zoo.md           # the page of all files
 """
 
 from __future__ import annotations
@@ -22,34 +22,40 @@ FILES = "zoo_*.json"
 
 HEAD = """# The zoo
 
-Models of other packages, built small from code alone, and trained for three steps with dropout. *Live*: an eager forward,
-retrograd's backward. *Compile*: `torch.compile(backend="retrograd")`. *Step*: `retrograd.compile_step`. The eager lowering must give
-eager's bits, Inductor must be near float64. The data stand in `suites/parity`; `python suites/parity/zoo.py` makes this page.
+Models of other packages, built small from code alone, and trained for three steps with dropout. *Live*: an
+eager forward, retrograd's backward. *Compile*: `torch.compile(backend="retrograd")`. *Step*:
+`retrograd.compile_step`. The eager lowering must give eager's bits; Inductor must be near float64. The data
+stand in `suites/parity`, and `python suites/parity/zoo.py` makes this page.
 
-A model that agrees under every subject and fell back under none is only counted. *Set aside*: eager does not repeat its own result.
-*Stock's own*: the forward that Dynamo made shows the same difference with torch's own backward. What else diverges stands in
-`suites/parity/expected.toml`, with its reason.
+A model that agrees under every subject, and fell back under none, is only counted. *Set aside*: eager does
+not repeat its own result. *Stock's own*: the forward that Dynamo made shows the same difference with torch's
+own backward. What else diverges stands in `suites/parity/expected.toml`, with its reason.
 """
 
 
-def of_store(store: Path, device: str) -> dict[str, Any]:
+def of_stores(stores: list[Path], device: str) -> dict[str, Any]:
     """Verdicts and codes of fallbacks, by case and subject."""
-    found = sqlite3.connect(f"file:{store}?mode=ro", uri=True)
-    rows = [json.loads(row) for (row,) in found.execute("select row from steps")]
-    ((versions, started),) = found.execute("select versions, started from runs order by started desc limit 1")
     verdicts: dict[str, dict[str, str]] = {}
     fallbacks: dict[str, dict[str, list[str]]] = {}
-    for row in sorted(rows, key=lambda row: (row["case"], row["subject"])):
-        own = " (stock's own)" if row["stocks_own"] else ""
-        verdicts.setdefault(row["case"], {})[row["subject"]] = row["verdict"] + own
-        codes = sorted(
-            {code for note in row["notes"] for code in re.findall(r"^fallback: \[([\w-]+)\]", note)}
-        )
-        if codes:
-            fallbacks.setdefault(row["case"], {})[row["subject"]] = codes
+    for store in stores:
+        found = sqlite3.connect(f"file:{store}?mode=ro", uri=True)
+        ((versions, started),) = found.execute("select versions, started from runs order by started limit 1")
+        for row in (json.loads(row) for (row,) in found.execute("select row from steps")):
+            case, subject = row["case"], row["subject"]
+            own = " (stock's own)" if row["stocks_own"] else ""
+            verdicts.setdefault(case, {})[subject] = row["verdict"] + own
+            codes = {code for note in row["notes"] for code in re.findall(r"fallback: \[([\w-]+)\]", note)}
+            fallbacks.setdefault(case, {}).pop(subject, None)
+            if codes:
+                fallbacks[case][subject] = sorted(codes)
     date = datetime.datetime.fromtimestamp(started, datetime.UTC).date().isoformat()
-    torch = json.loads(versions)["torch"]
-    return {"device": device, "torch": torch, "date": date, "verdicts": verdicts, "fallbacks": fallbacks}
+    return {
+        "date": date,
+        "device": device,
+        "fallbacks": {case: found for case, found in fallbacks.items() if found},
+        "torch": json.loads(versions)["torch"],
+        "verdicts": verdicts,
+    }
 
 
 def page(files: list[dict[str, Any]]) -> str:
@@ -98,7 +104,8 @@ def read() -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        made = of_store(Path(sys.argv[1]), sys.argv[3])
-        Path(sys.argv[2]).write_text(json.dumps(made, indent=1, sort_keys=True) + "\n")
+        device, file, *stores = sys.argv[1:]
+        made = of_stores([Path(store) for store in stores], device)
+        Path(file).write_text(json.dumps(made, indent=1, sort_keys=True) + "\n")
     else:
         sys.stdout.write(page(read()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 def zoo() -> Any:
     spec = importlib.util.spec_from_file_location("zoo_page", ROOT / "suites/parity/zoo.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -28,8 +30,6 @@ def test_the_page_is_made_of_the_files() -> None:
     "path", sorted((ROOT / "suites/parity").glob("zoo_*.json")), ids=lambda path: path.stem
 )
 def test_nothing_crashes_in_the_zoo(path: Path) -> None:
-    import json
-
     verdicts = json.loads(path.read_text())["verdicts"]
     assert len(verdicts) >= 40
     assert not {verdict for found in verdicts.values() for verdict in found.values()} & {

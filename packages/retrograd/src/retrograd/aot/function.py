@@ -207,8 +207,8 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
 
     `fn` must be a pure function of its arguments, as for ``jax.jit`` and torch's ``aot_function``. Its Python
     runs once for each kind of input, and once more if that cannot be captured. What it reads in Python
-    besides its arguments is a constant. What it does in Python besides calling torch happens at capture only. ``torch.compile(backend="retrograd")`` is
-    for other functions: Dynamo knows what Python reads.
+    besides its arguments is a constant. What it does in Python besides calling torch happens at capture only.
+    ``torch.compile(backend="retrograd")`` is for other functions: Dynamo knows what Python reads.
 
     Every call checks again:
 
