@@ -146,3 +146,26 @@ def aot_no_gradient_arrives(p: Probe) -> None:
     one, other = p.compile(lambda a, b: (a.sin(), b.exp()))(x, y)
     with p.backward():
         Stops.apply(one, other).sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_conjugated_cotangent_of_a_closure(p: Probe) -> None:
+    """A lazily conjugated cotangent comes to a function that uses a tensor which it was not given."""
+    w = p.leaf("w", p.randn(4, 2, requires_grad=True))
+    x = p.randn(4, 2)
+    out = p.compile(lambda x: torch.view_as_complex(w * x) * 2)(x)
+    with p.backward():
+        out.conj().real.pow(2).sum().backward()
+        out = p.compile(lambda x: torch.view_as_complex(w.T.reshape(4, 2) * x) * 2)(x)
+        out.backward(torch.ones_like(out).conj())
+
+
+@scenario(tags=TAGS)
+def aot_penalty_on_the_gradient_of_a_closure(p: Probe) -> None:
+    """The second derivative reaches a tensor that the function was not given."""
+    w, x = p.leaf("w", p.randn(4, requires_grad=True)), p.leaf("x", p.randn(4, requires_grad=True))
+    inner = w * 2
+    out = p.compile(lambda x: (inner.view(2, 2) * x.view(2, 2)).pow(2))(x)
+    with p.backward():
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        grad.sum().backward()

@@ -26,7 +26,7 @@ from retrograd._torch.fx import has_effect, is_symbolic
 from retrograd._torch.state import with_generator_states
 from retrograd._torch.subclass import PLAIN, Layout, fits, parts_of
 from retrograd._torch.tensor import common_base
-from retrograd._torch.trace import guard_count, hint_of
+from retrograd._torch.trace import FreeTensors, guard_count, hint_of
 from retrograd.aot.capture import capture
 from retrograd.aot.parts import extract, finished_backward, is_backward, needed_between
 from retrograd.aot.trace.differentiate import Walk
@@ -261,7 +261,7 @@ def _ending_like_a_trace(graph: LiveGraph, ends: Iterable[int]) -> LiveGraph:
 
 
 def _again(joint: JointValues, call: RepeatableCall, entries: Mapping[int, Any]) -> list[Any]:
-    """The flat outputs of the function, run on `entries`."""
+    """The flat outputs of the function, run on `entries`, which stand for what it finds by itself too."""
     leaves = list(call.sources[: len(joint.state.leaves)])
     for place in call.changed:
         leaves[place] = leaves[place].clone()
@@ -271,7 +271,12 @@ def _again(joint: JointValues, call: RepeatableCall, entries: Mapping[int, Any])
     for i, same in enumerate(leaf.same_as for leaf in joint.state.leaves):
         if same is not None:
             leaves[i] = leaves[same]
-    with joint.state.thread_modes.restored(), with_generator_states(dict(call.generators)):
+    found = {id(joint.primals[number].found): entry for number, entry in entries.items()}
+    with (
+        joint.state.thread_modes.restored(),
+        with_generator_states(dict(call.generators)),
+        FreeTensors(lambda tensor: found.get(id(tensor), tensor)),
+    ):
         return pytree.tree_leaves(joint.state.call(leaves))
 
 
