@@ -30,7 +30,8 @@ TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 #: what is neither imported by name nor replaced, but asked for when it is needed: owner -> attributes.
 REQUIRED = {
-    "torch:": "_foreach_add_ _foreach_copy_ _from_functional_tensor _functionalize_has_data_mutation "
+    "torch:": "_foreach_add_ _foreach_copy_ _foreach_lerp_ _from_functional_tensor "
+    "_functionalize_has_data_mutation "
     "_functionalize_are_all_mutations_hidden_from_autograd _functionalize_has_metadata_mutation "
     "_functionalize_are_all_mutations_under_no_grad_or_inference_mode _functionalize_was_storage_changed "
     "_functionalize_was_inductor_storage_resized _functionalize_mutation_counter _is_functional_tensor "
