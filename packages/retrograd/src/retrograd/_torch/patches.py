@@ -56,9 +56,7 @@ TABLE: Mapping[str, str] = {
     "torch._dynamo.variables.torch:TorchInGraphFunctionVariable._get_handlers": (
         "Dynamo takes operators apart, which round otherwise in pieces"
     ),
-    "torch._dynamo.variables.tensor:TensorVariable.method_add_": "the same",
-    "torch._dynamo.variables.tensor:TensorVariable.method_addcmul_": "the same",
-    "torch._dynamo.variables.tensor:TensorVariable.method_addcdiv_": "the same",
+    "torch._dynamo.variables.tensor:TensorVariable.call_method": "the same",
     "torch._dynamo.utils:_get_fake_value_impl": (
         "what raises on fake tensors must raise where eager raises, after all that eager does before"
     ),
