@@ -19,6 +19,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 FILES = "zoo_*.json"
+ASIDE = ("NONDETERMINISTIC", "REF_UNSTABLE")
 
 HEAD = """# The zoo
 
@@ -72,7 +73,7 @@ def _section(one: dict[str, Any]) -> list[str]:
     for subject in subjects:
         found = [of[subject] for of in verdicts.values() if subject in of]
         fell = sum(subject in codes for codes in fallbacks.values())
-        agree, aside = found.count("AGREE"), found.count("NONDETERMINISTIC")
+        agree, aside = found.count("AGREE"), sum(verdict in ASIDE for verdict in found)
         own, diverge = found.count("DIVERGE (stock's own)"), found.count("DIVERGE")
         counts = (len(found), agree, aside, own, diverge, len(found) - agree - aside - own - diverge, fell)
         lines.append(f"| {subject} | {' | '.join(str(count or '·') for count in counts)} |")
