@@ -84,12 +84,13 @@ class Session:
     def _pace_of(self, asked: EngineRequest) -> Pace | None:
         """What measures backwards like this one; None if nothing does. Two backwards are alike if they begin
         alike: the engine has not walked their graphs yet."""
-        if self._paces is None or asked.create_graph or plans_under_way():
+        if self._paces is None or plans_under_way():
             return None
-        kind = beginning_of(asked)
+        names = beginning_of(asked)
+        kind = asked.create_graph, names
         pace = self._paces.get(kind)
         if pace is None and len(self._paces) < KEPT_PACES:
-            pace = self._paces[kind] = Pace(f"the backward below {', '.join(kind[0])}", "live.run")
+            pace = self._paces[kind] = Pace(f"the backward below {', '.join(names[0])}", "live.run")
         return pace
 
     def _run(self, asked: EngineRequest) -> Grads:

@@ -92,7 +92,7 @@ class Family:
     ) -> Boxed | None:
         """Code for the member with these numbers, which has been traced for `args`; None if it has to be
         compiled for itself."""
-        if len(self.members) < 2 or traced.shape_env is not None or traced.history is not None:
+        if len(self.members) < 2 or traced.shape_env is not None:
             return None
         for lifted in self.lifted:
             if (code := lifted.code_for(traced)) is not None:

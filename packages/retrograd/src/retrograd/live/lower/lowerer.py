@@ -1,7 +1,7 @@
 """Lower one boxed function, and lower it again when its guards fail.
 
-In: a function over a list of values (a segment, or a derivative of one) and the values that arrive. Out: a
-`Lowered` that fits them, which gives its outputs; or the reason why the function is interpreted.
+In: a function over a list of values and the values that arrive. Out: a `Lowered` that fits them, which gives
+its outputs; or the reason why the function is interpreted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
 from retrograd.errors import LoweringError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
-from retrograd.live.lower.derivatives import Differentiable
 from retrograd.repeats.lift_scalars import Family
 from retrograd.report import LoweringReport, PlanLog
 
@@ -37,7 +36,6 @@ class Lowered:
     Attributes:
         guard, modes: must hold. run: the backend's code, which takes the arguments at `fed` and whose results
             stand at `given`. graph: the ATen graph. border: flattens tensor subclasses, if there are any.
-        differentiable: records what was run, for a derivative; None where eager would record nothing.
         has_run: whether it has run. is_deterministic: whether eager has run in its place, and had no error to
             raise about an operation that is not deterministic.
         later: the code, while it is compiled in the background.
@@ -50,7 +48,6 @@ class Lowered:
     given: tuple[int | None, ...]
     graph: fx.Graph
     border: SubclassBorder | None
-    differentiable: Differentiable | None = None
     has_run: bool = False
     is_deterministic: bool = False
     later: Later | None = None
@@ -62,7 +59,7 @@ class Lowered:
     @property
     def is_direct(self) -> bool:
         """Whether its code may be called without anything around it: plain tensors in and out, and proven."""
-        return self.border is None and self.differentiable is None and self.later is None and self.has_run
+        return self.border is None and self.later is None and self.has_run
 
     def flat(self, args: list[Any]) -> list[Any] | None:
         """The values that its code takes, if `args` fit; None if they do not."""
@@ -72,14 +69,6 @@ class Lowered:
     @without_torch_functions
     def __call__(self, args: list[Any], flat: list[Any], run: Boxed) -> list[Any]:
         """The outputs, computed by `run`, which is its code, perhaps recorded; both lists are emptied."""
-        if self.differentiable is None:
-            return self._outputs(args, flat, run)
-        values = list(args)
-        with torch.no_grad():
-            results = self._outputs(args, flat, run)
-        return self.differentiable(results, values)
-
-    def _outputs(self, args: list[Any], flat: list[Any], run: Boxed) -> list[Any]:
         passed = {} if self.border is None else self.border.passed_through(args)
         inputs = [flat[i] for i in self.fed]
         args.clear()
@@ -135,7 +124,6 @@ class How:
         names: the autograd nodes in it.
         config, backend: how to lower it.
         log: is told every lowering.
-        role: what it is to the segment; empty for the segment itself.
     """
 
     number: int
@@ -143,7 +131,6 @@ class How:
     config: Config
     backend: Backend
     log: PlanLog
-    role: str = ""
 
     def reason(self, text: str, way_out: str) -> Reason:
         """Why it is not compiled."""
@@ -154,7 +141,6 @@ class How:
         self, how: str, guards: str, because: str, graph: fx.Graph | None = None, recompile: bool = False
     ) -> None:
         """Report a lowering. The arguments are those of `LoweringReport`."""
-        because = f"{self.role}: {because}" if self.role else because
         live_log.debug("segment %d: %s, %s", self.number, how, because)
         self.log.lowered(LoweringReport(self.number, how, guards, because, graph, recompile))
 
@@ -167,10 +153,8 @@ Found = tuple[Lowered, list[Any]]
 class Lowerer:
     """The lowerings of one function."""
 
-    def __init__(
-        self, fn: BoxedFunction, how: How, shared: Lowerings, runner: Callable[[Boxed, str], Boxed]
-    ) -> None:
-        self._fn, self._how, self._shared, self._runner = fn, how, shared, runner
+    def __init__(self, fn: BoxedFunction, how: How, shared: Lowerings) -> None:
+        self._fn, self._how, self._shared = fn, how, shared
         self.lowered: list[Lowered] = []
         self.interpret_because: str | None = None
         self._symbolic: Symbolic = {}
@@ -250,10 +234,7 @@ class Lowerer:
         graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
         run, later = _code(self._how, self._shared, traced, args if border is None else None)
-        lowered = Lowered(guard, ThreadModes.now(), run, traced.fed, traced.given, graph, border, later=later)
-        if traced.history is not None:
-            lowered.differentiable = Differentiable(self._fn.run, args, traced.history, self._runner)
-        return lowered
+        return Lowered(guard, ThreadModes.now(), run, traced.fed, traced.given, graph, border, later=later)
 
     @property
     def is_static(self) -> bool:
@@ -302,12 +283,11 @@ def _code(
     """The backend's code, or the promise of it, for a function traced for `args` (None: for the parts of
     tensor subclasses).
 
-    Code is not compiled in the background where determinism is asked for, because runs must not differ, nor
-    where derivatives are wanted, because a derivative must not run before the function has its code.
+    Code is not compiled in the background where determinism is asked for, because runs must not differ.
     """
     compile = partial(how.backend.compile, traced.gm, traced.example_inputs)
     patience = how.config.patience
-    if patience is not None and not torch.get_deterministic_debug_mode() and traced.history is None:
+    if patience is not None and not torch.get_deterministic_debug_mode():
         later = begin(compile, patience)
         return (_not_there, later) if later.code is None else (later.code, None)
     if shared.family is not None and args is not None and patience is None:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +24,6 @@ from retrograd._torch.state import (
     why_interpreted_now,
     without_torch_functions,
 )
-from retrograd._torch.subclass import is_wrapper
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_call import graphed
@@ -53,7 +50,7 @@ class BoxedRunner:
     ) -> None:
         self.fn, self._how = fn, how
         self.shared = shared or Lowerings()
-        self.lowerer = Lowerer(fn, how, self.shared, partial(_derivative, how))
+        self.lowerer = Lowerer(fn, how, self.shared)
         self.lowerer.interpret_because = interpret_because
         self._graphed: dict[Lowered, Boxed] = {}
         self._told: set[str] = set()
@@ -119,8 +116,6 @@ class BoxedRunner:
         if runs:
             self._postponed = because, runs - 1
         now = because if runs else why_interpreted_now(args)
-        if now is None and torch.is_grad_enabled() and any(map(is_wrapper, args)):
-            now = "tensor subclasses in grad mode"
         if now is not None and now not in self._told:
             self._told.add(now)
             self._how.tell("interpreted", "", now)
@@ -154,12 +149,6 @@ class BoxedRunner:
         if lowered not in self._graphed:
             self._graphed[lowered] = graphed(lowered.run, lowered.graph, tell=self._how.log.noted)
         return self._graphed[lowered]
-
-
-def _derivative(how: How, fn: Boxed, role: str) -> Boxed:
-    """Runs a derivative of a function that is lowered as `how` says."""
-    role = f"{role} of its {how.role}" if how.role else role
-    return BoxedRunner(BoxedFunction(fn, fn, fn, nullcontext), replace(how, role=role)).run
 
 
 Around = Callable[[fx.Node], AbstractContextManager[Any]]
