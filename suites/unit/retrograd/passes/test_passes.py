@@ -21,9 +21,7 @@ from retrograd.passes.aten import (
     OPT_IN,
     accumulate_in_fp32,
     clip_gradients,
-    fold_constants,
     merge_common_subexpressions,
-    normalise_views,
     order_collectives,
     pass_named,
     recompute_by_policy,
@@ -166,71 +164,6 @@ def test_equal_numbers_of_different_kind_are_different_arguments(one: Any, other
     graph = joint(lambda x: (x.eq(one) & x.eq(other)).to(torch.float32) * x, leaf(3))
     merge_common_subexpressions(graph.gm)
     assert [node.target for node in graph.gm.graph.nodes].count(aten.eq.Scalar) == 2
-
-
-def test_a_reshape_that_copies_never_becomes_a_view() -> None:
-    graph = joint(lambda x: (x.t().reshape(-1).view(3, 2), x.sum()), leaf(2, 3))
-    expected = graph.run()
-    gm = normalise_views(graph.gm)
-    found = interpreted(gm, graph.inputs)
-    assert torch.equal(found[0], expected[0])
-    assert not shares_memory(found[0], graph.inputs[0])
-    assert not any(changed_by_writing(graph, gm))
-
-
-def test_a_chain_that_copies_stays_where_one_call_would_not_copy() -> None:
-    def build(graph: fx.Graph, inputs: list[fx.Node]) -> tuple[Any, ...]:
-        x, cotangent = inputs
-        turned = call(x, aten.t.default, (x,))
-        copied = call(x, aten.reshape.default, (turned, [6]))
-        return call(x, aten.reshape.default, (copied, [3, 2])), cotangent
-
-    graph = joint_by_hand(build, (torch.randn(2, 3), torch.randn(2, 3)), 1)
-    before = text(graph.gm)
-    assert text(normalise_views(graph.gm)) == before
-
-
-def test_permutations_compose_over_symbolic_sizes_without_guards() -> None:
-    graph = joint(
-        lambda x: x.permute(2, 0, 1).transpose(0, 1).permute(0, 2, 1).sin(), leaf(2, 3, 4), dynamic=True
-    )
-    shape_env = graph.gm.graph.find_nodes(op="placeholder")[0].meta["val"].fake_mode.shape_env
-    guards, expected = len(shape_env.guards), graph.run()
-    normalise_views(graph.gm)
-    assert len(shape_env.guards) == guards
-    kinds = (aten.permute.default, aten.transpose.int)
-    assert not any(node.target in kinds for node in graph.gm.graph.nodes if aten.sin.default in users(node))
-    assert all(torch.equal(*pair) for pair in zip(graph.run(), expected, strict=True))
-
-
-def users(node: fx.Node) -> set[Any]:
-    return {user.target for user in node.users}
-
-
-def test_large_and_random_values_are_not_folded() -> None:
-    graph = joint(lambda x: x * (torch.ones(5000) * 2)[:3] * torch.rand(3) * torch.empty(3).add(1), leaf(3))
-    before = [node.target for node in graph.gm.graph.nodes]
-    fold_constants(graph.gm, largest=4096)
-    after = [node.target for node in graph.gm.graph.nodes]
-    for target in (aten.rand.default, aten.empty.memory_format, aten.ones.default):
-        assert after.count(target) == before.count(target)
-
-
-@pytest.mark.parametrize("number", [float("nan"), float("-inf"), -0.0, 1e-45, 3.5])
-def test_folded_numbers_keep_their_bits(number: float) -> None:
-    graph = joint(lambda x: (x, torch.full((2,), number) * torch.ones(2)), leaf(2))
-    expected = graph.run()[1]
-    gm, _ = run_passes(graph.gm, graph.inputs, [fold_constants])
-    for found in (interpreted(gm, graph.inputs)[1], gm(*graph.inputs)[1]):
-        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
-
-
-def test_folding_works_under_a_fake_mode() -> None:
-    graph = joint(lambda x: x * (torch.arange(3) * 2), leaf(3))
-    expected = graph.run()
-    with torch._subclasses.FakeTensorMode():
-        gm = fold_constants(graph.gm)
-    assert all(torch.equal(*pair) for pair in zip(interpreted(gm, graph.inputs), expected, strict=True))
 
 
 def test_dead_calls_of_higher_order_go_only_if_their_graphs_do_nothing_else() -> None:

@@ -21,9 +21,7 @@ from retrograd.graph.joint import JointSignature, output_kinds, verify_joint
 from retrograd.passes.aten.accumulate_in_fp32 import accumulate_in_fp32
 from retrograd.passes.aten.clip_gradients import clip_gradients
 from retrograd.passes.aten.edit import signature_of
-from retrograd.passes.aten.fold_constants import fold_constants
 from retrograd.passes.aten.merge_common_subexpressions import merge_common_subexpressions
-from retrograd.passes.aten.normalise_views import normalise_views
 from retrograd.passes.aten.order_collectives import order_collectives
 from retrograd.passes.aten.recompute_by_policy import recompute_by_policy
 from retrograd.passes.aten.remove_dead_code import remove_dead_code
@@ -162,8 +160,6 @@ def _named(target: Any) -> Any:
 
 #: these give bitwise the same results. This is the order in which they are applied.
 NUMERICS_PRESERVING: tuple[JointPass, ...] = (
-    fold_constants,
-    normalise_views,
     merge_common_subexpressions,
     remove_dead_code,
     order_collectives,
