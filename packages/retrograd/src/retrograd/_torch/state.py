@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._contextlib import context_decorator as context_decorator
 from torch.utils._device import DeviceContext
 
 from retrograd._torch.fx import real_tensors
