@@ -15,7 +15,6 @@ from torch.nn import Parameter
 from retrograd.passes.aten import (
     JointPass,
     accumulate_in_fp32,
-    clip_gradients,
     merge_common_subexpressions,
     order_collectives,
     recompute_by_policy,
@@ -321,54 +320,6 @@ _to_copy_default_2 = _to_copy(mm_7, dtype=float32)
 add_tensor_1 = add.Tensor(add_tensor, _to_copy_default_2)
 _to_copy_default_3 = _to_copy(add_tensor_1, dtype=bfloat16)
 return (mm_2, mm_8, _to_copy_default_3, _to_copy_default_4)
-""",
-    )
-
-
-def test_clip_gradients() -> None:
-    def fn(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return (x @ w + b).sum()
-
-    graph = joint(fn, leaf(2, 3), parameter(3, 4), parameter(4))
-    clipped = functools.partial(clip_gradients, max_norm=0.5)
-    assert_expected_inline(
-        before_and_after(graph, clipped, is_exact=False),
-        """\
-mm = mm(arg0_1, arg1_1)
-add = add.Tensor(mm, arg2_1)
-sum_1 = sum(add)
-expand = expand(arg3_1, [2, 4])
-sum_2 = sum.dim_IntList(expand, [0], True)
-view = view(sum_2, [4])
-t = t(arg0_1)
-mm_1 = mm(t, expand)
-t_1 = t(arg1_1)
-mm_2 = mm(expand, t_1)
-return (sum_1, mm_2, mm_1, view)
-
-=>
-
-mm = mm(arg0_1, arg1_1)
-add = add.Tensor(mm, arg2_1)
-sum_1 = sum(add)
-expand = expand(arg3_1, [2, 4])
-sum_2 = sum.dim_IntList(expand, [0], True)
-view = view(sum_2, [4])
-t = t(arg0_1)
-mm_1 = mm(t, expand)
-t_1 = t(arg1_1)
-mm_2 = mm(expand, t_1)
-linalg_vector_norm_default = linalg_vector_norm(mm_1, 2.0)
-linalg_vector_norm_default_1 = linalg_vector_norm(view, 2.0)
-stack_default = stack([linalg_vector_norm_default, linalg_vector_norm_default_1])
-linalg_vector_norm_default_2 = linalg_vector_norm(stack_default, 2.0)
-add_tensor = add.Tensor(linalg_vector_norm_default_2, 1e-06)
-reciprocal_default = reciprocal(add_tensor)
-mul_tensor = mul.Tensor(reciprocal_default, 0.5)
-clamp_default = clamp(mul_tensor, None, 1.0)
-mul_tensor_1 = mul.Tensor(mm_1, clamp_default)
-mul_tensor_2 = mul.Tensor(view, clamp_default)
-return (sum_1, mm_2, mul_tensor_1, mul_tensor_2)
 """,
     )
 

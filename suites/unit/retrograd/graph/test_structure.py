@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from retrograd.graph.structure import structure_of, token_of
-from retrograd.live.calls.nodes import NodeFunction, OutputCheck
+from retrograd.live.calls.gradients import NodeFunction, OutputCheck
 
 
 def call(*args: Any) -> Any:

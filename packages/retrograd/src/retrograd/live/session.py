@@ -145,9 +145,9 @@ class Session:
         results: list[Grads] = []
 
         def body() -> None:
-            in_order = in_order_with_streams() if side_streams else _NOTHING
-            with answering(backward), event("retrograd.run", plan.log.compile_id), in_order:
-                results.append(tuple(plan.run(call, backward)))
+            in_order = in_order_with_streams() if side_streams.any else _NOTHING
+            with event("retrograd.run", plan.log.compile_id), in_order:
+                results.append(tuple(answering(backward, plan.run, call, backward)))
 
         # Torch hands a warning to Python only inside a backward of its own: that of an operation which is not
         # deterministic (mode 1), and that of a backward with create_graph.

@@ -26,6 +26,7 @@ from retrograd.graph.backward_graph import BackwardGraph, CallKind
 from retrograd.graph.emit import Boxed
 from retrograd.graph.structure import places_of, structure_and_numbers, written
 from retrograd.process import Recent
+from retrograd.repeats.outline import metadata_of
 
 #: as texts.
 Numbers = tuple[str, ...]
@@ -117,7 +118,7 @@ def _differences(one: fx.Graph, other: fx.Graph) -> tuple[Place, ...] | None:
         numbers: tuple[list[str], list[str]] = [], []
         if a.op != b.op or (a.op != "placeholder" and a.target != b.target):
             return None
-        if not _are_alike(a.meta.get("val"), b.meta.get("val")):
+        if metadata_of(a.meta.get("val")) != metadata_of(b.meta.get("val")):
             return None
         if written(a, sides[0], numbers[0]) != written(b, sides[1], numbers[1]):
             return None
@@ -126,13 +127,6 @@ def _differences(one: fx.Graph, other: fx.Graph) -> tuple[Place, ...] | None:
                 return None
             places.append(i)
     return tuple(places)
-
-
-def _are_alike(x: Any, y: Any) -> bool:
-    """Whether two values have one metadata."""
-    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
-        return type(x) is type(y)
-    return (x.shape, x.dtype, x.device, x.stride()) == (y.shape, y.dtype, y.device, y.stride())
 
 
 def _is_liftable(node: fx.Node) -> bool:

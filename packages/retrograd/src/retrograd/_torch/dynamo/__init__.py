@@ -16,7 +16,6 @@ from retrograd._torch.dynamo.bridge import (
     why_ended,
     why_not_as_given,
 )
-from retrograd._torch.dynamo.checkpoints import keep_checkpoints_whole
 from retrograd._torch.dynamo.compiled_forwards import watch_compiled_forwards
 from retrograd._torch.dynamo.frames import (
     compiled_frames,
@@ -25,5 +24,5 @@ from retrograd._torch.dynamo.frames import (
     place_of,
     user_error_behind,
 )
-from retrograd._torch.dynamo.functions import keep_functions_whole
 from retrograd._torch.dynamo.keep_eager import watch_dynamo
+from retrograd._torch.dynamo.keep_whole import keep_calls_whole

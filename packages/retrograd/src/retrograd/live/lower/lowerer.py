@@ -1,15 +1,15 @@
-"""Lower one boxed function, and lower it again when its guards fail.
+"""Lower one segment, and lower it again when its guards fail.
 
-In: a function over a list of values and the values that arrive. Out: a `Lowered` that fits them, which gives
-its outputs; or the reason why the function is interpreted.
+In: a segment, as a function over a list of values, and the values that arrive. Out: a `Lowered` that
+fits them, which gives its outputs; or the reason why the segment is interpreted.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
 from retrograd.errors import LoweringError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
+from retrograd.graph.backward_graph import Segment
+from retrograd.graph.emit import boxed_calls, last_uses
 from retrograd.repeats.lift_scalars import Family
 from retrograd.report import LoweringReport, PlanLog
 
@@ -94,48 +96,64 @@ class Lowerings:
     numbers: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class BoxedFunction:
-    """A function that is lowered.
+Around = Callable[[fx.Node], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentFunction:
+    """A segment as a function of a list of values, which it empties, and how it is lowered.
 
     Attributes:
-        run: the function as captured.
-        noted: the same, to be traced: its ATen nodes are to name autograd nodes.
-        ranged: the same, under a profiler: its autograd nodes get the ranges that eager gives them.
-        range: around its compiled code, under a profiler.
-    """
-
-    run: Boxed
-    noted: Boxed
-    ranged: Boxed
-    range: Callable[[], AbstractContextManager[Any]]
-
-    def interpreted(self, args: list[Any]) -> Sequence[Any]:
-        """Its outputs, computed as captured; `args` is emptied."""
-        return self.ranged(args) if profiling() else self.run(args)
-
-
-@dataclass(frozen=True)
-class How:
-    """How a function is lowered, and what to call it.
-
-    Attributes:
-        number: place of the segment that it belongs to among the segments of its schedule.
-        names: the autograd nodes in it.
+        segment: its calls. number: its place among the segments of its schedule.
         config, backend: how to lower it.
         log: is told every lowering.
     """
 
+    segment: Segment
     number: int
-    names: tuple[str, ...]
     config: Config
     backend: Backend
     log: PlanLog
 
+    @functools.cached_property
+    def run(self) -> Boxed:
+        """The segment as captured. Most segments of a deep model never run so: they run the code of an equal
+        one."""
+        return boxed_calls(self.segment.inputs, self.segment.nodes, self.segment.outputs)
+
+    def interpreted(self, args: list[Any]) -> Sequence[Any]:
+        """Its outputs, computed as captured; under a profiler its nodes get eager's ranges."""
+        return self.through(args, self.log.node_ranges) if profiling() else self.run(args)
+
+    def noted(self, args: list[Any]) -> Sequence[Any]:
+        """The same, to be traced: its ATen nodes are to name autograd nodes."""
+        return self.through(args, self.log.node_noted)
+
+    def through(self, args: list[Any], around: Around) -> Sequence[Any]:
+        """Its outputs, computed call by call inside `around`; values are let go after their last use."""
+        values = dict(zip(self.segment.inputs, args, strict=True))
+        args.clear()
+        nodes = self.segment.nodes
+        reads = [(i, (node, *node.all_input_nodes)) for i, node in enumerate(nodes)]
+        dying = last_uses([*reads, (len(reads), self.segment.outputs)])
+        for i, node in enumerate(nodes):
+            with around(node):
+                args, kwargs = argument_values((node.args, node.kwargs), values)
+                assert callable(node.target)
+                values[node] = node.target(*args, **kwargs)
+                del args, kwargs
+            for value in dying.get(i, ()):
+                del values[value]
+        return tuple(values[node] for node in self.segment.outputs)
+
+    def range(self) -> AbstractContextManager[Any]:
+        """Around its compiled code, under a profiler."""
+        return self.log.segment_range(self.segment, self.number)
+
     def reason(self, text: str, way_out: str) -> Reason:
         """Why it is not compiled."""
-        names = ", ".join(self.names[:3])
-        return Reason("segment-not-compiled", text, "live.lower", node=names, way_out=way_out)
+        names = [getattr(node.target, "__name__", str(node.target)) for node in self.segment.nodes[:3]]
+        return Reason("segment-not-compiled", text, "live.lower", node=", ".join(names), way_out=way_out)
 
     def tell(
         self, how: str, guards: str, because: str, graph: fx.Graph | None = None, recompile: bool = False
@@ -143,6 +161,19 @@ class How:
         """Report a lowering. The arguments are those of `LoweringReport`."""
         live_log.debug("segment %d: %s, %s", self.number, how, because)
         self.log.lowered(LoweringReport(self.number, how, guards, because, graph, recompile))
+
+
+def argument_values(argument: Any, values: dict[fx.Node, Any]) -> Any:
+    """An FX argument with values for its nodes, in plain lists and tuples."""
+    if isinstance(argument, fx.Node):
+        return values[argument]
+    if isinstance(argument, list):
+        return [argument_values(item, values) for item in argument]
+    if isinstance(argument, tuple):
+        return tuple(argument_values(item, values) for item in argument)
+    if isinstance(argument, dict):
+        return {name: argument_values(item, values) for name, item in argument.items()}
+    return argument
 
 
 Symbolic = dict[int, frozenset[int]]
@@ -153,13 +184,13 @@ Found = tuple[Lowered, list[Any]]
 class Lowerer:
     """The lowerings of one function."""
 
-    def __init__(self, fn: BoxedFunction, how: How, shared: Lowerings) -> None:
-        self._fn, self._how, self._shared = fn, how, shared
+    def __init__(self, fn: SegmentFunction, shared: Lowerings) -> None:
+        self._fn, self._shared = fn, shared
         self.lowered: list[Lowered] = []
         self.interpret_because: str | None = None
         self._symbolic: Symbolic = {}
         if shared.family is not None:
-            shared.family.join(shared.numbers, lambda args: _traced(how, self._symbolic, fn.noted, args))
+            shared.family.join(shared.numbers, lambda args: _traced(fn, self._symbolic, fn.noted, args))
 
     @without_torch_functions
     def find(self, args: list[Any]) -> Found | None:
@@ -186,13 +217,13 @@ class Lowerer:
                 if flat is not None:
                     self.lowered.insert(0, lowered)
                     counters["shared_lowerings"] += 1
-                    self._how.tell(self._how.backend.name, lowered.guards(), "shared with an equal segment")
+                    self._fn.tell(self._fn.backend.name, lowered.guards(), "shared with an equal segment")
                     return lowered, flat
         return None
 
     def _lower(self, args: list[Any]) -> Found | None:
         """A new lowering for these values; None if the function is to be interpreted this time."""
-        how = self._how
+        how = self._fn
         if any(map(is_batched, args)):
             return None  # by the engine, for one backward with is_grads_batched
         if self._shared.interpret_because is not None:
@@ -216,7 +247,7 @@ class Lowerer:
 
     def _note_changes(self, args: list[Any], flat: list[Any], border: SubclassBorder | None) -> str:
         """Sizes that differ from the last lowering become symbolic; says what failed."""
-        last, dynamic = self.lowered[0] if self.lowered else None, self._how.config.dynamic
+        last, dynamic = self.lowered[0] if self.lowered else None, self._fn.config.dynamic
         if last is None or not _is_alike(last.border, args):
             self._symbolic = _initially_symbolic(dynamic, flat, border.numbers if border else frozenset())
             return "first use" if last is None else f"another class or metadata: {last.border} / {border}"
@@ -228,12 +259,12 @@ class Lowerer:
         return last.guard.why_not(flat)
 
     def _compile(self, args: Sequence[Any], border: SubclassBorder | None) -> Lowered:
-        with self._how.log.stage("trace"):
+        with self._fn.log.stage("trace"):
             run_flat = self._fn.noted if border is None else border.flattened(self._fn.noted)
-            traced = _traced(self._how, self._symbolic, run_flat, args)
+            traced = _traced(self._fn, self._symbolic, run_flat, args)
         graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
-        run, later = _code(self._how, self._shared, traced, args if border is None else None)
+        run, later = _code(self._fn, self._shared, traced, args if border is None else None)
         return Lowered(guard, ThreadModes.now(), run, traced.fed, traced.given, graph, border, later=later)
 
     @property
@@ -253,13 +284,13 @@ class Lowerer:
     def stop(self, because: str) -> None:
         """Interpret the function from now on."""
         self.interpret_because = because
-        self._how.tell("interpreted", "", because)
+        self._fn.tell("interpreted", "", because)
 
     def give_up(self, text: str, error: BaseException | None = None) -> None:
         """The function cannot be compiled: interpret it from now on, or raise in strict mode."""
         way_out = "name the node in opaque=, or leave it: only this segment runs uncompiled"
-        reason = self._how.reason(f"segment {self._how.number} is interpreted: {text}", way_out)
-        if self._how.config.strict:
+        reason = self._fn.reason(f"segment {self._fn.number} is interpreted: {text}", way_out)
+        if self._fn.config.strict:
             raise LoweringError(reason) from error
         if error is not None and not isinstance(error, Refusal):
             live_log.info("%s", reason, exc_info=error)
@@ -267,7 +298,7 @@ class Lowerer:
         self.stop(text)
 
 
-def _traced(how: How, symbolic: Symbolic, run: Boxed, args: Sequence[Any]) -> Traced:
+def _traced(how: SegmentFunction, symbolic: Symbolic, run: Boxed, args: Sequence[Any]) -> Traced:
     decompositions = how.backend.decompositions()
     try:
         return trace(run, args, symbolic or None, decompositions)
@@ -278,14 +309,14 @@ def _traced(how: How, symbolic: Symbolic, run: Boxed, args: Sequence[Any]) -> Tr
 
 
 def _code(
-    how: How, shared: Lowerings, traced: Traced, args: Sequence[Any] | None
+    how: SegmentFunction, shared: Lowerings, traced: Traced, args: Sequence[Any] | None
 ) -> tuple[Boxed, Later | None]:
     """The backend's code, or the promise of it, for a function traced for `args` (None: for the parts of
     tensor subclasses).
 
     Code is not compiled in the background where determinism is asked for, because runs must not differ.
     """
-    compile = partial(how.backend.compile, traced.gm, traced.example_inputs)
+    compile = functools.partial(how.backend.compile, traced.gm, traced.example_inputs)
     patience = how.config.patience
     if patience is not None and not torch.get_deterministic_debug_mode():
         later = begin(compile, patience)
@@ -303,7 +334,7 @@ def _not_there(args: list[Any]) -> Sequence[Any]:
     raise AssertionError("the code of a segment was run before it was there")
 
 
-def _stance_refuses(how: How, because: str) -> bool:
+def _stance_refuses(how: SegmentFunction, because: str) -> bool:
     """Whether ``torch.compiler.set_stance`` has this function interpreted this time."""
     stance = compile_stance()
     if stance == "fail_on_recompile":

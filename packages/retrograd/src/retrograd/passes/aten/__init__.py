@@ -19,7 +19,6 @@ from torch import fx
 from retrograd.errors import OptionError, PassError, VerificationError
 from retrograd.graph.joint import JointSignature, output_kinds, verify_joint
 from retrograd.passes.aten.accumulate_in_fp32 import accumulate_in_fp32
-from retrograd.passes.aten.clip_gradients import clip_gradients
 from retrograd.passes.aten.edit import signature_of
 from retrograd.passes.aten.merge_common_subexpressions import merge_common_subexpressions
 from retrograd.passes.aten.order_collectives import order_collectives
@@ -165,7 +164,7 @@ NUMERICS_PRESERVING: tuple[JointPass, ...] = (
     order_collectives,
 )
 #: these change results, or need arguments, which `functools.partial` gives them.
-OPT_IN: tuple[AnyPass, ...] = (recompute_by_policy, accumulate_in_fp32, clip_gradients)
+OPT_IN: tuple[AnyPass, ...] = (recompute_by_policy, accumulate_in_fp32)
 
 
 def pass_named(name: str) -> AnyPass:
