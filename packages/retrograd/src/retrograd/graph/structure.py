@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -105,34 +105,23 @@ _NUMBER, _OTHER = b"number", b"other"
 _TEXTS = frozenset({int, bool, str, type(None)})
 
 
-class Structure(NamedTuple):
-    """What a run of calls computes.
-
-    Attributes:
-        family: without its floating point numbers.
-        numbers: as texts, which tell 0.0 from -0.0, and in which nan equals itself.
-    """
-
-    family: Hashable
-    numbers: tuple[str, ...]
-
-
 def structure_of(
     nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
-) -> Structure | None:
+) -> Hashable | None:
     """Equal for two runs of calls that compute the same from inputs in the same places; None if that cannot
-    be told."""
+    be told. Numbers are texts in it, which tell 0.0 from -0.0, and in which nan equals itself."""
     places = places_of((*inputs, *nodes))
     numbers: list[str] = []
     calls = tuple([(_target(node), written(node, places, numbers)) for node in nodes])
-    family = calls, tuple([places[node] for node in outputs])
-    return Structure(family, tuple(numbers)) if _is_hashable(family) else None
+    structure = calls, tuple([places[node] for node in outputs]), tuple(numbers)
+    return structure if _is_hashable(structure) else None
 
 
 def token_of(node: fx.Node) -> Hashable:
-    """Equal for two calls that compute the same except for floating point numbers, wherever their arguments
-    come from; the node itself for a call that cannot be compared."""
-    token = _target(node), written(node, _ANYWHERE, [])
+    """Equal for two calls that compute the same, wherever their arguments come from; the node itself for a
+    call that cannot be compared."""
+    numbers: list[str] = []
+    token = _target(node), written(node, _ANYWHERE, numbers), tuple(numbers)
     return token if _is_hashable(token) else node
 
 

@@ -33,7 +33,6 @@ from retrograd.errors import LoweringError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import Segment
 from retrograd.graph.emit import boxed_calls, last_uses
-from retrograd.repeats.lift_scalars import Family
 from retrograd.report import LoweringReport, PlanLog
 
 
@@ -93,13 +92,10 @@ class Lowerings:
     Attributes:
         codes: the newest first.
         interpret_because: why it cannot be lowered; None if it could be, or has not been tried.
-        family: functions that differ from it only in their numbers, and `numbers`, its own.
     """
 
     codes: list[Lowered] = field(default_factory=list)
     interpret_because: str | None = None
-    family: Family | None = None
-    numbers: tuple[str, ...] = ()
 
 
 Around = Callable[[fx.Node], AbstractContextManager[Any]]
@@ -195,8 +191,6 @@ class Lowerer:
         self.lowered: list[Lowered] = []
         self.interpret_because: str | None = None
         self._symbolic: Symbolic = {}
-        if shared.family is not None:
-            shared.family.join(shared.numbers, lambda args: _traced(fn, self._symbolic, fn.noted, args))
 
     @without_torch_functions
     def find(self, args: list[Any]) -> Found | None:
@@ -270,7 +264,7 @@ class Lowerer:
             traced = _traced(self._fn, self._symbolic, run_flat, args)
         graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
-        run, later = _code(self._fn, self._shared, traced, args if border is None else None)
+        run, later = _code(self._fn, traced)
         return Lowered(guard, ThreadModes.now(), run, traced.fed, traced.given, graph, border, later=later)
 
     @property
@@ -314,11 +308,8 @@ def _traced(how: SegmentFunction, symbolic: Symbolic, run: Boxed, args: Sequence
         return trace(run, args, None, decompositions)
 
 
-def _code(
-    how: SegmentFunction, shared: Lowerings, traced: Traced, args: Sequence[Any] | None
-) -> tuple[Boxed, Later | None]:
-    """The backend's code, or the promise of it, for a function traced for `args` (None: for the parts of
-    tensor subclasses).
+def _code(how: SegmentFunction, traced: Traced) -> tuple[Boxed, Later | None]:
+    """The backend's code, or the promise of it.
 
     Code is not compiled in the background where determinism is asked for, because runs must not differ.
     """
@@ -327,11 +318,6 @@ def _code(
     if patience is not None and not torch.get_deterministic_debug_mode():
         later = begin(compile, patience)
         return (_not_there, later) if later.code is None else (later.code, None)
-    if shared.family is not None and args is not None and patience is None:
-        code = shared.family.code_for(shared.numbers, traced, args, functools.partial(_compiled, how.backend))
-        if code is not None:
-            counters["lifted_numbers"] += 1
-            return code, None
     with how.log.stage("compile"):
         return compile(), None
 

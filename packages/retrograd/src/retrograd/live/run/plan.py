@@ -52,8 +52,8 @@ from retrograd.live.run.generated_source import PlanLayout, is_only_for_post_hoo
 from retrograd.live.run.mid_backward_hooks import rest_with_changes
 from retrograd.live.run.segment_runner import LeakedModes, SegmentRunner, runner_of
 from retrograd.live.run.specialised import Bailout, SpecialisedPlan, Specialising
+from retrograd.repeats.changing_numbers import changing_numbers
 from retrograd.repeats.divide import regions_of
-from retrograd.repeats.lift_scalars import changing_numbers
 from retrograd.report import BackwardReport, PlanLog
 
 #: from this many copies of a region on, a segment that is no copy is compiled later, if it makes up no more
@@ -258,7 +258,7 @@ def _postpone_the_rest(schedule: Schedule, runners: Sequence[SegmentRunner | Non
     """Where one region makes up most of a backward, a part that is met only once, and is small, waits:
     compiling it takes as long as compiling the region, and pays little."""
     found = [runner for runner in runners if runner is not None]
-    shared = [id(runner.shared.family or runner.shared) for runner in found]
+    shared = [id(runner.shared) for runner in found]
     copies = Counter(shared)
     if max(copies.values(), default=0) < REGION_RULES:
         return

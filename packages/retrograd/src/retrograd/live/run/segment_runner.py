@@ -31,7 +31,6 @@ from retrograd.graph.backward_graph import Segment, call_of
 from retrograd.graph.structure import structure_of
 from retrograd.live.lower.lowerer import Lowered, Lowerer, Lowerings, SegmentFunction
 from retrograd.process import Recent
-from retrograd.repeats.lift_scalars import Family
 from retrograd.report import LoweringReport, PlanLog
 
 
@@ -150,9 +149,6 @@ class SegmentRunner:
 #: runners of segments, by settings, place and structure: those of an earlier plan serve equal segments.
 _runners: Recent[SegmentRunner] = Recent()
 
-#: segments that differ only in their numbers, by settings and structure without the numbers.
-_families: Recent[Family] = Recent()
-
 #: the code of segments, by settings and structure.
 _lowerings: Recent[Lowerings] = Recent()
 
@@ -170,11 +166,7 @@ def runner_of(segment: Segment, number: int, config: Config, backend: Backend, l
     if structure is None:
         return make()
 
-    def new() -> Lowerings:
-        family = _families.get((config, structure.family), Family)[0] if structure.numbers else None
-        return Lowerings(family=family, numbers=structure.numbers)
-
-    shared, _ = _lowerings.get((config, structure), new)
+    shared, _ = _lowerings.get((config, structure), Lowerings)
     # The runner knows its calls by node call: for profilers, and for modes that hooks leave switched.
     node_calls = tuple(call_of(node).node_call for node in segment.nodes)
     runner, is_new = _runners.get((config, number, structure, node_calls), lambda: make(shared))
