@@ -46,13 +46,12 @@ from retrograd.graph.backward_graph import (
 )
 from retrograd.live.calls.gradients import accumulate_grad
 from retrograd.live.calls.user_code import ModifiedTensor
-from retrograd.live.capture.cut import cut
+from retrograd.live.capture.cut import changing_numbers, cut
 from retrograd.live.lower.lowerer import argument_values
 from retrograd.live.run.generated_source import PlanLayout, is_only_for_post_hooks, lists_of
 from retrograd.live.run.mid_backward_hooks import rest_with_changes
 from retrograd.live.run.segment_runner import LeakedModes, SegmentRunner, runner_of
 from retrograd.live.run.specialised import Bailout, SpecialisedPlan, Specialising
-from retrograd.repeats.changing_numbers import changing_numbers
 from retrograd.repeats.divide import regions_of
 from retrograd.report import BackwardReport, PlanLog
 
