@@ -15,10 +15,7 @@ from torch.nn import Parameter
 from retrograd.passes.aten import (
     JointPass,
     accumulate_in_fp32,
-    clip_gradients,
-    fold_constants,
     merge_common_subexpressions,
-    normalise_views,
     order_collectives,
     recompute_by_policy,
     remove_dead_code,
@@ -187,150 +184,6 @@ return (clone, clone_1, add, add_3)
     )
 
 
-def test_normalise_views() -> None:
-    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        y = x.view(2, 2, 3).view(4, 3).transpose(0, 1).transpose(0, 1).expand(4, 3)
-        return (torch.nn.functional.linear(y, w).permute(1, 0).view(2, 1, 4).expand(2, 5, 4)).sin()
-
-    assert_expected_inline(
-        before_and_after(joint(fn, leaf(4, 3), parameter(2, 3)), normalise_views),
-        """\
-view = view(arg0_1, [2, 2, 3])
-view_1 = view(view, [4, 3])
-transpose = transpose.int(view_1, 0, 1)
-transpose_1 = transpose.int(transpose, 0, 1)
-expand = expand(transpose_1, [4, 3])
-t = t(arg1_1)
-mm = mm(expand, t)
-permute = permute(mm, [1, 0])
-view_2 = view(permute, [2, 1, 4])
-expand_1 = expand(view_2, [2, 5, 4])
-sin = sin(expand_1)
-cos = cos(expand_1)
-mul = mul.Tensor(arg2_1, cos)
-sum_1 = sum.dim_IntList(mul, [1], True)
-view_3 = view(sum_1, [2, 4])
-permute_1 = permute(view_3, [1, 0])
-t_1 = t(permute_1)
-mm_1 = mm(t_1, expand)
-t_2 = t(mm_1)
-t_3 = t(t)
-mm_2 = mm(permute_1, t_3)
-t_4 = t(t_2)
-transpose_2 = transpose.int(mm_2, 0, 1)
-transpose_3 = transpose.int(transpose_2, 0, 1)
-view_4 = view(transpose_3, [2, 2, 3])
-view_5 = view(view_4, [4, 3])
-return (sin, view_5, t_4)
-
-=>
-
-t = t(arg1_1)
-mm = mm(arg0_1, t)
-permute = permute(mm, [1, 0])
-view_2 = view(permute, [2, 1, 4])
-expand_1 = expand(view_2, [2, 5, 4])
-sin = sin(expand_1)
-cos = cos(expand_1)
-mul = mul.Tensor(arg2_1, cos)
-sum_1 = sum.dim_IntList(mul, [1], True)
-view_3 = view(sum_1, [2, 4])
-permute_1 = permute(view_3, [1, 0])
-mm_1 = mm(view_3, arg0_1)
-mm_2 = mm(permute_1, arg1_1)
-t_4 = alias(mm_1)
-view_5 = view(mm_2, [4, 3])
-return (sin, view_5, t_4)
-""",
-    )
-
-
-def test_normalise_views_keeps_copies_and_outputs() -> None:
-    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        copied = x.t().reshape(6).view(3, 2)  # reshape copies, and the view is one of the copy
-        return copied, x.view(2, 3), x.view(6).view(2, 3)
-
-    assert_expected_inline(
-        before_and_after(joint(fn, leaf(2, 3)), normalise_views),
-        """\
-t = t(arg0_1)
-clone = clone(t, memory_format=contiguous_format)
-_unsafe_view = _unsafe_view(clone, [6])
-view = view(_unsafe_view, [3, 2])
-view_1 = view(arg0_1, [2, 3])
-view_2 = view(arg0_1, [6])
-view_3 = view(view_2, [2, 3])
-view_4 = view(arg3_1, [6])
-view_5 = view(view_4, [2, 3])
-view_6 = view(arg2_1, [2, 3])
-add = add.Tensor(view_5, view_6)
-view_7 = view(arg1_1, [6])
-view_8 = view(view_7, [3, 2])
-t_1 = t(view_8)
-add_1 = add.Tensor(add, t_1)
-return (view, view_1, view_3, add_1)
-
-=>
-
-t = t(arg0_1)
-clone = clone(t, memory_format=contiguous_format)
-view = view(clone, [3, 2])
-view_1 = view(arg0_1, [2, 3])
-view_3 = view(arg0_1, [2, 3])
-add = add.Tensor(arg3_1, arg2_1)
-t_1 = t(arg1_1)
-add_1 = add.Tensor(add, t_1)
-return (view, view_1, view_3, add_1)
-""",
-    )
-
-
-def test_fold_constants() -> None:
-    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        positions = torch.arange(4) * 2
-        scale = torch.ones(4).mul(3).rsqrt()
-        mask = torch.ones(4, 4).tril()
-        return x * scale + positions, x @ mask, torch.zeros(2) + 1
-
-    assert_expected_inline(
-        before_and_after(joint(fn, leaf(2, 4)), fold_constants),
-        """\
-arange = arange(4, device=cpu, pin_memory=False)
-mul = mul.Tensor(arange, 2)
-ones = ones([4], device=cpu, pin_memory=False)
-mul_1 = mul.Tensor(ones, 3)
-rsqrt = rsqrt(mul_1)
-ones_1 = ones([4, 4], device=cpu, pin_memory=False)
-tril = tril(ones_1)
-mul_2 = mul.Tensor(arg0_1, rsqrt)
-add = add.Tensor(mul_2, mul)
-mm = mm(arg0_1, tril)
-zeros = zeros([2], device=cpu, pin_memory=False)
-add_1 = add.Tensor(zeros, 1)
-t = t(tril)
-mm_1 = mm(arg2_1, t)
-mul_3 = mul.Tensor(arg1_1, rsqrt)
-add_2 = add.Tensor(mm_1, mul_3)
-return (add, mm, add_1, add_2)
-
-=>
-
-_folded_constant1 = _folded_constant1
-full_default_1 = full([4], 0.5773502588272095, dtype=float32, layout=strided, device=cpu, pin_memory=False)
-_folded_constant0 = _folded_constant0
-mul_2 = mul.Tensor(arg0_1, full_default_1)
-add = add.Tensor(mul_2, _folded_constant1)
-mm = mm(arg0_1, _folded_constant0)
-full_default = full([2], 1.0, dtype=float32, layout=strided, device=cpu, pin_memory=False)
-t = t(_folded_constant0)
-mm_1 = mm(arg2_1, t)
-mul_3 = mul.Tensor(arg1_1, full_default_1)
-add_2 = add.Tensor(mm_1, mul_3)
-return (add, mm, full_default, add_2)
-""",
-    )
-
-
 def test_recompute_by_policy() -> None:
     def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.native_dropout((x @ w).sigmoid(), 0.5, True)[0].exp()
@@ -467,54 +320,6 @@ _to_copy_default_2 = _to_copy(mm_7, dtype=float32)
 add_tensor_1 = add.Tensor(add_tensor, _to_copy_default_2)
 _to_copy_default_3 = _to_copy(add_tensor_1, dtype=bfloat16)
 return (mm_2, mm_8, _to_copy_default_3, _to_copy_default_4)
-""",
-    )
-
-
-def test_clip_gradients() -> None:
-    def fn(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return (x @ w + b).sum()
-
-    graph = joint(fn, leaf(2, 3), parameter(3, 4), parameter(4))
-    clipped = functools.partial(clip_gradients, max_norm=0.5)
-    assert_expected_inline(
-        before_and_after(graph, clipped, is_exact=False),
-        """\
-mm = mm(arg0_1, arg1_1)
-add = add.Tensor(mm, arg2_1)
-sum_1 = sum(add)
-expand = expand(arg3_1, [2, 4])
-sum_2 = sum.dim_IntList(expand, [0], True)
-view = view(sum_2, [4])
-t = t(arg0_1)
-mm_1 = mm(t, expand)
-t_1 = t(arg1_1)
-mm_2 = mm(expand, t_1)
-return (sum_1, mm_2, mm_1, view)
-
-=>
-
-mm = mm(arg0_1, arg1_1)
-add = add.Tensor(mm, arg2_1)
-sum_1 = sum(add)
-expand = expand(arg3_1, [2, 4])
-sum_2 = sum.dim_IntList(expand, [0], True)
-view = view(sum_2, [4])
-t = t(arg0_1)
-mm_1 = mm(t, expand)
-t_1 = t(arg1_1)
-mm_2 = mm(expand, t_1)
-linalg_vector_norm_default = linalg_vector_norm(mm_1, 2.0)
-linalg_vector_norm_default_1 = linalg_vector_norm(view, 2.0)
-stack_default = stack([linalg_vector_norm_default, linalg_vector_norm_default_1])
-linalg_vector_norm_default_2 = linalg_vector_norm(stack_default, 2.0)
-add_tensor = add.Tensor(linalg_vector_norm_default_2, 1e-06)
-reciprocal_default = reciprocal(add_tensor)
-mul_tensor = mul.Tensor(reciprocal_default, 0.5)
-clamp_default = clamp(mul_tensor, None, 1.0)
-mul_tensor_1 = mul.Tensor(mm_1, clamp_default)
-mul_tensor_2 = mul.Tensor(view, clamp_default)
-return (sum_1, mm_2, mul_tensor_1, mul_tensor_2)
 """,
     )
 

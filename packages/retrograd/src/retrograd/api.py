@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from retrograd._torch.cuda import side_streams
 from retrograd._torch.dynamo import watch_compiled_forwards
 from retrograd._torch.probe import check_supported
+from retrograd._torch.state import context_decorator
 from retrograd.backends.background import wait_for_all
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
@@ -302,53 +303,19 @@ def decorated(context: AbstractContextManager[Any], fn: Callable[..., Any]) -> C
 
     Raises:
         TypeError: `fn` is an asynchronous generator function.
+        RuntimeError: `fn` is a class.
     """
     if inspect.isasyncgenfunction(fn):
         raise TypeError(
             f"compiled_autograd cannot decorate the asynchronous generator {fn.__qualname__}\n"
             "  try    a with statement around the backward inside it"
         )
-    if inspect.iscoroutinefunction(fn):
-        return _coroutine(context, fn)
-    return _generator(context, fn) if inspect.isgeneratorfunction(fn) else _plain(context, fn)
+    if not inspect.iscoroutinefunction(fn):
+        return context_decorator(lambda: context, fn)
 
-
-def _plain(context: AbstractContextManager[Any], fn: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(fn)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with context:
-            return fn(*args, **kwargs)
-
-    return run
-
-
-def _coroutine(context: AbstractContextManager[Any], fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     async def run(*args: Any, **kwargs: Any) -> Any:
         with context:
             return await fn(*args, **kwargs)
-
-    return run
-
-
-def _generator(context: AbstractContextManager[Any], fn: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(fn)
-    def run(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        generator = fn(*args, **kwargs)
-        resume, given = generator.send, None
-        while True:
-            try:
-                with context:
-                    value = resume(given)
-            except StopIteration as stop:
-                return stop.value
-            try:
-                resume, given = generator.send, (yield value)
-            except GeneratorExit:
-                with context:
-                    generator.close()
-                raise
-            except BaseException as error:
-                resume, given = generator.throw, error
 
     return run

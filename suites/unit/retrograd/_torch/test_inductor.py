@@ -11,7 +11,7 @@ from torch import fx
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from retrograd._torch.inductor.compiler import with_joint_passes
+from retrograd._torch.inductor import with_joint_passes
 
 
 class Doubling(CustomGraphPass):

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.fx import add_call, add_copy, add_placeholder, copied
-from retrograd.live.calls.nodes import NodeFunction
+from retrograd.live.calls.gradients import NodeFunction
 
 
 def by_fx(graph: fx.Graph) -> Callable[..., fx.Node]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from retrograd import aot
-from retrograd._torch.inductor.compiler import why_not_trusted
+from retrograd._torch.inductor import why_not_trusted
 from retrograd.events import counters
 from retrograd.specialize.callable import Variant, VariantCache
 from retrograd.specialize.guard import CallGuard

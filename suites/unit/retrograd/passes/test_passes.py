@@ -20,10 +20,7 @@ from retrograd.passes.aten import (
     NUMERICS_PRESERVING,
     OPT_IN,
     accumulate_in_fp32,
-    clip_gradients,
-    fold_constants,
     merge_common_subexpressions,
-    normalise_views,
     order_collectives,
     pass_named,
     recompute_by_policy,
@@ -168,71 +165,6 @@ def test_equal_numbers_of_different_kind_are_different_arguments(one: Any, other
     assert [node.target for node in graph.gm.graph.nodes].count(aten.eq.Scalar) == 2
 
 
-def test_a_reshape_that_copies_never_becomes_a_view() -> None:
-    graph = joint(lambda x: (x.t().reshape(-1).view(3, 2), x.sum()), leaf(2, 3))
-    expected = graph.run()
-    gm = normalise_views(graph.gm)
-    found = interpreted(gm, graph.inputs)
-    assert torch.equal(found[0], expected[0])
-    assert not shares_memory(found[0], graph.inputs[0])
-    assert not any(changed_by_writing(graph, gm))
-
-
-def test_a_chain_that_copies_stays_where_one_call_would_not_copy() -> None:
-    def build(graph: fx.Graph, inputs: list[fx.Node]) -> tuple[Any, ...]:
-        x, cotangent = inputs
-        turned = call(x, aten.t.default, (x,))
-        copied = call(x, aten.reshape.default, (turned, [6]))
-        return call(x, aten.reshape.default, (copied, [3, 2])), cotangent
-
-    graph = joint_by_hand(build, (torch.randn(2, 3), torch.randn(2, 3)), 1)
-    before = text(graph.gm)
-    assert text(normalise_views(graph.gm)) == before
-
-
-def test_permutations_compose_over_symbolic_sizes_without_guards() -> None:
-    graph = joint(
-        lambda x: x.permute(2, 0, 1).transpose(0, 1).permute(0, 2, 1).sin(), leaf(2, 3, 4), dynamic=True
-    )
-    shape_env = graph.gm.graph.find_nodes(op="placeholder")[0].meta["val"].fake_mode.shape_env
-    guards, expected = len(shape_env.guards), graph.run()
-    normalise_views(graph.gm)
-    assert len(shape_env.guards) == guards
-    kinds = (aten.permute.default, aten.transpose.int)
-    assert not any(node.target in kinds for node in graph.gm.graph.nodes if aten.sin.default in users(node))
-    assert all(torch.equal(*pair) for pair in zip(graph.run(), expected, strict=True))
-
-
-def users(node: fx.Node) -> set[Any]:
-    return {user.target for user in node.users}
-
-
-def test_large_and_random_values_are_not_folded() -> None:
-    graph = joint(lambda x: x * (torch.ones(5000) * 2)[:3] * torch.rand(3) * torch.empty(3).add(1), leaf(3))
-    before = [node.target for node in graph.gm.graph.nodes]
-    fold_constants(graph.gm, largest=4096)
-    after = [node.target for node in graph.gm.graph.nodes]
-    for target in (aten.rand.default, aten.empty.memory_format, aten.ones.default):
-        assert after.count(target) == before.count(target)
-
-
-@pytest.mark.parametrize("number", [float("nan"), float("-inf"), -0.0, 1e-45, 3.5])
-def test_folded_numbers_keep_their_bits(number: float) -> None:
-    graph = joint(lambda x: (x, torch.full((2,), number) * torch.ones(2)), leaf(2))
-    expected = graph.run()[1]
-    gm, _ = run_passes(graph.gm, graph.inputs, [fold_constants])
-    for found in (interpreted(gm, graph.inputs)[1], gm(*graph.inputs)[1]):
-        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
-
-
-def test_folding_works_under_a_fake_mode() -> None:
-    graph = joint(lambda x: x * (torch.arange(3) * 2), leaf(3))
-    expected = graph.run()
-    with torch._subclasses.FakeTensorMode():
-        gm = fold_constants(graph.gm)
-    assert all(torch.equal(*pair) for pair in zip(interpreted(gm, graph.inputs), expected, strict=True))
-
-
 def test_dead_calls_of_higher_order_go_only_if_their_graphs_do_nothing_else() -> None:
     def pure(x: torch.Tensor) -> torch.Tensor:
         return x.sin()
@@ -255,49 +187,6 @@ def test_dead_calls_of_higher_order_go_only_if_their_graphs_do_nothing_else() ->
         assert hasattr(graph.gm, "inner") is is_kept
 
 
-@pytest.mark.parametrize("max_norm", [0.1, 1e6])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-@pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (HALF, torch.float32, HALF)], ids=["one", "mixed"])
-def test_clipping_is_clip_grad_norm(
-    max_norm: float, norm_type: float, dtypes: tuple[torch.dtype, ...]
-) -> None:
-    def fn(x: torch.Tensor, *ws: torch.Tensor) -> torch.Tensor:
-        return sum((x.to(w.dtype) @ w).sin().float().sum() for w in ws)  # type: ignore[return-value]
-
-    graph = joint(fn, leaf(4, 3), *(parameter(3, 2 + n, dtype=dtype) for n, dtype in enumerate(dtypes)))
-    plain = graph.run()
-    gm = clip_gradients(graph.gm, max_norm=max_norm, norm_type=norm_type)
-    found = interpreted(gm, graph.inputs)
-    parameters = [value.detach().clone() for value in graph.inputs[1:4]]
-    for value, grad in zip(parameters, plain[2:], strict=True):
-        value.grad = grad
-    torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-    assert torch.equal(found[0], plain[0])
-    assert torch.equal(found[1], plain[1])  # the gradient of an argument
-    # torch leaves the order of several dtypes to a hash table
-    tolerance = {"rtol": 0, "atol": 0} if len(set(dtypes)) == 1 else {}
-    for one, value in zip(found[2:], parameters, strict=True):
-        torch.testing.assert_close(one, value.grad, **tolerance)
-
-
-def test_norms_are_added_up_in_the_order_of_the_parameters() -> None:
-    torch.manual_seed(4)  # the last bit of the norm differs between the orders
-    scales = torch.rand(40, dtype=torch.float64).tolist()
-
-    def fn(*ws: torch.Tensor) -> torch.Tensor:
-        return sum((w * scale).float().sum() for w, scale in zip(ws, scales, strict=True))  # type: ignore[return-value]
-
-    graph = joint(fn, *(parameter(3, dtype=torch.float64) for _ in scales))
-    reverse_gradients(graph.gm)
-    _, *plain = graph.run()
-    parameters = [value.detach().clone() for value in graph.inputs[:-1]]
-    for value, grad in zip(parameters, reversed(plain), strict=True):
-        value.grad = grad
-    torch.nn.utils.clip_grad_norm_(parameters, 0.1)
-    _, *found = interpreted(clip_gradients(graph.gm, max_norm=0.1), graph.inputs)
-    assert all(torch.equal(one, value.grad) for one, value in zip(reversed(found), parameters, strict=True))
-
-
 def reverse_gradients(gm: fx.GraphModule) -> None:
     """Put the gradients of a joint graph with one output into the opposite order."""
     signature: JointSignature = gm.meta["signature"]
@@ -307,28 +196,13 @@ def reverse_gradients(gm: fx.GraphModule) -> None:
     gm.meta["signature"] = replace(signature, outputs=roles)
 
 
-def test_clipping_refuses_several_regions() -> None:
-    graph = joint(lambda x, w: ((x * w).sum(), (x + w).sum()), leaf(3), parameter(3), is_divided=True)
-    with pytest.raises(
-        PassError, match="the backward runs in 2 parts, and the norm needs the gradients of all"
-    ) as e:
-        clip_gradients(graph.gm, max_norm=1.0)
-    assert e.value.reason.code == "several-regions"
-    assert "clip_grad_norm_" in str(e.value)
-
-
-def test_clipping_refuses_a_graph_without_parameters() -> None:
-    with pytest.raises(PassError, match="none of the 1 gradients is of a parameter"):
-        clip_gradients(joint(lambda x: x * 2, leaf(3)).gm, max_norm=1.0)
-
-
 def test_a_pass_that_needs_roles_refuses_a_graph_without() -> None:
     gm = joint(lambda x: x * 2, leaf(3)).gm
     del gm.meta["signature"]
     with pytest.raises(
-        PassError, match="clip_gradients needs to know what the graph's inputs and outputs mean"
+        PassError, match="accumulate_in_fp32 needs to know what the graph's inputs and outputs mean"
     ):
-        clip_gradients(gm, max_norm=1.0)
+        accumulate_in_fp32(gm)
 
 
 def recurrent(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -188,9 +188,14 @@ def _refuse_foreign(outputs: Sequence[Any], inputs: Sequence[Any], pool: _Pool) 
 
 
 class SideStreams:
-    """The streams that were switched to, by device."""
+    """The streams that were switched to, by device.
+
+    Attributes:
+        any: whether there are any.
+    """
 
     def __init__(self) -> None:
+        self.any = False
         self._seen: dict[tuple[int, int], torch.cuda.Stream] = {}
         #: streams that somebody else made, and may destroy.
         self._external: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
@@ -217,9 +222,7 @@ class SideStreams:
             # torch's own streams come from a pool and outlive their Python objects.
             streams = self._seen if type(stream) is torch.cuda.Stream else self._external
             streams[stream.device_index, stream.cuda_stream] = stream
-
-    def __bool__(self) -> bool:
-        return bool(self._seen or self._external)
+            self.any = True
 
     def apart(self) -> Iterator[tuple[torch.cuda.Stream, torch.cuda.Stream]]:
         """The current stream of each device, with each other one that it has to be put in order with."""
@@ -247,7 +250,7 @@ def user_code_in_order() -> AbstractContextManager[None]:
 
 @contextmanager
 def _between(before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
-    if not side_streams:
+    if not side_streams.any:
         yield
         return
     before()
@@ -255,11 +258,6 @@ def _between(before: Callable[[], None], after: Callable[[], None]) -> Iterator[
         yield
     finally:
         after()
-
-
-def is_captured_beside_streams() -> bool:
-    """Whether a CUDA graph is being captured, while there are streams that may not belong to the capture."""
-    return bool(side_streams) and torch.cuda.is_current_stream_capturing()
 
 
 def _join() -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._contextlib import context_decorator as context_decorator
 from torch.utils._device import DeviceContext
 
 from retrograd._torch.fx import real_tensors
@@ -264,8 +265,8 @@ def why_interpreted_now(args: Sequence[Any]) -> str | None:
         return "a functorch transform is active"
     if torch._C._len_torch_dispatch_stack() > 0:
         return "a TorchDispatchMode is active"
-    if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        return "saved-tensor hooks are active in grad mode"
+    if torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+        return "grad mode: only eager's own nodes leave eager's history behind"
     return None
 
 

@@ -48,10 +48,6 @@ def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[
     return pytree.tree_flatten((args, kwargs))
 
 
-def _spec(form: _Form) -> pytree.TreeSpec:
-    return pytree.tree_structure(((0,) * form, {})) if isinstance(form, int) else form
-
-
 class AotFunction:
     """A function that compiles itself. `function` and `module` make it."""
 
@@ -109,7 +105,8 @@ class AotFunction:
         state = self._states[roots]
         try:
             state.note()
-            code = self._stages(leaves, state, _spec(form), self._dynamic(leaves, known), split_at_leaf_grads)
+            spec = pytree.tree_structure(((0,) * form, {})) if isinstance(form, int) else form
+            code = self._stages(leaves, state, spec, self._dynamic(leaves, known), split_at_leaf_grads)
             state.refuse_changes()
             guard = CallGuard.for_joint(leaves, code.partition.joint)
             self._tell(guard, leaves, known)

@@ -16,15 +16,17 @@ from retrograd._torch.fx import copied_module, has_effect, insert_replay, is_mut
 from retrograd.aot.parts import (
     Memory,
     backward_nodes,
+    choose_saved,
+    draws_random_numbers,
     extract,
     finished_backward,
     is_backward,
     is_number,
     memory_of,
+    named,
     needed_between,
     read_by_backward,
 )
-from retrograd.aot.policies import choose_saved, draws_random_numbers, named
 from retrograd.config import Policy
 from retrograd.errors import VerificationError
 from retrograd.graph.joint import Cotangent, Gradient

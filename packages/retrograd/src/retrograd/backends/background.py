@@ -43,7 +43,7 @@ class Later:
 
 
 #: what has begun and was not taken yet.
-_pending: weakref.WeakSet[Later] = weakref.WeakSet()
+pending: weakref.WeakSet[Later] = weakref.WeakSet()
 _lock = ForkSafeLock()
 
 
@@ -56,25 +56,23 @@ def begin(compile: Callable[[], Boxed], seconds: float) -> Later:
             raise later.error
         return later
     with _lock:
-        _pending.add(later)
+        pending.add(later)
     return later
 
 
 def take_finished() -> None:
     """A backward begins: what is finished becomes code. Within one backward, segments do not change."""
-    if not _pending:
-        return
     with _lock:
-        finished = [later for later in _pending if later.future.done()]
+        finished = [later for later in pending if later.future.done()]
         for later in finished:
             later.take()
-            _pending.remove(later)
+            pending.remove(later)
 
 
 def wait_for_all(timeout: float | None = None) -> bool:
     """Wait until everything that has begun is finished, for at most `timeout` seconds; whether it is."""
     with _lock:
-        futures = [later.future for later in _pending]
+        futures = [later.future for later in pending]
     return not wait(futures, timeout).not_done
 
 
@@ -85,7 +83,7 @@ def _thread() -> ThreadPoolExecutor:
 
 def _after_fork() -> None:
     """The thread does not exist in a child; what it was compiling stays interpreted there."""
-    _pending.clear()
+    pending.clear()
     _thread.cache_clear()
 
 

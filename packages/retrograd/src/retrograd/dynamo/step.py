@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.dynamo import compiled_frames, is_optimizer_code, place_of, user_error_behind
+from retrograd._torch.dynamo import compiled_frames, is_optimizer_code, user_error_behind
 from retrograd._torch.probe import check_supported
 from retrograd._torch.state import compile_stance
 from retrograd._torch.trace import is_tracing_here
@@ -153,7 +153,8 @@ class CompiledStep:
         found = user_error_behind(error)
         if self.config.strict:
             raise found
-        reason = reason_of(found, f"{code.co_name} ({place_of(code)})", "not-compiled")
+        place = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
+        reason = reason_of(found, place, "not-compiled")
         self._report.pieces.fell_back(reason, f"a part of the step {self.__name__} runs eagerly")
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -72,6 +72,32 @@ def is_same(one: Any, other: Any) -> bool:
         return False
 
 
+_OPERAND = ("operand",)
+#: arguments that are the same if they are equal.
+_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def frozen_arguments(value: Any, operands: list[fx.Node]) -> Hashable:
+    """The arguments of an ATen call as a value that can be compared: 1, 1.0 and True are three different
+    ones. The nodes among them are added to `operands`."""
+    kind = type(value)
+    if isinstance(value, fx.Node):
+        operands.append(value)
+        return _OPERAND
+    if kind is int or kind is str or value is None or isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (tuple, list)):
+        return ("items", *[frozen_arguments(item, operands) for item in value])
+    if isinstance(value, dict):
+        return ("entries", *[(key, frozen_arguments(item, operands)) for key, item in value.items()])
+    if isinstance(value, slice):
+        ends = (value.start, value.stop, value.step)
+        return ("slice", *[frozen_arguments(item, operands) for item in ends])
+    if kind in (float, bool, complex):
+        return kind.__name__, repr(value)
+    return kind, str(value) if isinstance(value, torch.SymInt) else id(value)
+
+
 #: what is written for a floating point number, and for what only Python's ``==`` can compare.
 _NUMBER, _OTHER = b"number", b"other"
 
@@ -79,34 +105,23 @@ _NUMBER, _OTHER = b"number", b"other"
 _TEXTS = frozenset({int, bool, str, type(None)})
 
 
-class Structure(NamedTuple):
-    """What a run of calls computes.
-
-    Attributes:
-        family: without its floating point numbers.
-        numbers: as texts, which tell 0.0 from -0.0, and in which nan equals itself.
-    """
-
-    family: Hashable
-    numbers: tuple[str, ...]
-
-
 def structure_of(
     nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
-) -> Structure | None:
+) -> Hashable | None:
     """Equal for two runs of calls that compute the same from inputs in the same places; None if that cannot
-    be told."""
+    be told. Numbers are texts in it, which tell 0.0 from -0.0, and in which nan equals itself."""
     places = places_of((*inputs, *nodes))
     numbers: list[str] = []
     calls = tuple([(_target(node), written(node, places, numbers)) for node in nodes])
-    family = calls, tuple([places[node] for node in outputs])
-    return Structure(family, tuple(numbers)) if _is_hashable(family) else None
+    structure = calls, tuple([places[node] for node in outputs]), tuple(numbers)
+    return structure if _is_hashable(structure) else None
 
 
 def token_of(node: fx.Node) -> Hashable:
-    """Equal for two calls that compute the same except for floating point numbers, wherever their arguments
-    come from; the node itself for a call that cannot be compared."""
-    token = _target(node), written(node, _ANYWHERE, [])
+    """Equal for two calls that compute the same, wherever their arguments come from; the node itself for a
+    call that cannot be compared."""
+    numbers: list[str] = []
+    token = _target(node), written(node, _ANYWHERE, numbers), tuple(numbers)
     return token if _is_hashable(token) else node
 
 

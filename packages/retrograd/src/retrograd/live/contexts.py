@@ -165,7 +165,7 @@ def _claimed(request: EngineRequest) -> _EnteredContext | None:
 
 
 def _run(entry: _EnteredContext | None, request: EngineRequest) -> Grads:
-    if entry is None or compile_stance() == "force_eager" or is_traced() or is_transformed(request):
+    if entry is None or is_traced() or is_transformed(request) or compile_stance() == "force_eager":
         if entry is not None and is_transformed(request):
             entry.session.leave_to_transform()
         with window.stock():

@@ -84,12 +84,13 @@ class Session:
     def _pace_of(self, asked: EngineRequest) -> Pace | None:
         """What measures backwards like this one; None if nothing does. Two backwards are alike if they begin
         alike: the engine has not walked their graphs yet."""
-        if self._paces is None or asked.create_graph or plans_under_way():
+        if self._paces is None or plans_under_way():
             return None
-        kind = beginning_of(asked)
+        names = beginning_of(asked)
+        kind = asked.create_graph, names
         pace = self._paces.get(kind)
         if pace is None and len(self._paces) < KEPT_PACES:
-            pace = self._paces[kind] = Pace(f"the backward below {', '.join(kind[0])}", "live.run")
+            pace = self._paces[kind] = Pace(f"the backward below {', '.join(names[0])}", "live.run")
         return pace
 
     def _run(self, asked: EngineRequest) -> Grads:
@@ -144,9 +145,9 @@ class Session:
         results: list[Grads] = []
 
         def body() -> None:
-            in_order = in_order_with_streams() if side_streams else _NOTHING
-            with answering(backward), event("retrograd.run", plan.log.compile_id), in_order:
-                results.append(tuple(plan.run(call, backward)))
+            in_order = in_order_with_streams() if side_streams.any else _NOTHING
+            with event("retrograd.run", plan.log.compile_id), in_order:
+                results.append(tuple(answering(backward, plan.run, call, backward)))
 
         # Torch hands a warning to Python only inside a backward of its own: that of an operation which is not
         # deterministic (mode 1), and that of a backward with create_graph.

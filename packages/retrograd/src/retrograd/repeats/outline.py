@@ -22,6 +22,7 @@ from retrograd._torch.fx import (
     is_wait,
     lazy_graph_module,
 )
+from retrograd.graph.structure import frozen_arguments
 
 #: bytes that a code generator may take the beginning of an input to be a multiple of.
 _ALIGNMENT = 16
@@ -119,9 +120,6 @@ def graph_of(gm: fx.GraphModule, part: Outline, sizes: Sequence[torch.SymInt]) -
     return lazy_graph_module(gm, graph)
 
 
-_OPERAND = ("operand",)
-#: arguments that are the same if they are equal.
-_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 #: notes of the user's in ``node.meta``, by which a code generator may go.
 _NOTES = "custom"
 
@@ -146,7 +144,7 @@ def tokenised(node: fx.Node) -> TokenisedCall:
     and convolutions whose layout is open are equal to nothing but themselves.
     """
     operands: list[fx.Node] = []
-    arguments = _frozen((node.args, node.kwargs), operands)
+    arguments = frozen_arguments((node.args, node.kwargs), operands)
     value = node.meta.get("val")
     if not _may_repeat(node) or value is None:
         return TokenisedCall((node,), tuple(operands))
@@ -168,25 +166,6 @@ def _is_laid_out_freely(node: fx.Node) -> bool:
     value: Any = node.meta.get("val")
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim() if value is not None else 0)
     return last is not None and not value.is_contiguous(memory_format=last)
-
-
-def _frozen(value: Any, operands: list[fx.Node]) -> Hashable:
-    """The arguments as a value that can be compared; 1, 1.0 and True are three different ones."""
-    kind = type(value)
-    if isinstance(value, fx.Node):
-        operands.append(value)
-        return _OPERAND
-    if kind is int or kind is str or value is None or isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, (tuple, list)):
-        return ("items", *[_frozen(item, operands) for item in value])
-    if isinstance(value, dict):
-        return ("entries", *[(key, _frozen(item, operands)) for key, item in value.items()])
-    if isinstance(value, slice):
-        return ("slice", *[_frozen(item, operands) for item in (value.start, value.stop, value.step)])
-    if kind in (float, bool, complex):
-        return kind.__name__, repr(value)
-    return kind, str(value) if isinstance(value, torch.SymInt) else id(value)
 
 
 def metadata_of(value: Any) -> Hashable:

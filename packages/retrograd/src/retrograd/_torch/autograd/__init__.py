@@ -5,11 +5,14 @@ In: arguments of a backward, autograd nodes and hooks. Out: what the engine coll
 
 from retrograd._torch.autograd.aot_functions import is_aot_node, tensors_on_context
 from retrograd._torch.autograd.collection import (
+    GATEWAYS,
     Collected,
+    EngineRequest,
     Kept,
     collect,
     installed_compiler,
     leave_engine_cache_to_stock,
+    run_stock,
     stock_compiler_off,
     window,
 )
@@ -17,14 +20,10 @@ from retrograd._torch.autograd.function_code import Reading, methods_of, why_bac
 from retrograd._torch.autograd.graph_task import (
     HookChanges,
     LateHook,
-    answer_queries,
-    answering,
     call_cpp_tensor_pre_hooks,
     counts_other_hooks,
     has_waiting_hooks,
-    node_under_way,
     outside_of_graph_task,
-    plans_under_way,
     run_in_graph_task,
     warn_of_layout,
     watch_hooks,
@@ -48,10 +47,10 @@ from retrograd._torch.autograd.nodes import (
 )
 from retrograd._torch.autograd.protocol import EngineProtocol
 from retrograd._torch.autograd.request import (
-    GATEWAYS,
-    EngineRequest,
     LiveBackward,
     OrderCheck,
+    answer_queries,
+    answering,
     beginning_of,
     edge_of,
     forward_line,
@@ -60,9 +59,10 @@ from retrograd._torch.autograd.request import (
     is_transformed,
     leaf_of,
     names_of_nodes,
+    node_under_way,
     nodes_below,
     passes_through_function,
+    plans_under_way,
     read_ranks,
-    run_stock,
     why_not_collectable,
 )

@@ -1,5 +1,9 @@
 """Collect a backward: the short time during which torch's engine talks to our object.
 
+In: the arguments of ``torch.autograd.graph._engine_run_backward``, the one Python gateway of
+``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad``. Out: the gradients of a stock
+run.
+
 In: an `EngineRequest` and a factory of capture objects. Out: `Collected`, that is everything the engine
 lifted out of the autograd graph, and the artifact that the capture object made of the graph's structure
 (kept by the engine in its structural cache: a later backward of equal structure returns the same one).
@@ -25,15 +29,68 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.autograd.graph as autograd_graph
 from torch._C._dynamo import compiled_autograd as engine_protocol
 from torch._dynamo import compiled_autograd as stock
 
-from retrograd._torch.autograd.request import EngineRequest, run_stock, stock_calls_on
 from retrograd.errors import Refusal
 from retrograd.process import forgotten_by_reset
+
+#: where torch keeps the gateway.
+GATEWAYS = ("torch.autograd.graph:_engine_run_backward", "torch.autograd:_engine_run_backward")
+
+_stock_run_backward = autograd_graph._engine_run_backward
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One call of the engine. Field names are the keyword names of the C++ engine.
+
+    Attributes:
+        tensors: roots, tensors or ``GradientEdge``.
+        grad_tensors: one cotangent per root.
+        keep_graph, create_graph: as in ``torch.autograd.backward``.
+        inputs: what gradients are wanted of; empty for all leaves.
+        allow_unreachable: whether an input that the roots do not reach gives None.
+        accumulate_grad: write ``.grad`` (backward) instead of returning gradients (grad).
+        added: how many of the last `inputs` were added by us; nobody wants their gradients.
+    """
+
+    tensors: tuple[Any, ...]
+    grad_tensors: tuple[Any, ...]
+    keep_graph: bool
+    create_graph: bool
+    inputs: tuple[Any, ...] = ()
+    allow_unreachable: bool = False
+    accumulate_grad: bool = False
+    added: int = 0
+
+
+def run_stock(request: EngineRequest) -> tuple[torch.Tensor | None, ...]:
+    """Run the backward on the engine as torch would."""
+    return _stock_run_backward(
+        request.tensors,
+        request.grad_tensors,
+        request.keep_graph,
+        request.create_graph,
+        request.inputs,
+        allow_unreachable=request.allow_unreachable,
+        accumulate_grad=request.accumulate_grad,
+    )
+
+
+def stock_calls_on(frame: FrameType | None) -> int:
+    """How many calls of torch's own gateway are under way on the stack that ends in `frame`."""
+    count = 0
+    while frame is not None:
+        count += frame.f_code is _stock_run_backward.__code__
+        frame = frame.f_back
+    return count
+
 
 _A_MOMENT = 0.001
 

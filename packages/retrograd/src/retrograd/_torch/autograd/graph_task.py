@@ -5,10 +5,6 @@ unless it is deeply nested. Inside, ``torch._C._current_graph_task_id()`` is set
 its callbacks run when the function has returned, a nested ``.backward()`` is reentrant as in eager, and grad
 mode, ``keep_graph`` and the validity of reentrant checkpointing are those of the request.
 
-In: a running backward of ours per thread. Out: ``torch._C._current_autograd_node`` and its like answer for
-the autograd node that eager would be executing, instead of for the one node that carries our plan. A stock
-backward nested in a plan gets torch's own answers.
-
 In: registrations and removals of hooks on any thread, seen at torch's Python entry points to them. Out:
 `HookChanges`. Eager looks hooks up when it reaches a node; a plan knows the hooks that were there when it was
 collected, and must be told of what changed since.
@@ -18,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,63 +23,12 @@ import torch
 from torch._C._dynamo import compiled_autograd as engine_protocol
 from torch.autograd.graph import get_gradient_edge
 
-from retrograd._torch.autograd.collection import window
-from retrograd._torch.autograd.request import EngineRequest, run_stock
+from retrograd._torch.autograd.collection import EngineRequest, run_stock, window
 from retrograd._torch.patches import Handler, handle
 from retrograd._torch.releases import is_layout_enforced, unseen
 from retrograd._torch.tensor import grad_of, obeys_layout_contract
 from retrograd.errors import Escape
 from retrograd.graph.backward_graph import HookKind
-
-
-class _Stack(threading.local):
-    def __init__(self) -> None:
-        self.running: list[tuple[Any, int]] = []
-
-
-_stack = _Stack()
-
-
-@contextmanager
-def answering(running: Any) -> Iterator[None]:
-    """Answer for `running`, a ``LiveBackward``, on this thread, inside the graph task that is current now."""
-    _stack.running.append((running, torch._C._current_graph_task_id()))
-    try:
-        yield
-    finally:
-        _stack.running.pop()
-
-
-def plans_under_way() -> int:
-    """How many plans are running on this thread, nested in one another."""
-    return len(_stack.running)
-
-
-def node_under_way() -> Any:
-    """The autograd node that eager would be executing in the innermost plan; None if none is running."""
-    return _stack.running[-1][0].current_node() if _stack.running else None
-
-
-def _answered(answer: Callable[..., Any]) -> Handler:
-    def ask(stock: Callable[..., Any], *args: Any) -> Any:
-        running, task = _stack.running[-1] if _stack.running else (None, None)
-        is_current = running is not None and task == torch._C._current_graph_task_id()
-        return answer(running, *args) if is_current else stock(*args)
-
-    return ask
-
-
-_ANSWERS: Mapping[str, Callable[..., Any]] = {
-    "torch._C:_current_autograd_node": lambda running: running.current_node(),
-    "torch._C:_will_engine_execute_node": lambda running, node: running.will_execute(node),
-    "torch._C:_current_graph_task_execution_order": lambda running: running.execution_order(),
-}
-
-
-def answer_queries() -> None:
-    """From here on, answer what user code asks while a plan of its thread is running."""
-    for name, answer in _ANSWERS.items():
-        handle(name, _answered(answer))
 
 
 class _Body(threading.local):

@@ -1,14 +1,15 @@
-"""One backward: what is asked of torch's engine, and the autograd graph that it runs over.
+"""One backward: the autograd graph that it runs over, and what user code may ask about it.
 
-In: the arguments of ``torch.autograd.graph._engine_run_backward``, the one Python gateway of
-``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad``; the modes that are active. Out:
-the gradients of a stock run; or the first obstacle to a capture, as a code and a sentence: such a backward
-runs on the stock engine.
+In: an `EngineRequest`; the modes that are active. Out: the first obstacle to a capture, as a code and a
+sentence: such a backward runs on the stock engine.
 
 In: an `EngineRequest`. Out: a `LiveGraph`, and an `OrderCheck` of later backwards of equal structure. Follows
 ``next_functions``; the rule for which nodes are wanted with ``inputs=`` is that of
 ``GraphTask::init_to_execute`` in ``torch/csrc/autograd/engine.cpp``. A `LiveBackward` is passed down through
-the stages. It knows both orders of the nodes, and answers what user code asks of the engine.
+the stages. It knows both orders of the nodes, and answers what user code asks of the engine: while a plan of
+ours runs on a thread, ``torch._C._current_autograd_node`` and its like answer for the autograd node that
+eager would be executing, instead of for the one node that carries the plan. A stock backward nested in a plan
+gets torch's own answers.
 """
 
 from __future__ import annotations
@@ -16,70 +17,22 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import FrameType
-from typing import Any
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
-import torch.autograd.graph as autograd_graph
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from retrograd._torch.cuda import is_captured_beside_streams
+from retrograd._torch.autograd.collection import EngineRequest
+from retrograd._torch.cuda import side_streams
+from retrograd._torch.patches import Handler, handle
 from retrograd.graph.eager_order import ROOT, Edge, LiveGraph, LiveNode, contests, eager_walk, engine_walk
 from retrograd.graph.emit import Emitter
 from retrograd.graph.reach import reached
 
-#: where torch keeps the gateway.
-GATEWAYS = ("torch.autograd.graph:_engine_run_backward", "torch.autograd:_engine_run_backward")
-
-_stock_run_backward = autograd_graph._engine_run_backward
-
-
-@dataclass(frozen=True)
-class EngineRequest:
-    """One call of the engine. Field names are the keyword names of the C++ engine.
-
-    Attributes:
-        tensors: roots, tensors or ``GradientEdge``.
-        grad_tensors: one cotangent per root.
-        keep_graph, create_graph: as in ``torch.autograd.backward``.
-        inputs: what gradients are wanted of; empty for all leaves.
-        allow_unreachable: whether an input that the roots do not reach gives None.
-        accumulate_grad: write ``.grad`` (backward) instead of returning gradients (grad).
-        added: how many of the last `inputs` were added by us; nobody wants their gradients.
-    """
-
-    tensors: tuple[Any, ...]
-    grad_tensors: tuple[Any, ...]
-    keep_graph: bool
-    create_graph: bool
-    inputs: tuple[Any, ...] = ()
-    allow_unreachable: bool = False
-    accumulate_grad: bool = False
-    added: int = 0
-
-
-def run_stock(request: EngineRequest) -> tuple[torch.Tensor | None, ...]:
-    """Run the backward on the engine as torch would."""
-    return _stock_run_backward(
-        request.tensors,
-        request.grad_tensors,
-        request.keep_graph,
-        request.create_graph,
-        request.inputs,
-        allow_unreachable=request.allow_unreachable,
-        accumulate_grad=request.accumulate_grad,
-    )
-
-
-def stock_calls_on(frame: FrameType | None) -> int:
-    """How many calls of torch's own gateway are under way on the stack that ends in `frame`."""
-    count = 0
-    while frame is not None:
-        count += frame.f_code is _stock_run_backward.__code__
-        frame = frame.f_back
-    return count
+T = TypeVar("T")
 
 
 def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
@@ -87,7 +40,7 @@ def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
     backward over."""
     if torch.is_anomaly_enabled():
         return "anomaly-mode", "anomaly mode checks every node's result as soon as it is there"
-    if is_captured_beside_streams():
+    if side_streams.any and torch.cuda.is_current_stream_capturing():
         return "cuda-graph-capture", "a CUDA graph is being captured in a program that uses several streams"
     if torch._C._len_torch_dispatch_stack() > 0:
         return "dispatch-mode", "a TorchDispatchMode is active and must see every operation of the backward"
@@ -133,13 +86,13 @@ def read_ranks(request: EngineRequest) -> tuple[int, ...]:
     Two backwards of equal structure run in the same eager order if these are equal. Read on every backward
     whose order is visible, so it reads nothing else.
     """
-    numbers = [handle._sequence_nr() for handle in nodes_below(request.tensors)]
+    numbers = [node._sequence_nr() for node in nodes_below(request.tensors)]
     return tuple(sorted(range(len(numbers)), key=numbers.__getitem__))
 
 
 def names_of_nodes(request: EngineRequest) -> tuple[str, ...]:
     """The names of all nodes of `request`, in order of discovery: equal for backwards of equal structure."""
-    return tuple([handle.name() for handle in nodes_below(request.tensors)])
+    return tuple([node.name() for node in nodes_below(request.tensors)])
 
 
 def beginning_of(request: EngineRequest) -> tuple[tuple[str, ...], ...]:
@@ -152,13 +105,13 @@ def beginning_of(request: EngineRequest) -> tuple[tuple[str, ...], ...]:
 def nodes_below(roots: Iterable[Any]) -> Iterator[Any]:
     """The nodes below the roots, nearest first."""
     seen: dict[Any, None] = dict.fromkeys(node for node, _ in map(edge_of, roots) if node is not None)
-    handles = list(seen)
-    for handle in handles:  # grows while it is read
-        yield handle
-        for node, _ in handle.next_functions:
+    waiting = list(seen)
+    for above in waiting:  # grows while it is read
+        yield above
+        for node, _ in above.next_functions:
             if node is not None and node not in seen:
                 seen[node] = None
-                handles.append(node)
+                waiting.append(node)
 
 
 def graph_below(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> LiveGraph:
@@ -166,10 +119,10 @@ def graph_below(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> 
     index = _Numbers()
     roots = tuple([Edge(index[node], slot) for node, slot in edges])
     nodes: list[LiveNode] = []
-    for handle in index.handles:  # grows while it is read
-        below = () if handle in ends else handle.next_functions
+    for above in index.handles:  # grows while it is read
+        below = () if above in ends else above.next_functions
         after = tuple([None if node is None else Edge(index[node], slot) for node, slot in below])
-        nodes.append(LiveNode(handle, handle.name(), handle._sequence_nr(), after))
+        nodes.append(LiveNode(above, above.name(), above._sequence_nr(), after))
     return LiveGraph(tuple(nodes), roots, None)
 
 
@@ -367,3 +320,53 @@ class LiveBackward:
     def execution_order(self) -> list[Any]:
         """The nodes in the order in which eager executes them."""
         return [self.graph.nodes[i].handle for i in eager_walk(self.graph) if i != ROOT]
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.running: list[tuple[LiveBackward, int]] = []
+
+
+_stack = _Stack()
+
+
+def answering(running: LiveBackward, body: Callable[..., T], *args: Any) -> T:
+    """What ``body(*args)`` returns. Inside, answer for `running` on this thread, in the graph task that is
+    current now."""
+    _stack.running.append((running, torch._C._current_graph_task_id()))
+    try:
+        return body(*args)
+    finally:
+        _stack.running.pop()
+
+
+def plans_under_way() -> int:
+    """How many plans are running on this thread, nested in one another."""
+    return len(_stack.running)
+
+
+def node_under_way() -> Any:
+    """The autograd node that eager would be executing in the innermost plan; None if none is running."""
+    return _stack.running[-1][0].current_node() if _stack.running else None
+
+
+def _answered(answer: Callable[..., Any]) -> Handler:
+    def ask(stock: Callable[..., Any], *args: Any) -> Any:
+        running, task = _stack.running[-1] if _stack.running else (None, None)
+        is_current = running is not None and task == torch._C._current_graph_task_id()
+        return answer(running, *args) if is_current else stock(*args)
+
+    return ask
+
+
+_ANSWERS: Mapping[str, Callable[..., Any]] = {
+    "torch._C:_current_autograd_node": lambda running: running.current_node(),
+    "torch._C:_will_engine_execute_node": lambda running, node: running.will_execute(node),
+    "torch._C:_current_graph_task_execution_order": lambda running: running.execution_order(),
+}
+
+
+def answer_queries() -> None:
+    """From here on, answer what user code asks while a plan of its thread is running."""
+    for name, answer in _ANSWERS.items():
+        handle(name, _answered(answer))

@@ -3,28 +3,24 @@
 In: the graphs and frames that Dynamo hands out. Out: fake inputs, more guards, and decisions about frames.
 """
 
-from retrograd._torch.dynamo.bridge import (
+from retrograd._torch.dynamo.compiled_forwards import watch_compiled_forwards
+from retrograd._torch.dynamo.frames import (
     GraphInput,
+    compiled_frames,
     fake_mode_for,
     fake_of_attribute,
     grad_mode_left,
     graph_inputs,
     guard_same,
+    guard_what_dynamo_does_not,
     has_symbols,
+    is_optimizer_code,
     register_once,
     traced_in,
+    user_error_behind,
     why_ended,
     why_not_as_given,
 )
-from retrograd._torch.dynamo.checkpoints import keep_checkpoints_whole
-from retrograd._torch.dynamo.compiled_forwards import watch_compiled_forwards
-from retrograd._torch.dynamo.frames import (
-    compiled_frames,
-    guard_what_dynamo_does_not,
-    is_optimizer_code,
-    place_of,
-    user_error_behind,
-)
-from retrograd._torch.dynamo.functions import keep_functions_whole
 from retrograd._torch.dynamo.keep_eager import watch_dynamo
+from retrograd._torch.dynamo.keep_whole import keep_calls_whole
 from retrograd._torch.dynamo.operators import keep_operators_whole

@@ -10,7 +10,7 @@ wants eager kept, and breaks of the graph for it; and
   of a module; from then on, there is one for each module. Guards on modules are dear: Dynamo no longer skips
   the parts of a module that did not change.
 
-`functions` keeps each ``autograd.Function`` whole in this way.
+`keep_whole` keeps each ``autograd.Function`` whole in this way.
 """
 
 from __future__ import annotations

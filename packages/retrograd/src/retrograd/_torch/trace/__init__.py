@@ -45,15 +45,11 @@ from retrograd._torch.trace.graph_tracer import (
     is_tracing_here,
     make_graph,
     noted,
-    saved_tensors_unseen,
 )
 from retrograd._torch.trace.input_guards import InputGuard, changed_sizes
 from retrograd._torch.trace.interpret import checkpoints_marked, run_graph
 from retrograd._torch.trace.segment_tracer import (
-    History,
-    Part,
     Traced,
-    arguments_read,
     decomposed,
     is_batched,
     trace,

@@ -181,7 +181,7 @@ def make_graph(
             _current.tracer = before
 
     dispatcher = enable_python_dispatcher() if python_kernels else nullcontext()
-    with tracing, dispatcher, quiet_fakes(), saved_tensors_unseen(), lazily():
+    with tracing, dispatcher, _unseen(), lazily():
         gm = _GraphMaker(dict(decompositions), "real", False, False, False, False, True).trace(traced)
     _placeholders_first(gm.graph)
     return gm
@@ -217,23 +217,16 @@ def noted_here() -> Mapping[str, Any]:
 
 
 @contextmanager
-def quiet_fakes() -> Iterator[None]:
-    """torch logs an operation that fails on fake tensors as an error; here it becomes a reason."""
+def _unseen() -> Iterator[None]:
+    """Inside, an operation that fails on fake tensors is not logged as an error: it becomes a reason. The
+    user's saved-tensor hooks do not see the graphs that are made, which are our own."""
     before, _current.is_quiet = _current.is_quiet, True
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     try:
-        yield
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor) if hooked else nullcontext():
+            yield
     finally:
         _current.is_quiet = before
-
-
-@contextmanager
-def saved_tensors_unseen() -> Iterator[None]:
-    """Graphs made in this block are our own: the user's saved-tensor hooks do not see them."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-        yield
-        return
-    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        yield
 
 
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not _current.is_quiet)

@@ -27,7 +27,7 @@ from retrograd._torch.fx import has_effect
 from retrograd._torch.state import generator_states, restore_generator_states, undifferentiated
 from retrograd._torch.subclass import built, parts_of
 from retrograd._torch.tensor import common_base
-from retrograd.aot.policies import draws_random_numbers
+from retrograd.aot.parts import draws_random_numbers
 from retrograd.aot.run.cotangents import RepeatableCall
 from retrograd.aot.run.frame import Finish, Layout, picker, rebuilder
 from retrograd.aot.run.lower_half import is_ready, still_compiling

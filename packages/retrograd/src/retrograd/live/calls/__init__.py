@@ -1,1 +1,1 @@
-"""The typed calls of a `BackwardGraph`: what each one does when it is run. One file per kind of call."""
+"""The typed calls of a `BackwardGraph`: what each one does when it is run. Without user code, and with it."""

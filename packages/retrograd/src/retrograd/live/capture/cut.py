@@ -1,6 +1,8 @@
 """Cut a backward in eager's order into segments, opaque calls and accumulations.
 
-In: a `BackwardGraph` in eager's order, and which built-in nodes must stay opaque. Out: a `Schedule`.
+In: a `BackwardGraph` in eager's order, and which built-in nodes must stay opaque. Out: a `Schedule`. Calls
+whose numbers differ from capture to capture are segments of their own, which are interpreted, so that all
+other segments stay equal: after two captures nothing is compiled for a third value.
 
 An accumulation into ``.grad`` is visible to few until the next opaque call, so it does not end a segment that
 is compiled: it waits for the next opaque call, the end, or the end of the region that makes its gradient.
@@ -28,6 +30,8 @@ from retrograd.graph.backward_graph import (
     call_of,
     dying_values,
 )
+from retrograd.graph.structure import structure_and_numbers
+from retrograd.process import Recent
 
 _WORTH_COMPILING = frozenset({CallKind.NODE, CallKind.ATEN, CallKind.COPY_SLICES})
 
@@ -129,3 +133,40 @@ def _segment(nodes: list[fx.Node], dying: frozenset[fx.Node], apart: Mapping[fx.
     outputs = tuple(node for node in nodes if node not in dying)
     worth = any(call_of(node).kind in _WORTH_COMPILING for node in nodes)
     return Segment(tuple(nodes), tuple(inputs), outputs, worth, apart.get(nodes[0], ""))
+
+
+# numbers that change from capture to capture
+
+
+class _Numbers:
+    """The numbers in the calls of one structure: what they were last, and which calls' have changed."""
+
+    def __init__(self) -> None:
+        self.last: tuple[tuple[str, ...], ...] | None = None
+        self.changing: dict[int, str] = {}
+
+    def see(self, names: list[str], now: tuple[tuple[str, ...], ...]) -> None:
+        """Compare with the last capture."""
+        for i, (old, new) in enumerate(zip(self.last or now, now, strict=True)):
+            if old != new:
+                self.changing.setdefault(i, f"{names[i]} had {', '.join(old)}, now {', '.join(new)}")
+        self.last = now
+
+
+#: by structure without the numbers.
+_numbers: Recent[_Numbers] = Recent()
+
+
+def changing_numbers(backward: BackwardGraph) -> dict[fx.Node, str]:
+    """The calls whose numbers differ between captures, with the two values that differed first.
+
+    Only calls of nodes: what a hook or a Function is given does not reach a segment.
+    """
+    structure, numbers = structure_and_numbers(backward)
+    if structure is None or not any(numbers.values()):
+        return {}
+    nodes = list(numbers)
+    known, _ = _numbers.get(structure, _Numbers)
+    known.see([str(getattr(node.target, "__name__", node.target)) for node in nodes], tuple(numbers.values()))
+    functional = {node for node, call in backward.calls() if call.kind is CallKind.NODE}
+    return {nodes[i]: text for i, text in known.changing.items() if nodes[i] in functional}

@@ -25,7 +25,7 @@ from retrograd.graph.backward_graph import (
     NodeCall,
     SourceKind,
 )
-from retrograd.live.calls import gradients, nodes, user_code
+from retrograd.live.calls import gradients, user_code
 from retrograd.live.capture.call_graph import CallGraph, Value
 from retrograd.live.inlined.lay_in import CompiledFunctions
 
@@ -39,8 +39,8 @@ class BackwardRecorder:
         self._compiled = CompiledFunctions(self._calls)
         self._inlined: dict[int, InlinedCall] = {}
         self._needs_engine_frame = False
-        self._functions: dict[str, nodes.NodeFunction] = {}
-        self._checks: dict[str, nodes.OutputCheck] = {}
+        self._functions: dict[str, gradients.NodeFunction] = {}
+        self._checks: dict[str, gradients.OutputCheck] = {}
 
     # placeholders
 
@@ -69,7 +69,9 @@ class BackwardRecorder:
         is_cpp: bool = False,
     ) -> list[Value]:
         # One object for all calls of a kind of node: the engine binds each name once.
-        function = self._functions.get(name) or self._functions.setdefault(name, nodes.NodeFunction(name, fn))
+        function = self._functions.get(name) or self._functions.setdefault(
+            name, gradients.NodeFunction(name, fn)
+        )
         kind = CallKind.CPP_FUNCTION if is_cpp else CallKind.NODE
         return self._call_node(kind, function, (grads, *args), wanted)
 
@@ -87,7 +89,7 @@ class BackwardRecorder:
 
     def validate(self, fn: Callable[..., Any], outputs: list[Value], args: Any) -> list[Value]:
         name = self._calls.node_calls[-1].name
-        check = self._checks.get(name) or self._checks.setdefault(name, nodes.OutputCheck(fn, name))
+        check = self._checks.get(name) or self._checks.setdefault(name, gradients.OutputCheck(fn, name))
         inlined = self._inlined.get(self._calls.current)
         if inlined is None:
             result = self._calls.call(CallKind.VALIDATE, check, (outputs, *args))
@@ -103,13 +105,13 @@ class BackwardRecorder:
         return checked
 
     def copy_slices_prologue(self, grads: list[Value], base: Any, view: Any) -> list[Value]:
-        return self._call_node(CallKind.COPY_SLICES, nodes.prologue, (grads[0], base, view), [True] * 3)
+        return self._call_node(CallKind.COPY_SLICES, gradients.prologue, (grads[0], base, view), [True] * 3)
 
     def copy_slices_epilogue(
         self, needs: list[bool], result: Value, grads: list[Value], grad_slice: Value
     ) -> list[Value]:
         args = (tuple(needs), result, grads, grad_slice)
-        return self._calls.elements(self._calls.call(CallKind.COPY_SLICES, nodes.epilogue, args), needs)
+        return self._calls.elements(self._calls.call(CallKind.COPY_SLICES, gradients.epilogue, args), needs)
 
     def function(
         self,

@@ -35,7 +35,7 @@ from retrograd.graph.backward_graph import (
     Tangent,
     call_of,
 )
-from retrograd.live.calls import nodes, user_code
+from retrograd.live.calls import gradients, user_code
 from retrograd.live.capture.call_graph import CallGraph, is_from_hook
 from retrograd.live.inlined.undefined_grads import UndefinedGrads
 
@@ -283,13 +283,13 @@ class _Inlining:
             grad = self._hooked(grad, tangent.slot, step)
         if grad is None and number in self._grads.zeros:
             assert make_zeros is not None
-            grad = self._call(nodes.Named("zeros", make_zeros), (), "zeros", step)
+            grad = self._call(gradients.Named("zeros", make_zeros), (), "zeros", step)
         if grad is None:
             self._env.update(dict.fromkeys(placeholders))
             return
         name = placeholders[0].name
         call = Call(CallKind.ATEN, self._calls.current, step=step, enters=tangent.slot)
-        read = nodes.tangent(tangent.read, make_zeros)
+        read = gradients.tangent(tangent.read, make_zeros)
         leaves = self._calls.add(call, read, (grad,), name=f"{self._aot.name}_{name}_read")
         for i, placeholder in enumerate(placeholders):
             self._env[placeholder] = self._call(operator.getitem, (leaves, i), placeholder.name, step)
@@ -316,18 +316,18 @@ class _Inlining:
         step = self._steps.of([node])
         if node.op == "get_attr":
             held = self._aot.constants[str(node.target)]
-            return self._call(nodes.Named(str(node.target), lambda: held), (), node.name, step)
+            return self._call(gradients.Named(str(node.target), lambda: held), (), node.name, step)
         self._fill(node.all_input_nodes, step)
         args = fx.map_arg(node.args, self._env.__getitem__)
         kwargs = fx.map_arg(node.kwargs, self._env.__getitem__)
-        return self._call(nodes.operation(node), args, node.name, step, kwargs)
+        return self._call(gradients.operation(node), args, node.name, step, kwargs)
 
     def _fill(self, inputs: Iterable[fx.Node], step: int) -> None:
         """Make zeros for those of `inputs` that are undefined but needed."""
         for node in self._grads.filled.intersection(inputs):
             fake = node.meta["val"]
             make = functools.partial(torch.zeros, tuple(fake.shape), dtype=fake.dtype, device=fake.device)
-            self._env[node] = self._call(nodes.Named("zeros", make), (), f"{node.name}_zeros", step)
+            self._env[node] = self._call(gradients.Named("zeros", make), (), f"{node.name}_zeros", step)
 
     def _gradient(self, gradient: fx.Node | BuiltGradient | None) -> Value:
         parts = _parts(gradient)
@@ -339,7 +339,7 @@ class _Inlining:
         step = self._steps.of(parts)
         self._fill(parts, step)
         values = tuple(self._env[part] if isinstance(part, fx.Node) else part for part in gradient.parts)
-        return self._call(nodes.Named("subclass", gradient.build), values, "subclass", step)
+        return self._call(gradients.Named("subclass", gradient.build), values, "subclass", step)
 
     def _call(
         self,

@@ -1,15 +1,15 @@
-"""Lower one boxed function, and lower it again when its guards fail.
+"""Lower one segment, and lower it again when its guards fail.
 
-In: a function over a list of values (a segment, or a derivative of one) and the values that arrive. Out: a
-`Lowered` that fits them, which gives its outputs; or the reason why the function is interpreted.
+In: a segment, as a function over a list of values, and the values that arrive. Out: a `Lowered` that
+fits them, which gives its outputs; or the reason why the segment is interpreted.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
 from retrograd.errors import LoweringError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
-from retrograd.live.lower.derivatives import Differentiable
-from retrograd.repeats.lift_scalars import Family
+from retrograd.graph.backward_graph import Segment
+from retrograd.graph.emit import boxed_calls, last_uses
 from retrograd.report import LoweringReport, PlanLog
 
 
@@ -43,7 +43,6 @@ class Lowered:
     Attributes:
         guard, modes: must hold. run: the backend's code, which takes the arguments at `fed` and whose results
             stand at `given`. graph: the ATen graph. border: flattens tensor subclasses, if there are any.
-        differentiable: records what was run, for a derivative; None where eager would record nothing.
         has_run: whether it has run. is_deterministic: whether eager has run in its place, and had no error to
             raise about an operation that is not deterministic.
         later: the code, while it is compiled in the background.
@@ -56,7 +55,6 @@ class Lowered:
     given: tuple[int | None, ...]
     graph: fx.Graph
     border: SubclassBorder | None
-    differentiable: Differentiable | None = None
     has_run: bool = False
     is_deterministic: bool = False
     later: Later | None = None
@@ -68,7 +66,7 @@ class Lowered:
     @property
     def is_direct(self) -> bool:
         """Whether its code may be called without anything around it: plain tensors in and out, and proven."""
-        return self.border is None and self.differentiable is None and self.later is None and self.has_run
+        return self.border is None and self.later is None and self.has_run
 
     def flat(self, args: list[Any]) -> list[Any] | None:
         """The values that its code takes, if `args` fit; None if they do not."""
@@ -78,14 +76,6 @@ class Lowered:
     @without_torch_functions
     def __call__(self, args: list[Any], flat: list[Any], run: Boxed) -> list[Any]:
         """The outputs, computed by `run`, which is its code, perhaps recorded; both lists are emptied."""
-        if self.differentiable is None:
-            return self._outputs(args, flat, run)
-        values = list(args)
-        with torch.no_grad():
-            results = self._outputs(args, flat, run)
-        return self.differentiable(results, values)
-
-    def _outputs(self, args: list[Any], flat: list[Any], run: Boxed) -> list[Any]:
         passed = {} if self.border is None else self.border.passed_through(args)
         inputs = [flat[i] for i in self.fed]
         args.clear()
@@ -102,67 +92,90 @@ class Lowerings:
     Attributes:
         codes: the newest first.
         interpret_because: why it cannot be lowered; None if it could be, or has not been tried.
-        family: functions that differ from it only in their numbers, and `numbers`, its own.
     """
 
     codes: list[Lowered] = field(default_factory=list)
     interpret_because: str | None = None
-    family: Family | None = None
-    numbers: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class BoxedFunction:
-    """A function that is lowered.
-
-    Attributes:
-        run: the function as captured.
-        noted: the same, to be traced: its ATen nodes are to name autograd nodes.
-        ranged: the same, under a profiler: its autograd nodes get the ranges that eager gives them.
-        range: around its compiled code, under a profiler.
-    """
-
-    run: Boxed
-    noted: Boxed
-    ranged: Boxed
-    range: Callable[[], AbstractContextManager[Any]]
-
-    def interpreted(self, args: list[Any]) -> Sequence[Any]:
-        """Its outputs, computed as captured; `args` is emptied."""
-        return self.ranged(args) if profiling() else self.run(args)
+Around = Callable[[fx.Node], AbstractContextManager[Any]]
 
 
-@dataclass(frozen=True)
-class How:
-    """How a function is lowered, and what to call it.
+@dataclass(frozen=True, eq=False)
+class SegmentFunction:
+    """A segment as a function of a list of values, which it empties, and how it is lowered.
 
     Attributes:
-        number: place of the segment that it belongs to among the segments of its schedule.
-        names: the autograd nodes in it.
+        segment: its calls. number: its place among the segments of its schedule.
         config, backend: how to lower it.
         log: is told every lowering.
-        role: what it is to the segment; empty for the segment itself.
     """
 
+    segment: Segment
     number: int
-    names: tuple[str, ...]
     config: Config
     backend: Backend
     log: PlanLog
-    role: str = ""
+
+    @functools.cached_property
+    def run(self) -> Boxed:
+        """The segment as captured. Most segments of a deep model never run so: they run the code of an equal
+        one."""
+        return boxed_calls(self.segment.inputs, self.segment.nodes, self.segment.outputs)
+
+    def interpreted(self, args: list[Any]) -> Sequence[Any]:
+        """Its outputs, computed as captured; under a profiler its nodes get eager's ranges."""
+        return self.through(args, self.log.node_ranges) if profiling() else self.run(args)
+
+    def noted(self, args: list[Any]) -> Sequence[Any]:
+        """The same, to be traced: its ATen nodes are to name autograd nodes."""
+        return self.through(args, self.log.node_noted)
+
+    def through(self, args: list[Any], around: Around) -> Sequence[Any]:
+        """Its outputs, computed call by call inside `around`; values are let go after their last use."""
+        values = dict(zip(self.segment.inputs, args, strict=True))
+        args.clear()
+        nodes = self.segment.nodes
+        reads = [(i, (node, *node.all_input_nodes)) for i, node in enumerate(nodes)]
+        dying = last_uses([*reads, (len(reads), self.segment.outputs)])
+        for i, node in enumerate(nodes):
+            with around(node):
+                args, kwargs = argument_values((node.args, node.kwargs), values)
+                assert callable(node.target)
+                values[node] = node.target(*args, **kwargs)
+                del args, kwargs
+            for value in dying.get(i, ()):
+                del values[value]
+        return tuple(values[node] for node in self.segment.outputs)
+
+    def range(self) -> AbstractContextManager[Any]:
+        """Around its compiled code, under a profiler."""
+        return self.log.segment_range(self.segment, self.number)
 
     def reason(self, text: str, way_out: str) -> Reason:
         """Why it is not compiled."""
-        names = ", ".join(self.names[:3])
-        return Reason("segment-not-compiled", text, "live.lower", node=names, way_out=way_out)
+        names = [getattr(node.target, "__name__", str(node.target)) for node in self.segment.nodes[:3]]
+        return Reason("segment-not-compiled", text, "live.lower", node=", ".join(names), way_out=way_out)
 
     def tell(
         self, how: str, guards: str, because: str, graph: fx.Graph | None = None, recompile: bool = False
     ) -> None:
         """Report a lowering. The arguments are those of `LoweringReport`."""
-        because = f"{self.role}: {because}" if self.role else because
         live_log.debug("segment %d: %s, %s", self.number, how, because)
         self.log.lowered(LoweringReport(self.number, how, guards, because, graph, recompile))
+
+
+def argument_values(argument: Any, values: dict[fx.Node, Any]) -> Any:
+    """An FX argument with values for its nodes, in plain lists and tuples."""
+    if isinstance(argument, fx.Node):
+        return values[argument]
+    if isinstance(argument, list):
+        return [argument_values(item, values) for item in argument]
+    if isinstance(argument, tuple):
+        return tuple(argument_values(item, values) for item in argument)
+    if isinstance(argument, dict):
+        return {name: argument_values(item, values) for name, item in argument.items()}
+    return argument
 
 
 Symbolic = dict[int, frozenset[int]]
@@ -173,15 +186,11 @@ Found = tuple[Lowered, list[Any]]
 class Lowerer:
     """The lowerings of one function."""
 
-    def __init__(
-        self, fn: BoxedFunction, how: How, shared: Lowerings, runner: Callable[[Boxed, str], Boxed]
-    ) -> None:
-        self._fn, self._how, self._shared, self._runner = fn, how, shared, runner
+    def __init__(self, fn: SegmentFunction, shared: Lowerings) -> None:
+        self._fn, self._shared = fn, shared
         self.lowered: list[Lowered] = []
         self.interpret_because: str | None = None
         self._symbolic: Symbolic = {}
-        if shared.family is not None:
-            shared.family.join(shared.numbers, lambda args: _traced(how, self._symbolic, fn.noted, args))
 
     @without_torch_functions
     def find(self, args: list[Any]) -> Found | None:
@@ -208,13 +217,13 @@ class Lowerer:
                 if flat is not None:
                     self.lowered.insert(0, lowered)
                     counters["shared_lowerings"] += 1
-                    self._how.tell(self._how.backend.name, lowered.guards(), "shared with an equal segment")
+                    self._fn.tell(self._fn.backend.name, lowered.guards(), "shared with an equal segment")
                     return lowered, flat
         return None
 
     def _lower(self, args: list[Any]) -> Found | None:
         """A new lowering for these values; None if the function is to be interpreted this time."""
-        how = self._how
+        how = self._fn
         if any(map(is_batched, args)):
             return None  # by the engine, for one backward with is_grads_batched
         if self._shared.interpret_because is not None:
@@ -238,7 +247,7 @@ class Lowerer:
 
     def _note_changes(self, args: list[Any], flat: list[Any], border: SubclassBorder | None) -> str:
         """Sizes that differ from the last lowering become symbolic; says what failed."""
-        last, dynamic = self.lowered[0] if self.lowered else None, self._how.config.dynamic
+        last, dynamic = self.lowered[0] if self.lowered else None, self._fn.config.dynamic
         if last is None or not _is_alike(last.border, args):
             self._symbolic = _initially_symbolic(dynamic, flat, border.numbers if border else frozenset())
             return "first use" if last is None else f"another class or metadata: {last.border} / {border}"
@@ -250,16 +259,13 @@ class Lowerer:
         return last.guard.why_not(flat)
 
     def _compile(self, args: Sequence[Any], border: SubclassBorder | None) -> Lowered:
-        with self._how.log.stage("trace"):
+        with self._fn.log.stage("trace"):
             run_flat = self._fn.noted if border is None else border.flattened(self._fn.noted)
-            traced = _traced(self._how, self._symbolic, run_flat, args)
+            traced = _traced(self._fn, self._symbolic, run_flat, args)
         graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
-        run, later = _code(self._how, self._shared, traced, args if border is None else None)
-        lowered = Lowered(guard, ThreadModes.now(), run, traced.fed, traced.given, graph, border, later=later)
-        if traced.history is not None:
-            lowered.differentiable = Differentiable(self._fn.run, args, traced.history, self._runner)
-        return lowered
+        run, later = _code(self._fn, traced)
+        return Lowered(guard, ThreadModes.now(), run, traced.fed, traced.given, graph, border, later=later)
 
     @property
     def is_static(self) -> bool:
@@ -278,13 +284,13 @@ class Lowerer:
     def stop(self, because: str) -> None:
         """Interpret the function from now on."""
         self.interpret_because = because
-        self._how.tell("interpreted", "", because)
+        self._fn.tell("interpreted", "", because)
 
     def give_up(self, text: str, error: BaseException | None = None) -> None:
         """The function cannot be compiled: interpret it from now on, or raise in strict mode."""
         way_out = "name the node in opaque=, or leave it: only this segment runs uncompiled"
-        reason = self._how.reason(f"segment {self._how.number} is interpreted: {text}", way_out)
-        if self._how.config.strict:
+        reason = self._fn.reason(f"segment {self._fn.number} is interpreted: {text}", way_out)
+        if self._fn.config.strict:
             raise LoweringError(reason) from error
         if error is not None and not isinstance(error, Refusal):
             live_log.info("%s", reason, exc_info=error)
@@ -292,7 +298,7 @@ class Lowerer:
         self.stop(text)
 
 
-def _traced(how: How, symbolic: Symbolic, run: Boxed, args: Sequence[Any]) -> Traced:
+def _traced(how: SegmentFunction, symbolic: Symbolic, run: Boxed, args: Sequence[Any]) -> Traced:
     decompositions = how.backend.decompositions()
     try:
         return trace(run, args, symbolic or None, decompositions)
@@ -302,25 +308,16 @@ def _traced(how: How, symbolic: Symbolic, run: Boxed, args: Sequence[Any]) -> Tr
         return trace(run, args, None, decompositions)
 
 
-def _code(
-    how: How, shared: Lowerings, traced: Traced, args: Sequence[Any] | None
-) -> tuple[Boxed, Later | None]:
-    """The backend's code, or the promise of it, for a function traced for `args` (None: for the parts of
-    tensor subclasses).
+def _code(how: SegmentFunction, traced: Traced) -> tuple[Boxed, Later | None]:
+    """The backend's code, or the promise of it.
 
-    Code is not compiled in the background where determinism is asked for, because runs must not differ, nor
-    where derivatives are wanted, because a derivative must not run before the function has its code.
+    Code is not compiled in the background where determinism is asked for, because runs must not differ.
     """
-    compile = partial(_compiled, how.backend, traced.gm, traced.example_inputs)
+    compile = functools.partial(_compiled, how.backend, traced.gm, traced.example_inputs)
     patience = how.config.patience
-    if patience is not None and not torch.get_deterministic_debug_mode() and traced.history is None:
+    if patience is not None and not torch.get_deterministic_debug_mode():
         later = begin(compile, patience)
         return (_not_there, later) if later.code is None else (later.code, None)
-    if shared.family is not None and args is not None and patience is None:
-        code = shared.family.code_for(shared.numbers, traced, args, partial(_compiled, how.backend))
-        if code is not None:
-            counters["lifted_numbers"] += 1
-            return code, None
     with how.log.stage("compile"):
         return compile(), None
 
@@ -334,7 +331,7 @@ def _not_there(args: list[Any]) -> Sequence[Any]:
     raise AssertionError("the code of a segment was run before it was there")
 
 
-def _stance_refuses(how: How, because: str) -> bool:
+def _stance_refuses(how: SegmentFunction, because: str) -> bool:
     """Whether ``torch.compiler.set_stance`` has this function interpreted this time."""
     stance = compile_stance()
     if stance == "fail_on_recompile":

@@ -26,7 +26,7 @@ from retrograd._torch.autograd import Collected, HookChanges, LiveBackward, Vers
 from retrograd._torch.cuda import user_code_in_order
 from retrograd._torch.log import profiling
 from retrograd._torch.state import ModesKept, are_modes_plain
-from retrograd.backends.background import take_finished
+from retrograd.backends.background import pending, take_finished
 from retrograd.backends.base import Backend
 from retrograd.backends.registry import EagerBackend
 from retrograd.config import Config
@@ -46,19 +46,13 @@ from retrograd.graph.backward_graph import (
 )
 from retrograd.live.calls.gradients import accumulate_grad
 from retrograd.live.calls.user_code import ModifiedTensor
-from retrograd.live.capture.cut import cut
+from retrograd.live.capture.cut import changing_numbers, cut
+from retrograd.live.lower.lowerer import argument_values
 from retrograd.live.run.generated_source import PlanLayout, is_only_for_post_hooks, lists_of
 from retrograd.live.run.mid_backward_hooks import rest_with_changes
-from retrograd.live.run.segment_runner import (
-    BoxedRunner,
-    LeakedModes,
-    argument_values,
-    runner_of,
-    step_through,
-)
+from retrograd.live.run.segment_runner import LeakedModes, SegmentRunner, runner_of
 from retrograd.live.run.specialised import Bailout, SpecialisedPlan, Specialising
 from retrograd.repeats.divide import regions_of
-from retrograd.repeats.lift_scalars import changing_numbers
 from retrograd.report import BackwardReport, PlanLog
 
 #: from this many copies of a region on, a segment that is no copy is compiled later, if it makes up no more
@@ -141,7 +135,8 @@ class Plan:
 
     def run(self, call: Collected, backward: LiveBackward) -> list[torch.Tensor | None]:
         """Run all steps."""
-        take_finished()
+        if pending:
+            take_finished()
         self.report.runs += 1
         counters["runs"] += 1
         with watching() if self.runs_user_code else _NO_CHANGES as changes:
@@ -218,7 +213,7 @@ class Plan:
                     run.watch.see(number, args)
                 # The results are bound to no name here: that would be a reference, and `.grad` is not stolen.
                 if left is not None and left.reach(step):
-                    values.update(zip(step.outputs, step_through(step, args, left.around), strict=True))
+                    values.update(zip(step.outputs, runner.fn.through(args, left.around), strict=True))
                 else:
                     values.update(zip(step.outputs, runner.run(args), strict=True))
                 continue
@@ -258,11 +253,11 @@ def _schedule(graph: BackwardGraph, config: Config, backend: Backend) -> Schedul
     return cut(graph, named, changing_numbers(graph), divide)
 
 
-def _postpone_the_rest(schedule: Schedule, runners: Sequence[BoxedRunner | None]) -> None:
+def _postpone_the_rest(schedule: Schedule, runners: Sequence[SegmentRunner | None]) -> None:
     """Where one region makes up most of a backward, a part that is met only once, and is small, waits:
     compiling it takes as long as compiling the region, and pays little."""
     found = [runner for runner in runners if runner is not None]
-    shared = [id(runner.shared.family or runner.shared) for runner in found]
+    shared = [id(runner.shared) for runner in found]
     copies = Counter(shared)
     if max(copies.values(), default=0) < REGION_RULES:
         return

@@ -1,18 +1,14 @@
-"""Run boxed functions, such as segments: by code that fits and may run now, else as captured.
+"""Run segments: by code that fits and may run now, else as captured.
 
-In: a `Segment` or a `BoxedFunction`, and the values that arrive. Out: its outputs. Equal segments share their
-code. If its code fails, a function is interpreted. `step_through` puts something around each call of a
-segment. It is slower than the segment's generated code, so it is used only to trace, under a profiler, and
-where user code has left modes switched.
+In: a `Segment`, and the values that arrive. Out: its outputs. Equal segments share their code. If its code
+fails, a segment is interpreted: by generated code, or call by call where something stands around each call
+(under a profiler, and where user code has left modes switched).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,34 +22,30 @@ from retrograd._torch.state import (
     why_interpreted_now,
     without_torch_functions,
 )
-from retrograd._torch.subclass import is_wrapper
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_call import graphed
 from retrograd.errors import first_line
 from retrograd.events import counters
 from retrograd.graph.backward_graph import Segment, call_of
-from retrograd.graph.emit import boxed_calls, last_uses
 from retrograd.graph.structure import structure_of
-from retrograd.live.lower.lowerer import BoxedFunction, How, Lowered, Lowerer, Lowerings
+from retrograd.live.lower.lowerer import Lowered, Lowerer, Lowerings, SegmentFunction
 from retrograd.process import Recent
-from retrograd.repeats.lift_scalars import Family
 from retrograd.report import LoweringReport, PlanLog
 
 
-class BoxedRunner:
-    """Runs one boxed function: lowers it at first use, and again when guards fail."""
+class SegmentRunner:
+    """Runs one segment: lowers it at first use, and again when guards fail."""
 
     def __init__(
         self,
-        fn: BoxedFunction,
-        how: How,
+        fn: SegmentFunction,
         interpret_because: str | None = None,
         shared: Lowerings | None = None,
     ) -> None:
-        self.fn, self._how = fn, how
+        self.fn = fn
         self.shared = shared or Lowerings()
-        self.lowerer = Lowerer(fn, how, self.shared, partial(_derivative, how))
+        self.lowerer = Lowerer(fn, self.shared)
         self.lowerer.interpret_because = interpret_because
         self._graphed: dict[Lowered, Boxed] = {}
         self._told: set[str] = set()
@@ -92,7 +84,7 @@ class BoxedRunner:
         counters["run_failures"] += 1
         if not isinstance(error, torch.OutOfMemoryError):
             because = f"its code failed: {first_line(error)}"
-            place = f"segment {self._how.number} of this backward"
+            place = f"segment {self.fn.number} of this backward"
             error.add_note(f"{place} is interpreted from now on: {because}")
             self.lowerer.stop(because)
 
@@ -119,11 +111,9 @@ class BoxedRunner:
         if runs:
             self._postponed = because, runs - 1
         now = because if runs else why_interpreted_now(args)
-        if now is None and torch.is_grad_enabled() and any(map(is_wrapper, args)):
-            now = "tensor subclasses in grad mode"
         if now is not None and now not in self._told:
             self._told.add(now)
-            self._how.tell("interpreted", "", now)
+            self.fn.tell("interpreted", "", now)
         return now is not None
 
     def _execute(self, lowered: Lowered, args: list[Any], flat: list[Any]) -> Sequence[Any]:
@@ -149,51 +139,34 @@ class BoxedRunner:
     def code_of(self, lowered: Lowered) -> Boxed:
         """The code, recorded as a CUDA graph if that is wanted. The recording is for this place alone:
         another place that runs the same code has its inputs elsewhere."""
-        if not self._how.config.cudagraphs:
+        if not self.fn.config.cudagraphs:
             return lowered.run
         if lowered not in self._graphed:
-            self._graphed[lowered] = graphed(lowered.run, lowered.graph, tell=self._how.log.noted)
+            self._graphed[lowered] = graphed(lowered.run, lowered.graph, tell=self.fn.log.noted)
         return self._graphed[lowered]
 
 
-def _derivative(how: How, fn: Boxed, role: str) -> Boxed:
-    """Runs a derivative of a function that is lowered as `how` says."""
-    role = f"{role} of its {how.role}" if how.role else role
-    return BoxedRunner(BoxedFunction(fn, fn, fn, nullcontext), replace(how, role=role)).run
-
-
-Around = Callable[[fx.Node], AbstractContextManager[Any]]
-
 #: runners of segments, by settings, place and structure: those of an earlier plan serve equal segments.
-_runners: Recent[BoxedRunner] = Recent()
-
-#: segments that differ only in their numbers, by settings and structure without the numbers.
-_families: Recent[Family] = Recent()
+_runners: Recent[SegmentRunner] = Recent()
 
 #: the code of segments, by settings and structure.
 _lowerings: Recent[Lowerings] = Recent()
 
 
-def runner_of(segment: Segment, number: int, config: Config, backend: Backend, log: PlanLog) -> BoxedRunner:
+def runner_of(segment: Segment, number: int, config: Config, backend: Backend, log: PlanLog) -> SegmentRunner:
     """A runner for the segment: that of an equal segment in the same place of an earlier plan, if there was
     one; else a new one, which shares the code of equal segments in other places.
     """
     because = _why_interpreted(segment, backend)
     structure = structure_of(segment.nodes, segment.inputs, segment.outputs) if because is None else None
 
-    def make(shared: Lowerings | None = None) -> BoxedRunner:
-        names = tuple(getattr(node.target, "__name__", str(node.target)) for node in segment.nodes)
-        how = How(number, names, config, backend, log)
-        return BoxedRunner(_function_of(segment, number, log), how, because, shared)
+    def make(shared: Lowerings | None = None) -> SegmentRunner:
+        return SegmentRunner(SegmentFunction(segment, number, config, backend, log), because, shared)
 
     if structure is None:
         return make()
 
-    def new() -> Lowerings:
-        family = _families.get((config, structure.family), Family)[0] if structure.numbers else None
-        return Lowerings(family=family, numbers=structure.numbers)
-
-    shared, _ = _lowerings.get((config, structure), new)
+    shared, _ = _lowerings.get((config, structure), Lowerings)
     # The runner knows its calls by node call: for profilers, and for modes that hooks leave switched.
     node_calls = tuple(call_of(node).node_call for node in segment.nodes)
     runner, is_new = _runners.get((config, number, structure, node_calls), lambda: make(shared))
@@ -201,21 +174,6 @@ def runner_of(segment: Segment, number: int, config: Config, backend: Backend, l
         because = "shared with an earlier backward's equal segment"
         log.lowered(LoweringReport(number, backend.name, "", because))
     return runner
-
-
-def _function_of(segment: Segment, number: int, log: PlanLog) -> BoxedFunction:
-    # Most segments of a deep model are never interpreted: they run the code of an equal one.
-    generated = functools.cache(lambda: boxed_calls(segment.inputs, segment.nodes, segment.outputs))
-
-    def run(args: list[Any]) -> Sequence[Any]:
-        return generated()(args)
-
-    return BoxedFunction(
-        run,
-        noted=lambda args: step_through(segment, args, log.node_noted),
-        ranged=lambda args: step_through(segment, args, log.node_ranges),
-        range=lambda: log.segment_range(segment, number),
-    )
 
 
 def _why_interpreted(segment: Segment, backend: Backend) -> str | None:
@@ -244,36 +202,3 @@ class LeakedModes:
     def around(self, node: fx.Node) -> AbstractContextManager[Any]:
         """The modes in which `node` runs: these if it belongs to the same node, else as they are."""
         return ModesKept(self._modes) if call_of(node).node_call == self._node_call else nullcontext()
-
-
-def step_through(segment: Segment, args: list[Any], around: Around) -> tuple[Any, ...]:
-    """The outputs of `segment`, computed call by call inside `around`.
-
-    `args` is emptied, and values are let go after their last use.
-    """
-    values = dict(zip(segment.inputs, args, strict=True))
-    args.clear()
-    reads = [(i, (node, *node.all_input_nodes)) for i, node in enumerate(segment.nodes)]
-    dying = last_uses([*reads, (len(reads), segment.outputs)])
-    for i, node in enumerate(segment.nodes):
-        with around(node):
-            args, kwargs = argument_values((node.args, node.kwargs), values)
-            assert callable(node.target)
-            values[node] = node.target(*args, **kwargs)
-            del args, kwargs
-        for value in dying.get(i, ()):
-            del values[value]
-    return tuple(values[node] for node in segment.outputs)
-
-
-def argument_values(argument: Any, values: dict[fx.Node, Any]) -> Any:
-    """An FX argument with values for its nodes, in plain lists and tuples."""
-    if isinstance(argument, fx.Node):
-        return values[argument]
-    if isinstance(argument, list):
-        return [argument_values(item, values) for item in argument]
-    if isinstance(argument, tuple):
-        return tuple(argument_values(item, values) for item in argument)
-    if isinstance(argument, dict):
-        return {name: argument_values(item, values) for name, item in argument.items()}
-    return argument

@@ -27,11 +27,11 @@ from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import Accumulation, OpaqueCall, Schedule, Segment, Source, SourceKind
 from retrograd.live.lower.lowerer import Lowered
 from retrograd.live.run.generated_source import Check, Code, GeneratedSource, PlanLayout, write
-from retrograd.live.run.segment_runner import BoxedRunner
+from retrograd.live.run.segment_runner import SegmentRunner
 
 Values = dict[fx.Node, Any]
 Record = Callable[..., Boxed]
-Runners = Sequence[BoxedRunner | None]
+Runners = Sequence[SegmentRunner | None]
 
 
 @dataclass

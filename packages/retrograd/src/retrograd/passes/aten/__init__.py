@@ -19,11 +19,8 @@ from torch import fx
 from retrograd.errors import OptionError, PassError, VerificationError
 from retrograd.graph.joint import JointSignature, output_kinds, verify_joint
 from retrograd.passes.aten.accumulate_in_fp32 import accumulate_in_fp32
-from retrograd.passes.aten.clip_gradients import clip_gradients
 from retrograd.passes.aten.edit import signature_of
-from retrograd.passes.aten.fold_constants import fold_constants
 from retrograd.passes.aten.merge_common_subexpressions import merge_common_subexpressions
-from retrograd.passes.aten.normalise_views import normalise_views
 from retrograd.passes.aten.order_collectives import order_collectives
 from retrograd.passes.aten.recompute_by_policy import recompute_by_policy
 from retrograd.passes.aten.remove_dead_code import remove_dead_code
@@ -162,14 +159,12 @@ def _named(target: Any) -> Any:
 
 #: these give bitwise the same results. This is the order in which they are applied.
 NUMERICS_PRESERVING: tuple[JointPass, ...] = (
-    fold_constants,
-    normalise_views,
     merge_common_subexpressions,
     remove_dead_code,
     order_collectives,
 )
 #: these change results, or need arguments, which `functools.partial` gives them.
-OPT_IN: tuple[AnyPass, ...] = (recompute_by_policy, accumulate_in_fp32, clip_gradients)
+OPT_IN: tuple[AnyPass, ...] = (recompute_by_policy, accumulate_in_fp32)
 
 
 def pass_named(name: str) -> AnyPass:

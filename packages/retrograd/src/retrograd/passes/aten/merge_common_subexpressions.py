@@ -22,6 +22,7 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.fx import is_mutating, is_repeatable
+from retrograd.graph.structure import frozen_arguments
 from retrograd.passes.aten.edit import nodes_seen_outside
 
 
@@ -34,34 +35,11 @@ def merge_common_subexpressions(gm: fx.GraphModule, example_inputs: Sequence[Any
         writes += is_mutating(node)
         if node in seen_outside or not is_repeatable(node):
             continue
-        key = _key(node, writes)
-        earlier = first.setdefault(key, node) if key is not None else node
+        operands: list[fx.Node] = []
+        arguments = frozen_arguments((node.args, dict(sorted(node.kwargs.items()))), operands)
+        key = node.target, arguments, tuple(operands), node.meta.get("recompute"), writes
+        earlier = first.setdefault(key, node)
         if earlier is not node:
             node.replace_all_uses_with(earlier)
             gm.graph.erase_node(node)
     return gm
-
-
-def _key(node: fx.Node, writes: int) -> Hashable | None:
-    """What equal calls have in common; None if an argument cannot be compared without a guard."""
-    key = (
-        node.target,
-        tuple(_comparable(arg) for arg in node.args),
-        tuple((name, _comparable(arg)) for name, arg in sorted(node.kwargs.items())),
-        node.meta.get("recompute"),
-        writes,
-    )
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def _comparable(value: Any) -> Any:
-    """Like `value`, but 1, 1.0 and True differ, and so do 0.0 and -0.0."""
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_comparable, value))
-    if isinstance(value, (float, complex)):
-        return type(value), repr(value)
-    return type(value), value

@@ -1,15 +1,23 @@
-"""Inductor, called below AOTAutograd: an ATen graph in, a boxed callable out.
+"""The door to Inductor and torch's partitioners. Inductor is called below AOTAutograd.
 
-Inductor itself is imported when it is used: that takes a second. The passes that stock runs before it
-partitions a joint graph run as the first of those on the graph that is lowered. So a graph that is found in
-Inductor's cache on disk is not searched for patterns, and these are not even loaded. The cache holds pickles,
-and reading a pickle runs what it says: whoever can write to its folder can run code in this process.
+In: an ATen graph. Out: a boxed callable. Inductor itself is imported when it is used: that takes a second.
+The passes that stock runs before it partitions a joint graph run as the first of those on the graph that is
+lowered. So a graph that is found in Inductor's cache on disk is not searched for patterns, and these are not
+even loaded. The cache holds pickles, and reading a pickle runs what it says: whoever can write to its folder
+can run code in this process.
+
+In: the state of torch in this process. Out: a key that is the same in two processes exactly if Inductor would
+take code from one for the other, and the folder of its cache; or a `Refusal` if nothing is kept on disk here.
+
+In: a joint graph and which of its placeholders are cotangents. Out: the names of the nodes that the backward
+reads, as torch's partitioners choose them.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import os
 import stat
 import warnings
@@ -19,14 +27,20 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch import partitioners
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config, list_options
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomGraphPassType
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import CheckpointPolicy
 
-from retrograd._torch.fx import copied, with_strides
-from retrograd.errors import FallbackWarning
+from retrograd._torch.fx import copied, lazily, lazy_graph_module, with_strides
+from retrograd._torch.patches import handled_here
+from retrograd.errors import Escape, FallbackWarning, Refusal
+from retrograd.graph.reach import reached
 from retrograd.process import compiling
 
 
@@ -194,3 +208,128 @@ def with_joint_passes() -> AbstractContextManager[Any]:
     """Inside, Inductor runs the joint passes on every graph that it lowers and does not find in its cache."""
     before: CustomGraphPassType = config.post_grad_custom_pre_pass
     return config.patch(post_grad_custom_pre_pass=_JointPasses(before))
+
+
+# the cache on disk
+
+#: what a trace depends on and Inductor's key does not say.
+_SWITCHES: tuple[Any, ...] = (
+    torch.is_inference_mode_enabled,
+    torch.is_anomaly_enabled,
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+    lambda: torch.backends.cudnn.enabled,
+    lambda: torch.backends.mkldnn.enabled,
+)
+
+
+def cache_folder() -> str:
+    """The folder of Inductor's cache.
+
+    Raises:
+        Refusal: nothing is kept on disk, or others may write there.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    if config.force_disable_caches or not config.fx_graph_cache:
+        raise Refusal("cache-off", "Inductor keeps nothing on disk")
+    folder = cache_dir()
+    if why := why_not_trusted(folder):
+        raise Refusal("cache-untrusted", why)
+    return folder
+
+
+def environment() -> list[Any]:
+    """All that code depends on besides its graph: releases, hardware, settings of Inductor and of torch's
+    partitioners, switches of torch, names of operators' implementations in Python.
+
+    Raises:
+        Refusal: a mode or a hook of the user's is on, which cannot be named.
+        Exception: whatever Inductor says against keeping something.
+    """
+    from torch._inductor.codecache import compiled_fx_graph_hash
+
+    if _get_current_dispatch_mode_stack() or torch._C._autograd._top_saved_tensors_default_hooks(True):
+        raise Refusal("modes", "a dispatch mode or hooks for saved tensors are on")
+    nothing: Any = fx.Graph()
+    nothing.output(())
+    options: Any = {}
+    key, _ = compiled_fx_graph_hash(fx.GraphModule({}, nothing), [], options, [])
+    settings = functorch_config.save_config_portable(ignore_private_configs=False)
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    cards = [torch.cuda.get_device_name(device) for device in devices]
+    python_kernels = sorted(name for name in torch.library._impls if name.startswith(("aten/", "prims/")))
+    return [key, settings, [is_on() for is_on in _SWITCHES], cards, python_kernels]
+
+
+# partitioners
+
+#: what torch's partitioner gives a backward besides values of the joint graph: cotangents, and states of
+#: generators from which numbers are drawn again.
+_NO_VALUES = ("tangents_", "rng_state_output_", "bwd_rng_state_")
+
+
+def cut_by(
+    partitioner: Callable[..., Any] | None,
+    gm: fx.GraphModule,
+    cotangents: frozenset[str],
+    forward_count: int,
+    pinned: frozenset[str],
+) -> list[str]:
+    """What `partitioner` (None: torch's minimum cut) saves.
+
+    Args:
+        gm: the joint graph; stays as it is.
+        cotangents: names of placeholders.
+        forward_count: how many outputs belong to the forward.
+        pinned: calls that must not be made again; if one gives several values, each is kept, whatever its
+            mark says.
+    """
+    graph = copied(gm.graph)
+    for node in graph.nodes:
+        if node.name in cotangents:
+            node.target = f"tangents_{node.name}"  # how torch tells them from primals
+        if node.name in pinned or (node.target is operator.getitem and node.args[0].name in pinned):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            node.meta.setdefault("ac_graph_id", 0)
+        if node.meta.get("is_backward"):
+            node.meta["partitioner_tag"] = "is_backward"
+    inputs = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
+    context = tracing(TracingContext(detect_fake_mode(inputs)))  # for states of generators
+    module = lazy_graph_module(gm, graph)
+    with functorch_config.patch(cse=False), lazily(), context:
+        if partitioner is None:
+            chosen = [node.name for node in _minimum_cut(module, inputs, forward_count)]
+        else:
+            _, backward = partitioner(module, inputs, num_fwd_outputs=forward_count)
+            inputs = backward.graph.find_nodes(op="placeholder")
+            chosen = [node.name for node in inputs if not str(node.target).startswith(_NO_VALUES)]
+    return [name for name in chosen if name not in cotangents]
+
+
+def _minimum_cut(module: fx.GraphModule, inputs: Sequence[Any], forward_count: int) -> Sequence[fx.Node]:
+    """What torch's minimum cut saves, of that what the backward reads.
+
+    From what is chosen torch goes on to make two graphs, which takes as long again; ours are made elsewhere.
+    """
+
+    def stop(original: Any, joint: Any, values: Any, saved_sym_nodes: Any, *args: Any, **kwargs: Any) -> Any:
+        raise Escape(_read_of(joint.graph, forward_count, {*values, *saved_sym_nodes}))
+
+    with handled_here("torch._functorch.partitioners:_extract_fwd_bwd_modules", stop):
+        try:
+            partitioners.min_cut_rematerialization_partition(module, inputs, num_fwd_outputs=forward_count)
+        except Escape as chosen:
+            saved: Sequence[fx.Node] = chosen.value
+            return saved
+    raise AssertionError("torch's partitioner has made no halves")
+
+
+def _read_of(graph: fx.Graph, forward_count: int, saved: set[fx.Node]) -> list[fx.Node]:
+    """Those of `saved` that results behind the first `forward_count` are computed of."""
+    results: Any = graph.output_node().args[0]
+    wanted = (node for node in results[forward_count:] if isinstance(node, fx.Node))
+    seen = reached(wanted, lambda node: () if node in saved else node.all_input_nodes)
+    return [node for node in graph.nodes if node in saved and node in seen]
