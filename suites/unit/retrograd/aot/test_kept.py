@@ -19,7 +19,8 @@ import torch._functorch.config
 import torch._inductor.config
 from torch import nn
 
-from retrograd.aot import JointGraph, kept
+from retrograd.aot import JointGraph
+from retrograd.aot.export.save import FIELDS
 from retrograd.backends.registry import AtenBackend, InductorBackend
 from retrograd.events import counters
 
@@ -252,5 +253,5 @@ def test_no_unfinished_file_is_left(folder: Path, monkeypatch: pytest.MonkeyPatc
 def test_each_field_of_a_joint_graph_is_kept_or_refused() -> None:
     others = {"state", "gm", "primals", "out_spec", "gradients"}
     refused = {"hooked_leaves", "offsets_matter", "reports"}
-    known = {*kept._FIELDS, *others, *refused}
+    known = {*FIELDS, *others, *refused}
     assert {field.name for field in dataclasses.fields(JointGraph)} == known

@@ -1,4 +1,7 @@
-"""Backends of users: what their code returns is looked at when it first runs, and eager goes on if wrong."""
+"""Backends of users: under which modes they are called, and what becomes of wrong results.
+
+What their code returns is looked at when it first runs; if it is wrong, eager goes on.
+"""
 
 from __future__ import annotations
 
@@ -95,3 +98,22 @@ def test_right_results_are_looked_at_once() -> None:
 
     code = find_backend(faulty(once_right)).compile(gm, [torch.ones(2, 3)])
     assert [code([torch.ones(2, 3)])[0].shape for _ in range(2)] == [(2, 3), (6,)]
+
+
+@pytest.mark.parametrize("way", ["live", "aot", "compile"])
+def test_graphs_are_lowered_and_run_without_autocast(way: str) -> None:
+    seen = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            seen.append(("run", torch.is_autocast_enabled("cpu")))
+            return gm(*args)
+
+        seen.append(("lowered", torch.is_autocast_enabled("cpu")))
+        return run
+
+    retrograd.reset()
+    torch._dynamo.reset()
+    with torch.autocast("cpu", torch.bfloat16):
+        losses(way, backend)
+    assert set(seen) == {("lowered", False), ("run", False)}

@@ -214,16 +214,16 @@ def _sharing(base: Tensor, step: int) -> tuple[Tensor, Tensor]:
     return base[first : first + 4], base[second : second + 4]
 
 
+def _change_the_first(a: Tensor, b: Tensor, w: Tensor) -> Tensor:
+    a.mul_(2)
+    return (b * w).sum() + a.sum()
+
+
 @scenario(tags=TAGS)
 def aot_inputs_that_overlap_at_changing_offsets(p: Probe) -> None:
     """A changed input overlaps another one, further on in each call."""
     w, base = p.leaf("w", p.randn(4, requires_grad=True)), p.watch("base", p.randn(12))
-
-    def run(a: Tensor, b: Tensor, w: Tensor) -> Tensor:
-        a.mul_(2)
-        return (b * w).sum() + a.sum()
-
-    call = p.compile(run)
+    call = p.compile(_change_the_first)
     for step in range(5):
         with p.backward():
             call(*_sharing(base, step), w).backward()
@@ -234,12 +234,7 @@ def aot_inputs_that_numpy_made_overlap(p: Probe) -> None:
     """Two tensors show the same memory of NumPy's, each by a storage of its own; one of them is changed."""
     memory = p.randn(12).numpy()
     w = p.leaf("w", p.randn(4, requires_grad=True))
-
-    def run(a: Tensor, b: Tensor, w: Tensor) -> Tensor:
-        a.mul_(2)
-        return (b * w).sum() + a.sum()
-
-    call = p.compile(run)
+    call = p.compile(_change_the_first)
     for step in range(5):
         a, b = _sharing(torch.from_numpy(memory[::1]), step)
         with p.backward():

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -159,11 +160,8 @@ def _without_callbacks() -> Iterator[None]:
         def __getattr__(self, name: str) -> Any:
             return getattr(before, name)
 
-    setattr(torch.autograd.Variable, ENGINE, Forgetful())
-    try:
+    with mock.patch.object(torch.autograd.Variable, ENGINE, Forgetful()):
         yield
-    finally:
-        setattr(torch.autograd.Variable, ENGINE, before)
 
 
 @contextmanager
@@ -188,23 +186,18 @@ def _is_elsewhere() -> bool:
     return threading.current_thread() is not threading.main_thread()
 
 
-@contextmanager
-def _lost_elsewhere(owner: Any, name: str, instead: Any) -> Iterator[None]:
-    """A function that is called in another thread than the main one does nothing."""
-    before = getattr(owner, name)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return instead if _is_elsewhere() else before(*args, **kwargs)
-
-    setattr(owner, name, run)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 def _elsewhere(owner: Any, name: str, instead: Any = None) -> Callable[[str], Planted]:
-    return lambda fault: Planted(fault, around=lambda: _lost_elsewhere(owner, name, instead))
+    """A function that is called in another thread than the main one does nothing."""
+
+    def around() -> AbstractContextManager[Any]:
+        before = getattr(owner, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return instead if _is_elsewhere() else before(*args, **kwargs)
+
+        return mock.patch.object(owner, name, run)
+
+    return lambda fault: Planted(fault, around=around)
 
 
 class _NoHandle:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -94,19 +95,12 @@ def _is_plain(value: Any) -> bool:
     return type(value) is torch.Tensor and not (value.is_leaf and value.requires_grad)
 
 
-@contextmanager
-def _never_removed() -> Iterator[None]:
+def _never_removed() -> AbstractContextManager[Any]:
     """A hook that is removed goes on being called."""
-    before = RemovableHandle.remove
-    RemovableHandle.remove = lambda self: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        RemovableHandle.remove = before  # type: ignore[method-assign]
+    return mock.patch.object(RemovableHandle, "remove", return_value=None)
 
 
-@contextmanager
-def _first_hook_only() -> Iterator[None]:
+def _first_hook_only() -> AbstractContextManager[Any]:
     """Of several hooks of one tensor only the first is kept."""
     before = torch.Tensor.register_hook
 
@@ -115,11 +109,7 @@ def _first_hook_only() -> Iterator[None]:
             return RemovableHandle(OrderedDict())
         return before(self, hook)
 
-    torch.Tensor.register_hook = register  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.Tensor.register_hook = before  # type: ignore[method-assign]
+    return mock.patch.object(torch.Tensor, "register_hook", register)
 
 
 COUNT = ("hook-count",)

@@ -5,9 +5,10 @@ In: a function or module. Out: a function that calls it with autograd's promises
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.autograd.function import FunctionCtx
@@ -27,30 +28,19 @@ def _same(value: Any) -> Any:
     return value
 
 
-@contextmanager
-def _without(name: str) -> Iterator[None]:
+def _without(name: str) -> AbstractContextManager[Any]:
     """A method of the context of Functions does nothing."""
-    before = getattr(FunctionCtx, name)
-    setattr(FunctionCtx, name, lambda self, *args: None)
-    try:
-        yield
-    finally:
-        setattr(FunctionCtx, name, before)
+    return mock.patch.object(FunctionCtx, name, return_value=None)
 
 
-@contextmanager
-def _applied(applied: Callable[[Any, Any, tuple[Any, ...]], Any]) -> Iterator[None]:
+def _applied(applied: Callable[[Any, Any, tuple[Any, ...]], Any]) -> AbstractContextManager[Any]:
     """Functions are applied by this, which gets torch's own way, the class and the arguments."""
     before = torch.autograd.Function.__dict__[APPLY]
 
     def apply(cls: Any, *args: Any) -> Any:
         return applied(before.__get__(None, cls), cls, args)
 
-    setattr(torch.autograd.Function, APPLY, classmethod(apply))
-    try:
-        yield
-    finally:
-        setattr(torch.autograd.Function, APPLY, before)
+    return mock.patch.object(torch.autograd.Function, APPLY, classmethod(apply))
 
 
 def _without_identities(apply: Any, cls: Any, args: tuple[Any, ...]) -> Any:
@@ -114,12 +104,8 @@ def _padded(backward: Any) -> Any:
 
     def run(ctx: Any, *grads: Any) -> Any:
         result = backward(ctx, *grads)
-        missing = len(ctx.needs_input_grad) - (len(result) if isinstance(result, tuple) else 1)
-        return (
-            result
-            if missing <= 0
-            else (*(result if isinstance(result, tuple) else (result,)), *[None] * missing)
-        )
+        given = result if isinstance(result, tuple) else (result,)
+        return (*given, *[None] * (len(ctx.needs_input_grad) - len(given)))
 
     return run
 

@@ -107,7 +107,7 @@ def _readable(mode: Any) -> str:
 
 @contextmanager
 def autocast_off() -> Iterator[None]:
-    """No autocast inside."""
+    """No autocast inside. Graphs hold the casts that autocast made: their code is made and run without it."""
     with ExitStack() as modes:
         for device, _ in ThreadModes.autocast_now():
             modes.enter_context(torch.autocast(device, enabled=False))
@@ -132,14 +132,24 @@ def without_torch_functions(fn: Callable[P, T]) -> Callable[P, T]:
 def undifferentiated(code: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """`code`, run below autograd (which then records nothing, while operators that ask for grad mode see the
     caller's) and without autocast, whatever is on outside."""
-    below, is_autocast_on = torch._C._AutoDispatchBelowAutograd, torch._C._is_any_autocast_enabled
+    below, without = torch._C._AutoDispatchBelowAutograd, without_autocast(code)
 
     def run(args: list[Any]) -> Any:
         with below():
-            if is_autocast_on():
-                with autocast_off():
-                    return code(args)
-            return code(args)
+            return without(args)
+
+    return run
+
+
+def without_autocast(code: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """`code`, run without autocast, whatever is on outside."""
+    is_autocast_on = torch._C._is_any_autocast_enabled
+
+    def run(args: list[Any]) -> Any:
+        if is_autocast_on():
+            with autocast_off():
+                return code(args)
+        return code(args)
 
     return run
 

@@ -16,7 +16,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from retrograd._torch import pytree
 from retrograd._torch.inductor import cache_folder
 from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import is_fake
-from retrograd.aot.capture import JointGraph
-from retrograd.aot.export.serialize import read_graph, read_value, serialize_graph, serialize_value
-from retrograd.aot.kept_key import key_of, layout_of
+from retrograd.aot.export.save import read_trace, serialize_trace
+from retrograd.aot.export.serialize import read_graph, read_value, serialize_value
+from retrograd.aot.kept_key import key_of, strided_layout
 from retrograd.aot.partition import partition
 from retrograd.config import Config
 from retrograd.errors import Refusal
@@ -37,7 +37,6 @@ from retrograd.events import AOT_LOGS, counters
 from retrograd.graph.joint_graph import CaptureState, Choice, Partition
 
 _log = AOT_LOGS["cache"]
-_FIELDS = ("signature", "values", "updates", "outputs", "undefined_matters", "is_single_region", "sums_apart")
 
 
 @dataclass(frozen=True)
@@ -114,14 +113,10 @@ def _written(made: Partition) -> bytes:
     tensors: dict[str, torch.Tensor] = {}
     memory: dict[int, int] = {}
     data = {
-        "graph": serialize_graph(joint.gm, tensors),
         "examples": [_example(node.meta.get("val"), memory) for node in joint.gm.graph.nodes],
-        "primals": [serialize_value(replace(primal, fake=None)) for primal in joint.primals],
-        "gradients": [serialize_value(place) for place in joint.gradients],
-        "out_spec": pytree.treespec_dumps(joint.out_spec),
         "saved": sorted(made.choice.saved),
         "copies": sorted(made.choice.copies),
-        **{name: serialize_value(getattr(joint, name)) for name in _FIELDS},
+        **serialize_trace(joint, tensors),
     }
     if tensors:
         raise Refusal("unwritable", "tensors that the graph holds")
@@ -140,18 +135,7 @@ def _read(data: bytes, state: CaptureState) -> Partition:
         for node, value in zip(gm.graph.nodes, written["examples"], strict=True):
             if node.op != "output":
                 node.meta["val"] = _read_example(value, memory)
-    fields = {name: read_value(written[name], {}) for name in _FIELDS}
-    gm.meta["signature"] = fields["signature"]
-    inputs = gm.graph.find_nodes(op="placeholder")
-    primals = [read_value(one, {}) for one in written["primals"]]
-    joint = JointGraph(
-        state=state,
-        gm=gm,
-        primals=tuple(replace(one, fake=inputs[place].meta["val"]) for place, one in enumerate(primals)),
-        out_spec=pytree.treespec_loads(written["out_spec"]),
-        gradients={read_value(place, {}): PLAIN for place in written["gradients"]},
-        **fields,
-    )
+    joint = read_trace(written, gm, {}, lambda _: state)
     return partition(joint, Choice(frozenset(written["saved"]), frozenset(written["copies"])))
 
 
@@ -213,7 +197,7 @@ def _said(graph: fx.Graph) -> Iterator[list[Any]]:
     memory: dict[int, int] = {}
     for node in graph.nodes:
         values = [
-            [*layout_of(value), memory.setdefault(value.untyped_storage()._cdata, len(memory))]
+            [*strided_layout(value), memory.setdefault(value.untyped_storage()._cdata, len(memory))]
             if isinstance(value, torch.Tensor)
             else value
             for value in pytree.tree_leaves(node.meta.get("val"))

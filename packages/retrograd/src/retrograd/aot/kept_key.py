@@ -68,10 +68,10 @@ def _described(value: Any) -> str:
     if not is_fake(value):
         raise Refusal("input", f"a {type(value).__name__}")
     kind = [type(value).__qualname__, isinstance(value, torch.nn.Parameter), value._is_view()]
-    return _plain([*kind, *layout_of(value)])
+    return _plain([*kind, *strided_layout(value)])
 
 
-def layout_of(value: torch.Tensor) -> list[Any]:
+def strided_layout(value: torch.Tensor) -> list[Any]:
     """How a tensor lies in memory."""
     sizes = [
         list(value.shape),

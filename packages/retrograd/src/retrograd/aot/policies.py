@@ -5,7 +5,7 @@ In: a joint graph and its sharing of memory. Out: the set of forward nodes that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,15 +61,15 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
 
 def _cut(joint: JointValues, memory: Memory, partitioner: Callable[..., Any] | None = None) -> set[fx.Node]:
     """What `partitioner` (None: torch's minimum cut) saves."""
-    reaching = cotangents_reaching(joint.gm.graph, joint.signature)
+    inputs = joint.gm.graph.find_nodes(op="placeholder")
     names = cut_by(
         partitioner,
         joint.gm,
-        frozenset(node.name for node in reaching if node.op == "placeholder" and reaching[node]),
+        frozenset(node.name for node in inputs if node not in memory.primals),
         joint.signature.forward_count,
         _pinned(joint, memory),
     )
-    return _named({node.name: node for node in reaching if not reaching[node]}, names)
+    return named(joint, names)
 
 
 @contextmanager
@@ -144,11 +144,7 @@ def named(joint: JointValues, names: Iterable[str]) -> set[fx.Node]:
         VerificationError: one that depends on a cotangent, or is not there.
     """
     reaching = cotangents_reaching(joint.gm.graph, joint.signature)
-    return _named({node.name: node for node in reaching if not reaching[node]}, names)
-
-
-def _named(known: Mapping[str, fx.Node], names: Iterable[str]) -> set[fx.Node]:
-    """The nodes of these names, of those that depend on no cotangent."""
+    known = {node.name: node for node in reaching if not reaching[node]}
     for name in names:
         if name not in known:
             raise VerificationError.because(

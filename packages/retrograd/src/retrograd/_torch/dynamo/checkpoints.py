@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrograd._torch.dynamo.keep_eager import break_graph, keeps_eager
 from retrograd._torch.patches import handle
-from retrograd._torch.trace import changes_of, functional_mode, to_functional
+from retrograd._torch.trace import any_changed, functional_mode, to_functional
 
 
 def keep_checkpoints_whole() -> None:
@@ -49,10 +49,10 @@ def _why_not_repeatable(tx: Any) -> str | None:
         with tx.fake_mode, torch.no_grad(), functional_mode(), watch:
             given = [to_functional(one) if isinstance(one, torch.Tensor) else one for one in examples]
             fx.Interpreter(module).run(*given)
-            changes = [changes_of(one) for one in given if isinstance(one, torch.Tensor)]
+            is_changed = any_changed(given)
     except Exception:
         return None  # the backend will say what it cannot do
-    if any(change.elements or change.shape or change.memory for change in changes):
+    if is_changed:
         return "It changes a tensor, and changes it again when the backward computes it once more."
     if watch.count and not node.kwargs.get("preserve_rng_state", True):
         return "It draws other random numbers when the backward computes it once more."

@@ -30,6 +30,7 @@ from retrograd._torch.trace.fakes import (
 )
 from retrograd._torch.trace.functional import (
     FreeTensors,
+    any_changed,
     changes_of,
     functional_mode,
     is_traced,

@@ -9,7 +9,7 @@ traced; `without_tokens` puts plain calls in their place.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any, NamedTuple
@@ -93,6 +93,12 @@ class Changes(NamedTuple):
     shape: bool
     memory: bool
     is_unseen: bool
+
+
+def any_changed(values: Iterable[Any]) -> bool:
+    """Whether anything was done in place to one of these functional tensors; other values are passed over."""
+    found = [changes_of(value) for value in values if isinstance(value, torch.Tensor)]
+    return any(changes.elements or changes.shape or changes.memory for changes in found)
 
 
 def changes_of(value: torch.Tensor) -> Changes:

@@ -33,7 +33,7 @@ from retrograd._torch.releases import (
     checkpoint_repeats_draws,
     policy_context,
 )
-from retrograd._torch.trace.functional import changes_of, mutations_of
+from retrograd._torch.trace.functional import any_changed, mutations_of
 from retrograd._torch.trace.graph_tracer import draws_so_far, noted, noted_here
 from retrograd.errors import Refusal
 
@@ -90,9 +90,7 @@ def _repeatable(args: Sequence[Any], repeats_draws: bool) -> Iterator[None]:
     differentiable, before = torch.is_grad_enabled(), [mutations_of(value) for value in seen]
     draws = draws_so_far()
     yield
-    found = [changes_of(value) for value in given[count:] if isinstance(value, torch.Tensor)]
-    is_changed = any(change.elements or change.shape or change.memory for change in found)
-    if differentiable and (is_changed or [mutations_of(value) for value in seen] != before):
+    if differentiable and (any_changed(given[count:]) or [mutations_of(value) for value in seen] != before):
         raise Refusal("backward-effect", "a checkpoint in it changes a tensor, which its backward does again")
     if differentiable and not repeats_draws and draws_so_far() > draws:
         raise Refusal("backward-effect", "a checkpoint in it draws other random numbers in its backward")

@@ -12,11 +12,12 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import IO, Any, NoReturn
 
 import torch
+from torch import fx
 
 from retrograd._torch import pytree
 from retrograd._torch.state import ThreadModes
@@ -33,7 +34,7 @@ from retrograd.version import VERSION
 
 _FOUND = "found/"
 #: what of a `JointGraph` is written as it is.
-_FIELDS = (
+FIELDS = (
     "signature",
     "values",
     "updates",
@@ -74,13 +75,21 @@ def serialize_joint(joint: JointValues) -> tuple[dict[str, Any], dict[str, torch
             serialize_value(replace(leaf, value=None) if leaf.kind else leaf) for leaf in state.leaves
         ],
         "in_spec": None if state.in_spec is None else pytree.treespec_dumps(state.in_spec),
+        **serialize_trace(joint, tensors),
+    }
+    return data, tensors
+
+
+def serialize_trace(joint: JointValues, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What tracing found: the graph, and what its inputs and outputs mean. Tensors that the graph holds are
+    added to `tensors`."""
+    return {
         "out_spec": pytree.treespec_dumps(joint.out_spec),
         "primals": [serialize_value(replace(primal, fake=None, found=None)) for primal in joint.primals],
         "gradients": [serialize_value(place) for place in joint.gradients],
-        **{name: serialize_value(getattr(joint, name)) for name in _FIELDS},
+        **{name: serialize_value(getattr(joint, name)) for name in FIELDS},
         "graph": serialize_graph(joint.gm, tensors),
     }
-    return data, tensors
 
 
 def _serialize_example(value: Any) -> dict[str, Any]:
@@ -104,14 +113,26 @@ def read_joint(data: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
     mode, sizes = symbolic_mode(symbols, data["guards"])
     examples = [_read_example(one, mode, sizes) for one in data["examples"]]
     gm = read_graph(data["graph"], tensors, examples)
+    return read_trace(data, gm, tensors, lambda fakes: _read_state(data, mode, fakes))
+
+
+def read_trace(
+    data: Mapping[str, Any],
+    gm: fx.GraphModule,
+    tensors: Mapping[str, torch.Tensor],
+    state_of: Callable[[Mapping[int | None, Any]], CaptureState],
+) -> JointGraph:
+    """What `serialize_trace` wrote, with its graph (which has example values) and the tensors that it names.
+    `state_of` makes the state of the fakes of the leaves."""
+    fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     primals = tuple(
-        replace(read_value(one, {}), fake=examples[number], found=tensors.get(f"{_FOUND}{number}"))
+        replace(read_value(one, {}), fake=fakes[number], found=tensors.get(f"{_FOUND}{number}"))
         for number, one in enumerate(data["primals"])
     )
-    fields = {name: read_value(data[name], {}) for name in _FIELDS}
+    fields = {name: read_value(data[name], {}) for name in FIELDS}
     gm.meta["signature"] = fields["signature"]
     return JointGraph(
-        state=_read_state(data, mode, {primal.leaf: primal.fake for primal in primals}),
+        state=state_of({primal.leaf: primal.fake for primal in primals}),
         gm=gm,
         primals=primals,
         out_spec=_read_spec(data["out_spec"]),

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from retrograd._torch.state import autocast_off
 from retrograd._torch.trace import decomposed, guard_count
 from retrograd.backends.background import Later, begin
 from retrograd.backends.base import Backend, Boxed, Half
@@ -24,6 +25,7 @@ from retrograd.repeats.compile import CALLS_PER_NODE, compile_in_regions
 from retrograd.report import process_report
 
 
+@autocast_off()
 def lower(
     backend: Backend,
     gm: fx.GraphModule,

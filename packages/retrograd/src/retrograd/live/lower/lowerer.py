@@ -17,7 +17,13 @@ from torch import fx
 
 from retrograd._torch.fx import copied
 from retrograd._torch.log import profiling
-from retrograd._torch.state import ThreadModes, compile_stance, without_torch_functions
+from retrograd._torch.state import (
+    ThreadModes,
+    autocast_off,
+    compile_stance,
+    without_autocast,
+    without_torch_functions,
+)
 from retrograd._torch.subclass import SubclassBorder, is_wrapper
 from retrograd._torch.trace import InputGuard, Traced, changed_sizes, is_batched, trace
 from retrograd.backends.background import Later, begin
@@ -305,18 +311,23 @@ def _code(
     Code is not compiled in the background where determinism is asked for, because runs must not differ, nor
     where derivatives are wanted, because a derivative must not run before the function has its code.
     """
-    compile = partial(how.backend.compile, traced.gm, traced.example_inputs)
+    compile = partial(_compiled, how.backend, traced.gm, traced.example_inputs)
     patience = how.config.patience
     if patience is not None and not torch.get_deterministic_debug_mode() and traced.history is None:
         later = begin(compile, patience)
         return (_not_there, later) if later.code is None else (later.code, None)
     if shared.family is not None and args is not None and patience is None:
-        code = shared.family.code_for(shared.numbers, traced, args, how.backend.compile)
+        code = shared.family.code_for(shared.numbers, traced, args, partial(_compiled, how.backend))
         if code is not None:
             counters["lifted_numbers"] += 1
             return code, None
     with how.log.stage("compile"):
         return compile(), None
+
+
+@autocast_off()
+def _compiled(backend: Backend, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+    return without_autocast(backend.compile(gm, example_inputs))
 
 
 def _not_there(args: list[Any]) -> Sequence[Any]:
