@@ -1,0 +1,171 @@
+"""`retrograd cache`: what compiled code takes on disk, and how it is carried to another machine.
+
+In: a command line. Out: text, or an archive of the cache's folder. The exit status is 0, 1 after an error
+(one line says which), or 2 for wrong usage.
+
+Inductor and retrograd keep their files in one folder. The name of a file stands for all that its content
+depends on: code, releases, settings, hardware. So an archive is unpacked beside what is there, and what
+belongs to another torch or device is not found. The cache holds pickles, and reading a pickle runs what it
+says: unpack only what you trust.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import platform
+import sys
+import tarfile
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from retrograd._torch.inductor import cache_folder
+from retrograd.errors import Refusal
+from retrograd.version import VERSION
+
+#: the first file of an archive: of what the code in it was made.
+MANIFEST = "retrograd-cache.json"
+#: files that another process is writing.
+_UNFINISHED = (".lock", ".tmp")
+#: what the folders of the cache hold; the others hold generated code.
+_KINDS = {
+    "fxgraph": "compiled graphs",
+    "aotautograd": "graphs of stock AOTAutograd",
+    "triton": "Triton kernels",
+    "retrograd": "partitions",
+}
+
+
+def made_of() -> dict[str, str]:
+    """The releases and the hardware that code made in this process is for."""
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = "none"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {
+        "retrograd": VERSION,
+        "torch": torch.__version__,
+        "triton": triton,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "gpu": device,
+    }
+
+
+def info(folder: Path) -> str:
+    """What the folder holds: files and bytes of each kind."""
+    files, sizes = Counter[str](), Counter[str]()
+    for path in _finished(folder):
+        kind = _KINDS.get(path.relative_to(folder).parts[0], "generated code")
+        files[kind] += 1
+        sizes[kind] += path.stat().st_size
+    rows = [f"  {kind:28} {files[kind]:6} files {sizes[kind] / 2**20:9.1f} MiB" for kind in sorted(files)]
+    return "\n".join([str(folder), *(rows or ["  empty"])])
+
+
+def pack(folder: Path, archive: Path) -> int:
+    """Write the files of the folder to `archive`, a gzipped tar file; returns how many there are.
+
+    Raises:
+        OSError: something cannot be read or written. `archive` is as it was then.
+    """
+    count = 0
+    handle, unfinished = tempfile.mkstemp(dir=archive.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as to, tarfile.open(fileobj=to, mode="w:gz") as tar:
+            said = json.dumps(made_of()).encode()
+            entry = tarfile.TarInfo(MANIFEST)
+            entry.size = len(said)
+            tar.addfile(entry, io.BytesIO(said))
+            for path in _finished(folder):
+                tar.add(path, str(path.relative_to(folder)), recursive=False)
+                count += 1
+        os.replace(unfinished, archive)
+    except BaseException:
+        os.unlink(unfinished)
+        raise
+    return count
+
+
+def unpack(archive: Path, folder: Path) -> tuple[int, dict[str, str]]:
+    """Put the files of `archive` into the folder; what is there already stays.
+
+    Returns:
+        How many files are new, and what the archive's `made_of` was.
+
+    Raises:
+        OSError: something cannot be read or written.
+        tarfile.TarError: it is damaged, is no archive of a cache, or holds something that is no file in it.
+    """
+    with tarfile.open(archive, "r:gz") as tar, tempfile.TemporaryDirectory(dir=folder) as apart:
+        first = tar.next()
+        if first is None or first.name != MANIFEST or (said := tar.extractfile(first)) is None:
+            raise tarfile.TarError(
+                f"its first file is not {MANIFEST}, so `retrograd cache pack` did not make it"
+            )
+        origin: dict[str, str] = json.loads(said.read())
+        members = tar.getmembers()[1:]
+        for member in members:
+            if not member.isfile() or Path(member.name).is_absolute():
+                raise tarfile.TarError(f"{member.name} is no plain file in its folder")
+            tar.extract(member, apart, filter="data")
+        new = [path for path in _finished(Path(apart)) if not (folder / path.relative_to(apart)).exists()]
+        for path in new:
+            target = folder / path.relative_to(apart)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+    return len(new), origin
+
+
+def _finished(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.rglob("*")):
+        if path.suffix not in _UNFINISHED and path.is_file() and not path.is_symlink():
+            yield path
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="retrograd", description="A compiler of PyTorch's backward.")
+    commands = parser.add_subparsers(required=True).add_parser(
+        "cache", help="compiled code on disk (TORCHINDUCTOR_CACHE_DIR)"
+    ).add_subparsers(dest="command", required=True)  # fmt: skip
+    commands.add_parser("info", help="what there is, by kind")
+    for name, text in (
+        ("pack", "write the cache to an archive, for machines with the same releases and hardware"),
+        ("unpack", "add an archive to the cache; it holds pickles: use only what you trust"),
+    ):
+        commands.add_parser(name, help=text).add_argument("archive", type=Path)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line (default: that of the process); returns the exit status."""
+    asked = _parser().parse_args(arguments)
+    try:
+        folder = Path(cache_folder())
+        if asked.command == "info":
+            print(info(folder))
+        elif asked.command == "pack":
+            print(f"{pack(folder, asked.archive)} files of {folder} are in {asked.archive}")
+        else:
+            new, origin = unpack(asked.archive, folder)
+            print(f"{new} files of {asked.archive} are new in {folder}")
+            for name, here in made_of().items():
+                if origin.get(name) != here:
+                    print(f"made with {name} {origin.get(name)}, here is {here}: code may not be found")
+    except (OSError, EOFError, zlib.error, Refusal, tarfile.TarError, ValueError) as error:
+        print(f"retrograd cache {asked.command}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,179 @@
+"""`retrograd cache`: what it says of the cache, and that code is found where an archive was unpacked."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from retrograd.__main__ import MANIFEST, made_of, main
+
+PROGRAM = """
+import torch, retrograd
+from retrograd.events import counters
+from torch._dynamo.utils import counters as of_torch
+net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh())
+step = torch.compile(net, backend="retrograd", options={"strict": True})
+torch.manual_seed(0)
+step(torch.randn(3, 4)).sum().backward()
+found = of_torch["inductor"]
+print(counters["kept_partition_hits"], found["fxgraph_cache_hit"], found["fxgraph_cache_miss"])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the cache, with a file of each kind."""
+    made = tmp_path / "cache"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(made))
+    for name in (
+        "fxgraph/ab/abc/entry",
+        "retrograd/cd/cdef.json",
+        "xy/code.py",
+        "xy/code.lock",
+        "xy/part.tmp",
+    ):
+        path = made / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"12345678")
+    made.chmod(0o700)
+    return made
+
+
+def names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def archive_of(path: Path, *members: tarfile.TarInfo, manifest: bool = True) -> Path:
+    with tarfile.open(path, "w:gz") as tar:
+        said = json.dumps(made_of()).encode()
+        first = tarfile.TarInfo(MANIFEST if manifest else "other")
+        first.size = len(said)
+        tar.addfile(first, io.BytesIO(said))
+        for member in members:
+            tar.addfile(member, io.BytesIO(b""))
+    return path
+
+
+def test_info_counts_finished_files_by_kind(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "info"]) == 0
+    said = capsys.readouterr().out
+    assert str(folder) in said
+    assert {line.split("  ")[1].strip() for line in said.splitlines()[1:]} == {
+        "compiled graphs",
+        "partitions",
+        "generated code",
+    }
+
+
+def test_an_empty_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "none"))
+    assert main(["cache", "info"]) == 0
+    assert "empty" in capsys.readouterr().out
+
+
+def test_what_is_packed_is_unpacked_beside_what_is_there(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive, other = tmp_path / "cache.tar.gz", tmp_path / "other"
+    assert main(["cache", "pack", str(archive)]) == 0
+    assert "3 files" in capsys.readouterr().out
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(other))
+    (other / "xy").mkdir(parents=True)
+    (other / "xy/code.py").write_bytes(b"mine")
+    assert main(["cache", "unpack", str(archive)]) == 0
+    assert "2 files" in capsys.readouterr().out
+    assert names(other) == {"fxgraph/ab/abc/entry", "retrograd/cd/cdef.json", "xy/code.py"}
+    assert (other / "xy/code.py").read_bytes() == b"mine"
+
+
+def test_code_of_another_release_is_announced(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive = tmp_path / "cache.tar.gz"
+    main(["cache", "pack", str(archive)])
+    monkeypatch.setattr("torch.__version__", "9.9.9")
+    assert main(["cache", "unpack", str(archive)]) == 0
+    assert "here is 9.9.9: code may not be found" in capsys.readouterr().out
+
+
+def escaping(name: str) -> tarfile.TarInfo:
+    return tarfile.TarInfo(name)
+
+
+def linking() -> tarfile.TarInfo:
+    member = tarfile.TarInfo("xy/link")
+    member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    return member
+
+
+@pytest.mark.parametrize(
+    "fault", ["missing", "no archive", "cut off", "foreign", "outside", "absolute", "link"]
+)
+def test_a_bad_archive_is_one_line(
+    fault: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive, before = tmp_path / "cache.tar.gz", names(folder)
+    if fault == "no archive":
+        archive.write_bytes(b"nothing of the kind")
+    elif fault == "cut off":
+        main(["cache", "pack", str(archive)])
+        archive.write_bytes(archive.read_bytes()[:-20])
+    elif fault == "foreign":
+        archive_of(archive, manifest=False)
+    elif fault == "outside":
+        archive_of(archive, escaping("../outside"))
+    elif fault == "absolute":
+        archive_of(archive, escaping(str(tmp_path / "outside")))
+    elif fault == "link":
+        archive_of(archive, linking())
+    capsys.readouterr()
+    status, said = main(["cache", "unpack", str(archive)]), capsys.readouterr()
+    assert not (tmp_path / "outside").exists()
+    assert names(folder) == before
+    assert status == 1
+    assert len(said.err.strip().splitlines()) == 1
+    assert said.err.startswith("retrograd cache unpack: ")
+
+
+def test_an_archive_that_cannot_be_written(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cache", "pack", str(tmp_path / "no" / "folder" / "a.tar.gz")]) == 1
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["cache"], ["cache", "pack"], ["cache", "burn"]])
+def test_wrong_usage(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+
+
+@pytest.mark.timeout(600)
+def test_another_machine_compiles_nothing(tmp_path: Path) -> None:
+    def run(folder: str, *command: str) -> str:
+        env = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / folder),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
+        return subprocess.run(
+            [sys.executable, *command], env=env, check=True, capture_output=True, text=True, timeout=500
+        ).stdout
+
+    archive = str(tmp_path / "cache.tar.gz")
+    assert run("here", "-c", PROGRAM).split()[0] == "0"
+    run("here", "-m", "retrograd", "cache", "pack", archive)
+    run("there", "-m", "retrograd", "cache", "unpack", archive)
+    partitions, hits, misses = map(int, run("there", "-c", PROGRAM).split())
+    assert (partitions, misses) == (1, 0)
+    assert hits == 2
