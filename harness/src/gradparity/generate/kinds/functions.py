@@ -161,7 +161,7 @@ def _design(scope: Scope, setup: bool | None) -> Design:
     grads = [chance.pick(GRADS if keeps == "nothing" or chance.flip(0.4) else SAVED_GRADS) for _ in range(2)]
     if not forward.two:
         grads = grads[:1]
-    elif chance.flip(0.05):
+    elif chance.flip(0.15):
         grads = grads[:1]
         scope.draft.intends.add("count")
     if before == "raises":
