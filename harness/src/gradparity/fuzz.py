@@ -25,12 +25,12 @@ from gradparity.fuzzing.diary import Done
 from gradparity.fuzzing.find import Find
 from gradparity.fuzzing.work import FuzzTask, fuzz_unit
 from gradparity.generate.draw import policy
-from gradparity.generate.policies import POLICIES
+from gradparity.generate.policies import ROTATION
 from gradparity.signature import Signature
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict, row_of
 
-ROUND_SECONDS = 150.0
+ROUND_SECONDS = 400.0
 """About how long a worker goes on before it is replaced by a fresh one: its memory stays bounded."""
 FIRST_ROUND = 40
 
@@ -158,7 +158,7 @@ def _unit(options: FuzzOptions, summary: FuzzSummary, start: int, count: int) ->
         subject=options.subject,
         device=options.device,
         seed=options.seed,
-        policies=options.policies or tuple(POLICIES),
+        policies=options.policies or ROTATION,
         start=start,
         count=count,
         timeout=options.timeout,

@@ -207,3 +207,25 @@ class TestProgress:
             console.print(shown)
         assert "1/2" in captured.get()
         assert "c::b" in captured.get()
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("gradparity fu", "fuzz"),
+        ("gradparity fuzz --policy muta", "mutation"),
+        ("gradparity run --subject compile:aot", "compile:aot_eager"),
+        ("gradparity show x -s retrograd-live:e", "retrograd-live:eager"),
+        ("gradparity run --corpus thr", "threads"),
+        ("gradparity run --check reco", "recompiles"),
+        ("gradparity run --device cu", "cuda"),
+    ],
+)
+def test_the_shell_completes_commands_options_and_values(line: str, wanted: str) -> None:
+    env = {
+        "_GRADPARITY_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(line.split()) - 1),
+    }
+    result = CliRunner().invoke(app, [], prog_name="gradparity", env=env)
+    assert result.output.split() == [wanted]

@@ -56,3 +56,13 @@ def test_commands_take_them_and_options_go_before(tmp_path: Path, monkeypatch) -
 def test_a_bad_setting_is_a_usage_error(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(project(tmp_path, "[tool.gradparity]\ncolour = 1\n"))
     assert CliRunner().invoke(app, ["subjects"]).exit_code == 4
+
+
+@pytest.mark.parametrize(("subjects", "code"), [('"eager"', 0), ('"eager", "planted:none-grad"', 4)])
+def test_a_command_with_one_subject_takes_the_only_one_that_is_set(
+    tmp_path: Path, monkeypatch, subjects: str, code: int
+) -> None:
+    project(tmp_path, f'[tool.gradparity]\nsubjects = [{subjects}]\nprocesses = 0\ndevice = "cpu"\n')
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["fuzz", "--cases", "1", "--policy", "elementwise"])
+    assert result.exit_code == code, result.output

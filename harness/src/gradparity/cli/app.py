@@ -6,7 +6,7 @@ In: arguments. Out: a typer application without commands; `commands.py` adds the
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Group(TyperGroup):
         """Parses the program's own arguments."""
         with _usage_code():
             context = super().make_context(*args, **kwargs)
-        context.default_map = _defaults(list(self.commands))
+        context.default_map = _defaults(self.commands)
         return context
 
     def invoke(self, ctx: Any) -> Any:
@@ -59,7 +59,8 @@ def main() -> None:
     """Tests the backward of PyTorch against eager: gradients, metadata, hook order, exceptions."""
 
 
-def _defaults(commands: list[str]) -> dict[str, dict[str, Any]]:
+def _defaults(commands: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """By command, the settings as defaults of its options."""
     try:
         found = settings.load(Path.cwd())
     except SettingsError as error:
@@ -67,7 +68,17 @@ def _defaults(commands: list[str]) -> dict[str, dict[str, Any]]:
         raise typer.Exit(USAGE_ERROR) from error
     set_ones = {key: value for key, value in found.model_dump().items() if value is not None}
     named = {OPTIONS.get(key, key): value for key, value in set_ones.items()}
-    return dict.fromkeys(commands, named)
+    return {name: _fitting(command, named) for name, command in commands.items()}
+
+
+def _fitting(command: Any, named: dict[str, Any]) -> dict[str, Any]:
+    """The settings as this command takes them: an option that takes one value gets the only one of a list,
+    and none if there are several.
+    """
+    single = {option.name for option in command.params if not getattr(option, "multiple", False)}
+    lists = {key: value for key, value in named.items() if key in single and isinstance(value, list)}
+    kept = {key: value for key, value in named.items() if key not in lists}
+    return kept | {key: value[0] for key, value in lists.items() if len(value) == 1}
 
 
 @contextmanager

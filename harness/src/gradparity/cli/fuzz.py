@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from gradparity import report
 from gradparity.case import Case
-from gradparity.cli import options
+from gradparity.cli import completion, options
 from gradparity.cli.outcome import Files
 from gradparity.corpus.generated import scripted
 from gradparity.errors import ReproError, StoreFullError
@@ -46,7 +46,11 @@ Minutes = Annotated[float | None, typer.Option(min=0.01, help="end after so many
 Cases = Annotated[int | None, typer.Option(min=1, help="end after so many cases")]
 Policies = Annotated[
     list[str] | None,
-    typer.Option("--policy", help=f"how programs are drawn; repeatable: {', '.join(POLICIES)}"),
+    typer.Option(
+        "--policy",
+        help=f"how programs are drawn; repeatable: {', '.join(POLICIES)}",
+        autocompletion=completion.policy,
+    ),
 ]
 FindsFolder = Annotated[
     Path, typer.Option("--finds", "-o", help="folder for finds; what is there already is no news")

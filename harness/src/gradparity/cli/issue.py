@@ -32,7 +32,7 @@ Versions = Annotated[
 
 def issue(  # noqa: PLR0913 - a command has as many parameters as options
     case: Annotated[str, typer.Argument(help="CORPUS::NAME[::INDEX], or with --store a signature")],
-    subject: Annotated[str | None, typer.Option("--subject", "-s", help="a subject's name")] = None,
+    subject: options.OneSubject = None,
     store: Annotated[Path | None, typer.Option("--store", help="look a signature up here")] = None,
     out: Folder = Path(),
     device: options.DeviceOption = options.Device.auto,

@@ -16,6 +16,7 @@ import torch
 import typer
 from rich.console import Console
 
+from gradparity.cli import completion
 from gradparity.cli.app import USAGE_ERROR
 from gradparity.errors import GradparityError, StoreFullError, UnknownNameError
 
@@ -31,11 +32,25 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
-Subjects = Annotated[list[str], typer.Option("--subject", "-s", help="a subject's name; repeatable")]
-Subject = Annotated[str, typer.Option("--subject", "-s", help="a subject's name")]
+Subjects = Annotated[
+    list[str],
+    typer.Option("--subject", "-s", help="a subject's name; repeatable", autocompletion=completion.subject),
+]
+Subject = Annotated[
+    str, typer.Option("--subject", "-s", help="a subject's name", autocompletion=completion.subject)
+]
+OneSubject = Annotated[
+    str | None,
+    typer.Option("--subject", "-s", help="a subject's name", autocompletion=completion.subject),
+]
 Corpora = Annotated[
     list[str] | None,
-    typer.Option("--corpus", "-c", help="a corpus's name; repeatable; default: all float32"),
+    typer.Option(
+        "--corpus",
+        "-c",
+        help="a corpus's name; repeatable; default: all float32",
+        autocompletion=completion.corpus,
+    ),
 ]
 DeviceOption = Annotated[Device, typer.Option("--device", help="where programs run")]
 Timeout = Annotated[float, typer.Option(min=0.1, help="seconds for one case")]
@@ -66,6 +81,7 @@ Checks = Annotated[
     typer.Option(
         "--check",
         help="check more: reuse, recompiles, warnings, metamorphic, leaks, memory, cache, all",
+        autocompletion=completion.check,
     ),
 ]
 Ablate = Annotated[bool, typer.Option("--ablate", help="say which stage breaks a case that diverges")]

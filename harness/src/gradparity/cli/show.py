@@ -26,7 +26,7 @@ def show(  # noqa: PLR0913 - a command has as many parameters as options
     case: Annotated[
         str, typer.Argument(help="CORPUS::NAME, CORPUS::NAME::INDEX, or with --store a signature")
     ],
-    subject: Annotated[str | None, typer.Option("--subject", "-s", help="a subject's name")] = None,
+    subject: options.OneSubject = None,
     store: Annotated[Path | None, typer.Option("--store", help="look a signature up here")] = None,
     device: options.DeviceOption = options.Device.auto,
     timeout: options.Timeout = 300.0,

@@ -30,7 +30,7 @@ from gradparity.work import alarm, judged, quiet
 
 def shrink(  # noqa: PLR0913 - a command has as many parameters as options
     case: Annotated[str, typer.Argument(help="CORPUS::NAME[::INDEX], or with --store a signature")],
-    subject: Annotated[str | None, typer.Option("--subject", "-s", help="a subject's name")] = None,
+    subject: options.OneSubject = None,
     store: Annotated[Path | None, typer.Option("--store", help="look a signature up here")] = None,
     out: Folder = Path(),
     seconds: Annotated[float, typer.Option(min=1.0, help="go on for at most so long")] = 60.0,

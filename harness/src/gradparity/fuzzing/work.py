@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gradparity.ablation.ladders import ladder
 from gradparity.case import Case
 from gradparity.corpus.generated import NAME, scripted
 from gradparity.differential import Comparison, compare
@@ -60,9 +61,11 @@ class FuzzTask:
         return asdict(self)
 
     def case(self, number: int) -> Case:
-        """The case with this number: the policies take turns."""
-        turn, place = divmod(number, len(self.policies))
-        return Case(NAME, self.policies[place], self.seed * STRIDE + turn)
+        """The case with this number: the policies take turns, one that stands there twice two in a round."""
+        rounds, place = divmod(number, len(self.policies))
+        name = self.policies[place]
+        turn = rounds * self.policies.count(name) + self.policies[:place].count(name)
+        return Case(NAME, name, self.seed * STRIDE + turn)
 
 
 def fuzz_unit(unit: Unit, emit: Emit) -> bool:
@@ -128,9 +131,7 @@ def _news(
     shrunk, tried = script, 0
     device = torch.device(task.device)
     if task.shrink_seconds > 0:
-        question = still_diverges(found, case, subject, device, task.timeout)
-        made = Shrinker(question, task.shrink_seconds).shrink(script)
-        shrunk, tried = made.script, made.tried
+        shrunk, tried = _shrunk(case, script, found, subject, task)
     row = _confirmed(case, shrunk, found, subject, device)
     signature = signature_of(row, features(shrunk))
     if _is_covered(signature, known):
@@ -139,6 +140,31 @@ def _news(
     return Find(
         subject.name, case.address, case.seed, script, shrunk, signature, row, tried, torch.__version__
     )
+
+
+def _shrunk(
+    case: Case, script: Script, found: Comparison, subject: Subject, task: FuzzTask
+) -> tuple[Script, int]:
+    """The smaller script, and how many were tried. It is looked for under the first stage of the subject that
+    diverges alike, which answers sooner than the whole subject; what the subject does not repeat is looked
+    for again under the subject itself.
+    """
+    device, until = torch.device(task.device), time.monotonic() + task.shrink_seconds
+    itself = still_diverges(found, case, subject, device, task.timeout)
+    below = (
+        still_diverges(found, case, resolve(name), device, task.timeout) for name in _stages(subject.name)
+    )
+    question = next((asked for asked in below if asked(script)), itself)
+    made = Shrinker(question, until - time.monotonic()).shrink(script)
+    if question is itself or itself(made.script):
+        return made.script, made.tried
+    again = Shrinker(itself, max(until - time.monotonic(), task.shrink_seconds / 2)).shrink(script)
+    return again.script, made.tried + again.tried
+
+
+def _stages(subject: str) -> list[str]:
+    """The subjects that do less of what this one does, the one that does least first."""
+    return [rung.subject for rung in ladder(subject)[:-1]]
 
 
 def _confirmed(case: Case, shrunk: Script, found: Comparison, subject: Subject, device: torch.device) -> Row:

@@ -88,11 +88,14 @@ class Draft:
 
 
 class Scope:
-    """A list of statements in the making. `env`: the values of all names seen here."""
+    """A list of statements in the making. `env`: the values of all names seen here. `keen`: in which share of
+    choices the newest tensor is taken, so that statements go on from each other.
+    """
 
     def __init__(self, draft: Draft, env: dict[str, Any], header: str = "") -> None:
         self.draft, self.env, self.header = draft, env, header
         self.lines: list[str] = []
+        self.keen = 0.4
         draft.scopes.append(self)
 
     @property
@@ -152,7 +155,7 @@ class Scope:
         if not names:
             return None
         last = len(names) - 1
-        if self.chance.flip(0.4):
+        if self.chance.flip(self.keen):
             return names[last]
         return names[max(self.chance.between(0, last), self.chance.between(0, last))]
 

@@ -10,6 +10,7 @@ from textwrap import indent
 
 import torch
 
+from gradparity.generate.around.calls import calls, compiled
 from gradparity.generate.around.changes import between
 from gradparity.generate.around.hooks import hooks
 from gradparity.generate.around.losses import losses
@@ -99,7 +100,7 @@ def _finished(draft: Draft, found: Outputs, definition: str, target: str) -> Scr
     if draft.with_grad and not roots:
         raise Rejected("nothing requires grad")
     call = f"{found.target} = f({', '.join(draft.params)})"
-    forward = [*[f"f = p.compile({target})"], *_calls(draft, call), *observed(found)]
+    forward = [f"f = p.compile({compiled(draft, target)})", *calls(draft, call), *observed(found)]
     later = [*hooks(draft, found.tensors), *between(draft, found.tensors)] if roots else []
     backward = losses(draft, roots)
     names = [name for name in python_state.OBJECTS if name in draft.params]
@@ -121,10 +122,6 @@ def _finished(draft: Draft, found: Outputs, definition: str, target: str) -> Scr
         definitions=(*draft.definitions, definition),
         steps=tuple(step for step in steps if step.lines),
     )
-
-
-def _calls(draft: Draft, call: str) -> list[str]:
-    return [call] * draft.chance.between(*draft.policy.calls)
 
 
 FORMS: dict[str, Callable[[Draft], Script]] = {"function": function, "module": module, "training": training}

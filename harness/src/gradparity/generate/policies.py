@@ -13,7 +13,7 @@ VIEWS = {"view": 4.0, "move": 1.0}
 RECOMPUTE = {"budget": 0.35, "recompute": 0.15, "autograd": 0.05, "caches": 0.05}
 
 _ALL = (
-    Policy("elementwise", "chains of elementwise operators, reductions and casts", PLAIN | {"cast": 0.7, "view": 0.5}),
+    Policy("elementwise", "chains of elementwise operators, reductions and casts", PLAIN | {"cast": 0.7, "view": 0.5}, turns=1),
     Policy(
         "layouts",
         "operators whose derivative looks at the layout of cotangents and inputs",
@@ -22,10 +22,11 @@ _ALL = (
         layouts={"plain": 3, "turned": 3, "gapped": 2, "expanded": 2, "channels_last": 2, "offset": 1},
         losses={"cotangents": 5, "weighted": 3, "sum": 3, "some": 1},
         ranks={2: 3, 3: 4, 4: 3},
+        turns=1,
     ),
     Policy("linear", "matrix products, convolutions, losses", {"linear": 4, "convolution": 2, "unary": 2, "norm": 1, "view": 1}),
-    Policy("solve", "linear algebra", {"solve": 4, "linear": 1, "unary": 1}, length=(1, 3), sizes={3: 5, 2: 4, 4: 3, 1: 1}),
-    Policy("attention", "attention in every spelling", {"attention": 5, "linear": 1, "unary": 1, "view": 1}, length=(1, 3)),
+    Policy("solve", "linear algebra", {"solve": 4, "linear": 1, "unary": 1}, length=(1, 3), sizes={3: 5, 2: 4, 4: 3, 1: 1}, turns=1),
+    Policy("attention", "attention in every spelling", {"attention": 5, "linear": 1, "unary": 1, "view": 1}, length=(1, 3), turns=1),
     Policy("views", "views of views, gapped and overlapping", {**VIEWS, "unary": 2, "binary": 2, "cast": 0.3}, length=(3, 9)),
     Policy(
         "indexing",
@@ -53,6 +54,7 @@ _ALL = (
         aliased=0.1,
         between=0.15,
         outputs={"one": 3, "some": 4, "views": 2, "inputs": 3, "nested": 0.5, "twice": 0.3},
+        turns=4,
     ),
     Policy(
         "aliasing",
@@ -63,16 +65,18 @@ _ALL = (
         aliased=0.7,
         changed=0.6,
         without_grad=0.4,
-        outputs={"one": 2, "some": 3, "views": 4, "inputs": 4, "twice": 1},
+        outputs={"one": 2, "some": 2, "views": 3, "inputs": 3, "shared": 5, "twice": 1},
+        turns=4,
     ),
     Policy(
         "outputs",
         "outputs that are views, inputs, detached, repeated or unused",
         {"unary": 3, "view": 4, "binary": 2, "no_grad": 1.5, "move": 0.5},
         length=(1, 4),
-        outputs={"one": 1, "some": 4, "views": 5, "inputs": 2, "nested": 2, "twice": 1},
+        outputs={"one": 1, "some": 3, "views": 4, "inputs": 2, "nested": 2, "twice": 1, "family": 6},
         losses={"some": 5, "sum": 2, "two_backwards": 3, "grad": 2, "cotangents": 2},
         between=0.15,
+        turns=4,
     ),
     Policy(
         "functions",
@@ -81,6 +85,7 @@ _ALL = (
         length=(1, 4),
         changed=0.4,
         losses={"sum": 3, "cotangents": 3, "some": 2, "grad": 2, "twice": 2, "two_backwards": 1, "double": 0.3},
+        turns=4,
     ),
     Policy(
         "transforms",
@@ -111,24 +116,30 @@ _ALL = (
     Policy(
         "random",
         "random numbers, and recomputation of what they made",
-        {"random": 5, "unary": 3, "binary": 1, "view": 0.5, "checkpoint": 1, "reduction": 0.5},
+        {"random": 5, "relaid": 2, "unary": 3, "binary": 1, "view": 0.5, "checkpoint": 2, "reduction": 0.5},
         settings=RECOMPUTE,
+        called={"checkpoint": 0.25},
         dtypes={"float32": 1},
+        turns=4,
     ),
     Policy(
         "islands",
         "checkpoint, no_grad, autocast, graph breaks",
         {"checkpoint": 3, "no_grad": 3, "autocast": 3, "break": 1, "unary": 2, "linear": 2, "binary": 1},
         settings={"autocast": 0.15, "budget": 0.1},
+        called={"autocast": 0.3, "saved": 0.1, "mode": 0.1, "checkpoint": 0.15},
         length=(2, 6),
+        turns=4,
     ),
     Policy(
         "autocast",
         "autocast around and inside, switched off for a part",
         {"autocast": 4, "linear": 4, "cast": 2, "unary": 1, "norm": 1, "checkpoint": 0.5},
-        settings={"autocast": 0.5},
+        settings={"autocast": 0.2},
+        called={"autocast": 0.6, "checkpoint": 0.1},
         dtypes={"float32": 3, "bfloat16": 2},
         length=(1, 4),
+        turns=4,
     ),
     Policy("complex", "complex numbers", {"complex": 6, "view": 1, "unary": 0.5}, length=(1, 4), dtypes={"float32": 1}),
     Policy(
@@ -137,6 +148,7 @@ _ALL = (
         {"subclass": 2, "unary": 3, "binary": 3, "view": 1, "reduction": 1, "move": 0.5},
         dtypes={"float32": 1},
         layouts={"plain": 1},
+        turns=1,
     ),
     Policy(
         "custom_ops",
@@ -169,6 +181,18 @@ _ALL = (
         settings={"budget": 0.3},
         between=0.9,
         without_grad=0.0,
+        turns=4,
+    ),
+    Policy(
+        "called",
+        "modes around the call, gone before the backward",
+        {"linear": 4, "norm": 1, "cast": 1, "unary": 2, "autocast": 4, "no_grad": 0.7, "checkpoint": 1, "view": 1, "random": 0.5},
+        length=(1, 4),
+        called={"autocast": 0.5, "saved": 0.5, "mode": 0.5, "checkpoint": 0.2},
+        dtypes={"float32": 5, "bfloat16": 1},
+        hooks=0.5,
+        between=0.15,
+        turns=4,
     ),
     Policy(
         "second_order",
@@ -177,10 +201,14 @@ _ALL = (
         length=(1, 4),
         losses={"double": 5, "twice": 2, "two_backwards": 3, "grad": 1},
         dtypes={"float32": 1},
+        turns=1,
     ),
     # from here on: several steps, with a change between two of them
     *(
-        Policy(f"steps_{name}", f"several steps of training; between two of them, {doc}", {}, form="training", areas=areas)
+        Policy(
+            f"steps_{name}", f"several steps of training; between two of them, {doc}", {}, form="training",
+            areas=areas, turns=1,
+        )
         for name, doc, areas in (
             ("hooks", "hooks come and go", {"hooks": 1}),
             ("requires_grad", "parameters are frozen", {"requires_grad": 1}),
@@ -217,6 +245,7 @@ _ALL = (
         {"attention": 2, "linear": 4, "move": 4, "view": 3, "convolution": 1, "cast": 2, "unary": 1},
         length=(2, 7),
         settings={"inductor": 0.1},
+        turns=1,
     ),
     Policy(
         "reinplacing",
@@ -227,16 +256,22 @@ _ALL = (
         without_grad=0.6,
         dtypes={"float32": 1},
         outputs={"one": 3, "some": 4, "inputs": 2},
+        turns=4,
     ),
     Policy(
         "budget",
         "recomputation under a memory budget",
-        {"unary": 4, "binary": 3, "random": 1.5, "norm": 1, "linear": 1, "reduction": 1, "inplace": 0.7, "view": 1},
+        {
+            "unary": 4, "binary": 3, "random": 1.5, "norm": 1, "linear": 1, "reduction": 1, "inplace": 0.7, "view": 1,
+            "relaid": 1,
+        },
         length=(3, 9),
+        called={"checkpoint": 0.1},
         settings={"budget": 0.7, "recompute": 0.4},
         between=0.3,
         changed=0.2,
         dtypes={"float32": 1},
+        turns=4,
     ),
     Policy(
         "dynamic",
@@ -244,6 +279,7 @@ _ALL = (
         {"view": 3, "move": 2, "unary": 2, "reduction": 2, "linear": 2, "index": 1, "binary": 2},
         settings={"dynamic": 0.9},
         dtypes={"float32": 1},
+        turns=1,
     ),
     Policy(
         "mixed",
@@ -260,8 +296,14 @@ _ALL = (
         aliased=0.15,
         between=0.1,
         settings={"budget": 0.1, "recompute": 0.1, "dynamic": 0.05, "inductor": 0.1},
+        called={"autocast": 0.05, "saved": 0.05, "mode": 0.03, "checkpoint": 0.05},
+        turns=4,
     ),
 )  # fmt: skip
 
 POLICIES: dict[str, Policy] = {policy.name: policy for policy in _ALL}
-"""By name, in the order in which a campaign goes round."""
+"""By name."""
+ROTATION: tuple[str, ...] = tuple(
+    policy.name for turn in (3, 2, 1, 0) for policy in _ALL if turn < policy.turns
+)
+"""The order in which a campaign goes round: some policies come up to four times, and those come first."""

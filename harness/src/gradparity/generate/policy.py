@@ -45,7 +45,9 @@ COTANGENTS: Mapping[str, float] = {
     "lazy": 0.7,
 }  # fmt: skip
 
-OUTPUTS: Mapping[str, float] = {"one": 5, "some": 4, "views": 1, "inputs": 0.7, "nested": 0.7, "twice": 0.3}
+OUTPUTS: Mapping[str, float] = {
+    "one": 5, "some": 4, "views": 1, "inputs": 0.7, "nested": 0.7, "twice": 0.3, "family": 0.7, "shared": 0.3,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,9 @@ class Policy:
     of inputs that share memory with another. `changed`: share of inputs that may be changed in place.
     `without_grad`: share of programs in which nothing requires grad. `hooks`: how many, on average.
     `between`: share of programs that change something between forward and backward. `calls`: how often the
-    function is called. `areas`: of changes between two steps, by the names in `steps/changes.py`. `form`: of
-    the program, by the names in `forms.py`.
+    function is called. `called`: how, by the names in `around/calls.py`, each in this share of programs.
+    `areas`: of changes between two steps, by the names in `steps/changes.py`. `form`: of
+    the program, by the names in `forms.py`. `turns`: how many turns it has in one round of a campaign.
     """
 
     name: str
@@ -79,5 +82,7 @@ class Policy:
     hooks: float = 0.3
     between: float = 0.03
     calls: tuple[int, int] = (1, 1)
+    called: Mapping[str, float] = field(default_factory=dict)
     areas: Mapping[str, float] = field(default_factory=dict)
     form: str = "function"
+    turns: int = 2

@@ -29,6 +29,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     "convolution": rows(linear.CONVOLUTION),
     "attention": rows(linear.ATTENTION),
     "view": rows(views.VIEW),
+    "relaid": rows(views.RELAID),
     "move": rows(views.MOVE),
     "index": rows(indexing.INDEX),
     "scatter": rows(indexing.SCATTER),

@@ -15,6 +15,8 @@ from gradparity.shrink.parsed import Parsed, Trees, blocks, nodes
 
 CALLED_AS = {"program": "f", "forward": "f"}
 """The name under which the run calls what is compiled."""
+RESULT_OF = ("f", "program")
+"""What gives the results: what is compiled, or, where compiling it was cut, the function itself."""
 
 
 def parameters(script: Script) -> Iterator[Cut]:
@@ -61,7 +63,8 @@ def _drop_result(number: int, place: int, trees: Trees) -> None:
         if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Tuple):
             continue
         target = node.targets[0]
-        if len(target.elts) == count and isinstance(node.value, ast.Call) and _called(node.value.func) == "f":
+        call = node.value
+        if len(target.elts) == count and isinstance(call, ast.Call) and _called(call.func) in RESULT_OF:
             gone |= {each.id for each in ast.walk(target.elts[place]) if isinstance(each, ast.Name)}
             node.targets[0] = _without(target, place)
     _drop_uses(gone, trees)
@@ -73,10 +76,45 @@ def _without(items: ast.Tuple, place: int) -> ast.expr:
 
 
 def _drop_uses(names: set[str], trees: Trees) -> None:
-    """Deletes every simple statement that reads one of the names."""
+    """Takes the names out of sums and out of lists of roots, and deletes every simple statement that reads
+    one of them still.
+    """
     for block in blocks(trees):
+        for statement in block:
+            if isinstance(statement, ast.Expr):
+                _Less(names).visit(statement)
         block[:] = [each for each in block if not (isinstance(each, ast.Expr) and _reads(each, names))]
 
 
-def _reads(statement: ast.stmt, names: set[str]) -> bool:
+class _Less(ast.NodeTransformer):
+    """A statement without these names: of a sum the other summands stay, of `torch.autograd.backward` and
+    `grad` the other roots with their cotangents.
+    """
+
+    def __init__(self, names: set[str]) -> None:
+        self._names = names
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        """The side of a sum that does not read them."""
+        self.generic_visit(node)
+        left, right = _reads(node.left, self._names), _reads(node.right, self._names)
+        if isinstance(node.op, ast.Add) and left is not right:
+            return node.right if left else node.left
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """The call with fewer roots."""
+        self.generic_visit(node)
+        lists = [each for each in node.args if isinstance(each, ast.List)]
+        if not ast.unparse(node.func).startswith("torch.autograd.") or len(lists) < 2:
+            return node
+        roots, cotangents = lists[0], lists[-1]
+        kept = [place for place, each in enumerate(roots.elts) if not _reads(each, self._names)]
+        if kept and len(cotangents.elts) == len(roots.elts):
+            for each in (roots, cotangents):
+                each.elts = [each.elts[place] for place in kept]
+        return node
+
+
+def _reads(statement: ast.AST, names: set[str]) -> bool:
     return any(isinstance(each, ast.Name) and each.id in names for each in ast.walk(statement))

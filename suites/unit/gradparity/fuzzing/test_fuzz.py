@@ -34,7 +34,7 @@ def test_eager_is_as_eager() -> None:
 
 
 def test_one_defect_is_one_find_however_often_it_shows() -> None:
-    summary, found, _ = campaign("planted:scale-grad", cases=4, seed=1)
+    summary, found, _ = campaign("planted:scale-grad", cases=4, seed=2)
     assert len(found) == 1
     assert summary.repeated == summary.verdicts["DIVERGE"] - 1 > 0
     assert found[0].signature.symptom == "grad-values-bits"

@@ -107,6 +107,25 @@ def test_a_result_goes_with_its_name_and_what_is_said_about_it() -> None:
     assert found[0].steps[0].lines[1:] == ("b = f(p.randn(1))", "p.value('b', b)")
 
 
+@pytest.mark.parametrize(
+    ("said", "left"),
+    [
+        ("(a.sum() + b.sum() + c.mean()).backward()", "(b.sum() + c.mean()).backward()"),
+        ("torch.autograd.backward([a, b, c], [d, e, None])", "torch.autograd.backward([b, c], [e, None])"),
+        (
+            "p.value('grads', torch.autograd.grad([a, b, c], [x], [d, e, g]))",
+            "p.value('grads', torch.autograd.grad([b, c], [x], [e, g]))",
+        ),
+    ],
+)
+def test_a_result_goes_out_of_the_loss_with_its_cotangent(said: str, left: str) -> None:
+    for call in ("f", "program"):
+        run = f"f = p.compile(program)\n    a, b, c = {call}(p.randn(1))\n    {said}"
+        made = script("def program(x):\n    return x, x + 1, x + 2", run)
+        found = next(cut() for cut in interface.results(made))
+        assert found.steps[0].lines[1:] == (f"b, c = {call}(p.randn(1))", left)
+
+
 def test_the_last_pass_leaves_lines_of_the_text_out() -> None:
     texts = set()
     for cut in lines.text_lines(script(CHAIN)):

@@ -73,6 +73,10 @@ def _chosen(scope: Scope) -> list[str]:
         source = chance.pick([name for name in given if name in draft.params] or made or first)
         views = aliases_of(source, tuple(scope.env[source].shape))
         return [*first, *chance.shuffled(views)[: chance.between(1, 3)]]
+    if how == "family":
+        return _family(scope, made) or first
+    if how == "shared":
+        return [*first, *_shared(scope)]
     if how == "inputs":
         params = [name for name in draft.params if isinstance(scope.env[name], torch.Tensor)]
         return [*first, *chance.some(params)][:4] if params else first
@@ -81,6 +85,36 @@ def _chosen(scope: Scope) -> list[str]:
     if how == "nested" and made:
         return [*first, *chance.some(made)][:3]
     return first
+
+
+def _family(scope: Scope, made: list[str]) -> list[str]:
+    """Views of one intermediate, and often that intermediate detached, or another result; not the
+    intermediate itself.
+    """
+    chance = scope.chance
+    bases = [name for name in made if scope.env[name].requires_grad and scope.env[name].ndim]
+    if not bases:
+        return []
+    base = chance.pick(bases)
+    views = [
+        each
+        for each in aliases_of(base, tuple(scope.env[base].shape))
+        if each not in (base, f"{base}.detach()")
+    ]
+    found = chance.shuffled(views)[: chance.between(1, 3)]
+    found += [f"{base}.detach()"] if chance.flip(0.6) else []
+    return found + ([chance.pick(made)] if chance.flip(0.3) else [])
+
+
+def _shared(scope: Scope) -> list[str]:
+    """A view of an input that shares its memory with another input."""
+    inputs = [name for name in scope.draft.params if isinstance(scope.env[name], torch.Tensor)]
+    memory = [scope.env[name].untyped_storage().data_ptr() for name in inputs]
+    twins = [name for name, place in zip(inputs, memory, strict=True) if memory.count(place) > 1]
+    if not twins:
+        return []
+    name = scope.chance.pick(twins)
+    return [scope.chance.pick(aliases_of(name, tuple(scope.env[name].shape)))]
 
 
 def _is_unread(scope: Scope, name: str) -> bool:

@@ -95,12 +95,15 @@ BEFORE = {
         "g = g * inner",
     ),
     "changes what is saved": ("saved.add_(g.detach().sum())",),
+    "overwrites what is saved": ("g = g + saved.mean()", "saved.zero_()"),
+    "scales what is saved": ("saved.mul_(2)",),
     "changes the state": ("state.add_(1)",),
     "raises": ('raise ValueError("on purpose")',),
     "asks what is needed": ("log.append(ctx.needs_input_grad)",),
     "draws": ("g = g * torch.rand_like(g)",),
 }
-RARE = {"nothing": 7.0, "counts": 3.0, "nested": 1.5, "raises": 0.3, "changes what is saved": 4.0}
+RARE = {"nothing": 7.0, "counts": 3.0, "nested": 1.5, "raises": 0.3, "changes what is saved": 2.0}
+CHANGES_SAVED = ("changes what is saved", "overwrites what is saved", "scales what is saved")
 
 
 @dataclass(frozen=True)
@@ -151,19 +154,19 @@ def _design(scope: Scope, setup: bool | None) -> Design:
         else "nothing"
     )
     before = chance.weighted(dict.fromkeys(BEFORE, 1.0) | RARE)
-    if keeps == "nothing" and before == "changes what is saved":
+    if keeps == "nothing" and before in CHANGES_SAVED:
         before = "nothing"
     if with_setup and forward.lines and "out" in forward.saves:
         forward = replace(forward, saves=("x",))
     grads = [chance.pick(GRADS if keeps == "nothing" or chance.flip(0.4) else SAVED_GRADS) for _ in range(2)]
     if not forward.two:
         grads = grads[:1]
-    elif chance.flip(0.05):
+    elif chance.flip(0.15):
         grads = grads[:1]
         scope.draft.intends.add("count")
     if before == "raises":
         scope.draft.intends.add("raised")
-    if before == "changes what is saved" or forward.fresh:
+    if before in CHANGES_SAVED or forward.fresh:
         scope.draft.intends.add("version")
     options = tuple(line for line in ("ctx.set_materialize_grads(False)",) if chance.flip(0.15))
     saved = chance.pick(forward.saves) if forward.saves else ""

@@ -17,6 +17,7 @@ GRAD_MODES = (
 AUTOCASTS = (
     'with torch.autocast("cpu", dtype=torch.bfloat16):',
     'with torch.autocast("cpu", enabled=False):',
+    'with torch.autocast("cpu", enabled=False):',
     'with torch.amp.autocast("cpu", dtype=torch.float16):',
     'with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):',
 )
@@ -59,7 +60,8 @@ def checkpointed(scope: Scope) -> bool:
         return False
     call, inner_name = scope.draft.name("f"), scope.draft.name("t")
     inner = scope.nested({inner_name: scope.env[name]})
-    add_some(inner, scope.chance.between(1, 3), ("unary", *tables_of(scope)))
+    inner.keen = 0.75
+    add_some(inner, scope.chance.between(1, 3), ("unary", "relaid", *tables_of(scope)))
     how = scope.chance.pick(CHECKPOINTS)
     outside = [] if "use_reentrant=False" in how else [*scope.env.values()]
     made = [each for each in inner.tensors(is_float) if each not in scope.env]

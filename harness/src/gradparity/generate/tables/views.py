@@ -1,4 +1,4 @@
-"""Views of every kind, gapped and overlapping ones too, and operators that only move data."""
+"""Views of every kind, gapped and overlapping ones too, copies in another layout, and operators that move data."""
 
 VIEW = """
 {x}.view(-1)
@@ -45,6 +45,25 @@ torch.atleast_2d({x})
 {x:2d+}.mT.mT
 {x}.detach()
 {x}.data
+"""
+
+RELAID = """
+{x:2d+}.mT.contiguous()
+{x:2d+}.transpose({dim}, {dim1}).contiguous()
+{x:2d+}.permute({order}).contiguous()
+{x:2d+}.permute({order}).clone()
+{x:2d+}.permute({order}).clone(memory_format=torch.contiguous_format)
+{x:2d+}.permute({order}).flatten()
+{x:2d+}.mT.reshape({shape})
+{x:2d+}.movedim({dim}, {dim1}).to(memory_format=torch.contiguous_format)
+{x:4d}.contiguous(memory_format=torch.channels_last)
+{x:1d+}.flip({dim}).contiguous()
+{x:1d+}[::2].contiguous()
+{x:1d+}.expand({many}).contiguous()
+{x:1d+}.expand({many}).clone()
+{x:1d+}.unfold({dim}, {unfold}).contiguous()
+{x:1d+}.as_strided({strided}).contiguous()
+{x:1d+}.narrow({dim}, {cut}).contiguous()
 """
 
 MOVE = """
