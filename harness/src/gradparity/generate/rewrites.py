@@ -1,7 +1,8 @@
 """Rewrites: one expression in another spelling that means the same.
 
 In: a syntax tree of a function. Out: the tree rewritten, and how often. A rewrite keeps values to the bit,
-and gradients within what their dtype allows.
+gradients within what their dtype allows, and whether autograd saves anything: a second backward through a
+graph that is not retained fails only where something was saved.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Rewriter(ast.NodeTransformer):
         return _call(ast.Attribute(node.value, "transpose", ast.Load()), _number(-2), _number(-1))
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        """`a @ b` becomes `torch.matmul(a, b)`, `a - b` `a + -b`, `a * 2` `a + a`, `a ** 2` `a * a`."""
+        """`a @ b` becomes `torch.matmul(a, b)`, `a - b` `a + -b`, `a ** 2` `a * a`."""
         self.generic_visit(node)
         made = _operator(node)
         self.count += made is not node
@@ -59,9 +60,8 @@ def _operator(node: ast.BinOp) -> ast.expr:
     left, right = node.left, node.right
     if isinstance(node.op, ast.MatMult):
         return _call(ast.Attribute(ast.Name("torch", ast.Load()), "matmul", ast.Load()), left, right)
-    if isinstance(left, ast.Name) and _is_two(right) and isinstance(node.op, (ast.Mult, ast.Pow)):
-        twice = ast.Add() if isinstance(node.op, ast.Mult) else ast.Mult()
-        return ast.BinOp(left, twice, left)
+    if isinstance(left, ast.Name) and _is_two(right) and isinstance(node.op, ast.Pow):
+        return ast.BinOp(left, ast.Mult(), left)
     if isinstance(node.op, ast.Sub) and isinstance(left, ast.Name) and isinstance(right, ast.Name):
         return ast.BinOp(left, ast.Add(), ast.UnaryOp(ast.USub(), right))
     return node

@@ -203,3 +203,35 @@ def test_code_traced_under_autocast_is_not_run_without_it() -> None:
     assert not torch.equal(grad(context, True), grad(context, False))
     (recompile,) = context.explain().recompiles
     assert recompile.because == "autocast was torch.bfloat16 on cpu, now off"
+
+
+@pytest.mark.parametrize("kind", ["negated", "conjugated", "zero"])
+def test_lazy_values_are_not_read_from_memory(kind: str) -> None:
+    calls = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> object:
+        def run(*args: torch.Tensor) -> object:
+            calls.append(any(arg.is_neg() or arg.is_conj() or arg._is_zerotensor() for arg in args))
+            return gm(*args)
+
+        return run
+
+    plain = torch.randn(3, dtype=torch.complex64 if kind == "conjugated" else torch.float32)
+    lazy = {
+        "negated": lambda: torch.complex(plain, -plain).conj().imag,
+        "conjugated": plain.conj,
+        "zero": lambda: torch._efficientzerotensor((3,)),
+    }[kind]()
+
+    def grads(context: contextlib.AbstractContextManager[object]) -> list[torch.Tensor]:
+        x = torch.arange(3.0).to(plain.dtype).requires_grad_()
+        found = []
+        for cotangent in (plain, lazy, plain):
+            with context:
+                found += torch.autograd.grad((x.exp() * x).tan(), x, cotangent)
+        return found
+
+    found = grads(retrograd.compiled_autograd(backend=backend))
+    for one, other in zip(found, grads(contextlib.nullcontext()), strict=True):
+        assert torch.equal(one, other)
+    assert calls == [False, False]

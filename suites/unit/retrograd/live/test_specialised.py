@@ -407,17 +407,20 @@ def test_plans_with_hooks_have_no_one_function(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Fails:
-    """A backend whose code fails when it is told to."""
+    """A backend whose code empties its list of inputs, as Inductor's does, and fails when it is told to."""
 
     def __init__(self) -> None:
         self.fails = False
 
     def __call__(self, gm: Any, example_inputs: Any) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+        def run(args: list[Any]) -> Any:
+            values = [*args]
+            args.clear()
             if self.fails:
                 raise ValueError("planted")
-            return gm(*args)
+            return gm(*values)
 
+        run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
 

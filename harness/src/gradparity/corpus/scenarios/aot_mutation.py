@@ -292,8 +292,7 @@ def aot_mutation_before_an_exception(p: Probe) -> None:
 
 @scenario(tags=TAGS)
 def aot_versions_of_inputs_changed_several_times(p: Probe) -> None:
-    """Each operation in place counts in the version of a tensor: an input, one of which a row is changed, one
-    changed under `no_grad`."""
+    """Each operation in place counts in the version of an input, also on a row of it or under `no_grad`."""
     a, b, c = p.randn(3), p.randn(2, 3), p.randn(3)
     versions = [a._version, b._version, c._version]
 
@@ -314,8 +313,7 @@ def aot_versions_of_inputs_changed_several_times(p: Probe) -> None:
 
 @scenario(tags=TAGS)
 def aot_versions_of_outputs_changed_in_place(p: Probe) -> None:
-    """A result that was changed in place says how often, also one that a formula saves as it is at the
-    end."""
+    """A result that was changed in place says how often, also one that a formula saves at the end."""
     x = p.leaf("x", p.randn(3, requires_grad=True))
 
     def run(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

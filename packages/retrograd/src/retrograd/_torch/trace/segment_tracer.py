@@ -47,6 +47,14 @@ def is_batched(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(value)
 
 
+def is_lazy(value: Any) -> bool:
+    """Whether the elements of a tensor are not those in its memory, which generated code reads: it is lazily
+    conjugated or negated, has no memory because all are zero, or is batched."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.is_conj() or value.is_neg() or value._is_zerotensor() or is_batched(value)
+
+
 def trace(
     fn: Boxed,
     args: Sequence[Any],

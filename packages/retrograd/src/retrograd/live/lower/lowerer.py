@@ -25,7 +25,7 @@ from retrograd._torch.state import (
     without_torch_functions,
 )
 from retrograd._torch.subclass import SubclassBorder, is_wrapper
-from retrograd._torch.trace import InputGuard, Traced, changed_sizes, is_batched, trace
+from retrograd._torch.trace import InputGuard, Traced, changed_sizes, is_lazy, trace
 from retrograd.backends.background import Later, begin
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
@@ -224,12 +224,12 @@ class Lowerer:
     def _lower(self, args: list[Any]) -> Found | None:
         """A new lowering for these values; None if the function is to be interpreted this time."""
         how = self._fn
-        if any(map(is_batched, args)):
-            return None  # by the engine, for one backward with is_grads_batched
         if self._shared.interpret_because is not None:
             self.give_up(self._shared.interpret_because)
             return None
         border, flat = _border(args)
+        if any(map(is_lazy, flat)):
+            return None
         because = self._note_changes(args, flat, border)
         if len(self.lowered) >= how.config.recompile_limit:
             self.stop(f"recompile limit of {how.config.recompile_limit} reached: {because}")
