@@ -175,7 +175,6 @@ def test_strict():
         step(x, y)
 
 
-@of_dynamo_2_11("an optimizer that it has traced rounds otherwise, whoever runs the graph")
 def test_a_backend_that_raises_costs_the_compilation_only():
     step = run_twins(lambda: program(lambda loss: None), backend=refuses)
     assert "not today" in str(step.explain())
