@@ -30,11 +30,16 @@ def addresses_are(tensors: list[Any], addresses: list[int], places: list[int]) -
     return all(tensors[i].data_ptr() == addresses[i] for i in places)
 
 
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether it is the conjugate or the negative of what is in its memory."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
 def geometry_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Sizes and strides; None if more than these says what the elements are: if it is lazily conjugated or
     negated, sparse, or holds a batch of torch's vmaps."""
     functorch = torch._C._functorch
-    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+    if tensor.layout is not torch.strided or is_lazy(tensor):
         return None
     if functorch.is_legacy_batchedtensor(tensor) or functorch.is_functorch_wrapped_tensor(tensor):
         return None

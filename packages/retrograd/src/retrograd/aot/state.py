@@ -15,7 +15,7 @@ from torch import nn
 
 from retrograd._torch import pytree
 from retrograd._torch.state import ThreadModes
-from retrograd._torch.tensor import common_base, groups_sharing_memory, inner_tensors
+from retrograd._torch.tensor import common_base, groups_sharing_memory, inner_tensors, is_lazy
 from retrograd._torch.trace import (
     alias_of_fake,
     fake_mode_of,
@@ -140,7 +140,7 @@ class _Fakes:
 
     def _fake(self, value: torch.Tensor, name: str, dims: frozenset[int]) -> Any:
         why = why_not_fakeable(value)
-        if why is None and any(part.is_neg() or part.is_conj() for part in inner_tensors(value)):
+        if why is None and any(map(is_lazy, inner_tensors(value))):
             why = "lazily conjugated or negated tensor"
         if why:
             self._refuse("input", name, f"is a {why}", "keep it eager")

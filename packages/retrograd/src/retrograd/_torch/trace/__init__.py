@@ -52,6 +52,6 @@ from retrograd._torch.trace.segment_tracer import (
     Traced,
     decomposed,
     is_batched,
-    is_lazy,
+    is_not_in_memory,
     trace,
 )

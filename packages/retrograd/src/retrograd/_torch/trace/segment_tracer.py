@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from retrograd._torch.fx import is_mutating
 from retrograd._torch.state import autocast_off
+from retrograd._torch.tensor import is_lazy
 from retrograd._torch.trace.fakes import fake_of, is_fake, new_fake_mode, symbolic_integer, why_not_fakeable
 from retrograd._torch.trace.graph_tracer import Decompositions, make_graph
 from retrograd.errors import Refusal
@@ -47,12 +48,12 @@ def is_batched(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(value)
 
 
-def is_lazy(value: Any) -> bool:
+def is_not_in_memory(value: Any) -> bool:
     """Whether the elements of a tensor are not those in its memory, which generated code reads: it is lazily
     conjugated or negated, has no memory because all are zero, or is batched."""
     if not isinstance(value, torch.Tensor):
         return False
-    return value.is_conj() or value.is_neg() or value._is_zerotensor() or is_batched(value)
+    return is_lazy(value) or value._is_zerotensor() or is_batched(value)
 
 
 def trace(

@@ -25,7 +25,7 @@ from retrograd._torch.autograd import edge_of, graph_below, modified_error, outs
 from retrograd._torch.fx import has_effect, is_symbolic
 from retrograd._torch.state import with_generator_states
 from retrograd._torch.subclass import PLAIN, Layout, fits, parts_of
-from retrograd._torch.tensor import common_base
+from retrograd._torch.tensor import common_base, is_lazy
 from retrograd._torch.trace import FreeTensors, guard_count, hint_of
 from retrograd.aot.capture import capture
 from retrograd.aot.parts import extract, finished_backward, is_backward, needed_between
@@ -108,7 +108,7 @@ def _is_ordinary(value: torch.Tensor, fake: torch.Tensor) -> bool:
     return (
         value.layout is torch.strided
         and value.dtype is fake.dtype
-        and not (value.is_neg() or value.is_conj() or value._is_zerotensor())
+        and not (is_lazy(value) or value._is_zerotensor())
     )
 
 

@@ -28,6 +28,7 @@ from retrograd._torch.tensor import (
     add_each,
     clone_for_layout_contract,
     grad_of,
+    is_lazy,
     obeys_layout_contract,
     set_grad,
 )
@@ -201,7 +202,7 @@ class Accumulator:
         """Whether all are plain, and have the layout that they owe: torch gives no warning then."""
         if self._totals is not None and self._totals.check(totals):
             return True
-        if not all(map(_fits, totals, variables)) or any(map(_is_lazy, totals)):
+        if not all(map(_fits, totals, variables)) or any(map(_is_lazy_or_inference, totals)):
             return False
         self._totals = InputGuard(totals, (), (), None)
         return True
@@ -227,13 +228,13 @@ def _fits(grad: Grad, variable: torch.Tensor) -> bool:
         and variable.is_contiguous()
         and grad.stride() == variable.stride()
         and 0 not in grad.stride()
-        and not _is_lazy(grad)
+        and not _is_lazy_or_inference(grad)
     )
 
 
-def _is_lazy(tensor: Grad) -> bool:
+def _is_lazy_or_inference(tensor: Grad) -> bool:
     """Whether it is the conjugate or the negative of what is in its memory, or must not be changed."""
-    return tensor is not None and (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+    return tensor is not None and (is_lazy(tensor) or tensor.is_inference())
 
 
 def _are_apart(totals: Sequence[Grad], grads: Sequence[Grad]) -> bool:

@@ -25,7 +25,7 @@ from retrograd._torch.state import (
     without_torch_functions,
 )
 from retrograd._torch.subclass import SubclassBorder, is_wrapper
-from retrograd._torch.trace import InputGuard, Traced, changed_sizes, is_lazy, trace
+from retrograd._torch.trace import InputGuard, Traced, changed_sizes, is_not_in_memory, trace
 from retrograd.backends.background import Later, begin
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
@@ -228,7 +228,7 @@ class Lowerer:
             self.give_up(self._shared.interpret_because)
             return None
         border, flat = _border(args)
-        if any(map(is_lazy, flat)):
+        if any(map(is_not_in_memory, flat)):
             return None
         because = self._note_changes(args, flat, border)
         if len(self.lowered) >= how.config.recompile_limit:
