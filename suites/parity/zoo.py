@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import datetime
 import json
-import re
-import sqlite3
 import sys
 from pathlib import Path
 from typing import Any
 
+from gradparity.store.store import Store
+from gradparity.verdict import Verdict
+
 FOLDER = Path(__file__).parent
 FILES = "zoo_*.json"
-ASIDE = ("NONDETERMINISTIC", "REF_UNSTABLE")
+ASIDE = [verdict.value for verdict in Verdict if verdict.is_set_aside]
 
 HEAD = """# The zoo
 
@@ -39,23 +40,22 @@ def of_stores(stores: list[Path], device: str) -> dict[str, Any]:
     """Verdicts and codes of fallbacks, by case and subject."""
     verdicts: dict[str, dict[str, str]] = {}
     fallbacks: dict[str, dict[str, list[str]]] = {}
-    for store in stores:
-        found = sqlite3.connect(f"file:{store}?mode=ro", uri=True)
-        ((versions, started),) = found.execute("select versions, started from runs order by started limit 1")
-        for row in (json.loads(row) for (row,) in found.execute("select row from steps")):
-            case, subject = row["case"], row["subject"]
-            own = " (stock's own)" if row["stocks_own"] else ""
-            verdicts.setdefault(case, {})[subject] = row["verdict"] + own
-            codes = {code for note in row["notes"] for code in re.findall(r"fallback: \[([\w-]+)\]", note)}
-            fallbacks.setdefault(case, {}).pop(subject, None)
+    for path in stores:
+        with Store(path, create=False) as store:
+            rows, first = store.rows(), store.runs()[0]
+        for row in rows:
+            own = " (stock's own)" if row.stocks_own else ""
+            verdicts.setdefault(row.case, {})[row.subject] = row.verdict + own
+            codes = sorted(filter(None, row.fallbacks))
+            fallbacks.setdefault(row.case, {}).pop(row.subject, None)
             if codes:
-                fallbacks[case][subject] = sorted(codes)
-    date = datetime.datetime.fromtimestamp(started, datetime.UTC).date().isoformat()
+                fallbacks[row.case][row.subject] = codes
+    date = datetime.datetime.fromtimestamp(first.started, datetime.UTC).date().isoformat()
     return {
         "date": date,
         "device": device,
         "fallbacks": {case: found for case, found in fallbacks.items() if found},
-        "torch": json.loads(versions)["torch"],
+        "torch": first.versions["torch"],
         "verdicts": verdicts,
     }
 
