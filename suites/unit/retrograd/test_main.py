@@ -105,10 +105,6 @@ def test_code_of_another_release_is_announced(
     assert "here is 9.9.9: code may not be found" in capsys.readouterr().out
 
 
-def escaping(name: str) -> tarfile.TarInfo:
-    return tarfile.TarInfo(name)
-
-
 def linking() -> tarfile.TarInfo:
     member = tarfile.TarInfo("xy/link")
     member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
@@ -130,9 +126,9 @@ def test_a_bad_archive_is_one_line(
     elif fault == "foreign":
         archive_of(archive, manifest=False)
     elif fault == "outside":
-        archive_of(archive, escaping("../outside"))
+        archive_of(archive, tarfile.TarInfo("../outside"))
     elif fault == "absolute":
-        archive_of(archive, escaping(str(tmp_path / "outside")))
+        archive_of(archive, tarfile.TarInfo(str(tmp_path / "outside")))
     elif fault == "link":
         archive_of(archive, linking())
     capsys.readouterr()

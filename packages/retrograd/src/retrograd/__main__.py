@@ -28,13 +28,12 @@ from pathlib import Path
 import torch
 
 from retrograd._torch.inductor import cache_folder
+from retrograd.aot.kept import UNFINISHED, replacing
 from retrograd.errors import Refusal
 from retrograd.version import VERSION
 
 #: the first file of an archive: of what the code in it was made.
 MANIFEST = "retrograd-cache.json"
-#: files that another process is writing.
-_UNFINISHED = (".lock", ".tmp")
 #: what the folders of the cache hold; the others hold generated code.
 _KINDS = {
     "fxgraph": "compiled graphs",
@@ -79,20 +78,13 @@ def pack(folder: Path, archive: Path) -> int:
         OSError: something cannot be read or written. `archive` is as it was then.
     """
     count = 0
-    handle, unfinished = tempfile.mkstemp(dir=archive.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as to, tarfile.open(fileobj=to, mode="w:gz") as tar:
-            said = json.dumps(made_of()).encode()
-            entry = tarfile.TarInfo(MANIFEST)
-            entry.size = len(said)
-            tar.addfile(entry, io.BytesIO(said))
-            for path in _finished(folder):
-                tar.add(path, str(path.relative_to(folder)), recursive=False)
-                count += 1
-        os.replace(unfinished, archive)
-    except BaseException:
-        os.unlink(unfinished)
-        raise
+    with replacing(archive) as to, tarfile.open(fileobj=to, mode="w:gz") as tar:
+        said = json.dumps(made_of()).encode()
+        entry = tarfile.TarInfo(MANIFEST)
+        entry.size = len(said)
+        tar.addfile(entry, io.BytesIO(said))
+        for count, path in enumerate(_finished(folder), 1):
+            tar.add(path, str(path.relative_to(folder)), recursive=False)
     return count
 
 
@@ -128,7 +120,7 @@ def unpack(archive: Path, folder: Path) -> tuple[int, dict[str, str]]:
 
 def _finished(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.rglob("*")):
-        if path.suffix not in _UNFINISHED and path.is_file() and not path.is_symlink():
+        if path.suffix not in (UNFINISHED, ".lock") and path.is_file() and not path.is_symlink():
             yield path
 
 

@@ -16,9 +16,10 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import fx
@@ -37,6 +38,9 @@ from retrograd.events import AOT_LOGS, counters
 from retrograd.graph.joint_graph import CaptureState, Choice, Partition
 
 _log = AOT_LOGS["cache"]
+
+#: how the name of a file ends that is being written.
+UNFINISHED = ".tmp"
 
 
 @dataclass(frozen=True)
@@ -72,17 +76,24 @@ class KeptPartition:
             if (what := _difference(made, _read(data, self.state))) is not None:
                 raise Refusal("unwritable", what)
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.file.parent, suffix=".tmp")
-            try:
-                with os.fdopen(handle, "wb") as to:
-                    to.write(data)
-                os.replace(name, self.file)
-            except BaseException:
-                os.unlink(name)
-                raise
+            with replacing(self.file) as to:
+                to.write(data)
         except Exception as error:
             counters["kept_partition_refusals"] += 1
             _log.info("%s is not kept on disk: %s", self.state.name, error)
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `file` at the end; if something raises, `file` stays as it is."""
+    handle, name = tempfile.mkstemp(dir=file.parent, suffix=UNFINISHED)
+    try:
+        with os.fdopen(handle, "wb") as to:
+            yield to
+        os.replace(name, file)
+    except BaseException:
+        os.unlink(name)
+        raise
 
 
 def kept_partition(state: CaptureState, gm: fx.GraphModule, config: Config) -> KeptPartition | None:
