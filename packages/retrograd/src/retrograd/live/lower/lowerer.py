@@ -313,7 +313,7 @@ def _code(how: SegmentFunction, traced: Traced) -> tuple[Boxed, Later | None]:
 
     Code is not compiled in the background where determinism is asked for, because runs must not differ.
     """
-    compile = functools.partial(_compiled, how.backend, traced.gm, traced.example_inputs)
+    compile = functools.partial(_compiled, how.backend, traced, bool(ThreadModes.autocast_now()))
     patience = how.config.patience
     if patience is not None and not torch.get_deterministic_debug_mode():
         later = begin(compile, patience)
@@ -323,8 +323,10 @@ def _code(how: SegmentFunction, traced: Traced) -> tuple[Boxed, Later | None]:
 
 
 @autocast_off()
-def _compiled(backend: Backend, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
-    return without_autocast(backend.compile(gm, example_inputs))
+def _compiled(backend: Backend, traced: Traced, is_autocast_on: bool) -> Boxed:
+    """Code that runs without autocast. The guard of modes sees to it that none is on where none was."""
+    code = backend.compile(traced.gm, traced.example_inputs)
+    return without_autocast(code) if is_autocast_on else code
 
 
 def _not_there(args: list[Any]) -> Sequence[Any]:
