@@ -36,13 +36,9 @@ Subjects = Annotated[
     list[str],
     typer.Option("--subject", "-s", help="a subject's name; repeatable", autocompletion=completion.subject),
 ]
-Subject = Annotated[
-    str, typer.Option("--subject", "-s", help="a subject's name", autocompletion=completion.subject)
-]
-OneSubject = Annotated[
-    str | None,
-    typer.Option("--subject", "-s", help="a subject's name", autocompletion=completion.subject),
-]
+_SUBJECT = typer.Option("--subject", "-s", help="a subject's name", autocompletion=completion.subject)
+Subject = Annotated[str, _SUBJECT]
+OneSubject = Annotated[str | None, _SUBJECT]
 Corpora = Annotated[
     list[str] | None,
     typer.Option(

@@ -49,11 +49,8 @@ def engine(before: Callable[[Leaves], Any], after: Callable[[Leaves, Any], None]
             original(tensors, *args, **kwargs)
             after(leaves, noted)
 
-        torch.autograd.backward = run
-        try:
+        with mock.patch.object(torch.autograd, "backward", run):
             yield
-        finally:
-            torch.autograd.backward = original
 
     return context
 
@@ -139,11 +136,8 @@ def _options(**forced: Any) -> Iterator[None]:
     def derive(*args: Any, **kwargs: Any) -> Any:
         return grad(*args, **kwargs | {key: value for key, value in forced.items() if key != "inputs"})
 
-    torch.autograd.backward, torch.autograd.grad = run, derive
-    try:
+    with mock.patch.multiple(torch.autograd, backward=run, grad=derive):
         yield
-    finally:
-        torch.autograd.backward, torch.autograd.grad = backward, grad
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy
 import torch
@@ -236,22 +237,19 @@ def _without_autocast_off() -> Iterator[None]:
     def left(self: Any, *error: Any) -> Any:
         return leave(self, *error) if self._enabled else None
 
-    torch.autocast.__enter__, torch.autocast.__exit__ = entered, left  # type: ignore[method-assign]
-    try:
+    with mock.patch.multiple(torch.autocast, __enter__=entered, __exit__=left):
         yield
-    finally:
-        torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
 @contextmanager
 def _without_no_grad() -> Iterator[None]:
     """`no_grad` does nothing."""
-    enter, leave = torch.no_grad.__enter__, torch.no_grad.__exit__
-    torch.no_grad.__enter__, torch.no_grad.__exit__ = lambda self: None, lambda self, *error: None  # type: ignore[method-assign]
-    try:
+
+    def nothing(self: Any, *error: Any) -> None:
+        pass
+
+    with mock.patch.multiple(torch.no_grad, __enter__=nothing, __exit__=nothing):
         yield
-    finally:
-        torch.no_grad.__enter__, torch.no_grad.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
 @contextmanager
