@@ -77,15 +77,15 @@ def pack(folder: Path, archive: Path) -> int:
     Raises:
         OSError: something cannot be read or written. `archive` is as it was then.
     """
-    count = 0
+    paths = list(_finished(folder))
     with replacing(archive) as to, tarfile.open(fileobj=to, mode="w:gz") as tar:
         said = json.dumps(made_of()).encode()
         entry = tarfile.TarInfo(MANIFEST)
         entry.size = len(said)
         tar.addfile(entry, io.BytesIO(said))
-        for count, path in enumerate(_finished(folder), 1):
+        for path in paths:
             tar.add(path, str(path.relative_to(folder)), recursive=False)
-    return count
+    return len(paths)
 
 
 def unpack(archive: Path, folder: Path) -> tuple[int, dict[str, str]]:
