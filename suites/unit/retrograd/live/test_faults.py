@@ -96,10 +96,11 @@ def test_strict_raises_a_fault_in_lowering(stage: str, monkeypatch: pytest.Monke
 
 
 class FailingBackend:
-    """A boxed backend whose code fails in its `nth` run, before or after it lets its inputs go."""
+    """A boxed backend whose code fails in its `nth` run, before or after it empties its list of inputs, or
+    has freed them."""
 
-    def __init__(self, nth: int, error: Exception, clears: bool = True) -> None:
-        self.nth, self.error, self.clears = nth, error, clears
+    def __init__(self, nth: int, error: Exception, clears: bool = True, frees: bool = False) -> None:
+        self.nth, self.error, self.clears, self.frees = nth, error, clears, frees
         self.runs = 0
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
@@ -109,6 +110,8 @@ class FailingBackend:
                 args.clear()
             self.runs += 1
             if self.runs == self.nth:
+                if self.frees:
+                    del values
                 raise self.error
             return gm(*values)
 
@@ -128,7 +131,7 @@ def expected_grad(w: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore::retrograd.errors.FallbackWarning")
 @pytest.mark.parametrize("nth", [2, 3, 5])
-@pytest.mark.parametrize("clears", [False, None])
+@pytest.mark.parametrize("clears", [False, True, None])
 def test_code_that_fails_later_is_interpreted_if_its_inputs_are_there(nth: int, clears: bool | None) -> None:
     """None: the code is given its inputs one by one."""
     backend = FailingBackend(nth, Planted("no"), bool(clears))
@@ -142,6 +145,8 @@ def test_code_that_fails_later_is_interpreted_if_its_inputs_are_there(nth: int, 
         for _ in range(6):
             torch.testing.assert_close(train(w), expected_grad(w))
     assert (backend.runs, retrograd.counters["run_failures"]) == (6, 1)
+    (reason,) = retrograd.explain().fallbacks
+    assert (reason.code, "raised Planted: no" in reason.text) == ("code-failed", True)
 
 
 @pytest.mark.parametrize("clears", [False, True])
@@ -155,8 +160,8 @@ def test_code_that_fails_in_its_first_run_is_replaced_by_interpretation_at_once(
     assert context.explain().backwards[0].lowerings[-1].because == "its code failed: Planted: no"
 
 
-def test_code_that_fails_later_raises_once_with_a_note_and_is_interpreted_then() -> None:
-    backend = FailingBackend(2, Planted("no"))
+def test_code_that_has_freed_its_inputs_raises_once_with_a_note_and_is_interpreted_then() -> None:
+    backend = FailingBackend(2, Planted("no"), frees=True)
     w = leaf()
     with retrograd.compiled_autograd(backend):
         torch.testing.assert_close(train(w), expected_grad(w))

@@ -407,7 +407,7 @@ def test_plans_with_hooks_have_no_one_function(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Fails:
-    """A backend whose code empties its list of inputs, as Inductor's does, and fails when it is told to."""
+    """A backend whose code frees its inputs, as Inductor's does, and fails when it is told to."""
 
     def __init__(self) -> None:
         self.fails = False
@@ -417,6 +417,7 @@ class Fails:
             values = [*args]
             args.clear()
             if self.fails:
+                del values
                 raise ValueError("planted")
             return gm(*values)
 

@@ -72,8 +72,8 @@ def compile(
 
 def compile_with(partition: Partition, config: Config, report: Report, lazy: bool = True) -> CompiledFunction:
     """The same for choices that are checked already; `report` is told what runs eagerly later."""
-    ahead = find_backend(config.backend, strict=config.strict)
-    behind = ahead if config.backward is None else find_backend(config.backward, strict=config.strict)
+    ahead = find_backend(config.backend)
+    behind = ahead if config.backward is None else find_backend(config.backward)
     half = _forward_half(partition, lazy)
     code = lower(ahead, partition.forward, partition.joint.state, half, config)
     if config.cudagraphs and is_ready(code):

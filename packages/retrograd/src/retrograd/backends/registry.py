@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.autograd import versions_of
-from retrograd._torch.fx import boxed, copied, fill_in_place, has_effect, lazy_graph_module
+from retrograd._torch.fx import boxed, copied, fill_in_place, lazy_graph_module
 from retrograd._torch.inductor import compile_graph, decompositions, patched
 from retrograd.backends.base import SEGMENT, Backend, Boxed, Half
 from retrograd.errors import BackendError, OptionError
-from retrograd.report import MOST_FAILURES, process_report, why_failed
 
 
 class AtenBackend(Backend):
@@ -74,19 +72,16 @@ class CustomBackend(Backend):
     Args:
         fn: takes a graph module and fake example inputs; returns a callable that takes the inputs one by
             one, or, if it carries ``_boxed_call = True``, as one list.
-        strict: whether an error of the callable is never made good.
     """
 
     takes_parts = False
 
-    def __init__(self, fn: Callable[..., Any], strict: bool = False) -> None:
+    def __init__(self, fn: Callable[..., Any]) -> None:
         self.name = getattr(fn, "__name__", type(fn).__name__)
-        self._fn, self._strict = fn, strict
+        self._fn = fn
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
         expected = [_described(value) for value in _results(gm)]  # before `fn` may change the graph
-        may_be_made_good = not self._strict and not any(map(has_effect, gm.graph.nodes))
-        own = AtenBackend().compile(gm, example_inputs) if may_be_made_good else None
         compiled = self._fn(gm, list(example_inputs))
         if not callable(compiled):
             raise BackendError(
@@ -94,37 +89,29 @@ class CustomBackend(Backend):
                 "expected a callable that runs the graph"
             )
         if getattr(compiled, "_boxed_call", False):
-            return _Checked(self.name, compiled, expected, own)
+            return _Checked(self.name, compiled, expected)
 
         def run(args: list[Any]) -> Sequence[Any]:
-            values, versions = tuple(args), versions_of(args)
+            values = tuple(args)
             args.clear()
-            try:
-                result = compiled(*values)
-            except Exception:
-                if versions_of(values) == versions:
-                    args.extend(values)
-                raise
+            result = compiled(*values)
             return result if isinstance(result, (tuple, list)) else (result,)
 
-        return _Checked(self.name, run, expected, own)
+        return _Checked(self.name, run, expected)
 
 
 class _Checked:
-    """A user's code, whose results are looked at when it runs for the first time. If it raises in a later run
-    and has left its inputs as they were, the graph is interpreted. An error of its first run is for the
-    caller.
+    """A user's code, whose results are looked at when it runs for the first time.
 
     Args:
         name: of the backend.
-        run: the code; leaves its list of inputs full if it raises before it has changed one.
+        run: the code.
         expected: what `_described` says of each result that was traced.
-        own: interprets the graph; None if that may not be.
     """
 
-    def __init__(self, name: str, run: Boxed, expected: Sequence[Any], own: Boxed | None) -> None:
-        self._name, self._run, self._expected, self._own = name, run, expected, own
-        self._is_proven, self._failures = False, 0
+    def __init__(self, name: str, run: Boxed, expected: Sequence[Any]) -> None:
+        self._name, self._run, self._expected = name, run, expected
+        self._is_proven = False
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run it.
@@ -132,30 +119,10 @@ class _Checked:
         Raises:
             BackendError: it gave another number of results, or results of another shape or dtype.
         """
-        count = len(args)
-        try:
-            results = self._run(args)
-        except Exception as error:
-            if not self._is_proven or self._own is None or len(args) != count:
-                raise
-            return self._made_good(args, error)
+        results = self._run(args)
         if not self._is_proven:
             self._check(results)
             self._is_proven = True
-        return results
-
-    def _made_good(self, args: list[Any], error: Exception) -> Sequence[Any]:
-        """The results of the graph itself; if that raises as well, `error` is the program's."""
-        assert self._own is not None
-        try:
-            results = self._own(args)
-        except Exception:
-            raise error from None
-        self._failures += 1
-        if self._failures >= MOST_FAILURES and not isinstance(error, torch.OutOfMemoryError):
-            self._run = self._own
-        reason = why_failed(f"the code of backend {self._name!r}", error, "backend")
-        process_report.fell_back(reason, "a graph was interpreted")
         return results
 
     def _check(self, results: Sequence[Any]) -> None:
@@ -190,11 +157,8 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 }
 
 
-def find_backend(
-    backend: str | Backend | Callable[..., Any], option: str = "backend", *, strict: bool = False
-) -> Backend:
-    """The backend named, given or wrapped; `option` is the name under which it was given. If `strict`, an
-    error of a user's code is never made good."""
+def find_backend(backend: str | Backend | Callable[..., Any], option: str = "backend") -> Backend:
+    """The backend named, given or wrapped; `option` is the name under which it was given."""
     if isinstance(backend, str) and backend in BACKENDS:
         return BACKENDS[backend]()
     if isinstance(backend, Backend):
@@ -202,4 +166,4 @@ def find_backend(
     if isinstance(backend, str) or not callable(backend):
         expected = f"one of {', '.join(sorted(BACKENDS))}, or a callable (gm, example_inputs) -> callable"
         raise OptionError(option, f"got {backend!r}", expected)
-    return CustomBackend(backend, strict)
+    return CustomBackend(backend)

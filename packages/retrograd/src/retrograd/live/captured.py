@@ -106,7 +106,7 @@ class CapturedBackward:
                 return known.plan, False
         with event("retrograd.lay_out"):
             graph = without_last_outputs(self._laid_out(backward), request.added)
-            plan = Plan(graph, config, find_backend(config.backend, strict=config.strict))
+            plan = Plan(graph, config, find_backend(config.backend))
         self._known = (*self._known[1 - KEPT_PLANS :], _Known(plan, config, ranks, request.added))
         return plan, True
 

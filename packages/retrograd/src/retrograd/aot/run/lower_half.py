@@ -16,6 +16,7 @@ from retrograd._torch.state import autocast_off
 from retrograd._torch.trace import decomposed, guard_count
 from retrograd.backends.background import Later, begin
 from retrograd.backends.base import Backend, Boxed, Half
+from retrograd.backends.fallible import compile_fallible
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_call import graphed, is_passing
 from retrograd.errors import Reason
@@ -44,7 +45,7 @@ def lower(
     least = config.smallest_repeat * CALLS_PER_NODE if backend.takes_parts else 0
 
     def compile_part(part: fx.GraphModule, examples: Sequence[Any], visible: int | None) -> Boxed:
-        return backend.compile(part, examples, replace(half, visible=visible))
+        return compile_fallible(backend, part, examples, replace(half, visible=visible), strict=config.strict)
 
     def compile_graph() -> Boxed:
         return compile_in_regions(gm, inputs, compile_part, least, half.visible, config.fewest_copies)

@@ -28,6 +28,7 @@ from retrograd._torch.subclass import SubclassBorder, is_wrapper
 from retrograd._torch.trace import InputGuard, Traced, changed_sizes, is_not_in_memory, trace
 from retrograd.backends.background import Later, begin
 from retrograd.backends.base import Backend, Boxed
+from retrograd.backends.fallible import compile_fallible
 from retrograd.config import Config
 from retrograd.errors import LoweringError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
@@ -313,7 +314,7 @@ def _code(how: SegmentFunction, traced: Traced) -> tuple[Boxed, Later | None]:
 
     Code is not compiled in the background where determinism is asked for, because runs must not differ.
     """
-    compile = functools.partial(_compiled, how.backend, traced, bool(ThreadModes.autocast_now()))
+    compile = functools.partial(_compiled, how, traced, bool(ThreadModes.autocast_now()))
     patience = how.config.patience
     if patience is not None and not torch.get_deterministic_debug_mode():
         later = begin(compile, patience)
@@ -323,9 +324,9 @@ def _code(how: SegmentFunction, traced: Traced) -> tuple[Boxed, Later | None]:
 
 
 @autocast_off()
-def _compiled(backend: Backend, traced: Traced, is_autocast_on: bool) -> Boxed:
+def _compiled(how: SegmentFunction, traced: Traced, is_autocast_on: bool) -> Boxed:
     """Code that runs without autocast. The guard of modes sees to it that none is on where none was."""
-    code = backend.compile(traced.gm, traced.example_inputs)
+    code = compile_fallible(how.backend, traced.gm, traced.example_inputs, strict=how.config.strict)
     return without_autocast(code) if is_autocast_on else code
 
 

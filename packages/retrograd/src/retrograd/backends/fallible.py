@@ -1,0 +1,95 @@
+"""Code of a backend that raises in a later run than its first.
+
+In: a backend, and what it compiles. Out: its code; where that raises, and has left its inputs as they were,
+the graph is interpreted. An error of the first run is for the caller, who knows more ways out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from traceback import clear_frames
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import fx
+
+from retrograd._torch.autograd import versions_of
+from retrograd._torch.fx import has_effect
+from retrograd.backends.base import SEGMENT, Backend, Boxed, Half
+from retrograd.backends.registry import AtenBackend, InductorBackend
+from retrograd.report import MOST_FAILURES, process_report, why_failed
+
+
+def compile_fallible(
+    backend: Backend,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    half: Half = SEGMENT,
+    *,
+    strict: bool = False,
+) -> Boxed:
+    """Compile with `backend`. If `strict`, or if the graph has effects, all errors are for the caller."""
+    if strict or isinstance(backend, AtenBackend) or any(map(has_effect, gm.graph.nodes)):
+        return backend.compile(gm, example_inputs, half)
+    own = AtenBackend().compile(gm, example_inputs)  # before the backend may change the graph
+    code = backend.compile(gm, example_inputs, half)
+    return _FallibleCode(backend.name, code, own, not isinstance(backend, InductorBackend))
+
+
+#: how many runs of Inductor's code are watched: to watch costs time, and what has run so often is proven.
+WATCHED_RUNS = 8
+
+
+class _FallibleCode:
+    """Code that may be replaced.
+
+    Its inputs are not kept alive: code frees them as it goes on. What it has not freed before it raises is
+    still there, in its frames.
+
+    Args:
+        name: of the backend.
+        run: the code.
+        own: interprets the graph.
+        is_foreign: whether the code is a user's. It may change its inputs, though the graph does not; all of
+            its runs are watched.
+    """
+
+    def __init__(self, name: str, run: Boxed, own: Boxed, is_foreign: bool) -> None:
+        self._name, self._run, self._own, self._is_foreign = name, run, own, is_foreign
+        self._runs = self._failures = 0
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        """Run it."""
+        if self._runs >= WATCHED_RUNS and not self._is_foreign:
+            return self._run(args)
+        if self._runs == 0:
+            results = self._run(args)
+            self._runs = 1
+            return results
+        self._runs += 1
+        given = [ref(value) if isinstance(value, torch.Tensor) else value for value in args]
+        versions = versions_of(args) if self._is_foreign else None
+        try:
+            return self._run(args)
+        except Exception as error:
+            values = [one() if isinstance(one, ref) else one for one in given]
+            if any(isinstance(one, ref) and one() is None for one in given):
+                raise
+            if versions is not None and versions_of(values) != versions:
+                raise
+            clear_frames(error.__traceback__)  # they hold what the code has computed so far
+            return self._made_good(values, error)
+
+    def _made_good(self, values: list[Any], error: Exception) -> Sequence[Any]:
+        """The results of the graph itself; if that raises as well, `error` is the program's."""
+        try:
+            results = self._own(values)
+        except Exception:
+            raise error from None
+        self._failures += 1
+        if self._failures >= MOST_FAILURES and not isinstance(error, torch.OutOfMemoryError):
+            self._run = self._own
+        reason = why_failed(f"the code of backend {self._name!r}", error, "backend")
+        process_report.fell_back(reason, "a graph was interpreted")
+        return results
