@@ -5,6 +5,8 @@ In: a probe, whose `compile` is the identity for eager. Out: gradients, and the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -85,6 +87,49 @@ def aot_checkpoint_by_policy(p: Probe) -> None:
         with p.backward():
             run(p.randn(2, 3)).sum().backward()
         p.value(f"grad{step}", model[0].weight.grad)
+
+
+@scenario(tags=(*TAGS, "effects"))
+def aot_checkpoint_whose_contexts_are_made_in_the_call(p: Probe) -> None:
+    """What makes the contexts is a function written in the call. They are entered in each forward, and again
+    when it is repeated."""
+    w = p.leaf("w", p.randn(3, 3, requires_grad=True))
+    entered: list[str] = []
+
+    @contextmanager
+    def noted(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
+
+    def run(x: Tensor) -> Tensor:
+        def contexts() -> tuple[Any, Any]:
+            return noted("forward"), noted("repeated")
+
+        return checkpoint(lambda h: (h @ w).sin().exp(), x, use_reentrant=False, context_fn=contexts)
+
+    compiled = p.compile(run)
+    for _ in range(3):
+        with p.backward():
+            compiled(p.randn(2, 3)).sum().backward()
+        p.value("entered", tuple(entered))
+
+
+@scenario(tags=TAGS)
+def aot_checkpoint_by_a_policy_made_in_the_call(p: Probe) -> None:
+    """The policy of a selective checkpoint is chosen by an argument of the call."""
+    w = p.leaf("w", p.randn(3, 3, requires_grad=True))
+
+    def run(x: Tensor, keeps: bool) -> Tensor:
+        def contexts() -> Any:
+            return create_selective_checkpoint_contexts(_keep_products if keeps else [])
+
+        return checkpoint(lambda h: (h @ w).sin().exp() @ w, x, use_reentrant=False, context_fn=contexts)
+
+    compiled = p.compile(run)
+    for step, keeps in enumerate((True, False, True)):
+        x = p.leaf(f"x{step}", p.randn(2, 3, requires_grad=True))
+        with p.backward():
+            compiled(x, keeps).sum().backward()
 
 
 @scenario(tags=TAGS)

@@ -171,7 +171,12 @@ def _names_hold(reading: Reading, builder: Any, guard: Guard) -> None:
 
 def _checkpoint(original: Callable[..., Any], variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """What Dynamo makes of ``checkpoint(...)``."""
-    result = original(variable, tx, args, kwargs)
+    try:
+        result = original(variable, tx, args, kwargs)
+    except NotImplementedError as error:
+        if not keeps_eager(tx):
+            raise
+        break_graph("checkpoint that Dynamo does not know", "torch.utils.checkpoint.checkpoint", str(error))
     if torch.is_grad_enabled() and keeps_eager(tx) and (why := _why_not_repeatable(tx)) is not None:
         break_graph("checkpoint that cannot be repeated", "torch.utils.checkpoint.checkpoint", why)
     return result
