@@ -6,6 +6,7 @@ import pytest
 import torch
 from suites.unit.retrograd.aot.against_eager import tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from retrograd import aot
 
@@ -37,6 +38,32 @@ def test_numbers_that_are_drawn_again_in_the_backward_are_the_same():
     kept = out.mT != 1
     assert torch.equal(grad != 0, kept)
     assert kept.any()
+
+
+def test_what_the_backward_draws_again_the_forward_draws_once():
+    state = aot.create_state(lambda x: functional.dropout(x.sin(), 0.5).exp(), (tensor(4, grad=True),))
+    parts = aot.partition(aot.capture(state), "recompute_all")
+    forward, backward = (
+        [str(node.target) for node in gm.graph.nodes] for gm in (parts.forward, parts.backwards[0].gm)
+    )
+    assert "run_and_save_rng_state" in forward
+    assert "run_with_rng_state" not in forward
+    assert "run_with_rng_state" in backward
+
+
+@pytest.mark.parametrize("numbers", ["inductor's", "eager's"])
+def test_a_checkpoint_with_dropout_is_compiled_by_inductor(numbers):
+    x = tensor(6, 8, grad=True)
+    call = torch.compile(
+        lambda x: checkpoint(lambda h: functional.dropout(h.exp(), 0.5), x, use_reentrant=False),
+        backend="retrograd",
+        options={"strict": True},
+    )
+    with torch._inductor.config.patch(fallback_random=numbers == "eager's"):
+        out = call(x)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+    torch.testing.assert_close(grad, out)
+    assert 0 < (out == 0).sum() < out.numel()
 
 
 def test_a_code_generator_gets_a_dropout_in_one_piece():

@@ -6,6 +6,8 @@ history and versions, and gradients that flow through what was written.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -371,3 +373,55 @@ def aot_views_returned_in_inference_mode(p: Probe) -> None:
         y, first = p.compile(run)(p.randn(2, 3))
     p.value("first", first)
     p.event("shares", first.data_ptr() == y.data_ptr(), y.is_inference(), first.is_inference())
+
+
+#: tensors with gaps in memory.
+GAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "columns": lambda a: a[:, 1:14],
+    "every_second_row": lambda a: a[::2],
+    "every_second_column": lambda a: a[:, ::2],
+    "transposed_columns": lambda a: a.t()[:, :11],
+    "a_diagonal": lambda a: a.diagonal(),
+}
+
+
+def _register_gaps(name: str) -> None:
+    def body(p: Probe) -> None:
+        w, given = p.leaf("w", p.randn(1, requires_grad=True)), GAPS[name](p.randn(19, 19))
+
+        def run(w: Tensor, given: Tensor) -> Tensor:
+            given.mul_(3).add_(0.1).sigmoid_()
+            return given.add(1).tanh_() * w
+
+        out = p.compile(run)(w, given)
+        p.value("results", (out, given))
+        with p.backward():
+            out.sum().backward()
+
+    body.__name__ = f"aot_gaps_stay_in_{name}_of_an_input"
+    body.__doc__ = "Kernels round otherwise where a tensor has gaps in memory: a change leaves them there."
+    scenario(tags=TAGS)(body)
+
+
+for _name in GAPS:
+    _register_gaps(_name)
+
+
+@scenario(tags=(*TAGS, "rnn"))
+def aot_gated_cells_of_odd_width(p: Probe) -> None:
+    """The cells of recurrent networks change chunks of one product in place."""
+    cells = p.module(torch.nn.ModuleList([torch.nn.GRUCell(5, 7), torch.nn.LSTMCell(7, 6)]))
+
+    def run(x: Tensor) -> Tensor:
+        hidden, state = x.new_zeros(3, 7), (x.new_zeros(3, 6), x.new_zeros(3, 6))
+        for step in x.unbind(1):
+            hidden = cells[0](step, hidden)
+            state = cells[1](hidden, state)
+        return state[0].square().sum() + state[1].sum()
+
+    call = p.compile(run)
+    for number in range(2):
+        loss = call(p.randn(3, 4, 5))
+        p.value(f"loss{number}", loss)
+        with p.backward():
+            loss.backward()

@@ -98,6 +98,52 @@ for _change in CHANGES:
     _register_change(_change)
 
 
+class Recomputing(torch.autograd.Function):
+    """Runs a module again in its backward, as reversible blocks do, and a backward through it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: nn.Module, backward: Callable[[Tensor, Tensor], None]) -> Tensor:
+        ctx.block, ctx.run = block, backward
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            result: Tensor = block(x)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        (saved,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = saved.detach().requires_grad_()
+            ctx.run(ctx.block(x), grad)
+        return x.grad, None, None
+
+
+#: how a backward is run inside a backward.
+WAYS: dict[str, Callable[[Tensor, Tensor], None]] = {
+    "by_the_method": lambda out, grad: out.backward(grad),
+    "by_the_function": lambda out, grad: torch.autograd.backward([out], [grad]),
+    "twice": lambda out, grad: [out.backward(grad / 2, retain_graph=True) for _ in range(2)] and None,
+}
+
+
+def _register_recomputing(name: str) -> None:
+    def body(p: Probe) -> None:
+        first, block = (p.module(nn.Linear(4, 4)) for _ in range(2))
+        call = p.compile(lambda x: Recomputing.apply(first(x), block, WAYS[name]).sin())
+        for step in range(3):
+            with p.backward():
+                call(p.randn(3, 4)).sum().backward()
+            p.value(f"grads{step}", tuple(one.grad for one in (*first.parameters(), *block.parameters())))
+
+    body.__name__ = f"backward_changes_gradients_of_a_module_on_its_context_{name}"
+    body.__doc__ = f"A Function runs a module again, and a backward through it {name.replace('_', ' ')}."
+    scenario(tags=TAGS)(body)
+
+
+for _way in WAYS:
+    _register_recomputing(_way)
+
+
 def _normalised(p: Probe) -> nn.Module:
     norm = nn.BatchNorm1d(4)
     return p.module(nn.Sequential(nn.Linear(4, 4), norm, nn.ReLU(), nn.Linear(4, 2)))

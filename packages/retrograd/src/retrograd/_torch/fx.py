@@ -36,7 +36,8 @@ SELF_CONTAINED = (
     "associative_scan", "auto_functionalized", "auto_functionalized_v2", "cond", "flex_attention",
     "flex_attention_backward", "invoke_subgraph", "map_impl", "out_dtype", "scan", "while_loop",
 )  # fmt: skip
-_PURE_HIGHER_ORDER = frozenset({*SELF_CONTAINED, "triton_kernel_wrapper_functional"})
+#: the last draws from a state that it is given, and leaves the generator as it was.
+_PURE_HIGHER_ORDER = frozenset({*SELF_CONTAINED, "triton_kernel_wrapper_functional", "run_with_rng_state"})
 _PURE_MODULES = frozenset({"_operator", "math"})
 _SYMBOLIC = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith("sym_"))
 _WAIT = "_c10d_functional::wait_tensor"

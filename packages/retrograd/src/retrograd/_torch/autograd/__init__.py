@@ -49,6 +49,7 @@ from retrograd._torch.autograd.protocol import EngineProtocol
 from retrograd._torch.autograd.request import (
     LiveBackward,
     OrderCheck,
+    accumulating_only_into,
     answer_queries,
     answering,
     beginning_of,

@@ -19,15 +19,17 @@ import os
 import re
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from retrograd._torch.autograd.collection import EngineRequest
+from retrograd._torch.autograd.collection import GATEWAYS, EngineRequest
 from retrograd._torch.cuda import side_streams
-from retrograd._torch.patches import Handler, handle
+from retrograd._torch.patches import Handler, handle, handled_here
+from retrograd.errors import Refusal
 from retrograd.graph.eager_order import ROOT, Edge, LiveGraph, LiveNode, contests, eager_walk, engine_walk
 from retrograd.graph.emit import Emitter
 from retrograd.graph.reach import reached
@@ -144,6 +146,23 @@ class _Numbers(dict[Any, int]):
         self[handle] = number = len(self.handles)
         self.handles.append(handle)
         return number
+
+
+@contextmanager
+def accumulating_only_into(is_ours: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """Inside, a backward that this thread begins, and that would write the ``.grad`` of another tensor, is
+    refused."""
+
+    def run(original: Callable[..., Any], tensors: Any, *args: Any, **options: Any) -> Any:
+        if options.get("accumulate_grad"):
+            graph = graph_below(edge_of(tensor) for tensor in tensors if tensor.requires_grad)
+            leaves = filter(None.__ne__, (leaf_of(node.handle) for node in graph.nodes))
+            if not all(map(is_ours, leaves)):
+                raise Refusal("backward-effect", "its backward runs another, which accumulates into a leaf")
+        return original(tensors, *args, **options)
+
+    with handled_here(GATEWAYS[0], run), handled_here(GATEWAYS[1], run):
+        yield
 
 
 def leaf_of(node: Any) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ traced; `without_tokens` puts plain calls in their place.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,23 +25,51 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transfor
 
 from retrograd._torch import pytree
 from retrograd._torch.fx import fills_with_random_numbers
-from retrograd._torch.tensor import inner_tensors, storage_of
+from retrograd._torch.tensor import inner_tensors, is_dense, storage_of
 from retrograd._torch.trace.graph_tracer import noted
 from retrograd.errors import Refusal
 
 
-def functional_mode() -> AbstractContextManager[Any]:
+def functional_mode(keeps_gaps: bool = False) -> AbstractContextManager[Any]:
     """While open, operations on functional tensors are recorded without mutation; calls that filled a tensor
-    with random numbers in place are noted. (Operators of higher order know torch's class of mode only.)"""
+    with random numbers in place are noted. (Operators of higher order know torch's class of mode only.)
+
+    Args:
+        keeps_gaps: whether a tensor with gaps in memory keeps them when it is changed in place, as in eager.
+            Kernels round otherwise where they cannot take many elements at a time.
+    """
     mode: Any = FunctionalTensorMode(_allow_token_discovery=True)
     run = mode.__torch_dispatch__
 
-    def dispatch(_: Any, func: Any, *args: Any) -> Any:
+    def dispatch(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if keeps_gaps and (plain_func := _without_mutation(func)) is not None and _has_gaps(args[0]):
+            run(torch.ops.aten.copy_.default, types, (args[0], run(plain_func, types, args, kwargs)))
+            return args[0]
         with noted(fills_by=func) if fills_with_random_numbers(func) else nullcontext():
-            return run(func, *args)
+            return run(func, types, args, kwargs)
 
     mode.__torch_dispatch__ = MethodType(dispatch, mode)
     return mode
+
+
+@functools.cache
+def _without_mutation(func: Any) -> Any:
+    """The operator that gives what `func` writes to its first argument; None if it is no such operator."""
+    name = func._schema.name
+    if not name.startswith("aten::") or not name.endswith("_") or name == "aten::copy_":
+        return None
+    if torch.Tag.inplace_view in func.tags or fills_with_random_numbers(func):
+        return None
+    packet = getattr(torch.ops.aten, name[len("aten::") : -1], None)
+    return getattr(packet, func._overloadname, None)
+
+
+def _has_gaps(value: torch.Tensor) -> bool:
+    """Whether it has gaps, and is no view, which is taken anew of what it shows after each change."""
+    if value._is_view():
+        return False
+    is_static = all(type(number) is int for number in (*value.shape, *value.stride()))
+    return is_static and value.layout is torch.strided and not is_dense(value)
 
 
 def to_functional(value: torch.Tensor) -> torch.Tensor:

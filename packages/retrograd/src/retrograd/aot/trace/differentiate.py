@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from retrograd._torch.autograd import (
+    accumulating_only_into,
     call_node,
     edge_of,
     fitted,
@@ -27,7 +28,7 @@ from retrograd._torch.autograd import (
     why_backward_has_effects,
 )
 from retrograd._torch.subclass import Layout, built, layout_of, parts_of
-from retrograd._torch.trace import JointTracer, plain, to_functional
+from retrograd._torch.trace import JointTracer, is_traced, plain, to_functional
 from retrograd.aot.trace.analyse import Analysis, TracedValue
 from retrograd.aot.trace.enter import Inputs
 from retrograd.aot.trace.structure import Structure, divide
@@ -208,7 +209,8 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
             if any(tells_undefined(graph.nodes[node].handle) for node in region.nodes):
                 made.undefined_matters.add(number)
             walk = Walk(graph, structure, primals, number, noting)
-            made.grads.append(walk.run(_cotangents(tracer, roots, manner.layouts, made.cotangents)))
+            with accumulating_only_into(is_traced):
+                made.grads.append(walk.run(_cotangents(tracer, roots, manner.layouts, made.cotangents)))
     if any(leaf is not None and leaf.grad is not None for leaf in inputs.leaves):
         raise Refusal("backward-effect", "its backward accumulates into the .grad of an input")
     return made

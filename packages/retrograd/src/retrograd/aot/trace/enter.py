@@ -94,7 +94,7 @@ class Inputs:
     @contextmanager
     def functional(self) -> Iterator[None]:
         """The modes in which the inputs are made and the function runs."""
-        with functional_mode():
+        with functional_mode(keeps_gaps=not self.state.decompositions):
             self._enter()
             yield
 
