@@ -73,6 +73,28 @@ def test_sizes_are_saved_as_numbers() -> None:
         assert all(value.bytes == 0 for value in numbers)
 
 
+def normed(x: Tensor, *weights: Tensor) -> Tensor:
+    for weight in weights:
+        x = torch.relu(nn.functional.layer_norm(x, x.shape[-1:]) @ weight) + x
+    return x.sum()
+
+
+def test_what_is_only_saved_is_computed_with_its_layer() -> None:
+    """Inductor's formula of a layer norm saves what the formula of its gradient computes of the forward."""
+    weights = [leaf(8, 8, seed=i) for i in range(4)]
+    joint = captured(normed, leaf(4, 8), *weights, decompositions=decompositions())
+    forward = aot.partition(joint).forward
+    nodes = list(forward.graph.nodes)
+    products = [i for i, node in enumerate(nodes) if node.target is aten.mm.default]
+    results: Any = forward.graph.output_node().args[0]
+    saved_only = [node for node in results[1:] if node.target is aten.div.Tensor]
+    assert len(products) == len(saved_only) == 4
+    for i, node in enumerate(saved_only):
+        after = [0, *products][i]
+        assert after < nodes.index(node) < [*products[1:], len(nodes)][i], f"layer {i}"
+    forward.graph.lint()
+
+
 def test_every_gradient_is_made_once() -> None:
     def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         h = x * y
