@@ -80,18 +80,16 @@ def normed(x: Tensor, *weights: Tensor) -> Tensor:
 
 
 def test_what_is_only_saved_is_computed_with_its_layer() -> None:
-    """Inductor's formula of a layer norm saves what the formula of its gradient computes of the forward."""
+    """The formula of the gradient of ``relu`` asks where it was zero, layer by layer from the end."""
     weights = [leaf(8, 8, seed=i) for i in range(4)]
     joint = captured(normed, leaf(4, 8), *weights, decompositions=decompositions())
     forward = aot.partition(joint).forward
     nodes = list(forward.graph.nodes)
-    products = [i for i, node in enumerate(nodes) if node.target is aten.mm.default]
-    results: Any = forward.graph.output_node().args[0]
-    saved_only = [node for node in results[1:] if node.target is aten.div.Tensor]
-    assert len(products) == len(saved_only) == 4
-    for i, node in enumerate(saved_only):
-        after = [0, *products][i]
-        assert after < nodes.index(node) < [*products[1:], len(nodes)][i], f"layer {i}"
+    masks = forward.graph.find_nodes(op="call_function", target=aten.le.Scalar)
+    assert len(masks) == 3
+    for mask in masks:
+        between = nodes[nodes.index(mask.args[0]) + 1 : nodes.index(mask)]
+        assert aten.mm.default not in [node.target for node in between]
     forward.graph.lint()
 
 
