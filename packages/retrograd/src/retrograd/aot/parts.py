@@ -2,8 +2,9 @@
 
 In: a joint graph; values that are given and values that are wanted. Out: for each node the one whose memory
 it shows, and which of those a user can see; a graph module of its own, with the calls between the values in
-their old order. In the graph of a region, what is computed again stands just before its first use, so that it
-is in memory only as long as it is needed.
+their old order. In the graph of a region, what is computed again stands just before its first use, so that
+it is in memory only as long as it is needed; in that of the forward, what is only saved stands with what it
+is made of.
 
 In: a joint graph, its sharing of memory, and a policy: torch's minimum cut, or one of the two extremes, or
 the user's own. Out: the set of forward nodes that the backward may read.
@@ -22,8 +23,15 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from retrograd._torch.fx import has_effect, is_operator_overload, is_random, lazy_graph_module, schema_of
-from retrograd._torch.inductor import cut_by
+from retrograd._torch.fx import (
+    has_effect,
+    is_mutating,
+    is_operator_overload,
+    is_random,
+    lazy_graph_module,
+    schema_of,
+)
+from retrograd._torch.inductor import cut_by, memory_budget
 from retrograd.config import PARTITIONERS, Policy
 from retrograd.errors import OptionError, VerificationError
 from retrograd.graph.joint import Gradient, JointSignature, Primal, cotangents_reaching
@@ -167,6 +175,35 @@ def extract(
     return lazy_graph_module(gm, graph, name)
 
 
+def finished_forward(gm: fx.GraphModule, count: int) -> fx.GraphModule:
+    """The forward graph, once it is cut out: what is computed only to be saved stands behind what it reads,
+    or, if it reads nothing but inputs, at their first use. So it is fused with its own layer. It came from
+    the backward half, behind all layers: there, what it reads was read again, and kept until then.
+
+    Args:
+        gm: the graph. count: how many results, from the first, are the function's own.
+    """
+    graph = gm.graph
+    if any(map(is_mutating, graph.nodes)):
+        return gm
+    own = [node for node in graph.output_node().args[0][:count] if isinstance(node, fx.Node)]  # type: ignore[index]
+    own += [node for node in graph.nodes if node.op != "call_function" or has_effect(node)]
+    needed = reached(own, lambda node: [] if node.op == "output" else node.all_input_nodes)
+    place = {node: i for i, node in enumerate(graph.nodes) if node in needed}
+    for node in graph.nodes:
+        if node not in needed:
+            behind = [place[read] for read in node.all_input_nodes if read.op != "placeholder"]
+            users = {user for read in node.all_input_nodes for user in read.users if user in needed}
+            first = min((place[user] for user in users), default=len(graph.nodes))
+            place[node] = max(behind, default=first)
+    output = graph.output_node()
+    for node in sorted(graph.nodes, key=place.__getitem__):
+        if node is not output:
+            output.prepend(node)
+    gm.recompile()
+    return gm
+
+
 def finished_backward(gm: fx.GraphModule) -> fx.GraphModule:
     """The graph of a region, once it is cut out: what is computed again stands late; views may be copies,
     since a backend may give what is saved another layout than tracing did."""
@@ -233,9 +270,10 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
     if policy == "min_cut" and (read := _read(joint)) <= set(memory.primals):
         return read
     if policy == "min_cut":
-        with _copies_offered(joint, memory) as copied:
+        is_short = memory_budget(joint.gm) < 1
+        with _copies_offered(joint, memory, of_all=is_short) as copied:
             saved = {copied.get(node, node) for node in _cut(joint, memory_of(joint.gm, joint.signature))}
-        lawful = not any(memory.is_forbidden(node) for node in saved - {*copied.values()})
+        lawful = is_short or not any(memory.is_forbidden(node) for node in saved - {*copied.values()})
         return saved if lawful else _read(joint)
     if callable(policy):
         saved = _cut(joint, memory, policy)
@@ -258,22 +296,30 @@ def _cut(joint: JointValues, memory: Memory, partitioner: Callable[..., Any] | N
 
 
 @contextmanager
-def _copies_offered(joint: JointValues, memory: Memory) -> Iterator[dict[fx.Node, fx.Node]]:
-    """Let a cut choose a copy of what must not be kept, where a call only makes it wider.
+def _copies_offered(joint: JointValues, memory: Memory, of_all: bool) -> Iterator[dict[fx.Node, fx.Node]]:
+    """Let a cut choose a copy of what must not be kept: where a call only makes it wider, or `of_all`, under
+    a memory budget.
 
     The loss of a language model reads half-precision logits as float32. Eager does not keep the logits; a
-    copy of them takes half the memory of what it keeps instead. Gives the values by their copies, which are
-    in the graph until the end of the context.
+    copy of them takes half the memory of what it keeps instead. A linear layer reads a bias, which eager does
+    not keep: without a copy of it, nothing of the layer could be computed again. Gives the values by their
+    copies, which are in the graph until the end of the context.
     """
     graph, copied = joint.gm.graph, dict[fx.Node, fx.Node]()
+    first: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.target in _CONVERSIONS and not is_backward(node) and _widens(node, memory):
-            (value,) = node.all_input_nodes
-            with graph.inserting_before(node):
-                copy = graph.call_function(torch.ops.aten.clone.default, (value,))
-            copy.meta["val"] = value.meta["val"].clone()
-            node.replace_input_with(value, copy)
-            copied[copy] = value
+        if node.op != "call_function" or is_backward(node) or has_effect(node):
+            continue
+        read = [value for value in node.all_input_nodes if of_all and memory.is_forbidden(value)]
+        if not of_all and node.target in _CONVERSIONS and _widens(node, memory):
+            read = node.all_input_nodes
+        for value in read:
+            if value not in first:
+                with graph.inserting_before(node):
+                    first[value] = copy = graph.call_function(torch.ops.aten.clone.default, (value,))
+                copy.meta["val"] = value.meta["val"].clone()
+                copied[copy] = value
+            node.replace_input_with(value, first[value])
     try:
         yield copied
     finally:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.fx import boxed, copied, fill_in_place, lazy_graph_module
-from retrograd._torch.inductor import compile_graph, decompositions, patched
+from retrograd._torch.inductor import compile_graph, decompositions, patched, warm_workers
 from retrograd.backends.base import SEGMENT, Backend, Boxed, Half
 from retrograd.errors import BackendError, OptionError
 
@@ -50,6 +50,9 @@ class InductorBackend(Backend):
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         self.settings = dict(settings or {})
+
+    def prepare(self) -> None:
+        warm_workers()
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         with patched(self.settings):

@@ -66,7 +66,9 @@ class Session:
 
     def __init__(self, config: Config, report: Report, is_paced: bool = False) -> None:
         self.config, self._report = config, report
-        paced = is_paced and not config.strict and find_backend(config.backend).for_speed
+        backend = find_backend(config.backend)
+        backend.prepare()
+        paced = is_paced and not config.strict and backend.for_speed
         self._paces: dict[Hashable, Pace] | None = {} if paced else None
         self._repetition = _Repetition()
 
