@@ -102,7 +102,9 @@ class Recomputing(torch.autograd.Function):
     """Runs a module again in its backward, as reversible blocks do, and a backward through it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, block: nn.Module, backward: Callable[[Tensor, Tensor], None]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, block: nn.Module, backward: Callable[[Tensor, Tensor], object]
+    ) -> Tensor:
         ctx.block, ctx.run = block, backward
         ctx.save_for_backward(x)
         with torch.no_grad():
@@ -119,10 +121,10 @@ class Recomputing(torch.autograd.Function):
 
 
 #: how a backward is run inside a backward.
-WAYS: dict[str, Callable[[Tensor, Tensor], None]] = {
+WAYS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "by_the_method": lambda out, grad: out.backward(grad),
     "by_the_function": lambda out, grad: torch.autograd.backward([out], [grad]),
-    "twice": lambda out, grad: [out.backward(grad / 2, retain_graph=True) for _ in range(2)] and None,
+    "twice": lambda out, grad: [out.backward(grad / 2, retain_graph=True) for _ in range(2)],
 }
 
 

@@ -156,8 +156,8 @@ def accumulating_only_into(is_ours: Callable[[torch.Tensor], bool]) -> Iterator[
     def run(original: Callable[..., Any], tensors: Any, *args: Any, **options: Any) -> Any:
         if options.get("accumulate_grad"):
             graph = graph_below(edge_of(tensor) for tensor in tensors if tensor.requires_grad)
-            leaves = filter(None.__ne__, (leaf_of(node.handle) for node in graph.nodes))
-            if not all(map(is_ours, leaves)):
+            leaves = [leaf_of(node.handle) for node in graph.nodes]
+            if not all(leaf is None or is_ours(leaf) for leaf in leaves):
                 raise Refusal("backward-effect", "its backward runs another, which accumulates into a leaf")
         return original(tensors, *args, **options)
 
