@@ -130,7 +130,7 @@ WAYS: dict[str, Callable[[Tensor, Tensor], object]] = {
 
 def _register_recomputing(name: str) -> None:
     def body(p: Probe) -> None:
-        first, block = (p.module(nn.Linear(4, 4)) for _ in range(2))
+        first, block = p.module(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
         call = p.compile(lambda x: Recomputing.apply(first(x), block, WAYS[name]).sin())
         for step in range(3):
             with p.backward():
