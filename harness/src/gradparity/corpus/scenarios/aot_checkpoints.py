@@ -91,7 +91,7 @@ def aot_checkpoint_by_policy(p: Probe) -> None:
 
 @scenario(tags=(*TAGS, "effects"))
 def aot_checkpoint_whose_contexts_are_made_in_the_call(p: Probe) -> None:
-    """Contexts that a function made in the call gives are entered in each forward, and when it is repeated."""
+    """Contexts that a function made in the call gives are entered in a forward, and when it is repeated."""
     w = p.leaf("w", p.randn(3, 3, requires_grad=True))
     entered: list[str] = []
 
