@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from retrograd._torch.autograd import passes_through_function, versions_of
+from retrograd._torch.autograd import leads_to, passes_through_function, versions_of
 from retrograd._torch.subclass import Layout, is_wrapper, layout_of, parts_of
 from retrograd._torch.tensor import lies_within, view_origin
 from retrograd._torch.trace import changes_of, is_traced, plain, storage_key
@@ -191,7 +191,9 @@ class _Outputs:
         for output in self.outputs:
             if isinstance(output, torch.Tensor) and is_traced(output):
                 self._sharing.setdefault(storage_key(output), {})[id(output)] = output
-        return [self._plan(output) for output in self.outputs]
+        # A tensor that is returned twice has one plan: the caller gets one tensor too.
+        plans = {id(output): self._plan(output) for output in self.outputs}
+        return [plans[id(output)] for output in self.outputs]
 
     def _plan(self, output: Any) -> OutputPlan:
         if isinstance(output, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -242,6 +244,11 @@ class _Outputs:
             raise Refusal(
                 "not-representable",
                 "a Function returns a view of what it was given, which the caller gets as well",
+            )
+        if output.grad_fn is not None and base.requires_grad and not leads_to(output, base):
+            raise Refusal(
+                "not-representable",
+                "it returns a view of a view that was made under no_grad, which is a leaf of its own",
             )
         if output.dtype != base.dtype or is_wrapper(output):
             if not output._is_view():
