@@ -155,3 +155,26 @@ def aot_view_is_returned_twice(p: Probe) -> None:
     twice.register_hook(p.hook("twice"))
     with p.backward():
         (one.sum() + two.sin().sum()).backward()
+
+
+def _behind_the_start(p: Probe, given: Tensor) -> None:
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        before = x[1:]
+        x.add_(1)
+        return before, x[1:], x.reshape(-1)
+
+    for number, output in enumerate(p.compile(run)(given)):
+        p.value(f"view {number}", output)
+    p.value("given", given)
+
+
+@scenario(tags=TAGS)
+def aot_input_behind_the_start_of_its_memory_is_changed(p: Probe) -> None:
+    """A view that is taken after a change of an input shows the input's own elements, wherever it begins."""
+    _behind_the_start(p, p.randn(3, 4)[1:])
+
+
+@scenario(tags=TAGS)
+def aot_input_with_gaps_is_changed(p: Probe) -> None:
+    """The same of an input with gaps."""
+    _behind_the_start(p, p.randn(3, 8)[:, ::2])

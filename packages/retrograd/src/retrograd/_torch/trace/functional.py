@@ -126,6 +126,21 @@ def _keep_layout(value: FunctionalTensor) -> None:
         torch._functionalize_mark_mutation_hidden_from_autograd(value.elem)
 
 
+def lost_layout(value: torch.Tensor) -> bool:
+    """Whether a change in place left `value` with other strides, or elsewhere in its memory, than in eager:
+    what `_keep_layout` cannot bring back, because `value` is an input with gaps or behind the start of its
+    memory. Views that are taken from then on have offsets and strides of the new place."""
+    if not isinstance(value, FunctionalTensor):
+        return False
+    bare = plain(value)
+    try:
+        long = [dim for dim, size in enumerate(value.shape) if size > 1]
+        apart = value.storage_offset() != bare.storage_offset()
+        return bool(apart) or any(value.stride(dim) != bare.stride(dim) for dim in long)
+    except GuardOnDataDependentSymNode:  # a size that nobody knows yet
+        return False
+
+
 def is_traced(value: torch.Tensor) -> bool:
     """Whether the tensor belongs to a trace, rather than being a real one that a function got hold of."""
     if torch._C._functorch.is_functorch_wrapped_tensor(value):

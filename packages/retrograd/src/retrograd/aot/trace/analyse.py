@@ -16,7 +16,7 @@ import torch
 from retrograd._torch.autograd import leads_to, passes_through_function, versions_of
 from retrograd._torch.subclass import Layout, is_wrapper, layout_of, parts_of
 from retrograd._torch.tensor import lies_within, view_origin
-from retrograd._torch.trace import changes_of, is_traced, plain, storage_key
+from retrograd._torch.trace import changes_of, is_traced, lost_layout, plain, storage_key
 from retrograd.errors import Refusal
 from retrograd.graph.joint_graph import (
     AliasOf,
@@ -215,6 +215,12 @@ class _Outputs:
         key = storage_key(output)
         if key in self._sources and not _is_empty(output):
             source = self._source(output, self._sources[key])
+            if lost_layout(self.inputs.entries[source]) and not lost_layout(output):
+                raise Refusal(
+                    "not-representable",
+                    "it changes an input that has gaps, or begins behind the start of its memory, and returns "
+                    "a view that it took afterwards",
+                )
             return AliasOf(self._seen(output, self.inputs.entries[source]), source=source)
         return self._computed(output, list(self._sharing[key].values()))
 
