@@ -218,7 +218,7 @@ class _Outputs:
             if lost_layout(self.inputs.entries[source]) and not lost_layout(output):
                 raise Refusal(
                     "not-representable",
-                    "it changes an input that has gaps, or begins behind the start of its memory, and returns "
+                    "it changes an input that has gaps or begins behind the start of its memory, and returns "
                     "a view that it took afterwards",
                 )
             return AliasOf(self._seen(output, self.inputs.entries[source]), source=source)
