@@ -178,3 +178,16 @@ def aot_input_behind_the_start_of_its_memory_is_changed(p: Probe) -> None:
 def aot_input_with_gaps_is_changed(p: Probe) -> None:
     """The same of an input with gaps."""
     _behind_the_start(p, p.randn(3, 8)[:, ::2])
+
+
+@scenario(tags=TAGS)
+def aot_expanded_input_is_changed(p: Probe) -> None:
+    """An expanded input can be filled with one number."""
+
+    def run(x: Tensor) -> Tensor:
+        x.fill_(2.0)
+        return x * 3
+
+    given = p.randn(1, 3).expand(2, 3)
+    p.value("out", p.compile(run)(given))
+    p.value("given", given)

@@ -15,7 +15,7 @@ import torch
 
 from retrograd._torch.autograd import leads_to, passes_through_function, versions_of
 from retrograd._torch.subclass import Layout, is_wrapper, layout_of, parts_of
-from retrograd._torch.tensor import lies_within, view_origin
+from retrograd._torch.tensor import lies_within, shares_elements, view_origin
 from retrograd._torch.trace import changes_of, is_traced, lost_layout, plain, storage_key
 from retrograd.errors import Refusal
 from retrograd.graph.joint_graph import (
@@ -125,6 +125,8 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
             raise Refusal("not-representable", f"it gives {primal.name} other memory (set_, or a resize)")
         if not changes.elements and not changes.shape:
             continue
+        if changes.elements and shares_elements(primal.fake):
+            raise Refusal("not-representable", f"it changes {primal.name}, an expanded tensor")
         if any(bared is tensor for bared in inputs.bared):
             raise Refusal(
                 "not-representable",
