@@ -7,7 +7,7 @@ would return.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -128,8 +128,10 @@ class Session:
             start(collected)
         return ran[0]
 
-    def _plan(self, captured: CapturedBackward, backward: LiveBackward) -> Plan:
-        plan, is_new = captured.plan(self.config, backward)
+    def _plan(
+        self, captured: CapturedBackward, backward: LiveBackward, inputs: Sequence[torch.Tensor] = ()
+    ) -> Plan:
+        plan, is_new = captured.plan(self.config, backward, inputs)
         if is_new:
             self._report.captured(plan.report)
             live_log.info("%s", plan.report)
@@ -140,7 +142,7 @@ class Session:
         captured, request = call.artifact, backward.request
         if reason := _why_not_run(call, backward):
             return self._fall_back(backward.asked, reason)
-        plan = self._plan(captured, backward)
+        plan = self._plan(captured, backward, call.inputs)
         self._repetition.runs(plan)
         if captured.has_aot_graphs:
             use_up(captured.graph, backward)

@@ -58,6 +58,7 @@ from retrograd._torch.autograd.request import (
     graph_below,
     is_traced,
     is_transformed,
+    leads_to,
     leaf_of,
     names_of_nodes,
     node_under_way,
