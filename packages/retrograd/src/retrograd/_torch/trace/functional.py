@@ -74,7 +74,7 @@ def _without_mutation(func: Any) -> Any:
 
 def _has_gaps(value: torch.Tensor) -> bool:
     """Whether it has gaps, and is no view, which is taken anew of what it shows after each change."""
-    if value._is_view():
+    if not isinstance(value, torch.Tensor) or value._is_view():
         return False
     is_static = all(type(number) is int for number in (*value.shape, *value.stride()))
     return is_static and value.layout is torch.strided and not is_dense(value)
