@@ -1,7 +1,7 @@
 """FX graphs: how nodes are written, copied and run, and what an operator does besides returning a value.
 
-In: graphs, calls and nodes. Out: whether a call has an effect, draws random numbers, may be made once for
-many, and whose memory its value shares (what is unknown counts as having an effect); nodes, without what
+In: graphs, calls and nodes. Out: whether a call has an effect or draws random numbers, and whose memory its
+value shares (what is unknown counts as having an effect); nodes, without what
 ``torch.fx.Graph.create_node`` does for graphs that are not our own, but with the same name in the same place;
 modules whose Python code is written when it is first asked for, because that takes as long as tracing. Left
 out of ``create_node`` are the search of the arguments for symbolic numbers and the callbacks of a module that
@@ -47,7 +47,6 @@ _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
 _UNDECLARED_ALIASES = frozenset({torch.ops.aten._unsafe_view.default})
 #: called to raise if a value is wrong; newer releases of torch know that themselves.
 _RAISING = frozenset({torch.ops.aten._linalg_check_errors.default})
-_UNINITIALISED = ("empty", "new_empty")
 _FILLS = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
 _FILLING = frozenset(getattr(torch.ops.aten, name) for name in _FILLS.split())
 _DEPENDS_ON_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -187,18 +186,6 @@ def _inner_nodes(node: fx.Node) -> list[fx.Node]:
         return []
     graphs = [operator.attrgetter(name)(owner) for name in names]
     return [inner for graph in graphs if isinstance(graph, fx.GraphModule) for inner in graph.graph.nodes]
-
-
-def is_repeatable(node: fx.Node) -> bool:
-    """Whether a second call with the same arguments is sure to give the same value and nothing else."""
-    if node.op != "call_function" or has_effect(node) or is_higher_order(node.target):
-        return False
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return True
-    if target.namespace in _COLLECTIVES or any(tag in target.tags for tag in _DEPENDS_ON_DATA):
-        return False
-    return not target._schema.name.split("::")[-1].startswith(_UNINITIALISED)
 
 
 def depends_on_data(node: fx.Node) -> bool:
