@@ -349,7 +349,7 @@ def test_retain_graph_grad_and_inputs(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_create_graph_does_not_settle(backend: str) -> None:
+def test_create_graph_is_not_specialised(backend: str) -> None:
     x = torch.ones(2, requires_grad=True)
     for _ in range(5):
         with retrograd.compiled_autograd(backend=backend):

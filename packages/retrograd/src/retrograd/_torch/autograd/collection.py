@@ -345,7 +345,7 @@ def collect(
         captures.append(factory())
         return captures[-1]
 
-    quiet = replace(request, allow_unreachable=True, create_graph=False)
+    quiet = replace(request, allow_unreachable=True)
     prior = _collection.receive
     with window.capture(), torch.autograd.set_multithreading_enabled(False):
         _forget_foreign_captures()

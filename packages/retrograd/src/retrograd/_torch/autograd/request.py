@@ -46,8 +46,6 @@ def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
         return "dispatch-mode", "a TorchDispatchMode is active and must see every operation of the backward"
     if torch._C._functorch.maybe_current_level() is not None or _has_batched_root(request):
         return "functorch", "a functorch transform (grad, vjp, vmap, …) is active"
-    if request.create_graph and not request.keep_graph:
-        return "create-graph-without-retain-graph", "create_graph=True with retain_graph=False"
     if torch.is_inference_mode_enabled():
         return "inference-mode", "inference mode is active"
     return None
