@@ -24,13 +24,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import fx
 
-from retrograd._torch import pytree
 from retrograd._torch.inductor import cache_folder
 from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import is_fake
 from retrograd.aot.export.save import read_trace, serialize_trace
 from retrograd.aot.export.serialize import read_graph, read_value, serialize_value
-from retrograd.aot.kept_key import key_of, strided_layout
+from retrograd.aot.kept_key import key_of
 from retrograd.aot.partition import partition
 from retrograd.config import Config
 from retrograd.errors import Refusal
@@ -73,8 +72,9 @@ class KeptPartition:
         """Keep `made`, if it is the same when it is read again."""
         try:
             data = _written(made)
-            if (what := _difference(made, _read(data, self.state))) is not None:
-                raise Refusal("unwritable", what)
+            read = _read(data, self.state)
+            if _written(read) != data or _graphs(read) != _graphs(made):
+                raise Refusal("unwritable", "what is read again as another graph")
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self.file) as to:
                 to.write(data)
@@ -150,6 +150,11 @@ def _read(data: bytes, state: CaptureState) -> Partition:
     return partition(joint, Choice(frozenset(written["saved"]), frozenset(written["copies"])))
 
 
+def _graphs(made: Partition) -> list[str]:
+    backwards = [backward.gm for backward in made.backwards]
+    return [str(gm.graph) for gm in (made.forward, *backwards)]
+
+
 def _example(value: Any, memory: dict[int, int]) -> Any:
     """The example value of a node; memory is numbered in the order of its first appearance."""
     if isinstance(value, (list, tuple)):
@@ -180,37 +185,3 @@ def _read_example(written: Any, memory: list[torch.Tensor]) -> Any:
         made = whole.as_strided(size, stride, written["offset"])
     memory.append(made)
     return made
-
-
-def _difference(made: Partition, read: Partition) -> str | None:
-    """What differs when a partition was written and read; None if nothing."""
-    if made.copied != read.copied or len(made.saved) != len(read.saved):
-        return "it saves something else"
-    for one, other in zip(made.saved, read.saved, strict=True):
-        if (one.name, one.kind, one.place, one.by_eager, one.is_view) != (
-            other.name, other.kind, other.place, other.by_eager, other.is_view,
-        ):  # fmt: skip
-            return f"{one.name} is saved otherwise"
-    for (name, graph), (_, same) in zip(_graphs(made), _graphs(read), strict=True):
-        for node, said, again in zip(graph.nodes, _said(graph), _said(same), strict=True):
-            if said != again:
-                return f"{node} of {name} is {said}, and is read as {again}"
-    return None
-
-
-def _graphs(made: Partition) -> list[tuple[str, fx.Graph]]:
-    backwards = [back.gm for back in made.backwards]
-    return [(gm._get_name(), gm.graph) for gm in (made.joint.gm, made.forward, *backwards)]
-
-
-def _said(graph: fx.Graph) -> Iterator[list[Any]]:
-    """Of each node, all that a code generator may read; memory by the number of its first appearance."""
-    memory: dict[int, int] = {}
-    for node in graph.nodes:
-        values = [
-            [*strided_layout(value), memory.setdefault(value.untyped_storage()._cdata, len(memory))]
-            if isinstance(value, torch.Tensor)
-            else value
-            for value in pytree.tree_leaves(node.meta.get("val"))
-        ]
-        yield [node.op, node.name, str(node.target), str(node.args), str(node.kwargs), values]

@@ -28,6 +28,7 @@ from retrograd.errors import Reason, first_line
 from retrograd.events import counters
 from retrograd.graph.emit import Boxed
 from retrograd.process import ForkSafeLock
+from retrograd.report import process_report
 
 #: codes of reasons that concern one call.
 NOT_NOW, HELD = "cuda-graphs-not-now", "cuda-graphs-held"
@@ -73,11 +74,6 @@ def device_of(graphs: Sequence[fx.Graph]) -> torch.device:
 def refusal(code: str, text: str, way_out: str = "nothing to do: results are the same") -> Reason:
     """A reason for running without a CUDA graph."""
     return Reason(code, f"no CUDA graph is recorded: {text}", "cudagraphs", way_out=way_out)
-
-
-def is_passing(reason: Reason) -> bool:
-    """Whether the reason concerns one call, and not all that come."""
-    return reason.code in (NOT_NOW, HELD)
 
 
 def _of_call(node: fx.Node) -> str | None:
@@ -307,19 +303,25 @@ def graphed(
     *graphs: fx.Graph,
     kept: Collection[int] = (),
     loose: Sequence[int] = (),
-    tell: Callable[[Reason], None],
+    tell: Callable[[Reason], None] | None = None,
 ) -> Boxed:
     """`code`, replayed where that is safe.
 
     Args:
         graphs: all that it was compiled from, with the fakes of their values.
         kept, loose: as `GraphedCall` takes them.
-        tell: told, once each, why a call is not replayed.
+        tell: told, once each, why a call is not replayed; by default the report is, with a warning of what
+            concerns all calls.
 
     Returns:
         `code` itself if it is never to be recorded.
     """
+    tell = tell or _report
     if (reason := why_not_recorded(graphs, _recorder.device_type)) is not None:
         tell(reason)
         return code
     return GraphedCall(code, _recorder, device_of(graphs), kept=kept, loose=loose, tell=tell)
+
+
+def _report(reason: Reason) -> None:
+    process_report.noted(reason, warn=reason.code not in (NOT_NOW, HELD))

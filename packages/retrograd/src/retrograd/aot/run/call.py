@@ -15,6 +15,7 @@ order, through which the engine passes when the turn has come.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -193,7 +194,7 @@ class CompiledFunction:
         self._joint = joint = partition.joint
         self._code, self._run = code, undifferentiated(code)
         self._found = joint.found
-        self._direct = self._plan_primals()
+        self._primals = _primals_of(joint)
         self._layout = layout = Layout.of(partition)
         self._value_count = len(joint.values)
         self._copied = partition.copied
@@ -214,20 +215,6 @@ class CompiledFunction:
         #: primals of which a copy is kept as they were, to run the call again.
         self._changed = [update.primal for update in joint.updates] if regions and self._repeatable else ()
 
-    def _plan_primals(self) -> Callable[[Sequence[Any]], Sequence[Any]] | None:
-        """How primals are taken from the sources, if each of them is one."""
-        count = len(self._joint.state.leaves)
-        found = iter(range(count, count + len(self._found)))
-        places = [
-            primal.leaf if primal.leaf is not None else next(found) if primal.found is not None else None
-            for primal in self._joint.primals
-        ]
-        if None in places:
-            return None
-        if places == list(range(count + len(self._found))):
-            return list
-        return lambda sources: [sources[place] for place in places]  # type: ignore[index]
-
     def _random_devices(self) -> tuple[torch.device, ...]:
         """Devices whose generators the forward uses."""
         nodes = self._joint.gm.graph.nodes
@@ -245,7 +232,7 @@ class CompiledFunction:
         if not is_ready(self._code):
             raise NotReadyError(still_compiling(self._joint.state.name))
         sources = [*leaves, *self._found] if self._found else leaves
-        primals = self._direct(sources) if self._direct is not None else self._primals(sources)
+        primals = self._primals(sources)
         generators = generator_states(self._draws) if self._draws else {}
         try:
             frame = self._frame(primals)
@@ -317,16 +304,23 @@ class CompiledFunction:
         flat = iter(results)
         frame += [*parts, *results, *[built(value.wrapping, flat) for value in self._joint.values]]
 
-    def _primals(self, sources: Sequence[Any]) -> list[Any]:
-        found = iter(self._found)
-        made = []
-        for primal in self._joint.primals:
-            if primal.group is not None:
-                members = self._joint.state.aliases[primal.group].members
-                made.append(common_base([sources[member.leaf] for member in members]))
-            else:
-                made.append(next(found) if primal.leaf is None else sources[primal.leaf])
-        return made
+
+def _primals_of(joint: JointValues) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """How primals are taken from the sources. That of an alias group is the base of its members."""
+    count, groups = len(joint.state.leaves), joint.state.aliases
+    found = itertools.count(count)
+    places: list[int | list[int]] = [
+        [member.leaf for member in groups[primal.group].members]
+        if primal.group is not None
+        else (next(found) if primal.leaf is None else primal.leaf)
+        for primal in joint.primals
+    ]
+    if places == list(range(count + len(joint.found))):
+        return list
+    return lambda sources: [
+        sources[place] if type(place) is int else common_base([sources[leaf] for leaf in place])  # type: ignore[union-attr]
+        for place in places
+    ]
 
 
 def _device(value: Any) -> torch.device:
