@@ -48,7 +48,8 @@ _UNDECLARED_ALIASES = frozenset({torch.ops.aten._unsafe_view.default})
 #: called to raise if a value is wrong; newer releases of torch know that themselves.
 _RAISING = frozenset({torch.ops.aten._linalg_check_errors.default})
 _FILLS = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
-_FILLING = frozenset(getattr(torch.ops.aten, name) for name in _FILLS.split())
+#: write random numbers over their first argument, whatever that holds.
+FILLING = frozenset(getattr(torch.ops.aten, name) for name in _FILLS.split())
 _DEPENDS_ON_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -60,11 +61,6 @@ def is_operator_overload(target: Any) -> bool:
 def schema_of(target: Any) -> Any:
     """The schema of an operator with one: its ``arguments`` and ``returns``, each with its ``alias_info``."""
     return target._schema
-
-
-def fills_with_random_numbers(target: Any) -> bool:
-    """Whether the operator writes random numbers over its first argument, whatever that holds."""
-    return is_operator_overload(target) and target.overloadpacket in _FILLING
 
 
 def filled_in_place(operator: Any, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -92,19 +92,15 @@ class CapturedBackward:
         ranks = read_ranks(request) if self._order_is_visible else None
         for known in alike:
             if known.ranks == ranks:
-                if checked:
-                    self._check_from_now_on(known, backward)
+                checks = sum(one.check is not None for one in self._known)
+                if checked and known.check is None and checks < KEPT_CHECKS:  # likely to be met again
+                    known.check = OrderCheck(backward.graph, _steps(self.graph, backward))
                 return known.plan, False
         with event("retrograd.lay_out"):
             graph = without_last_outputs(self._laid_out(backward), request.added)
             plan = Plan(graph, config, find_backend(config.backend, strict=config.strict))
         self._known = (*self._known[1 - KEPT_PLANS :], _Known(plan, config, ranks, request.added))
         return plan, True
-
-    def _check_from_now_on(self, known: _Known, backward: LiveBackward) -> None:
-        """An order that was met twice is likely to be met again."""
-        if known.check is None and sum(one.check is not None for one in self._known) < KEPT_CHECKS:
-            known.check = OrderCheck(backward.graph, _steps(self.graph, backward))
 
     def _laid_out(self, backward: LiveBackward) -> BackwardGraph:
         try:

@@ -99,23 +99,9 @@ def set_process_wide(session: Session | None) -> None:
 
 _MARK = "retrograd.session"
 
-#: the sessions of callables that are alive; without any, no graph is searched.
-_living: set[Session] = set()
-
-
-def begin_claims(session: Session) -> None:
-    """From now on, backwards that meet the mark of `session` belong to it."""
-    _living.add(session)
-
-
-def end_claims(session: Session) -> None:
-    """Its callable is gone: backwards through its outputs run as if it had not been."""
-    _living.discard(session)
-
-
-def has_claims() -> bool:
-    """Whether a callable is alive whose backwards are compiled."""
-    return bool(_living)
+#: the sessions of callables that are alive. Backwards that meet their marks belong to them; without any, no
+#: graph is searched.
+living: set[Session] = set()
 
 
 def claim(outputs: Any, session: Session) -> None:
@@ -155,11 +141,11 @@ def run_backward(
 
 def _claimed(request: EngineRequest) -> _EnteredContext | None:
     """The callable to which a backward belongs; None if it meets no mark of a living one."""
-    if not _living:
+    if not living:
         return None
     for node in nodes_below(request.tensors):
         session = node.metadata.get(_MARK)
-        if session is not None and session in _living:
+        if session is not None and session in living:
             return _EnteredContext(session, session)
     return None
 
@@ -194,4 +180,4 @@ def _count_open(by: int) -> None:
 
 def is_anything_open() -> bool:
     """Whether a context is open on any thread, or backwards may belong to a compiled callable."""
-    return _open > 0 or _process_wide is not None or has_claims()
+    return _open > 0 or _process_wide is not None or bool(living)

@@ -34,15 +34,11 @@ from retrograd._torch.autograd.nodes import (
     call_node,
     entry_of,
     fitted,
-    input_count,
-    keeps_saved_tensors,
     materializes_grads,
     modified_error,
-    read_saved,
     refuse_nan,
     request_to_release,
     saved_name,
-    tells_undefined,
     versions_of,
 )
 from retrograd._torch.autograd.protocol import EngineProtocol

@@ -40,14 +40,6 @@ def saved_name(node: Any, hook: Callable[..., Any], packed: Any) -> str | None:
     return names[0].removeprefix("_raw") if names else None
 
 
-def read_saved(node: Any, name: str) -> torch.Tensor:
-    """The saved tensor with its history, by way of its unpack hook. The engine hands over the hook and the
-    packed value only; ``SavedVariable::unpack`` adds the edge into the graph, or that it is a leaf."""
-    tensor = getattr(node, name)
-    assert isinstance(tensor, torch.Tensor)
-    return tensor
-
-
 def _is(saved: Any, hook: Callable[..., Any], packed: Any) -> bool:
     # Lists of saved tensors are left out: torch reads them as a whole only.
     is_one = isinstance(saved, torch._C._autograd.SavedTensor)
@@ -129,25 +121,10 @@ def request_to_release(
     return EngineRequest(roots, tuple(map(_cotangent, heads)), False, False, inputs, True)
 
 
-def keeps_saved_tensors(node: Any) -> bool:
-    """Whether an autograd node has saved tensors that Python can see."""
-    return any(name.startswith("_raw_saved_") for name in dir(node))
-
-
 def _cotangent(node: Any) -> torch.Tensor:
     """Something of the metadata of a node's first gradient; it takes no memory."""
     metadata = node._input_metadata[0]
     return torch.zeros((), dtype=metadata.dtype, device=metadata.device).expand(metadata.shape)
-
-
-def input_count(node: Any) -> int:
-    """How many gradients the node takes."""
-    return len(node._input_metadata)
-
-
-def tells_undefined(node: Any) -> bool:
-    """Whether the node is a Function that wants None, not zeros, for undefined gradients."""
-    return hasattr(node, "apply") and not materializes_grads(node)
 
 
 def fitted(node: Any, slot: int, grad: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
 from retrograd._torch import pytree
-from retrograd._torch.fx import fills_with_random_numbers
+from retrograd._torch.fx import FILLING, is_operator_overload
 from retrograd._torch.tensor import inner_tensors, storage_of
 from retrograd._torch.trace.graph_tracer import noted
 from retrograd.errors import Refusal
@@ -36,7 +36,8 @@ def functional_mode() -> AbstractContextManager[Any]:
     run = mode.__torch_dispatch__
 
     def dispatch(_: Any, func: Any, *args: Any) -> Any:
-        with noted(fills_by=func) if fills_with_random_numbers(func) else nullcontext():
+        fills = is_operator_overload(func) and func.overloadpacket in FILLING
+        with noted(fills_by=func) if fills else nullcontext():
             return run(func, *args)
 
     mode.__torch_dispatch__ = MethodType(dispatch, mode)

@@ -25,7 +25,7 @@ from retrograd._torch.trace import (
 from retrograd.aot.trace.analyse import Analysis
 from retrograd.errors import Refusal
 from retrograd.graph.joint import InputRole, Primal, PrimalKind
-from retrograd.graph.joint_graph import AliasGroup, CaptureState, Leaf, PrimalValue
+from retrograd.graph.joint_graph import CaptureState, Leaf, PrimalValue
 
 
 @dataclass(frozen=True)
@@ -142,17 +142,14 @@ class Inputs:
             elif index in based:
                 group, member = based[index]
                 if id(group) not in bases:
-                    bases[id(group)] = self._base(group)
+                    assert group.base is not None
+                    bases[id(group)] = self._tensor(group.base, group=self.state.aliases.index(group))
                 base = bases[id(group)]
                 with torch.enable_grad():
                     view = base.as_strided(member.size, member.stride, member.offset)
                 self.entries.append(base if member.is_base else view)
             else:
                 self.entries.append(self._tensor(leaf, leaf=index))
-
-    def _base(self, group: AliasGroup) -> Any:
-        assert group.base is not None
-        return self._tensor(group.base, group=self.state.aliases.index(group))
 
     def _number(self, index: int, leaf: Leaf) -> Any:
         self.roles.append(Primal(len(self.primals), leaf.name, PrimalKind.SIZE))

@@ -26,7 +26,7 @@ from retrograd.backends.base import Boxed
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import Accumulation, OpaqueCall, Schedule, Segment, Source, SourceKind
 from retrograd.live.lower.lowerer import Lowered
-from retrograd.live.run.generated_source import Check, Code, GeneratedSource, PlanLayout, write
+from retrograd.live.run.generated_source import Check, Code, GeneratedSource, PlanLayout
 from retrograd.live.run.segment_runner import SegmentRunner
 
 Values = dict[fx.Node, Any]
@@ -60,7 +60,7 @@ class SpecialisedPlan:
         steps = enumerate(layout.schedule.steps)
         self._calls = tuple(number for number, step in steps if isinstance(step, OpaqueCall))
         self._modes = ThreadModes.now()
-        self._written: GeneratedSource = write(layout)
+        self._written = GeneratedSource(layout)
         self._code = self._written.emit.function()
         self.bailouts = 0
 
@@ -114,7 +114,7 @@ class SpecialisedPlan:
             if number >= step
             for pair in ((node, found["versions"][place]) for place, node in watched)
         )
-        values = self._written.values(found)
+        values = {node: found[name] for node, name in self._written.emit.local.items() if name in found}
         found.clear()
         return Bailout(step, values, versions, modes)
 
@@ -260,7 +260,7 @@ def joined(layout: PlanLayout, changed: Callable[[Boxed], Boxed]) -> PlanLayout 
         outputs=gives,
         guard=None,
     )
-    function = write(inner.with_steps(segments, codes)).emit.function()
+    function = GeneratedSource(inner.with_steps(segments, codes)).emit.function()
 
     def run(values: list[Any]) -> Sequence[Any]:
         results: Sequence[Any] = function(Collected(None, values, [], [], [], []), None, None, None)
