@@ -80,7 +80,7 @@ class AotFunction:
 
     def reset(self) -> None:
         """Forget what was compiled."""
-        self._specialized.clear()
+        self._specialized.variants.clear()
         self._states.clear()
 
     def _state_of(self, flat: Sequence[Any]) -> ModuleState:
@@ -94,7 +94,7 @@ class AotFunction:
         state = self._states.get(key)
         if state is None or not state.is_intact():
             if state is not None:
-                self._specialized.clear()
+                self._specialized.variants.clear()
             while len(self._states) >= _KEPT_STATES:
                 self._states.pop(next(iter(self._states)))
             state = self._states[key] = ModuleState.of(*roots)

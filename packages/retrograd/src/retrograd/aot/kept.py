@@ -10,8 +10,8 @@ cannot be written, or be read again as the same graphs, is not kept.
 
 Its name is a hash of all that a capture and a cut depend on: the graph, its inputs, modes, options,
 decompositions, this package's sources, and what Inductor's own cache depends on. A graph that this cannot
-name (functions that are not torch's, tensors that the graph holds, symbolic sizes, the user's passes, modes and
-hooks) is refused.
+name (functions that are not torch's, tensors that the graph holds, symbolic sizes, the user's passes, modes
+and hooks) is refused.
 """
 
 from __future__ import annotations

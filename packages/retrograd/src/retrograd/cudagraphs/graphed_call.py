@@ -33,11 +33,7 @@ from retrograd.report import process_report
 #: codes of reasons that concern one call.
 NOT_NOW, HELD = "cuda-graphs-not-now", "cuda-graphs-held"
 
-_UNSAFE = frozenset(
-    getattr(torch.Tag, name)
-    for name in ("data_dependent_output", "dynamic_output_shape", "cudagraph_unsafe")
-    if hasattr(torch.Tag, name)
-)
+_UNSAFE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe}
 #: operators of higher order that only start kernels.
 _KERNELS = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
 

@@ -105,18 +105,15 @@ def with_steps(
     for index, parts in steps.items():
         if len(parts) > 1:
             chains[index] = [index, *range(len(nodes), len(nodes) + len(parts) - 1)]
-            nodes[index], *rest = _chain(nodes[index], chains[index], parts)
+            links: list[Edge | None] = [*(Edge(link, 0) for link in chains[index][1:]), None]
+            edges = nodes[index].edges
+            nodes[index], *rest = [
+                replace(nodes[index], edges=(*(edges[i] for i in part), link))
+                for part, link in zip(parts, links, strict=True)
+            ]
             nodes += rest
             wanted.update(chains[index] if index in wanted else ())
     return replace(live, nodes=tuple(nodes), wanted=live.wanted and frozenset(wanted)), chains
-
-
-def _chain(node: LiveNode, indices: Sequence[int], steps: Sequence[Sequence[int]]) -> list[LiveNode]:
-    links: list[Edge | None] = [*(Edge(index, 0) for index in indices[1:]), None]
-    return [
-        replace(node, edges=(*(node.edges[i] for i in step), link))
-        for step, link in zip(steps, links, strict=True)
-    ]
 
 
 def contests(live: LiveGraph, steps: Mapping[int, Sequence[Sequence[int]]]) -> list[tuple[int, int]]:

@@ -139,19 +139,14 @@ def _why_unlike(function: Any, args: Sequence[Any]) -> str | None:
     if any(_shares_memory(out, tensors) for out in given_back):
         return "it returns what it was given, or a view of it"
     roots = [out for out in given_back if out.requires_grad]
-    kept = [value for root in roots for value in _kept_by(root.grad_fn)]
+    kept = [value for root in roots for value in pytree.tree_leaves(dict(vars(root.grad_fn)))]
+    kept = [value for value in kept if isinstance(value, torch.Tensor)]
     if any(_shares_memory(value, [*tensors, *given_back]) for value in kept):
         return "it keeps a tensor of the caller's without save_for_backward"
     if roots:
         leaves = [tensor for tensor in tensors if tensor.requires_grad]
         torch.autograd.grad(roots, leaves, [torch.empty_like(root) for root in roots], allow_unused=True)
     return None
-
-
-def _kept_by(context: Any) -> list[torch.Tensor]:
-    """The tensors among the attributes of a context."""
-    values = pytree.tree_leaves(dict(vars(context)))
-    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _shares_memory(one: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:

@@ -12,7 +12,7 @@ the inputs and cotangents of the call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from retrograd.aot.parts import extract, finished_backward, is_backward, needed_
 from retrograd.aot.trace.differentiate import Walk
 from retrograd.aot.trace.structure import divide
 from retrograd.errors import CaptureError, RetrogradError
-from retrograd.graph.eager_order import ACCUMULATES, LiveGraph
+from retrograd.graph.eager_order import ACCUMULATES
 from retrograd.graph.joint import Destination, Gradient
 from retrograd.graph.joint_graph import AliasOf, ComputedOutput, JointValues, Partition
 
@@ -237,7 +237,9 @@ def rerun_region(
     ends = {entry.grad_fn: number for number, entry in entries.items()}
     graph = graph_below(visible, ends)
     known = {i: ends[node.handle] for i, node in enumerate(graph.nodes) if node.handle in ends}
-    graph = _ending_like_a_trace(graph, known)
+    # At capture these ends were nodes that accumulate, and the graph must be divided in the same way now.
+    nodes = [replace(n, sequence=ACCUMULATES) if i in known else n for i, n in enumerate(graph.nodes)]
+    graph = replace(graph, nodes=tuple(nodes))
     structure = divide(graph, known, joint.is_single_region, joint.hooked_leaves, joint.sums_apart)
     checks = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
     walk = Walk(graph, structure, known, number, lambda _: nullcontext(), checks)
@@ -249,15 +251,6 @@ def rerun_region(
     found: dict[Destination, Any] = outside_of_graph_task(run, differentiable)
     del outputs
     return found
-
-
-def _ending_like_a_trace(graph: LiveGraph, ends: Iterable[int]) -> LiveGraph:
-    """The graph with the sequence numbers of its ends changed to those of nodes that accumulate. At capture
-    the ends were such nodes, and the graph must be divided in the same way now."""
-    nodes = list(graph.nodes)
-    for i in ends:
-        nodes[i] = replace(nodes[i], sequence=ACCUMULATES)
-    return replace(graph, nodes=tuple(nodes))
 
 
 def _again(joint: JointValues, call: RepeatableCall, entries: Mapping[int, Any]) -> list[Any]:

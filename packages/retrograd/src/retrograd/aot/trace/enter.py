@@ -6,8 +6,7 @@ them, and the call itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,11 +17,9 @@ from retrograd._torch.trace import (
     FreeTensors,
     JointTracer,
     checkpoints_marked,
-    functional_mode,
     mutations_of,
     to_functional,
 )
-from retrograd.aot.trace.analyse import Analysis
 from retrograd.errors import Refusal
 from retrograd.graph.joint import InputRole, Primal, PrimalKind
 from retrograd.graph.joint_graph import CaptureState, Leaf, PrimalValue
@@ -49,12 +46,11 @@ class EntryPlan:
         any_inner = any(leaf.is_tensor and leaf.requires_grad and not leaf.is_leaf for leaf in state.leaves)
         return replace(self, copies=self.copies or any_inner)
 
-    def amended(self, state: CaptureState, analysis: Analysis) -> EntryPlan:
-        """The plan with a base for each group of which a member is changed."""
-        changed = {primal.leaf for primal in analysis.changed if primal.leaf is not None}
+    def amended(self, state: CaptureState, changed: Collection[int | None]) -> EntryPlan:
+        """The plan with a base for each group of which a member is among the leaves `changed`."""
         based = set(self.based)
         for number, group in enumerate(state.aliases):
-            if number not in based and changed & {member.leaf for member in group.members}:
+            if number not in based and any(member.leaf in changed for member in group.members):
                 if group.base is None:
                     raise Refusal(
                         "not-representable",
@@ -91,13 +87,6 @@ class Inputs:
     reads_offsets: bool = False
     histories: list[Any] = field(default_factory=list)
 
-    @contextmanager
-    def functional(self) -> Iterator[None]:
-        """The modes in which the inputs are made and the function runs."""
-        with functional_mode():
-            self._enter()
-            yield
-
     def call(self) -> Any:
         """Run the function."""
         count = len(self.state.leaves)
@@ -124,7 +113,8 @@ class Inputs:
         seen = [value for value in (*self.entered, *outputs) if isinstance(value, torch.Tensor)]
         return [mutations_of(value) for value in seen]
 
-    def _enter(self) -> None:
+    def enter(self) -> None:
+        """Make the inputs, inside of the mode in which the function runs."""
         based = {
             member.leaf: (group, member)
             for number, group in enumerate(self.state.aliases)
