@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import retrograd
+from retrograd._torch.cuda import side_streams
 from retrograd.events import counters
 from retrograd.live.run import plan as plans
 from retrograd.live.run.specialised import SpecialisedPlan, Specialising, joined
@@ -346,6 +347,23 @@ def test_retain_graph_grad_and_inputs(backend: str) -> None:
 
     as_eager(step, backend)
     assert counters["specialised_plans"] == 3
+
+
+def test_user_code_is_put_in_order_with_streams_in_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(side_streams, "any", True)
+    monkeypatch.setattr(side_streams, "apart", lambda: iter(asked.append(1) or ()))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    x, counts = leaf(), []
+    with retrograd.compiled_autograd("eager", strict=True):
+        for _ in range(4):
+            y = x.sin()
+            y.register_hook(lambda grad: grad * 2)
+            asked.clear()
+            y.sum().backward()
+            counts.append(len(asked))
+    assert counters["specialised_runs"] > 0
+    assert counts == [4] * 4  # before and after the plan, and before and after the hook
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

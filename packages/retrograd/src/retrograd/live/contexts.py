@@ -23,6 +23,7 @@ from retrograd._torch import pytree
 from retrograd._torch.autograd import (
     GATEWAYS,
     EngineRequest,
+    LiveBackward,
     answer_queries,
     installed_compiler,
     is_traced,
@@ -33,6 +34,7 @@ from retrograd._torch.autograd import (
     run_stock,
     stock_compiler_off,
     watch_hooks,
+    why_not_collectable,
     window,
 )
 from retrograd._torch.patches import handle
@@ -151,12 +153,14 @@ def _claimed(request: EngineRequest) -> _EnteredContext | None:
 
 
 def _run(entry: _EnteredContext | None, request: EngineRequest) -> Grads:
-    if entry is None or is_traced() or is_transformed(request) or compile_stance() == "force_eager":
-        if entry is not None and is_transformed(request):
+    if entry is not None and not is_traced():
+        backward, obstacle = LiveBackward(request), why_not_collectable(request)
+        if is_transformed(request):
             entry.session.leave_to_transform()
-        with window.stock():
-            return run_stock(request)
-    return entry.session.run(request)
+        elif compile_stance() != "force_eager":
+            return entry.session.run(backward, obstacle)
+    with window.stock():
+        return run_stock(request)
 
 
 @functools.cache

@@ -22,7 +22,6 @@ from retrograd._torch.autograd import (
     plans_under_way,
     run_in_graph_task,
     run_stock,
-    why_not_collectable,
     window,
 )
 from retrograd._torch.cuda import in_order_with_streams, side_streams
@@ -69,19 +68,20 @@ class Session:
         self._paces: dict[Hashable, Pace] | None = {} if paced else None
         self._repetition = _Repetition()
 
-    def run(self, asked: EngineRequest) -> Grads:
-        """Run one backward."""
+    def run(self, backward: LiveBackward, obstacle: tuple[str, str] | None) -> Grads:
+        """Run one backward; `obstacle` says why it cannot be collected, as `why_not_collectable` does."""
+        asked = backward.asked
         if asked.create_graph:
             self._report.noted(_DIFFERENTIABLE, warn=False)
             return _run_stock(asked)
         pace = self._pace_of(asked)
         if pace is None:
-            return self._run(asked)
+            return self._run(backward, obstacle)
         is_compiled = pace.is_worth_compiling()
         if pace.aside is not None:
             return self._fall_back(asked, pace.aside)
         with pace.timed(is_compiled, _compilations):
-            return self._run(asked) if is_compiled else _run_stock(asked)
+            return self._run(backward, obstacle) if is_compiled else _run_stock(asked)
 
     def _pace_of(self, asked: EngineRequest) -> Pace | None:
         """What measures backwards like this one; None if nothing does. Two backwards are alike if they begin
@@ -94,14 +94,14 @@ class Session:
             pace = self._paces[names] = Pace(f"the backward below {', '.join(names[0])}", "live.run")
         return pace
 
-    def _run(self, asked: EngineRequest) -> Grads:
+    def _run(self, backward: LiveBackward, obstacle: tuple[str, str] | None) -> Grads:
+        asked = backward.asked
         if not self.config.strict and (reason := self._repetition.why_not(asked)):
             return self._fall_back(asked, reason)
-        backward = LiveBackward(asked)
+        if obstacle is not None:
+            return self._fall_back(asked, _reason(*obstacle))
         if asked.inputs:
             ask_for_compiled_functions(backward)
-        if obstacle := why_not_collectable(backward.request):
-            return self._fall_back(asked, _reason(*obstacle))
         ran: list[Grads] = []
         started = False
 

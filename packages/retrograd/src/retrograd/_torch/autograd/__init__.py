@@ -7,10 +7,8 @@ from retrograd._torch.autograd.aot_functions import is_aot_node, tensors_on_cont
 from retrograd._torch.autograd.collection import (
     GATEWAYS,
     Collected,
-    EngineRequest,
     Kept,
     collect,
-    installed_compiler,
     leave_engine_cache_to_stock,
     run_stock,
     stock_compiler_off,
@@ -43,6 +41,7 @@ from retrograd._torch.autograd.nodes import (
 )
 from retrograd._torch.autograd.protocol import EngineProtocol
 from retrograd._torch.autograd.request import (
+    EngineRequest,
     LiveBackward,
     OrderCheck,
     answer_queries,
@@ -51,6 +50,7 @@ from retrograd._torch.autograd.request import (
     edge_of,
     forward_line,
     graph_below,
+    installed_compiler,
     is_traced,
     is_transformed,
     leaf_of,

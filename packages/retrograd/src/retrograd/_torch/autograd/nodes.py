@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.autograd.graph import GradientEdge
 
-from retrograd._torch.autograd.collection import EngineRequest
+from retrograd._torch.autograd.request import EngineRequest
 from retrograd._torch.state import torch_functions_off, without_torch_functions
 from retrograd._torch.tensor import zeros_of_slot
 from retrograd.errors import Refusal
