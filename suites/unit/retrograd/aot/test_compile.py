@@ -46,7 +46,8 @@ def test_one_joint_graph_and_two_backends() -> None:
     assert all(map(torch.equal, gradients(aot.compile(parts, "eager")), expected))
     recorder = Recorder()
     assert all(map(torch.equal, gradients(aot.compile(parts, recorder)), expected))
-    assert recorder.graphs[0][:3] == ["aten.mm", "aten.tanh", "aten.exp"]
+    ahead = [name for name in recorder.graphs[0] if name != "aten.t"]
+    assert ahead == ["aten.mm", "aten.tanh", "aten.exp"]
     by_inductor = gradients(aot.compile(aot.partition(joint, "save_all"), "inductor"))
     torch.testing.assert_close(by_inductor, expected)
 

@@ -73,6 +73,26 @@ def test_sizes_are_saved_as_numbers() -> None:
         assert all(value.bytes == 0 for value in numbers)
 
 
+def normed(x: Tensor, *weights: Tensor) -> Tensor:
+    for weight in weights:
+        x = torch.relu(nn.functional.layer_norm(x, x.shape[-1:]) @ weight) + x
+    return x.sum()
+
+
+def test_what_is_only_saved_is_computed_with_its_layer() -> None:
+    """The formula of the gradient of ``relu`` asks where it was zero, layer by layer from the end."""
+    weights = [leaf(8, 8, seed=i) for i in range(4)]
+    joint = captured(normed, leaf(4, 8), *weights, decompositions=decompositions())
+    forward = aot.partition(joint).forward
+    nodes = list(forward.graph.nodes)
+    masks = forward.graph.find_nodes(op="call_function", target=aten.le.Scalar)
+    assert len(masks) == 3
+    for mask in masks:
+        between = nodes[nodes.index(mask.args[0]) + 1 : nodes.index(mask)]
+        assert aten.mm.default not in [node.target for node in between]
+    forward.graph.lint()
+
+
 def test_every_gradient_is_made_once() -> None:
     def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         h = x * y

@@ -74,6 +74,16 @@ def square(count: int, size: int = 4) -> list[torch.Tensor]:
     return [torch.randn(size, size) for _ in range(count)]
 
 
+def test_an_index_by_numbers_does_not_depend_on_data() -> None:
+    """Torch tags the operator as if it always did. Models choose rows of a mask or a table by it."""
+
+    def fn(x: torch.Tensor, rows: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return layers(x[rows], *weights)
+
+    rows = torch.tensor([2, 0, 1, 3])
+    assert len(agree(fn, square(1)[0], rows, *square(5)).graphs) == 3  # the index, a layer, the last one
+
+
 def text(gm: fx.GraphModule) -> str:
     def shown(value: Any) -> str:
         if isinstance(value, (tuple, list)):

@@ -24,6 +24,7 @@ from torch._higher_order_ops.effects import _get_effect
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.immutable_collections import immutable_dict
 from torch.fx.node import _side_effectful_functions, map_arg
 from torch.utils._python_dispatch import _disable_current_modes
@@ -50,7 +51,7 @@ _RAISING = frozenset({torch.ops.aten._linalg_check_errors.default})
 _FILLS = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
 #: write random numbers over their first argument, whatever that holds.
 FILLING = frozenset(getattr(torch.ops.aten, name) for name in _FILLS.split())
-_DEPENDS_ON_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_DEPENDS_ON_DATA = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
 def is_operator_overload(target: Any) -> bool:
@@ -185,9 +186,12 @@ def _inner_nodes(node: fx.Node) -> list[fx.Node]:
 
 
 def depends_on_data(node: fx.Node) -> bool:
-    """Whether the sizes of what the call gives, or numbers among it, are not known before it runs."""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and any(tag in target.tags for tag in _DEPENDS_ON_DATA)
+    """Whether the sizes of what the call gives, or numbers among it, are not known before it runs. Torch tags
+    an operator so if that can be: indexing by a mask gives an unknown size, by numbers a known one."""
+    target, value = node.target, node.meta.get("val")
+    if not isinstance(target, torch._ops.OpOverload) or _DEPENDS_ON_DATA.isdisjoint(target.tags):
+        return False
+    return not isinstance(value, torch.Tensor) or bool(free_unbacked_symbols(value))
 
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:

@@ -74,6 +74,15 @@ def _bernoulli(value: torch.Tensor, p: float = 0.5, *, generator: Any = None) ->
     return torch.native_dropout(torch.ones_like(value), 1 - p, True)[1].to(value.dtype)
 
 
+def warm_workers() -> None:
+    """Have Inductor start the processes that compile for GPUs, as the stock backend does before it traces.
+    Until they run, kernels are compiled here, one after the other."""
+    if torch.cuda.is_initialized():
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
+
+
 def settings() -> list[str]:
     """The names of Inductor's settings."""
     return list_options()

@@ -243,7 +243,9 @@ def run_stages(  # noqa: PLR0913 - what all stages together need
 
 
 def _captured(state: CaptureState, config: Config, split_at_leaf_grads: bool) -> JointGraph:
-    is_exact = not find_backend(config.backend).traces
+    backend = find_backend(config.backend)
+    backend.prepare()
+    is_exact = not backend.traces
     joint = capture(
         state,
         single_region=config.single_region,

@@ -20,6 +20,7 @@ from retrograd.aot.parts import (
     draws_random_numbers,
     extract,
     finished_backward,
+    finished_forward,
     is_backward,
     is_number,
     memory_of,
@@ -149,7 +150,7 @@ class _Division:
             described.append(entry)
         effects = [node for node in graph.nodes if not is_backward(node) and has_effect(node)]
         forward = extract(self.joint.gm, self.primals, [*results, *extra], "forward", also=effects)
-        return forward, tuple(described)
+        return finished_forward(forward, len(results)), tuple(described)
 
     def _changed_primals(self) -> set[fx.Node]:
         numbers = {update.primal for update in self.joint.updates}

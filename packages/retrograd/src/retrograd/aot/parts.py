@@ -2,8 +2,9 @@
 
 In: a joint graph; values that are given and values that are wanted. Out: for each node the one whose memory
 it shows, and which of those a user can see; a graph module of its own, with the calls between the values in
-their old order. In the graph of a region, what is computed again stands just before its first use, so that it
-is in memory only as long as it is needed.
+their old order. In the graph of a region, what is computed again stands just before its first use, so that
+it is in memory only as long as it is needed; in that of the forward, what is only saved stands with what it
+is made of.
 
 In: a joint graph, its sharing of memory, and a policy: torch's minimum cut, or one of the two extremes, or
 the user's own. Out: the set of forward nodes that the backward may read.
@@ -22,7 +23,14 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from retrograd._torch.fx import has_effect, is_operator_overload, is_random, lazy_graph_module, schema_of
+from retrograd._torch.fx import (
+    has_effect,
+    is_mutating,
+    is_operator_overload,
+    is_random,
+    lazy_graph_module,
+    schema_of,
+)
 from retrograd._torch.inductor import cut_by
 from retrograd.config import PARTITIONERS, Policy
 from retrograd.errors import OptionError, VerificationError
@@ -165,6 +173,35 @@ def extract(
             made[node] = graph.node_copy(node, copied)
     graph.output(tuple(copied(node) if isinstance(node, fx.Node) else node for node in wanted))
     return lazy_graph_module(gm, graph, name)
+
+
+def finished_forward(gm: fx.GraphModule, count: int) -> fx.GraphModule:
+    """The forward graph, once it is cut out: what is computed only to be saved stands behind what it reads,
+    or, if it reads nothing but inputs, at their first use. So it is fused with its own layer. It came from
+    the backward half, behind all layers: there, what it reads was read again, and kept until then.
+
+    Args:
+        gm: the graph. count: how many results, from the first, are the function's own.
+    """
+    graph = gm.graph
+    if any(map(is_mutating, graph.nodes)):
+        return gm
+    own = [node for node in graph.output_node().args[0][:count] if isinstance(node, fx.Node)]  # type: ignore[index]
+    own += [node for node in graph.nodes if node.op != "call_function" or has_effect(node)]
+    needed = reached(own, lambda node: [] if node.op == "output" else node.all_input_nodes)
+    place = {node: i for i, node in enumerate(graph.nodes) if node in needed}
+    for node in graph.nodes:
+        if node not in needed:
+            behind = [place[read] for read in node.all_input_nodes if read.op != "placeholder"]
+            users = {user for read in node.all_input_nodes for user in read.users if user in needed}
+            first = min((place[user] for user in users), default=len(graph.nodes))
+            place[node] = max(behind, default=first)
+    output = graph.output_node()
+    for node in sorted(graph.nodes, key=place.__getitem__):
+        if node is not output:
+            output.prepend(node)
+    gm.recompile()
+    return gm
 
 
 def finished_backward(gm: fx.GraphModule) -> fx.GraphModule:

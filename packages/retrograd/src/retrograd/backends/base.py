@@ -51,6 +51,9 @@ class Backend:
     takes_parts: bool = True
     for_speed: bool = False
 
+    def prepare(self) -> None:
+        """Graphs will follow soon: begin what takes time."""
+
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """Decompositions to apply while tracing."""
         return {}

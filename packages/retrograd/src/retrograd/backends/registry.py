@@ -13,7 +13,7 @@ from torch import fx
 
 from retrograd._torch.autograd import versions_of
 from retrograd._torch.fx import boxed, copied, fill_in_place, has_effect, lazy_graph_module
-from retrograd._torch.inductor import compile_graph, decompositions, patched
+from retrograd._torch.inductor import compile_graph, decompositions, patched, warm_workers
 from retrograd.backends.base import SEGMENT, Backend, Boxed, Half
 from retrograd.errors import BackendError, OptionError
 from retrograd.report import MOST_FAILURES, process_report, why_failed
@@ -52,6 +52,9 @@ class InductorBackend(Backend):
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         self.settings = dict(settings or {})
+
+    def prepare(self) -> None:
+        warm_workers()
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         with patched(self.settings):
