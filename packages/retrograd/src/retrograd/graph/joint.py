@@ -217,6 +217,12 @@ def output_values(graph: fx.Graph) -> tuple[Any, ...]:
     return tuple(values) if isinstance(values, (tuple, list)) else (values,)
 
 
+def output_examples(graph: fx.Graph) -> list[Any]:
+    """The example values of what the graph returns; None where it has none."""
+    values = output_values(graph)
+    return [value.meta.get("val") if isinstance(value, fx.Node) else None for value in values]
+
+
 def output_kinds(graph: fx.Graph) -> tuple[OutputKind | None, ...]:
     """One entry per output; None where the graph's metadata knows no tensor."""
     return tuple(_kind(value) for value in output_values(graph))

@@ -81,7 +81,10 @@ def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
         return "cuda-graph-capture", "a CUDA graph is being captured in a program that uses several streams"
     if torch._C._len_torch_dispatch_stack() > 0:
         return "dispatch-mode", "a TorchDispatchMode is active and must see every operation of the backward"
-    if torch._C._functorch.maybe_current_level() is not None or _has_batched_root(request):
+    functorch = torch._C._functorch
+    wraps = functorch.is_functorch_wrapped_tensor, functorch.is_legacy_batchedtensor  # newer and older vmap
+    tensors = [t for t in (*request.tensors, *request.grad_tensors) if isinstance(t, torch.Tensor)]
+    if functorch.maybe_current_level() is not None or any(wrap(t) for t in tensors for wrap in wraps):
         return "functorch", "a functorch transform (grad, vjp, vmap, …) is active"
     if torch.is_inference_mode_enabled():
         return "inference-mode", "inference mode is active"
@@ -104,15 +107,6 @@ def is_transformed(request: EngineRequest) -> bool:
     of the transform, and nobody's backward."""
     roots = [tensor for tensor in request.tensors if isinstance(tensor, torch.Tensor)]
     return any(map(torch._C._functorch.is_functorch_wrapped_tensor, roots))
-
-
-def _has_batched_root(request: EngineRequest) -> bool:
-    """Whether a root or cotangent is wrapped by functorch or by the older vmap of `is_grads_batched`."""
-    tensors = [t for t in (*request.tensors, *request.grad_tensors) if isinstance(t, torch.Tensor)]
-    functorch = torch._C._functorch
-    return any(
-        functorch.is_functorch_wrapped_tensor(t) or functorch.is_legacy_batchedtensor(t) for t in tensors
-    )
 
 
 def read_ranks(request: EngineRequest) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ class _Whole:
         for step in signature.order:
             if not step.is_leaf:
                 self._run(step.index, signature.regions[step.index])
-        results = [self._result(forward[value]) for value in wanted]
+        results = [self.made.get(forward[value], forward[value]) for value in wanted]
         order = [step.index for step in signature.order if step.is_leaf and step.index in self.gradients]
         order += [primal for primal in self.gradients if primal not in order]
         self.graph.output((*results, *(self.gradients[primal] for primal in order)))
@@ -66,9 +66,6 @@ class _Whole:
         remove_dead_code(gm)
         gm.recompile()
         return gm, tuple(order)
-
-    def _result(self, value: Any) -> Any:
-        return self.made[value] if isinstance(value, fx.Node) else value
 
     def _copy(self, nodes: Sequence[fx.Node]) -> None:
         for node in nodes:

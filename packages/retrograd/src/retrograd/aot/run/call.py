@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from retrograd._torch.autograd import entry_of, versions_of
 from retrograd._torch.fx import has_effect
@@ -35,7 +34,7 @@ from retrograd.aot.run.lower_half import is_ready, still_compiling
 from retrograd.aot.run.region import RegionCode
 from retrograd.backends.base import Boxed
 from retrograd.errors import CodeFailedError, NotReadyError, UnlikeTracedError
-from retrograd.graph.joint import BackwardStep, Destination
+from retrograd.graph.joint import BackwardStep, Destination, output_examples
 from retrograd.graph.joint_graph import JointValues, Partition
 
 
@@ -198,10 +197,11 @@ class CompiledFunction:
         self._layout = layout = Layout.of(partition)
         self._value_count = len(joint.values)
         self._copied = partition.copied
-        #: what the graph is expected to give; looked at in the first call
-        self._expected: list[Any] | None = expected_results(
-            partition, any(not region.follows_layout for region in regions)
-        )
+        #: what the graph is expected to give, with what is saved if code is made for that; looked at in the
+        #: first call.
+        self._expected: list[Any] | None = output_examples(partition.forward.graph)
+        if all(region.follows_layout for region in regions):
+            del self._expected[joint.signature.forward_count :]
         self._finish, self._rebuild = Finish(joint, layout.values), rebuilder(joint.out_spec)
         self._attaching = Attaching(partition, regions, layout, self._finish) if regions else None
         #: whether the function itself switched autograd on
@@ -330,20 +330,10 @@ def _device(value: Any) -> torch.device:
     return device
 
 
-def expected_results(partition: Partition, saved_too: bool) -> list[Any]:
-    """A fake for each result of the forward graph (with what is saved, if code is made for that); None for
-    what is no tensor."""
-    results: Any = partition.forward.graph.output_node().args[0]
-    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in results]
-    if not saved_too:
-        values = values[: partition.joint.signature.forward_count]
-    return [value if isinstance(value, torch.Tensor) else None for value in values]
-
-
 def refuse_unlike_traced(results: Sequence[Any], expected: Sequence[Any], name: str) -> None:
     """Compare shapes and types."""
     for number, (result, fake) in enumerate(zip(results, expected, strict=False)):
-        if fake is None or not isinstance(result, torch.Tensor):
+        if not isinstance(fake, torch.Tensor) or not isinstance(result, torch.Tensor):
             continue
         sizes_differ = result.dim() != fake.dim() or any(
             type(size) is int and size != now for size, now in zip(fake.shape, result.shape, strict=True)

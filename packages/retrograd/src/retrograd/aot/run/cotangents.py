@@ -115,16 +115,10 @@ def _is_ordinary(value: torch.Tensor, fake: torch.Tensor) -> bool:
 def _strides(value: torch.Tensor, fake: torch.Tensor) -> Strides | None:
     """The strides of `value`, if they are not those of `fake`."""
     strides = value.stride()
-    if strides == fake.stride():
+    if strides == fake.stride() or 0 in value.shape:
         return None
-    return None if _alike(value.shape, strides, _dense_strides(value.shape, fake)) else strides
-
-
-def _alike(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether strides are equal where they matter."""
-    return 0 in shape or all(
-        size == 1 or one == other for size, one, other in zip(shape, strides, others, strict=True)
-    )
+    triples = zip(value.shape, strides, _dense_strides(value.shape, fake), strict=True)
+    return None if all(size == 1 or one == other for size, one, other in triples) else strides
 
 
 def _dense_strides(shape: Sequence[int], fake: torch.Tensor) -> list[int]:
@@ -159,12 +153,11 @@ def traced_for(partition: Partition, number: int, layouts: Mapping[int, Strides]
 
 
 def _is_alike(before: JointValues, now: JointValues, number: int) -> bool:
-    one, other = before.signature, now.signature
-    return one.regions == other.regions and _wrappings(before, number) == _wrappings(now, number)
-
-
-def _wrappings(joint: JointValues, number: int) -> dict[Any, Any]:
-    return {there: wrapping for (region, there), wrapping in joint.gradients.items() if region == number}
+    one, other = (
+        {there: wrapping for (region, there), wrapping in joint.gradients.items() if region == number}
+        for joint in (before, now)
+    )
+    return before.signature.regions == now.signature.regions and one == other
 
 
 def _cut_out(partition: Partition, joint: JointValues, number: int) -> fx.GraphModule | None:

@@ -25,20 +25,10 @@ def call(
     `like`."""
     node = like.graph.call_function(target, args, kwargs or {})
     node.meta = {key: value for key, value in like.meta.items() if key not in _OF_THE_VALUE}
-    value = fake_value(target, args, kwargs or {})
-    if value is not None:
-        node.meta["val"] = value
+    if all("val" in value.meta for value in node.all_input_nodes):
+        fake_args, fake_kwargs = map_arg((args, kwargs or {}), lambda value: value.meta["val"])
+        node.meta["val"] = target(*fake_args, **fake_kwargs)
     return node
-
-
-def fake_value(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The fake result for the fake values of the arguments; None if an argument has no fake value."""
-    found: list[fx.Node] = []
-    map_arg((args, kwargs), found.append)
-    if any("val" not in node.meta for node in found):
-        return None
-    fake_args, fake_kwargs = map_arg((args, kwargs), lambda node: node.meta["val"])
-    return target(*fake_args, **fake_kwargs)
 
 
 def signature_of(gm: fx.GraphModule, name: str) -> JointSignature:
