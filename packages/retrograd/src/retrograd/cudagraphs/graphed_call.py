@@ -234,7 +234,7 @@ class GraphedCall:
     def _why_not_replayed(self, recorded: Recorded) -> Reason | None:
         if self._recorder.stream(self._device) != self._stream:
             return _OTHER_STREAM
-        return _HELD if recorded.is_busy else None
+        return _HELD if recorded.results.are_held else None
 
     def _why_not_recorded(self, inputs: Sequence[Any]) -> Reason | None:
         if (why := self._why_unlike(inputs)) is not None:
