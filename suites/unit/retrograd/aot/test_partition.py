@@ -292,3 +292,60 @@ def test_no_copy_is_made_where_less_is_kept_without_one() -> None:
     assert saved(parts) == ["mean intermediate"]
     assert parts.copied == ()
     assert aten.clone.default not in calls(parts.forward)
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part: what a memory budget is for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+        self.ahead, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.wide, self.narrow = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.ahead(self.norms[0](x)).unflatten(-1, (3, 2, 8)).transpose(-2, -4).unbind(-3)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(*parts).transpose(-2, -3).flatten(-2))
+        return x + self.narrow(nn.functional.gelu(self.wide(self.norms[1](x))))
+
+
+BUDGETS = [1.0, 0.75, 0.5, 0.25, 0.1, 0.0]
+
+
+def test_a_memory_budget_bounds_what_is_saved() -> None:
+    """A budget is a share of what a cut without one saves. A linear layer can be computed again although the
+    user may change its bias: a copy of the bias is saved."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(4)])
+    saved_bytes = []
+    for budget in BUDGETS:
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            joint = captured(model, tensor(4, 8, 16), decompositions=decompositions())
+            saved_bytes.append(aot.partition(joint).saved_bytes)
+    copies = sum(p.numel() * p.element_size() for p in model.parameters() if p.dim() == 1)
+    assert saved_bytes == sorted(saved_bytes, reverse=True)
+    for budget, found in zip(BUDGETS, saved_bytes, strict=True):
+        assert found <= 1.1 * budget * saved_bytes[0] + copies, budget
+
+
+@pytest.mark.parametrize("budget", BUDGETS[1:])
+def test_under_a_memory_budget_gradients_are_eagers(budget: float) -> None:
+    def step(model: nn.Module, call: Any) -> list[Any]:
+        x = leaf(4, 8, 16)
+        loss = call(x).square().sum()
+        with torch.no_grad():  # eager does not keep the biases
+            for name, parameter in model.named_parameters():
+                if name.endswith(("out.bias", "wide.bias", "narrow.bias", "ahead.bias")):
+                    parameter.zero_()
+        loss.backward()
+        return [x.grad, *[parameter.grad for parameter in model.parameters()]]
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(Block(), Block())
+
+    eager, compiled = made(), made()
+    expected = step(eager, eager)
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        found = step(compiled, aot.module(compiled, backend="eager", strict=True))
+    assert all(map(torch.equal, found, expected))

@@ -60,6 +60,25 @@ def test_a_hook_of_all_modules_is_noticed(kind):
         handle.remove()
 
 
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_hook_that_is_set_while_the_backend_compiles(is_removed, monkeypatch):
+    """Torch's count of operations, under a memory budget, sets and removes hooks of all modules then."""
+    monkeypatch.setattr(keep_eager, "_set", 0)
+
+    def backend(graph, inputs):
+        handle = nn.Linear(1, 1).register_forward_hook(tripled)
+        if is_removed:
+            handle.remove()
+        return graph
+
+    plain, other = model(), model()
+    fast, x = compiled(other, backend=backend), torch.ones(2, 3)
+    assert torch.equal(fast(x), plain(x))
+    for each in (plain, other):
+        each[0].register_forward_hook(tripled)
+    assert torch.equal(fast(x), plain(x))
+
+
 def test_modules_without_hooks_have_one_guard(monkeypatch):
     monkeypatch.setattr(keep_eager, "_set", 0)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]

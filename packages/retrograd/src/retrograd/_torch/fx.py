@@ -142,10 +142,15 @@ def is_mutating(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the call, or one in a graph given to it, draws random numbers."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return torch.Tag.nondeterministic_seeded in node.target.tags
-    return any(is_random(inner) for inner in _inner_nodes(node))
+    """Whether the call, or one in a graph given to it, draws random numbers. Attention without dropout does
+    not, though its operator may."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return any(is_random(inner) for inner in _inner_nodes(node))
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
 
 
 def has_effect(node: fx.Node) -> bool:

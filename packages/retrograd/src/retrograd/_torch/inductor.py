@@ -76,11 +76,17 @@ def _bernoulli(value: torch.Tensor, p: float = 0.5, *, generator: Any = None) ->
 
 def warm_workers() -> None:
     """Have Inductor start the processes that compile for GPUs, as the stock backend does before it traces.
-    Until they run, kernels are compiled here, one after the other."""
+    Until they run, kernels are compiled here, one after the other. In a process that has used no GPU yet,
+    nothing happens."""
     if torch.cuda.is_initialized():
-        from torch._inductor.async_compile import maybe_warm_pool
+        _warm_workers()
 
-        maybe_warm_pool()
+
+@functools.cache
+def _warm_workers() -> None:
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
 
 
 def settings() -> list[str]:
@@ -278,6 +284,19 @@ def environment() -> list[Any]:
 #: what torch's partitioner gives a backward besides values of the joint graph: cotangents, and states of
 #: generators from which numbers are drawn again.
 _NO_VALUES = ("tangents_", "rng_state_output_", "bwd_rng_state_")
+
+
+def memory_budget(gm: fx.GraphModule) -> float:
+    """The share of what torch's minimum cut would save that the user lets it save: 1, or
+    ``torch._functorch.config.activation_memory_budget``, or what is said of a region of the program."""
+    marks = (value for node in gm.graph.nodes for value in _budgets_of(node))
+    return min(marks, default=functorch_config.activation_memory_budget)
+
+
+def _budgets_of(node: fx.Node) -> list[float]:
+    notes = node.meta.get("custom") or {}
+    said = (node.meta.get("memory_budget"), notes.get("_region_activation_memory_budget"))
+    return [value for value in said if isinstance(value, float)]
 
 
 def cut_by(

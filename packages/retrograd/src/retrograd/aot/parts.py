@@ -31,7 +31,7 @@ from retrograd._torch.fx import (
     lazy_graph_module,
     schema_of,
 )
-from retrograd._torch.inductor import cut_by
+from retrograd._torch.inductor import cut_by, memory_budget
 from retrograd.config import PARTITIONERS, Policy
 from retrograd.errors import OptionError, VerificationError
 from retrograd.graph.joint import Gradient, JointSignature, Primal, cotangents_reaching
@@ -270,9 +270,10 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
     if policy == "min_cut" and (read := _read(joint)) <= set(memory.primals):
         return read
     if policy == "min_cut":
-        with _copies_offered(joint, memory) as copied:
+        is_short = memory_budget(joint.gm) < 1
+        with _copies_offered(joint, memory, of_all=is_short) as copied:
             saved = {copied.get(node, node) for node in _cut(joint, memory_of(joint.gm, joint.signature))}
-        lawful = not any(memory.is_forbidden(node) for node in saved - {*copied.values()})
+        lawful = is_short or not any(memory.is_forbidden(node) for node in saved - {*copied.values()})
         return saved if lawful else _read(joint)
     if callable(policy):
         saved = _cut(joint, memory, policy)
@@ -295,22 +296,30 @@ def _cut(joint: JointValues, memory: Memory, partitioner: Callable[..., Any] | N
 
 
 @contextmanager
-def _copies_offered(joint: JointValues, memory: Memory) -> Iterator[dict[fx.Node, fx.Node]]:
-    """Let a cut choose a copy of what must not be kept, where a call only makes it wider.
+def _copies_offered(joint: JointValues, memory: Memory, of_all: bool) -> Iterator[dict[fx.Node, fx.Node]]:
+    """Let a cut choose a copy of what must not be kept: where a call only makes it wider, or `of_all`, under
+    a memory budget.
 
     The loss of a language model reads half-precision logits as float32. Eager does not keep the logits; a
-    copy of them takes half the memory of what it keeps instead. Gives the values by their copies, which are
-    in the graph until the end of the context.
+    copy of them takes half the memory of what it keeps instead. A linear layer reads a bias, which eager does
+    not keep: without a copy of it, nothing of the layer could be computed again. Gives the values by their
+    copies, which are in the graph until the end of the context.
     """
     graph, copied = joint.gm.graph, dict[fx.Node, fx.Node]()
+    first: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.target in _CONVERSIONS and not is_backward(node) and _widens(node, memory):
-            (value,) = node.all_input_nodes
-            with graph.inserting_before(node):
-                copy = graph.call_function(torch.ops.aten.clone.default, (value,))
-            copy.meta["val"] = value.meta["val"].clone()
-            node.replace_input_with(value, copy)
-            copied[copy] = value
+        if node.op != "call_function" or is_backward(node) or has_effect(node):
+            continue
+        read = [value for value in node.all_input_nodes if of_all and memory.is_forbidden(value)]
+        if not of_all and node.target in _CONVERSIONS and _widens(node, memory):
+            read = node.all_input_nodes
+        for value in read:
+            if value not in first:
+                with graph.inserting_before(node):
+                    first[value] = copy = graph.call_function(torch.ops.aten.clone.default, (value,))
+                copy.meta["val"] = value.meta["val"].clone()
+                copied[copy] = value
+            node.replace_input_with(value, first[value])
     try:
         yield copied
     finally:

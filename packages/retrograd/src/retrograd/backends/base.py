@@ -52,7 +52,7 @@ class Backend:
     for_speed: bool = False
 
     def prepare(self) -> None:
-        """Graphs will follow soon: begin what takes time."""
+        """Graphs may follow soon: begin what takes time. It is called often."""
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """Decompositions to apply while tracing."""

@@ -64,8 +64,9 @@ class Session:
 
     def __init__(self, config: Config, report: Report, is_paced: bool = False) -> None:
         self.config, self._report = config, report
-        self._backend = find_backend(config.backend)
-        paced = is_paced and not config.strict and self._backend.for_speed
+        backend = find_backend(config.backend)
+        backend.prepare()
+        paced = is_paced and not config.strict and backend.for_speed
         self._paces: dict[Hashable, Pace] | None = {} if paced else None
         self._repetition = _Repetition()
 
@@ -107,7 +108,6 @@ class Session:
         started = False
 
         def finished(graph: BackwardGraph, backward: LiveBackward) -> CapturedBackward:
-            self._backend.prepare()
             captured = CapturedBackward(graph, backward)
             # Laid out now, while a failure can still go to the stock engine.
             self._plan(captured, backward)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -96,19 +96,19 @@ def _made(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
 def guard_module_hooks(guards: Any) -> None:
     """Add guards where `guards` says that a module had no hooks. Dynamo guards the hooks that it has seen."""
     found = [guard for guard in guards if guard.inner_create_fn().__name__ == "EMPTY_NN_MODULE_HOOKS_DICT"]
-    if found and not _set:
-        guards.add(Guard(found[0].originating_source, _nobody_sets_any))
-    elif found:
-        guards.update([Guard(guard.originating_source, GuardBuilder.SEQUENCE_LENGTH) for guard in found])
-        guards.add(Guard(found[0].originating_source, _as_many_of_all_modules))
+    if found:
+        guards.add(Guard(found[0].originating_source, functools.partial(_guard_hooks, found)))
 
 
-def _nobody_sets_any(builder: Any, guard: Guard) -> None:
-    parts = ["nobody has set a hook of a module"]
-    builder.guard_manager.root.add_lambda_guard(lambda _: not _set, parts, guard.user_stack)
-
-
-def _as_many_of_all_modules(builder: Any, guard: Guard) -> None:
+def _guard_hooks(found: Sequence[Guard], builder: Any, guard: Guard) -> None:
+    """The backend has compiled by now, and may have set hooks: under a memory budget, torch counts operations
+    by hooks of all modules."""
+    if not _set:
+        parts = ["nobody has set a hook of a module"]
+        builder.guard_manager.root.add_lambda_guard(lambda _: not _set, parts, guard.user_stack)
+        return
+    for one in found:
+        builder.SEQUENCE_LENGTH(Guard(one.originating_source, GuardBuilder.SEQUENCE_LENGTH))
     before = [*map(tuple, _OF_ALL_MODULES)]
     parts = ["the hooks of all modules"]
     builder.guard_manager.root.add_lambda_guard(
