@@ -150,7 +150,7 @@ def is_random(node: fx.Node) -> bool:
         return False
     names = [argument.name for argument in node.target._schema.arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0) != 0.0)
 
 
 def has_effect(node: fx.Node) -> bool:

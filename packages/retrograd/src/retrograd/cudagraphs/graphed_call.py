@@ -91,12 +91,8 @@ def _why_not_random(node: fx.Node) -> str | None:
     each replay takes up and moves on; fused attention hands that state out as a value."""
     if node.kwargs.get("generator") is not None:
         return "it draws random numbers from a generator of its own"
-    for place, argument in enumerate(schema_of(node.target).arguments):
-        if argument.name == "dropout_p":
-            named = node.kwargs.get("dropout_p", argument.default_value)
-            dropped = node.args[place] if place < len(node.args) else named
-            return None if dropped == 0.0 else "it drops out in attention"
-    return None
+    drops_out = any(argument.name == "dropout_p" for argument in schema_of(node.target).arguments)
+    return "it drops out in attention" if drops_out else None
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

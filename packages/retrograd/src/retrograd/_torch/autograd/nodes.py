@@ -71,17 +71,14 @@ class Versions(Generic[Key]):
 
 def modified_error(tensor: torch.Tensor, expected: int) -> str:
     """What eager says when a saved tensor is not at the `expected` version."""
+    node = tensor.grad_fn
+    origin = "" if node is None else f", which is output {tensor.output_nr} of {node.name()},"
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(tensor.shape)}]{_history(tensor)} is at version {tensor._version}; "
+        f"[{tensor.type()} {list(tensor.shape)}]{origin} is at version {tensor._version}; "
         f"expected version {expected} instead. Hint: enable anomaly detection to find the operation that "
         "failed to compute its gradient, with torch.autograd.set_detect_anomaly(True, check_nan=False)."
     )
-
-
-def _history(tensor: torch.Tensor) -> str:
-    node = tensor.grad_fn
-    return "" if node is None else f", which is output {tensor.output_nr} of {node.name()},"
 
 
 def versions_of(values: Sequence[Any]) -> list[int | None]:
@@ -132,7 +129,9 @@ def fitted(node: Any, slot: int, grad: torch.Tensor) -> torch.Tensor:
     metadata = node._input_metadata[slot]
     shape = tuple(metadata.shape)
     if tuple(grad.shape) != shape:
-        if not _is_expanded(shape, tuple(grad.shape)):
+        pairs = zip(reversed(shape), reversed(grad.shape), strict=False)
+        # As ``at::is_expandable_to`` says.
+        if len(shape) > grad.dim() or not all(small == large or small == 1 for small, large in pairs):
             raise Refusal(
                 "node-refused", f"got {list(grad.shape)} but expected shape compatible with {list(shape)}"
             )
@@ -202,14 +201,6 @@ def _by_edge(node: Any, results: Sequence[Any]) -> list[torch.Tensor | None]:
                 "node-refused", f"function {node.name()} returned {type(grad).__name__}, not a tensor"
             )
     return grads
-
-
-def _is_expanded(shape: tuple[Any, ...], larger: tuple[Any, ...]) -> bool:
-    """Whether a tensor of `shape` broadcasts to `larger`, as ``at::is_expandable_to`` says."""
-    if len(shape) > len(larger):
-        return False
-    pairs = zip(reversed(shape), reversed(larger), strict=False)
-    return all(small == large or small == 1 for small, large in pairs)
 
 
 class _Sample(torch.autograd.Function):

@@ -30,7 +30,7 @@ from retrograd.aot.export.program import (
     Result,
 )
 from retrograd.aot.export.serialize import serialize_graph, serialize_value
-from retrograd.aot.export.training import whole_backward
+from retrograd.aot.export.training import WholeBackward
 from retrograd.aot.parts import extract
 from retrograd.errors import ExportError, Refusal
 from retrograd.graph.joint import (
@@ -97,7 +97,7 @@ def program_of(joint: JointGraph, kind: ProgramKind, loss: str | None) -> Export
             gm = _forward(joint, wanted)
         else:
             value, loss = _loss(joint, names, loss)
-            gm, order = whole_backward(joint, value, wanted)
+            gm, order = WholeBackward(joint).built(value, wanted)
             ends = [Destination(primal) for primal in order]
             outputs += [
                 ProgramOutput(f"gradient of {joint.primals[e.index].name}", GradientOf(e, None)) for e in ends
