@@ -23,7 +23,7 @@ from gradparity.executors.registry import Resources, executor
 from gradparity.executors.unit import Lost, Result, Unit
 from gradparity.fuzzing.diary import Done
 from gradparity.fuzzing.find import Find
-from gradparity.fuzzing.work import FuzzTask, fuzz_unit
+from gradparity.fuzzing.work import BROKEN, FuzzTask, fuzz_unit
 from gradparity.generate.draw import policy
 from gradparity.generate.policies import ROTATION
 from gradparity.signature import Signature
@@ -60,8 +60,9 @@ class FuzzOptions:
 @dataclass
 class FuzzSummary:
     """Where a campaign stands. `rejected`: drawings that eager could not run; `repeated`: divergences that
-    something known covers; `number`: the last case's; `lost`: cases that cost a worker; `fired`: how many
-    programs made each pass fire; `new`: distinct divergences, `finds` those of them that this process found.
+    something known covers; `number`: the last case's; `lost`: cases that cost a worker or could not be
+    judged; `failed`: why the last worker ended before its first case; `fired`: how many programs made each
+    pass fire; `new`: distinct divergences, `finds` those of them that this process found.
     """
 
     cases: int = 0
@@ -77,6 +78,7 @@ class FuzzSummary:
     known: list[Signature] = field(default_factory=list)
     interrupted: bool = False
     number: int = -1
+    failed: str = ""
 
     @property
     def rejected_share(self) -> float:
@@ -137,11 +139,14 @@ def _rounds(options: FuzzOptions, summary: FuzzSummary, started: float) -> Itera
     count = FIRST_ROUND if options.processes else 5
     while not _is_over(options, summary):
         if options.cases is not None:
-            count = min(count, options.cases - done)
+            count = min(count, max(options.cases - done, 1))
         shares = _shares(count, max(options.processes, 1))
         begun, before = time.monotonic(), summary.cases
+        is_new = any(number not in options.done.numbers for number in range(done, done + count))
         starts = [done + sum(shares[:place]) for place in range(len(shares))]
         yield [_unit(options, summary, start, share) for start, share in zip(starts, shares, strict=True)]
+        if is_new and summary.cases == before and not _is_over(options, summary):
+            raise CaseError(f"no case was judged: {summary.failed or 'all workers ended'}")
         done += count
         rate = (summary.cases - before) / max(time.monotonic() - begun, 1e-3)
         if options.processes:
@@ -184,9 +189,12 @@ def _take(message: Any, summary: FuzzSummary, on_find: OnFind) -> Row | None:
     if isinstance(message, Lost) and message.label is not None:
         return _lost(message, message.label, summary)
     if not isinstance(message, Result):
+        summary.failed = getattr(message, "error", "") or getattr(message, "detail", "") or summary.failed
         return None
     data = message.data
     row = Row.from_json(data["row"])
+    if row.symptom == BROKEN:
+        summary.lost.append(f"{row.case}: {row.reason}")
     summary.cases += 1
     summary.rejected += data["attempt"]
     summary.shrinking += data["shrinking"]

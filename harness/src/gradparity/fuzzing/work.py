@@ -7,8 +7,10 @@ rejected, which passes fired, and a find if the case diverged in a way that noth
 from __future__ import annotations
 
 import time
+import traceback
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +39,8 @@ ENOUGH, ONE_IN = 5, 6
 """After so many finds that look alike, one in so many of the others is shrunk."""
 STRIDE = 1_000_000
 """Seeds of programs begin at the campaign's seed times this."""
+BROKEN = "broken-case"
+"""The symptom of a case that could not be drawn or judged."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +107,20 @@ def _case(
     except CaseTimeout:
         pass
     except GradparityError as error:
-        row = row_of(case, subject.name, Verdict.CRASH, "broken-case", str(error))
+        row = row_of(case, subject.name, Verdict.CRASH, BROKEN, str(error))
+    except Exception as error:  # a fault of the generator or of an oracle costs one case, not the unit
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        why = f"{type(error).__name__}: {error}, raised by {last.name} in {Path(last.filename).name}"
+        row = row_of(case, subject.name, Verdict.CRASH, BROKEN, why)
     begun = time.monotonic()
-    if found is not None and row.is_find:
+    if found is not None and row.is_find and row.symptom != BROKEN:
         find = _news(case, script, found, subject, task, known)
     return {
         "row": row.to_json(),
         "attempt": script.attempt,
         "shrinking": time.monotonic() - begun,
         "fired": dict.fromkeys(fired, 1),
-        "diverged": row.is_find,
+        "diverged": row.is_find and row.symptom != BROKEN,
         "find": None if find is None else find.to_json(),
     }, row.verdict is not Verdict.TIMEOUT
 

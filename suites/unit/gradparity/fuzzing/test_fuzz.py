@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from gradparity.errors import CaseError, UnknownNameError
+from gradparity.executors.registry import Resources
 from gradparity.fuzz import FuzzOptions, FuzzSummary, fuzz
+from gradparity.fuzzing import work
 from gradparity.fuzzing.find import Find, Folder
 from gradparity.fuzzing.work import FuzzTask
+from gradparity.generate.draw import drawn_and_run
 from gradparity.generate.script import Script
 from gradparity.signature import Signature
 from gradparity.verdict import Row, Verdict
@@ -83,6 +86,25 @@ def test_a_crash_costs_one_case() -> None:
     assert (summary.cases, len(summary.lost), found) == (2, 2, [])
     assert "exit status 7" in summary.lost[0]
     assert "generated::elementwise::0" in summary.lost[0]
+
+
+def test_a_case_that_cannot_be_drawn_costs_one_case(monkeypatch) -> None:
+    def drawn(name: str, seed: int) -> object:
+        return drawn_and_run(name, seed) if seed != 1 else 1 / 0
+
+    monkeypatch.setattr(work, "drawn_and_run", drawn)
+    summary, found, rows = campaign("eager", cases=4)
+    assert (summary.verdicts, found, summary.repeated) == ({"AGREE": 3, "CRASH": 1}, [], 0)
+    assert summary.lost == [
+        "generated::elementwise::1: ZeroDivisionError: division by zero, raised by drawn in test_fuzz.py"
+    ]
+    assert [row.symptom for row in rows if row] == ["", "broken-case", "", ""]
+
+
+@pytest.mark.timeout(120)
+def test_workers_that_never_begin_end_the_campaign() -> None:
+    with pytest.raises(CaseError, match=r"no case was judged: the worker held \d+ MiB, allowed 1 MiB"):
+        campaign("eager", processes=1, cases=2, resources=Resources(memory=1 << 20))
 
 
 def test_ctrl_c_ends_it_with_what_there_is() -> None:

@@ -14,7 +14,7 @@ import retrograd
 from retrograd import aot
 from retrograd.errors import CaptureError
 from retrograd.graph.joint_graph import AliasOf, ComputedOutput, ConstantOutput, JointValues, SameAs
-from unit.retrograd.aot.against_eager import Make, agree, captured, leaf, tensor, weights
+from unit.retrograd.aot.against_eager import Make, agree, captured, leaf, plain, tensor, weights
 
 
 @dataclass(frozen=True)
@@ -407,3 +407,43 @@ def test_what_is_refused_runs_as_eager(fn: Any, grad: bool, text: str) -> None:
         return
     *_, reason = retrograd.explain().fallbacks
     assert text in reason.text
+
+
+DATA = data(4, 4)
+
+
+def turned(x: Tensor) -> tuple[Tensor, ...]:
+    base = x * 1
+    view = base.t()
+    view.cumsum_(0)
+    return view[1:], base, view
+
+
+def stepped(x: Tensor) -> tuple[Tensor, ...]:
+    base = x * 1
+    view = base[:, ::2]
+    view.cumsum_(0)
+    return view[1:], base
+
+
+def windows(x: Tensor) -> tuple[Tensor, ...]:
+    base = x * 1
+    view = base.unfold(-1, 2, 3)
+    view.mul_(2)
+    return base, view
+
+
+@pytest.mark.parametrize("make", [plain(leaf(4, 4)), DATA], ids=["leaf", "data"])
+@pytest.mark.parametrize("fn", [turned, stepped, windows])
+def test_a_change_in_place_keeps_the_layout(fn: Callable[..., Any], make: Make) -> None:
+    agree(fn, make, is_differentiated=make is not DATA)
+
+
+def test_a_list_in_which_memory_stands_twice_is_not_captured() -> None:
+    def twice(x: Tensor) -> Tensor:
+        made = x * 1
+        torch._foreach_add_([made[:2], made[1:]], 2.0)
+        return made
+
+    with pytest.raises(CaptureError, match="two share memory"):
+        captured(twice, tensor(3))

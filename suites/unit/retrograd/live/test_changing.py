@@ -254,3 +254,28 @@ def test_equal_segments_of_other_settings_are_not_shared() -> None:
         with retrograd.compiled_autograd("aten", strict=True, recompile_limit=limit):
             gradient(lambda w: w.sin().sum())
     assert retrograd.counters["lowerings"] == 2
+
+
+@pytest.mark.parametrize("as_input", [False, True])
+def test_a_leaf_may_ask_for_another_dtype_after_the_capture(as_input: bool) -> None:
+    def steps() -> list[Tensor | None]:
+        torch.manual_seed(0)
+        w = torch.randn(4, requires_grad=True)
+        seen: list[Tensor | None] = []
+        w.register_hook(lambda grad: seen.append(grad.clone()))
+        for step in range(4):
+            if step == 2:
+                w.grad, w.grad_dtype = None, torch.float64
+            loss = (w.sin() + w.exp() * w.cos()).sum()
+            if as_input:
+                seen += torch.autograd.grad(loss, w)
+            else:
+                loss.backward()
+                seen.append(None if w.grad is None else w.grad.clone())
+        return seen
+
+    expected = steps()
+    with retrograd.compiled_autograd("eager"):
+        found = steps()
+    assert [grad.dtype for grad in found] == [grad.dtype for grad in expected]
+    assert all(map(torch.equal, found, expected))

@@ -191,6 +191,61 @@ def grad_dtype_while_accumulating(p: Probe) -> None:
     _with_grad_dtype(p, torch.float64, 2, cleared=False)
 
 
+def _asking_later(p: Probe, step: Callable[[torch.Tensor], None]) -> None:
+    """Four steps; from the third on, the leaf asks for gradients in float64."""
+    if p.is_reference:
+        return
+    w = p.leaf("w", p.randn(4, requires_grad=True))
+    for number in range(4):
+        w.grad = None
+        if number == 2:
+            w.grad_dtype = torch.float64
+        step(w)
+        p.value(f"step {number}", w.grad)
+
+
+@scenario(tags=("accumulation", "dtypes", "steps"), fp64=False)
+def grad_dtype_where_gradients_meet(p: Probe) -> None:
+    """Gradients that meet at a leaf are converted to the dtype that it asks for before they are added."""
+
+    def step(w: torch.Tensor) -> None:
+        with p.backward():
+            (w.sin() + w.exp() * w.cos()).sum().backward()
+
+    _asking_later(p, step)
+
+
+@scenario(tags=("accumulation", "dtypes", "steps", "hooks"), fp64=False)
+def grad_dtype_that_hooks_see(p: Probe) -> None:
+    """Hooks of a leaf, and of its node, see gradients of the dtype that it asks for."""
+
+    def step(w: torch.Tensor) -> None:
+        y = w.view_as(w)
+        node: Any = y.grad_fn.next_functions[0][0]
+        handles = [
+            w.register_hook(p.hook("w", lambda grad: grad * 3)),
+            node.register_prehook(p.hook("node", kind="node_pre")),
+            w.register_post_accumulate_grad_hook(p.hook("after", kind="post_accumulate")),
+        ]
+        with p.backward():
+            (y.sin() + w.exp()).sum().backward()
+        for handle in handles:
+            handle.remove()
+
+    _asking_later(p, step)
+
+
+@scenario(tags=("roots-inputs", "dtypes", "steps"), fp64=False)
+def grad_dtype_of_what_is_returned(p: Probe) -> None:
+    """`torch.autograd.grad` returns the gradient of a leaf in the dtype that it asks for."""
+
+    def step(w: torch.Tensor) -> None:
+        with p.backward():
+            p.value("grad", torch.autograd.grad((w.sin() + w.exp()).sum(), w)[0])
+
+    _asking_later(p, step)
+
+
 class _PropertyParameter(nn.Parameter):
     """A parameter that counts who asks for its `.grad`, and who compares it."""
 

@@ -108,7 +108,9 @@ def _family(scope: Scope, made: list[str]) -> list[str]:
 
 def _shared(scope: Scope) -> list[str]:
     """A view of an input that shares its memory with another input."""
-    inputs = [name for name in scope.draft.params if isinstance(scope.env[name], torch.Tensor)]
+    inputs = [
+        name for name in scope.draft.params if type(scope.env[name]) in (torch.Tensor, torch.nn.Parameter)
+    ]
     memory = [scope.env[name].untyped_storage().data_ptr() for name in inputs]
     twins = [name for name, place in zip(inputs, memory, strict=True) if memory.count(place) > 1]
     if not twins:

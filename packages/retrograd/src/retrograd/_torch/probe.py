@@ -35,6 +35,7 @@ REQUIRED = {
     "_functionalize_are_all_mutations_hidden_from_autograd _functionalize_has_metadata_mutation "
     "_functionalize_are_all_mutations_under_no_grad_or_inference_mode _functionalize_was_storage_changed "
     "_functionalize_was_inductor_storage_resized _functionalize_mutation_counter _is_functional_tensor "
+    "_functionalize_replace _functionalize_commit_update _functionalize_mark_mutation_hidden_from_autograd "
     "_mirror_autograd_meta_to _sync",
     "torch:_C.": "DisableTorchFunction DisableTorchFunctionSubclass _AutoDispatchBelowAutograd "
     "_DisableAutocast _FunctionBase _TorchDispatchModeKey _current_graph_task_id "

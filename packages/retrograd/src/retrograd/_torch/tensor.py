@@ -198,6 +198,17 @@ def lies_within(view: torch.Tensor, base: torch.Tensor) -> bool:
     return bool(lowest <= first and last <= highest)
 
 
+def may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are in one memory, and neither ends before the other begins."""
+    (first, last), (lowest, highest) = _extent(one), _extent(other)
+    return storage_of(one) == storage_of(other) and bool(first <= highest and lowest <= last)
+
+
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """Whether it is expanded: several of its elements are one in memory."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _extent(tensor: torch.Tensor) -> tuple[Any, Any]:
     first = tensor.storage_offset()
     pairs = zip(tensor.shape, tensor.stride(), strict=True)

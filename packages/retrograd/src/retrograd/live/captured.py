@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from retrograd._torch.autograd import (
@@ -29,6 +30,7 @@ from retrograd.errors import Refusal, VerificationError
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph, CallKind, call_of
 from retrograd.graph.eager_order import ROOT, eager_walk, with_steps
+from retrograd.live.capture.grad_dtypes import Dtypes, asked_dtypes, in_dtypes, leaves_with_buffers
 from retrograd.live.run.plan import Plan
 from retrograd.passes.lay_out_like_eager import lay_out_like_eager
 
@@ -44,12 +46,13 @@ KEPT_CHECKS = 4
 
 @dataclass(eq=False)
 class _Known:
-    """A plan, and the setting, order and number of added inputs that it was made for."""
+    """A plan, and the setting, order, number of added inputs and dtypes of gradients that it was made for."""
 
     plan: Plan
     config: Config
     ranks: tuple[int, ...] | None
     added: int
+    dtypes: Dtypes
     check: OrderCheck | None = None
 
 
@@ -74,16 +77,24 @@ class CapturedBackward:
         self.has_aot_graphs = bool(graph.inlined)
         self.has_cpp_functions = any(call.kind is CallKind.CPP_FUNCTION for _, call in graph.calls())
         self._order_is_visible = _order_is_visible(graph)
+        self._leaves = leaves_with_buffers(self.graph)
         self._known: tuple[_Known, ...] = ()
 
-    def plan(self, config: Config, backward: LiveBackward) -> tuple[Plan, bool]:
+    def plan(
+        self, config: Config, backward: LiveBackward, inputs: Sequence[torch.Tensor] = ()
+    ) -> tuple[Plan, bool]:
         """The plan for `backward`, and whether it was made just now.
+
+        Args:
+            config: the settings. backward: what is asked.
+            inputs: what the engine collected; nothing while it still captures.
 
         Raises:
             LookupError: the live graph is not what the engine walked.
         """
         request = backward.request
-        alike = [known for known in self._known if known.added == request.added]
+        dtypes = asked_dtypes(self._leaves, inputs, request.inputs)
+        alike = [known for known in self._known if (known.added, known.dtypes) == (request.added, dtypes)]
         alike = [known for known in alike if known.config is config or known.config == config]
         checked = alike if self._order_is_visible and not request.inputs else []
         for known in checked:
@@ -97,9 +108,9 @@ class CapturedBackward:
                     known.check = OrderCheck(backward.graph, _steps(self.graph, backward))
                 return known.plan, False
         with event("retrograd.lay_out"):
-            graph = without_last_outputs(self._laid_out(backward), request.added)
+            graph = in_dtypes(without_last_outputs(self._laid_out(backward), request.added), dtypes)
             plan = Plan(graph, config, find_backend(config.backend, strict=config.strict))
-        self._known = (*self._known[1 - KEPT_PLANS :], _Known(plan, config, ranks, request.added))
+        self._known = (*self._known[1 - KEPT_PLANS :], _Known(plan, config, ranks, request.added, dtypes))
         return plan, True
 
     def _laid_out(self, backward: LiveBackward) -> BackwardGraph:

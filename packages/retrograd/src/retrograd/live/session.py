@@ -7,7 +7,7 @@ would return.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -129,8 +129,10 @@ class Session:
             start(collected)
         return ran[0]
 
-    def _plan(self, captured: CapturedBackward, backward: LiveBackward) -> Plan:
-        plan, is_new = captured.plan(self.config, backward)
+    def _plan(
+        self, captured: CapturedBackward, backward: LiveBackward, inputs: Sequence[torch.Tensor] = ()
+    ) -> Plan:
+        plan, is_new = captured.plan(self.config, backward, inputs)
         if is_new:
             self._report.captured(plan.report)
             live_log.info("%s", plan.report)
@@ -141,7 +143,7 @@ class Session:
         captured, request = call.artifact, backward.request
         if request.keep_graph and captured.has_cpp_functions:  # the stock engine still can, as it is kept
             return self._fall_back(backward.asked, _NO_STATE)
-        plan = self._plan(captured, backward)
+        plan = self._plan(captured, backward, call.inputs)
         self._repetition.runs(plan)
         if captured.has_aot_graphs:
             use_up(captured.graph, backward)

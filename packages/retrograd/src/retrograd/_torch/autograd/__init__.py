@@ -53,6 +53,7 @@ from retrograd._torch.autograd.request import (
     installed_compiler,
     is_traced,
     is_transformed,
+    leads_to,
     leaf_of,
     names_of_nodes,
     node_under_way,

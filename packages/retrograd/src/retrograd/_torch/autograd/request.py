@@ -162,6 +162,12 @@ def passes_through_function(value: torch.Tensor, base: torch.Tensor) -> bool:
     return any(hasattr(node.handle, "apply") for node in nodes if node.handle is not end)
 
 
+def leads_to(value: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether the history of `value` goes back to that of `base`."""
+    end, _ = edge_of(base)
+    return any(node.handle is end for node in graph_below([edge_of(value)], (end,)).nodes)
+
+
 class _Numbers(dict[Any, int]):
     """Numbers nodes as they are asked for; `handles` are those that have one, in order."""
 

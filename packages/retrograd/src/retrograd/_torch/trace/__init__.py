@@ -34,6 +34,7 @@ from retrograd._torch.trace.functional import (
     changes_of,
     functional_mode,
     is_traced,
+    lost_layout,
     mutations_of,
     plain,
     storage_key,

@@ -9,8 +9,9 @@ traced; `without_tokens` puts plain calls in their place.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import combinations
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -19,12 +20,13 @@ from torch import fx
 from torch._higher_order_ops.effects import with_effects
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
 from retrograd._torch import pytree
-from retrograd._torch.fx import FILLING, is_operator_overload
-from retrograd._torch.tensor import inner_tensors, storage_of
+from retrograd._torch.fx import FILLING, is_operator_overload, schema_of
+from retrograd._torch.tensor import inner_tensors, may_overlap, storage_of
 from retrograd._torch.trace.graph_tracer import noted
 from retrograd.errors import Refusal
 
@@ -35,10 +37,16 @@ def functional_mode() -> AbstractContextManager[Any]:
     mode: Any = FunctionalTensorMode(_allow_token_discovery=True)
     run = mode.__torch_dispatch__
 
-    def dispatch(_: Any, func: Any, *args: Any) -> Any:
+    def dispatch(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.unfold.default:
+            func, args = _without_gaps(*args)
+        _refuse_overlap(func, args)
         fills = is_operator_overload(func) and func.overloadpacket in FILLING
         with noted(fills_by=func) if fills else nullcontext():
-            return run(func, *args)
+            result = run(func, types, args, kwargs)
+        if isinstance(result, FunctionalTensor) and args and result is args[0]:
+            _keep_layout(result)
+        return result
 
     mode.__torch_dispatch__ = MethodType(dispatch, mode)
     return mode
@@ -63,6 +71,75 @@ def plain(value: Any) -> Any:
         torch._sync(value)  # type: ignore[attr-defined]
         return torch._from_functional_tensor(value.elem)
     return value
+
+
+def _without_gaps(value: torch.Tensor, dim: int, size: int, step: int) -> tuple[Any, tuple[Any, ...]]:
+    """`unfold`, or `as_strided` where windows leave elements out: functionalisation undoes `unfold` by adding
+    windows up, so that a write to them would make zeros of the rest."""
+    unfold = torch.ops.aten.unfold.default
+    if value.ndim == 0:
+        return unfold, (value, dim, size, step)
+    dim %= value.ndim
+    rest, stride = value.shape[dim] - size, value.stride(dim)
+    if step <= size and not (type(rest) is int and rest % step):
+        return unfold, (value, dim, size, step)
+    sizes, strides = [*value.shape, size], [*value.stride(), stride]
+    sizes[dim], strides[dim] = rest // step + 1, stride * step
+    return torch.ops.aten.as_strided.default, (value, sizes, strides)
+
+
+def _refuse_overlap(func: Any, args: Sequence[Any]) -> None:
+    """An operation on lists writes to one tensor after the other; functionalised, to all at once."""
+    if not is_operator_overload(func) or not schema_of(func).is_mutable:
+        return
+    for argument, given in zip(schema_of(func).arguments, args, strict=False):
+        if isinstance(given, list) and argument.alias_info is not None and argument.alias_info.is_write:
+            tensors = [each for each in given if isinstance(each, torch.Tensor)]
+            if any(may_overlap(one, other) for one, other in combinations(tensors, 2)):
+                raise Refusal("not-representable", f"{func} writes to tensors of which two share memory")
+
+
+def _keep_layout(value: FunctionalTensor) -> None:
+    """Bring what an operation in place left in `value` back into the layout of `value`. In eager, it is never
+    lost; but what functionalisation puts in place of the operation may lay its result out otherwise, and
+    views that are taken later would have its strides."""
+    bare = torch._from_functional_tensor(value.elem)
+    sizes, strides = tuple(value.shape), tuple(value.stride())
+    try:
+        long = [dim for dim, size in enumerate(sizes) if size > 1]
+        if tuple(bare.shape) != sizes or all(bare.stride(dim) == strides[dim] for dim in long):
+            return
+    except GuardOnDataDependentSymNode:  # a size that nobody knows yet
+        return
+    order = sorted(range(len(sizes)), key=lambda dim: (-strides[dim], -sizes[dim]))
+    made = bare.permute(order).clone(memory_format=torch.contiguous_format)
+    made = made.permute([order.index(dim) for dim in range(len(sizes))])
+    changed, base, is_unseen = value, value._base, changes_of(value).is_unseen
+    if any(made.stride(dim) != strides[dim] for dim in long):
+        # It has gaps, as a part of a larger tensor: that one kept its layout.
+        if not isinstance(base, FunctionalTensor):
+            return
+        changed, made = base, plain(base)
+    torch._functionalize_replace(changed.elem, made)
+    torch._functionalize_commit_update(changed.elem)
+    torch._sync(value)  # type: ignore[attr-defined]
+    if is_unseen and not changes_of(value).is_unseen:
+        torch._functionalize_mark_mutation_hidden_from_autograd(value.elem)
+
+
+def lost_layout(value: torch.Tensor) -> bool:
+    """Whether a change in place left `value` with other strides, or elsewhere in its memory, than in eager:
+    what `_keep_layout` cannot bring back, because `value` is an input with gaps or behind the start of its
+    memory. Views that are taken from then on have offsets and strides of the new place."""
+    if not isinstance(value, FunctionalTensor):
+        return False
+    bare = plain(value)
+    try:
+        long = [dim for dim, size in enumerate(value.shape) if size > 1]
+        apart = value.storage_offset() != bare.storage_offset()
+        return bool(apart) or any(value.stride(dim) != bare.stride(dim) for dim in long)
+    except GuardOnDataDependentSymNode:  # a size that nobody knows yet
+        return False
 
 
 def is_traced(value: torch.Tensor) -> bool:

@@ -124,6 +124,9 @@ class Finish:
             if all(isinstance(plan, ComputedOutput) for plan in joint.outputs) and not joint.updates
             else None
         )
+        plans = list({id(plan): plan for plan in joint.outputs}.values())
+        self._plans = plans
+        self._places = [next(i for i, one in enumerate(plans) if one is plan) for plan in joint.outputs]
         self._new_leaves = [first + i for i, value in enumerate(joint.values) if value.requires_grad]
         self._written: dict[int, list[Update]] = {}
         for update in joint.updates:
@@ -147,7 +150,8 @@ class Finish:
             frame[value].requires_grad_()
         if self._computed is not None:
             return self._computed(frame)
-        return [self._output(plan, sources, frame) for plan in self._joint.outputs]
+        outputs = [self._output(plan, sources, frame) for plan in self._plans]
+        return outputs if len(outputs) == len(self._places) else [outputs[i] for i in self._places]
 
     def begin(self, frame: list[Any]) -> None:
         """Make all changes that autograd does not see. From then on, the written values are the primals

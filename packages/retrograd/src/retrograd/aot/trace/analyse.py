@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from retrograd._torch.autograd import passes_through_function, versions_of
+from retrograd._torch.autograd import leads_to, passes_through_function, versions_of
 from retrograd._torch.subclass import Layout, is_wrapper, layout_of, parts_of
-from retrograd._torch.tensor import lies_within, view_origin
-from retrograd._torch.trace import changes_of, is_traced, plain, storage_key
+from retrograd._torch.tensor import lies_within, shares_elements, view_origin
+from retrograd._torch.trace import changes_of, is_traced, lost_layout, plain, storage_key
 from retrograd.errors import Refusal
 from retrograd.graph.joint_graph import (
     AliasOf,
@@ -123,6 +123,8 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
             raise Refusal("not-representable", f"it gives {primal.name} other memory (set_, or a resize)")
         if not changes.elements and not changes.shape:
             continue
+        if changes.elements and shares_elements(primal.fake):
+            raise Refusal("not-representable", f"it changes {primal.name}, an expanded tensor")
         if any(bared is tensor for bared in inputs.bared):
             raise Refusal(
                 "not-representable",
@@ -189,7 +191,9 @@ class _Outputs:
         for output in self.outputs:
             if isinstance(output, torch.Tensor) and is_traced(output):
                 self._sharing.setdefault(storage_key(output), {})[id(output)] = output
-        return [self._plan(output) for output in self.outputs]
+        # A tensor that is returned twice has one plan: the caller gets one tensor too.
+        plans = {id(output): self._plan(output) for output in self.outputs}
+        return [plans[id(output)] for output in self.outputs]
 
     def _plan(self, output: Any) -> OutputPlan:
         if isinstance(output, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -211,6 +215,12 @@ class _Outputs:
         key = storage_key(output)
         if key in self._sources and not _is_empty(output):
             source = self._source(output, self._sources[key])
+            if lost_layout(self.inputs.entries[source]) and not lost_layout(output):
+                raise Refusal(
+                    "not-representable",
+                    "it changes an input that has gaps or begins behind the start of its memory, and returns "
+                    "a view that it took afterwards",
+                )
             return AliasOf(self._seen(output, self.inputs.entries[source]), source=source)
         return self._computed(output, list(self._sharing[key].values()))
 
@@ -240,6 +250,11 @@ class _Outputs:
             raise Refusal(
                 "not-representable",
                 "a Function returns a view of what it was given, which the caller gets as well",
+            )
+        if output.grad_fn is not None and base.requires_grad and not leads_to(output, base):
+            raise Refusal(
+                "not-representable",
+                "it returns a view of a view that was made under no_grad, which is a leaf of its own",
             )
         if output.dtype != base.dtype or is_wrapper(output):
             if not output._is_view():

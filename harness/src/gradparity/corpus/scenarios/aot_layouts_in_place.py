@@ -1,0 +1,193 @@
+"""Changes in place of tensors in any layout, by operations whose functional form lays its result out anew.
+
+In: a probe, whose `compile` is the identity for eager. Out: values, strides and gradients of the tensor that
+was changed, of its base, and of views that were taken before and after. One scenario for each operation and
+each layout; then windows with gaps, and lists in which memory stands twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradparity.corpus.scenario import scenario
+from gradparity.probe import Probe
+
+TAGS = ("compiled", "aot", "in-place", "layout")
+
+#: made of a contiguous tensor of four by four.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda base: base.t(),
+    "stepped": lambda base: base[:, ::2],
+    "transposed_part": lambda base: base.t()[1:],
+}
+
+OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
+    "cumsum": lambda view: view.cumsum_(0),
+    "masked_fill": lambda view: view.masked_fill_(view > 0.5, 2.0),
+    "copy": lambda view: view.copy_(view.flip(0).contiguous() * 2),
+    "index_fill": lambda view: view.index_fill_(0, torch.tensor([0], device=view.device), 3.0),
+    "data": lambda view: view.data.cumsum_(0) if not view.requires_grad else view.cumsum_(0),
+}
+
+
+def _make(name: str, layout: Callable[[Tensor], Tensor], change: Callable[[Tensor], Any]) -> None:
+    def body(p: Probe) -> None:
+        def run(x: Tensor) -> tuple[Tensor, ...]:
+            base = x * 1
+            view = layout(base)
+            before = view[:1]
+            change(view)
+            return base, view, before, view[1:], base[1:]
+
+        for x in (p.leaf("x", p.randn(4, 4, requires_grad=True)), p.randn(4, 4)):
+            outputs = p.compile(run)(x)
+            for number, output in enumerate(outputs):
+                p.value(f"{number} {x.requires_grad}", output)
+            if x.requires_grad:
+                with p.backward():
+                    sum((output * number).sum() for number, output in enumerate(outputs, 1)).backward()
+
+    body.__name__ = body.__qualname__ = f"aot_in_place_{name}"
+    body.__doc__ = (
+        f"An operation in place keeps the layout of its tensor, and views see what was written: {name}."
+    )
+    scenario(tags=TAGS)(body)
+
+
+for _layout_name, _layout in LAYOUTS.items():
+    for _operation_name, _operation in OPERATIONS.items():
+        _make(f"{_operation_name}_{_layout_name}", _layout, _operation)
+
+
+def _windows(p: Probe, size: int, step: int) -> None:
+    def run(x: Tensor, given: Tensor) -> tuple[Tensor, ...]:
+        base = x * 1
+        windows = base.unfold(0, size, step)
+        windows.mul_(3)
+        given.unfold(-1, size, step).add_(1)
+        return base, windows
+
+    x, given = p.leaf("x", p.randn(7, requires_grad=True)), p.watch("given", p.randn(2, 7))
+    base, windows = p.compile(run)(x, given)
+    p.value("windows", windows)
+    with p.backward():
+        (base * base).sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_windows_with_gaps_are_changed(p: Probe) -> None:
+    """A change through windows leaves alone what stands between them."""
+    _windows(p, 2, 3)
+
+
+@scenario(tags=TAGS)
+def aot_windows_that_end_early_are_changed(p: Probe) -> None:
+    """A change through windows leaves alone what stands behind the last one."""
+    _windows(p, 2, 2)
+
+
+@scenario(tags=TAGS)
+def aot_list_with_a_tensor_twice_is_changed(p: Probe) -> None:
+    """An operation on a list changes a tensor that stands there twice two times."""
+    given = p.watch("given", p.randn(3))
+
+    def run(x: Tensor, given: Tensor) -> Tensor:
+        made = x * 1
+        torch._foreach_add_([made, made], 2.0)
+        torch._foreach_mul_([given, given], 3.0)
+        torch._foreach_add_([made[:2], made[1:]], 1.0)
+        return made
+
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+    out = p.compile(run)(x, given)
+    p.value("out", out)
+    with p.backward():
+        out.sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_list_of_parts_is_changed(p: Probe) -> None:
+    """An operation on a list of the parts of one tensor changes each."""
+
+    def run(x: Tensor) -> Tensor:
+        made = x * 1
+        torch._foreach_mul_([made[:2], made[2:]], 3.0)
+        return made
+
+    x = p.leaf("x", p.randn(4, requires_grad=True))
+    with p.backward():
+        p.compile(run)(x).sin().sum().backward()
+
+
+@scenario(tags=("compiled", "aot", "views"))
+def aot_view_of_a_view_under_no_grad(p: Probe) -> None:
+    """A view that is made under no_grad is a leaf: a view of it has that history, not the input's."""
+
+    def run(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            inner = x.view_as(x)
+        return inner.mT
+
+    x = p.leaf("x", p.randn(2, 2, requires_grad=True))
+    out = p.compile(run)(x)
+    p.event("history", out.requires_grad, out.grad_fn is not None)
+    with p.backward():
+        out.sum().backward()
+
+
+@scenario(tags=("compiled", "aot", "views", "hooks"))
+def aot_view_is_returned_twice(p: Probe) -> None:
+    """A view of an input, or of a result, returned twice is one tensor: a hook on either is called."""
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        made = x * 2
+        one, two = x.t(), made.t()
+        return one, one, two, made, two
+
+    x = p.leaf("x", p.randn(2, 2, requires_grad=True))
+    one, again, two, _, twice = p.compile(run)(x)
+    p.event("same", one is again, two is twice, one is two)
+    again.register_hook(p.hook("again"))
+    twice.register_hook(p.hook("twice"))
+    with p.backward():
+        (one.sum() + two.sin().sum()).backward()
+
+
+def _behind_the_start(p: Probe, given: Tensor) -> None:
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        before = x[1:]
+        x.add_(1)
+        return before, x[1:], x.reshape(-1)
+
+    for number, output in enumerate(p.compile(run)(given)):
+        p.value(f"view {number}", output)
+    p.value("given", given)
+
+
+@scenario(tags=TAGS)
+def aot_input_behind_the_start_of_its_memory_is_changed(p: Probe) -> None:
+    """A view that is taken after a change of an input shows the input's own elements, wherever it begins."""
+    _behind_the_start(p, p.randn(3, 4)[1:])
+
+
+@scenario(tags=TAGS)
+def aot_input_with_gaps_is_changed(p: Probe) -> None:
+    """The same of an input with gaps."""
+    _behind_the_start(p, p.randn(3, 8)[:, ::2])
+
+
+@scenario(tags=TAGS)
+def aot_expanded_input_is_changed(p: Probe) -> None:
+    """An expanded input can be filled with one number."""
+
+    def run(x: Tensor) -> Tensor:
+        x.fill_(2.0)
+        return x * 3
+
+    given = p.randn(1, 3).expand(2, 3)
+    p.value("out", p.compile(run)(given))
+    p.value("given", given)

@@ -1,0 +1,107 @@
+"""Leaves that ask for gradients of another dtype (``grad_dtype``) after their backward was captured.
+
+In: a `BackwardGraph` in eager's order, and at run time the leaves. Out: the dtypes that they ask for, and the
+graph in which each gradient is converted where eager converts it: before hooks see it, and before gradients
+that meet are added. A structure is never captured with such leaves; the engine's cache does not tell them
+from others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from retrograd._torch.fx import add_call, add_copy
+from retrograd._torch.state import without_torch_functions
+from retrograd.graph.backward_graph import BackwardGraph, Call, CallKind, HookKind, call_of, source_of
+
+#: (whether it is an output of ``autograd.grad``, else a leaf; its position there or among the inputs; dtype)
+Dtypes = tuple[tuple[bool, int, torch.dtype], ...]
+
+
+def leaves_with_buffers(backward: BackwardGraph) -> tuple[int, ...]:
+    """Positions of the leaves whose gradient goes through a sum or a hook before it is accumulated. For the
+    others, the accumulation itself converts it."""
+    return tuple(
+        source_of(variable).index
+        for variable, grad in _accumulated(backward)
+        if list(_parts(grad)) != [grad] or len(grad.users) > 1
+    )
+
+
+def asked_dtypes(leaves: Sequence[int], inputs: Sequence[Any], wanted: Sequence[Any]) -> Dtypes:
+    """Which of these leaves, and of the `wanted` inputs of ``autograd.grad``, ask for another dtype now."""
+    if not inputs:
+        return ()
+    asked = [(False, i, inputs[i].grad_dtype) for i in leaves if inputs[i].grad_dtype is not inputs[i].dtype]
+    for i, leaf in enumerate(wanted):
+        if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.grad_dtype is not leaf.dtype:
+            asked.append((True, i, leaf.grad_dtype))
+    return tuple((is_output, i, dtype) for is_output, i, dtype in asked if dtype is not None)
+
+
+def in_dtypes(backward: BackwardGraph, dtypes: Dtypes) -> BackwardGraph:
+    """`backward` with gradients of these dtypes."""
+    if not dtypes:
+        return backward
+    leaves = {i: dtype for is_output, i, dtype in dtypes if not is_output}
+    converted: dict[fx.Node, torch.dtype] = {}
+    outputs = backward.outputs()
+    arriving: list[tuple[fx.Node | None, torch.dtype | None]]
+    arriving = [(grad, leaves.get(source_of(variable).index)) for variable, grad in _accumulated(backward)]
+    arriving += [(outputs[i], dtype) for is_output, i, dtype in dtypes if is_output]
+    for grad, dtype in arriving:
+        if grad is not None and dtype is not None:
+            converted |= dict.fromkeys(_parts(grad), dtype)
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node, _ in backward.placeholders():
+        new[node] = add_copy(graph, node, new.__getitem__)
+    for node in [node for node in new if node in converted]:
+        new[node] = _conversion(graph, Call(CallKind.VALIDATE, 0), new[node], converted[node])
+    for node, call in backward.calls():
+        new[node] = add_copy(graph, node, new.__getitem__)
+        if node in converted:
+            new[node] = _conversion(graph, replace(call, kind=CallKind.VALIDATE), new[node], converted[node])
+    graph.output(tuple(None if node is None else new[node] for node in outputs))
+    return backward.with_graph(graph)
+
+
+def _accumulated(backward: BackwardGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each leaf and the gradient that is accumulated into it."""
+    for node, call in backward.calls():
+        variable, grad = node.args[:2] if call.kind is CallKind.ACCUMULATE else (None, None)
+        if isinstance(variable, fx.Node) and isinstance(grad, fx.Node):
+            yield variable, grad
+
+
+def _parts(grad: fx.Node) -> Iterator[fx.Node]:
+    """What arrives at a leaf, before sums and hooks made `grad` of it."""
+    call = call_of(grad) if grad.op == "call_function" else None
+    parts: list[Any] = []
+    if call is not None and call.kind is CallKind.SUM:
+        parts = grad.all_input_nodes
+    elif call is not None and call.hook is HookKind.TENSOR_PRE:
+        parts = [grad.args[1]]
+    elif call is not None and call.kind is CallKind.PROJECT:
+        source: Any = grad.args[0]
+        parts = [source.args[1][grad.args[1]]] if call_of(source).hook is HookKind.NODE_PRE else []
+    if not parts:
+        yield grad
+    for part in parts:
+        yield from _parts(part)
+
+
+def _conversion(graph: fx.Graph, call: Call, grad: fx.Node, dtype: torch.dtype) -> fx.Node:
+    node = add_call(graph, convert, (grad, dtype))
+    node.meta["call"] = replace(call, hook=None, note="", enters=None)
+    return node
+
+
+@without_torch_functions
+def convert(grad: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """The gradient in the dtype that its leaf asks for."""
+    return None if grad is None else grad.to(dtype)
