@@ -93,7 +93,8 @@ class CapturedBackward:
             LookupError: the live graph is not what the engine walked.
         """
         request = backward.request
-        dtypes = asked_dtypes(self._leaves, inputs, request.inputs)
+        asks = self._leaves or request.inputs
+        dtypes = asked_dtypes(self._leaves, inputs, request.inputs) if asks else ()
         alike = [known for known in self._known if (known.added, known.dtypes) == (request.added, dtypes)]
         alike = [known for known in alike if known.config is config or known.config == config]
         checked = alike if self._order_is_visible and not request.inputs else []
