@@ -15,7 +15,6 @@ from torch.nn import Parameter
 from retrograd.passes.aten import (
     JointPass,
     accumulate_in_fp32,
-    merge_common_subexpressions,
     order_collectives,
     recompute_by_policy,
     remove_dead_code,
@@ -88,98 +87,6 @@ rand_like_default_1 = rand_like(primal0)
 mul_tensor = mul.Tensor(primal0, rand_like_default_1)
 mul_tensor_1 = mul.Tensor(cotangent0, rand_like_default_1)
 return (mul_tensor, mul_tensor_1)
-""",
-    )
-
-
-def test_merge_common_subexpressions() -> None:
-    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return x.sin() * x.sin(), x.cos() + 1, x.cos() + 1
-
-    assert_expected_inline(
-        before_and_after(joint(fn, leaf(3)), merge_common_subexpressions),
-        """\
-sin = sin(arg0_1)
-sin_1 = sin(arg0_1)
-mul = mul.Tensor(sin, sin_1)
-cos = cos(arg0_1)
-add = add.Tensor(cos, 1)
-cos_1 = cos(arg0_1)
-add_1 = add.Tensor(cos_1, 1)
-sin_2 = sin(arg0_1)
-neg = neg(sin_2)
-mul_1 = mul.Tensor(arg3_1, neg)
-sin_3 = sin(arg0_1)
-neg_1 = neg(sin_3)
-mul_2 = mul.Tensor(arg2_1, neg_1)
-add_2 = add.Tensor(mul_1, mul_2)
-mul_3 = mul.Tensor(arg1_1, sin)
-mul_4 = mul.Tensor(arg1_1, sin_1)
-cos_2 = cos(arg0_1)
-mul_5 = mul.Tensor(mul_3, cos_2)
-add_3 = add.Tensor(add_2, mul_5)
-cos_3 = cos(arg0_1)
-mul_6 = mul.Tensor(mul_4, cos_3)
-add_4 = add.Tensor(add_3, mul_6)
-return (mul, add, add_1, add_4)
-
-=>
-
-sin = sin(arg0_1)
-mul = mul.Tensor(sin, sin)
-cos = cos(arg0_1)
-add = add.Tensor(cos, 1)
-add_1 = add.Tensor(cos, 1)
-neg = neg(sin)
-mul_1 = mul.Tensor(arg3_1, neg)
-mul_2 = mul.Tensor(arg2_1, neg)
-add_2 = add.Tensor(mul_1, mul_2)
-mul_3 = mul.Tensor(arg1_1, sin)
-mul_5 = mul.Tensor(mul_3, cos)
-add_3 = add.Tensor(add_2, mul_5)
-add_4 = add.Tensor(add_3, mul_5)
-return (mul, add, add_1, add_4)
-""",
-    )
-
-
-def test_merge_respects_random_numbers_and_outputs_that_are_copies() -> None:
-    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = x * torch.rand_like(x) * torch.rand_like(x)
-        return y.clone(), y.clone(), x + x
-
-    assert_expected_inline(
-        before_and_after(joint(fn, leaf(3)), merge_common_subexpressions),
-        """\
-rand_like = rand_like(arg0_1, pin_memory=False)
-mul = mul.Tensor(arg0_1, rand_like)
-rand_like_1 = rand_like(arg0_1, pin_memory=False)
-mul_1 = mul.Tensor(mul, rand_like_1)
-clone = clone(mul_1)
-clone_1 = clone(mul_1)
-add = add.Tensor(arg0_1, arg0_1)
-add_1 = add.Tensor(arg3_1, arg3_1)
-add_2 = add.Tensor(arg2_1, arg1_1)
-mul_2 = mul.Tensor(add_2, rand_like_1)
-mul_3 = mul.Tensor(mul_2, rand_like)
-add_3 = add.Tensor(add_1, mul_3)
-return (clone, clone_1, add, add_3)
-
-=>
-
-rand_like = rand_like(arg0_1, pin_memory=False)
-mul = mul.Tensor(arg0_1, rand_like)
-rand_like_1 = rand_like(arg0_1, pin_memory=False)
-mul_1 = mul.Tensor(mul, rand_like_1)
-clone = clone(mul_1)
-clone_1 = clone(mul_1)
-add = add.Tensor(arg0_1, arg0_1)
-add_1 = add.Tensor(arg3_1, arg3_1)
-add_2 = add.Tensor(arg2_1, arg1_1)
-mul_2 = mul.Tensor(add_2, rand_like_1)
-mul_3 = mul.Tensor(mul_2, rand_like)
-add_3 = add.Tensor(add_1, mul_3)
-return (clone, clone_1, add, add_3)
 """,
     )
 

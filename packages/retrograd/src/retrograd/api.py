@@ -24,12 +24,11 @@ from retrograd.config import Config
 from retrograd.dynamo import config_of
 from retrograd.dynamo.backend import retrograd as dynamo_backend
 from retrograd.live.contexts import (
-    begin_claims,
     claim,
-    end_claims,
     enter,
     is_anything_open,
     leave,
+    living,
     open_gateway,
     set_process_wide,
 )
@@ -211,9 +210,9 @@ def compile(
         compiled.forward = _claiming(compiled.forward, session)
     else:
         compiled = _claiming(compiled, session)
-    begin_claims(session)
+    living.add(session)
     open_gateway()
-    weakref.finalize(compiled, end_claims, session).atexit = False
+    weakref.finalize(compiled, living.discard, session).atexit = False
     return compiled
 
 

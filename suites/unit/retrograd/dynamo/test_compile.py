@@ -12,7 +12,7 @@ from torch import nn
 import retrograd
 from retrograd import counters
 from retrograd.errors import OptionError
-from retrograd.live.contexts import has_claims
+from retrograd.live.contexts import living
 
 STRICT = {"strict": True}
 
@@ -101,14 +101,14 @@ def test_an_open_context_wins():
 
 
 def test_the_hold_on_backwards_ends_with_the_callable():
-    assert not has_claims()
+    assert not living
     fast = retrograd.compile(lambda x: x.sin(), backend="eager")
     x = torch.ones(3, requires_grad=True)
     loss = fast(x).sum()
-    assert has_claims()
+    assert living
     del fast
     gc.collect()
-    assert not has_claims()
+    assert not living
     loss.backward()
     assert counters["runs"] == 0
     assert torch.equal(x.grad, torch.ones(3).cos())
@@ -145,7 +145,7 @@ def test_hooks_run_in_eagers_order():
 def test_wrong_choices_are_refused_at_once(choices, error):
     with pytest.raises(error):
         retrograd.compile(model(), **choices)
-    assert not has_claims()
+    assert not living
 
 
 def test_inductor():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import retrograd
+from retrograd._torch.cuda import side_streams
 from retrograd.events import counters
 from retrograd.live.run import plan as plans
 from retrograd.live.run.specialised import SpecialisedPlan, Specialising, joined
@@ -75,8 +76,7 @@ def zero_and_backward(module: nn.Module, number: int) -> None:
 def test_a_plan_settles_in_its_second_run(backend: str) -> None:
     as_eager(zero_and_backward, backend)
     assert counters["specialised_plans"] == 1
-    # With nothing to compile there is nothing to watch.
-    assert counters["specialised_runs"] == (5 if backend == "eager" else 4)
+    assert counters["specialised_runs"] == 4
     assert counters["runs"] == 6
 
 
@@ -348,8 +348,25 @@ def test_retain_graph_grad_and_inputs(backend: str) -> None:
     assert counters["specialised_plans"] == 3
 
 
+def test_user_code_is_put_in_order_with_streams_in_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(side_streams, "any", True)
+    monkeypatch.setattr(side_streams, "apart", lambda: iter(asked.append(1) or ()))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    x, counts = leaf(), []
+    with retrograd.compiled_autograd("eager", strict=True):
+        for _ in range(4):
+            y = x.sin()
+            y.register_hook(lambda grad: grad * 2)
+            asked.clear()
+            y.sum().backward()
+            counts.append(len(asked))
+    assert counters["specialised_runs"] > 0
+    assert counts == [4] * 4  # before and after the plan, and before and after the hook
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_create_graph_does_not_settle(backend: str) -> None:
+def test_create_graph_is_not_specialised(backend: str) -> None:
     x = torch.ones(2, requires_grad=True)
     for _ in range(5):
         with retrograd.compiled_autograd(backend=backend):

@@ -20,7 +20,6 @@ from retrograd.passes.aten import (
     NUMERICS_PRESERVING,
     OPT_IN,
     accumulate_in_fp32,
-    merge_common_subexpressions,
     order_collectives,
     pass_named,
     recompute_by_policy,
@@ -127,42 +126,6 @@ def test_passes_preserve_bits_layouts_and_aliases(name: str, dynamic: bool) -> N
     assert [report.name for report in reports] == [one.__name__ for one in NUMERICS_PRESERVING]
     again, _ = run_passes(gm, graph.inputs, NUMERICS_PRESERVING)
     assert text(again) == text(gm)
-
-
-def test_equal_gradients_stay_two_tensors() -> None:
-    graph = joint(lambda x, y: x * 2 + y * 2, leaf(3), leaf(3))
-    gm = merge_common_subexpressions(graph.gm)
-    assert sharing(interpreted(gm, graph.inputs)) == []
-
-
-def test_calls_on_different_sides_of_a_write_are_not_merged() -> None:
-    def build(graph: fx.Graph, inputs: list[fx.Node]) -> tuple[Any, ...]:
-        x, cotangent = inputs
-        before = graph.call_function(aten.sin.default, (x,))
-        new = graph.call_function(aten.mul.Tensor, (before, 2))
-        graph.call_function(aten.copy_.default, (x, new))
-        after = graph.call_function(aten.sin.default, (x,))
-        return graph.call_function(aten.add.Tensor, (new, after)), cotangent
-
-    graph = joint_by_hand(build, (torch.randn(3), torch.randn(3)), 1)
-    expected = graph.run()
-    merge_common_subexpressions(graph.gm)
-    assert torch.equal(graph.run()[0], expected[0])
-
-
-def test_what_a_policy_marked_differently_is_not_merged() -> None:
-    graph = joint(lambda x: x.sin() * x.sin(), leaf(3))
-    first = next(node for node in graph.gm.graph.nodes if node.target is aten.sin.default)
-    first.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    merge_common_subexpressions(graph.gm)
-    assert [node.target for node in graph.gm.graph.nodes].count(aten.sin.default) == 2
-
-
-@pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (0.0, -0.0)])
-def test_equal_numbers_of_different_kind_are_different_arguments(one: Any, other: Any) -> None:
-    graph = joint(lambda x: (x.eq(one) & x.eq(other)).to(torch.float32) * x, leaf(3))
-    merge_common_subexpressions(graph.gm)
-    assert [node.target for node in graph.gm.graph.nodes].count(aten.eq.Scalar) == 2
 
 
 def test_dead_calls_of_higher_order_go_only_if_their_graphs_do_nothing_else() -> None:

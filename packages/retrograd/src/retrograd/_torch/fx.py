@@ -1,7 +1,7 @@
 """FX graphs: how nodes are written, copied and run, and what an operator does besides returning a value.
 
-In: graphs, calls and nodes. Out: whether a call has an effect, draws random numbers, may be made once for
-many, and whose memory its value shares (what is unknown counts as having an effect); nodes, without what
+In: graphs, calls and nodes. Out: whether a call has an effect or draws random numbers, and whose memory its
+value shares (what is unknown counts as having an effect); nodes, without what
 ``torch.fx.Graph.create_node`` does for graphs that are not our own, but with the same name in the same place;
 modules whose Python code is written when it is first asked for, because that takes as long as tracing. Left
 out of ``create_node`` are the search of the arguments for symbolic numbers and the callbacks of a module that
@@ -49,9 +49,9 @@ _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
 _UNDECLARED_ALIASES = frozenset({torch.ops.aten._unsafe_view.default})
 #: called to raise if a value is wrong; newer releases of torch know that themselves.
 _RAISING = frozenset({torch.ops.aten._linalg_check_errors.default})
-_UNINITIALISED = ("empty", "new_empty")
 _FILLS = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
-_FILLING = frozenset(getattr(torch.ops.aten, name) for name in _FILLS.split())
+#: write random numbers over their first argument, whatever that holds.
+FILLING = frozenset(getattr(torch.ops.aten, name) for name in _FILLS.split())
 _DEPENDS_ON_DATA = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
@@ -63,11 +63,6 @@ def is_operator_overload(target: Any) -> bool:
 def schema_of(target: Any) -> Any:
     """The schema of an operator with one: its ``arguments`` and ``returns``, each with its ``alias_info``."""
     return target._schema
-
-
-def fills_with_random_numbers(target: Any) -> bool:
-    """Whether the operator writes random numbers over its first argument, whatever that holds."""
-    return is_operator_overload(target) and target.overloadpacket in _FILLING
 
 
 def filled_in_place(operator: Any, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +151,7 @@ def is_random(node: fx.Node) -> bool:
         return False
     names = [argument.name for argument in node.target._schema.arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0) != 0.0)
 
 
 def has_effect(node: fx.Node) -> bool:
@@ -194,18 +189,6 @@ def _inner_nodes(node: fx.Node) -> list[fx.Node]:
         return []
     graphs = [operator.attrgetter(name)(owner) for name in names]
     return [inner for graph in graphs if isinstance(graph, fx.GraphModule) for inner in graph.graph.nodes]
-
-
-def is_repeatable(node: fx.Node) -> bool:
-    """Whether a second call with the same arguments is sure to give the same value and nothing else."""
-    if node.op != "call_function" or has_effect(node) or is_higher_order(node.target):
-        return False
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return True
-    if target.namespace in _COLLECTIVES or depends_on_data(node):
-        return False
-    return not target._schema.name.split("::")[-1].startswith(_UNINITIALISED)
 
 
 def depends_on_data(node: fx.Node) -> bool:

@@ -18,8 +18,9 @@ import torch
 from torch._dynamo.compiled_autograd import AutogradCompilerInstance
 from torch.utils.checkpoint import checkpoint
 
-from retrograd._torch.autograd.collection import EngineRequest, Kept, clear_engine_cache, collect
+from retrograd._torch.autograd.collection import Kept, clear_engine_cache, collect
 from retrograd._torch.autograd.protocol import EngineProtocol
+from retrograd._torch.autograd.request import EngineRequest
 from retrograd._torch.patches import TABLE, handled_here, owner_and_attribute
 from retrograd._torch.releases import CHECKPOINT
 from retrograd.errors import Refusal, UnsupportedTorchError, first_line

@@ -23,14 +23,11 @@ CHECKPOINT = "torch.utils.checkpoint:_checkpoint_without_reentrant_generator" + 
 )
 
 
-def checkpoint_contexts(*args: Any, **kwargs: Any) -> Any:
-    """The ``context_fn`` in a call of `CHECKPOINT`: since 2.14 by its name."""
-    return kwargs["context_fn"] if CHECKPOINT.endswith("_impl") else args[2]
-
-
-def checkpoint_repeats_draws(*args: Any, **kwargs: Any) -> bool:
-    """The ``preserve_rng_state`` in a call of `CHECKPOINT`: since 2.14 by its name."""
-    return bool(kwargs["preserve_rng_state"] if CHECKPOINT.endswith("_impl") else args[1])
+def checkpoint_options(*args: Any, **kwargs: Any) -> tuple[Any, bool]:
+    """The ``context_fn`` and ``preserve_rng_state`` in a call of `CHECKPOINT`: since 2.14 by their names."""
+    by_name = CHECKPOINT.endswith("_impl")
+    context_fn, repeats = (kwargs["context_fn"], kwargs["preserve_rng_state"]) if by_name else args[2:0:-1]
+    return context_fn, bool(repeats)
 
 
 def gradients_of(args: Sequence[Any]) -> tuple[list[Any], bool]:

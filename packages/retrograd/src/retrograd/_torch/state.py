@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._contextlib import context_decorator as context_decorator
 from torch.utils._device import DeviceContext
 
+from retrograd._torch.cuda import side_streams, user_code_in_order
 from retrograd._torch.fx import real_tensors
 
 P = ParamSpec("P")
@@ -216,6 +217,9 @@ class ModesKept:
             _switch(now, self._before)
 
 
+_AT_ONCE = nullcontext()
+
+
 class UserCode(ModesKept):
     """Calls user code, one call after the other, and puts modes back after each."""
 
@@ -227,7 +231,7 @@ class UserCode(ModesKept):
 
     def call(self, fn: Callable[..., T], args: Sequence[Any]) -> T:
         """What ``fn(*args)`` returns."""
-        with self:
+        with self, user_code_in_order() if side_streams.any else _AT_ONCE:
             return fn(*args)
 
     def has_changed_modes(self) -> bool:

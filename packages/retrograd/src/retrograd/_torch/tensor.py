@@ -187,14 +187,8 @@ def with_view_origin(make: Callable[[], torch.Tensor], origin: Any) -> torch.Ten
     return view
 
 
-def copy_each(written: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Write each of `values` into the tensor at its place in `written`, with one call for all."""
-    torch._foreach_copy_(written, values)
-
-
-def add_each(totals: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Add each of `values` to the tensor at its place in `totals`, in place, with one call for all."""
-    torch._foreach_add_(totals, values)
+#: with one call for all: write, or add, each of the second list into the tensor at its place in the first.
+copy_each, add_each = torch._foreach_copy_, torch._foreach_add_
 
 
 def lies_within(view: torch.Tensor, base: torch.Tensor) -> bool:

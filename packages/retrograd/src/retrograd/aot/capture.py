@@ -23,9 +23,9 @@ from torch import fx
 from retrograd._torch import pytree
 from retrograd._torch.fx import copied_module
 from retrograd._torch.state import autocast_off
-from retrograd._torch.trace import JointTracer, make_graph, without_tokens
-from retrograd.aot.trace.analyse import Analysis, analyse
-from retrograd.aot.trace.differentiate import Differentiated, Manner, differentiate
+from retrograd._torch.trace import JointTracer, functional_mode, make_graph, without_tokens
+from retrograd.aot.trace.analyse import analyse
+from retrograd.aot.trace.differentiate import Manner, differentiate
 from retrograd.aot.trace.enter import EntryPlan, Inputs
 from retrograd.errors import CaptureError, PassError, Refusal, RetrogradError, first_line
 from retrograd.graph.joint import Boundary, Cotangent, JointSignature, Output, Region, rendered
@@ -158,12 +158,14 @@ class _Attempt:
     def body(self, tracer: JointTracer) -> Sequence[Any]:
         self.amended = self.plan
         self.inputs = inputs = Inputs(self.state, self.plan, tracer)
-        with inputs.functional():
+        with functional_mode(keeps_gaps=not self.state.decompositions):
+            inputs.enter()
             result = inputs.call()
             # A pytree would make a tuple of a size.
             flat, self.out_spec = pytree.tree_flatten(result, lambda value: isinstance(value, torch.Size))
             self.analysis = analyse(inputs, flat)
-            self.amended = inputs.with_aliases(self.plan.amended(self.state, self.analysis))
+            changed = {inputs.primals[update.primal].leaf for update in self.analysis.updates}
+            self.amended = inputs.with_aliases(self.plan.amended(self.state, changed))
             if self.amended != self.plan:
                 return (0,)
             before = inputs.mutations(flat)
@@ -171,12 +173,8 @@ class _Attempt:
             if inputs.mutations(flat) != before:
                 raise Refusal("backward-effect", "its backward changes a tensor that others can see")
             self.leaves_gaps = self.manner.split_at_leaf_grads and self.backward.leaves_gaps()
-            return self._outputs(self.analysis, self.backward)
-
-    def _outputs(self, analysis: Analysis, backward: Differentiated) -> list[Any]:
-        forward = [part for value in analysis.values for part in value.parts()]
-        stand_ins = [part for value in backward.stand_ins for part in value.parts()]
-        return [*forward, *stand_ins, *backward.parts()]
+            values = [*self.analysis.values, *self.backward.stand_ins]
+            return [*(part for value in values for part in value.parts()), *self.backward.parts()]
 
     def result(self, gm: fx.GraphModule) -> JointGraph:
         values = tuple(

@@ -22,11 +22,12 @@ from retrograd.aot.kept import kept_partition
 from retrograd.aot.modules import FlatCall
 from retrograd.aot.partition import partition
 from retrograd.aot.run.call import CompiledFunction
-from retrograd.aot.run.lower_half import is_ready, lower, recorded
+from retrograd.aot.run.lower_half import is_ready, lower
 from retrograd.aot.run.region import RegionCode
 from retrograd.backends.base import Boxed, Half
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
+from retrograd.cudagraphs.graphed_call import graphed
 from retrograd.errors import CallError, CodeFailedError, NotReadyError
 from retrograd.events import AOT_LOGS
 from retrograd.graph.joint_graph import CaptureState, Leaf, Partition, SavedKind
@@ -91,7 +92,7 @@ def _recorded(code: Boxed, partition: Partition) -> Boxed:
     """The forward's code, recorded; what it gives besides the function's own values may stay where it is."""
     results: Any = partition.forward.graph.output_node().args[0]
     kept = range(partition.joint.signature.forward_count, len(results))
-    return recorded(code, partition.forward.graph, kept=kept)
+    return graphed(code, partition.forward.graph, kept=kept)
 
 
 def _forward_half(partition: Partition, lazy: bool) -> Half:

@@ -20,7 +20,6 @@ from retrograd._torch.state import ThreadModes
 from retrograd._torch.trace import changed_sizes, is_tracing_here, why_not_fakeable
 from retrograd.aot.compile import find_named, run_stages
 from retrograd.aot.modules import FlatCall, ModuleState
-from retrograd.aot.run.call import CompiledFunction
 from retrograd.aot.state import Dynamic, state_of_flat
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config, Policy
@@ -80,7 +79,7 @@ class AotFunction:
 
     def reset(self) -> None:
         """Forget what was compiled."""
-        self._specialized.clear()
+        self._specialized.variants.clear()
         self._states.clear()
 
     def _state_of(self, flat: Sequence[Any]) -> ModuleState:
@@ -94,7 +93,7 @@ class AotFunction:
         state = self._states.get(key)
         if state is None or not state.is_intact():
             if state is not None:
-                self._specialized.clear()
+                self._specialized.variants.clear()
             while len(self._states) >= _KEPT_STATES:
                 self._states.pop(next(iter(self._states)))
             state = self._states[key] = ModuleState.of(*roots)
@@ -106,7 +105,17 @@ class AotFunction:
         try:
             state.note()
             spec = pytree.tree_structure(((0,) * form, {})) if isinstance(form, int) else form
-            code = self._stages(leaves, state, spec, self._dynamic(leaves, known), split_at_leaf_grads)
+            call = FlatCall(self.fn, state, spec)
+            described = state_of_flat(
+                call,
+                leaves,
+                name=self.__name__,
+                names=call.names(leaves),
+                kinds=call.kinds(leaves),
+                dynamic=self._dynamic(leaves, known),
+                decompositions=find_backend(self.config.backend).decompositions(),
+            )
+            code = run_stages(described, self.config, self._report, split_at_leaf_grads=split_at_leaf_grads)
             state.refuse_changes()
             guard = CallGuard.for_joint(leaves, code.partition.joint)
             self._tell(guard, leaves, known)
@@ -134,26 +143,6 @@ class AotFunction:
                 if isinstance(leaves[i], torch.Tensor):
                     changed[i] = changed.get(i, frozenset()) | dims
         return changed or None
-
-    def _stages(
-        self,
-        leaves: Sequence[Any],
-        modules: ModuleState,
-        spec: Any,
-        dynamic: Dynamic,
-        split_at_leaf_grads: bool,
-    ) -> CompiledFunction:
-        call = FlatCall(self.fn, modules, spec)
-        state = state_of_flat(
-            call,
-            leaves,
-            name=self.__name__,
-            names=call.names(leaves),
-            kinds=call.kinds(leaves),
-            dynamic=dynamic,
-            decompositions=find_backend(self.config.backend).decompositions(),
-        )
-        return run_stages(state, self.config, self._report, split_at_leaf_grads=split_at_leaf_grads)
 
 
 class AotModule(nn.Module):

@@ -7,10 +7,16 @@ A file holds JSON: the joint graph and the names of what is saved. Reading it ru
 It stands beside Inductor's files, and whatever keeps Inductor from using its cache holds here as well. It is
 written under another name first, so that no process sees half of it, and begins with a hash of the rest. What
 cannot be written, or be read again as the same graphs, is not kept.
+
+Its name is a hash of all that a capture and a cut depend on: the graph, its inputs, modes, options,
+decompositions, this package's sources, and what Inductor's own cache depends on. A graph that this cannot
+name (functions that are not torch's, tensors that the graph holds, symbolic sizes, the user's passes, modes
+and hooks) is refused.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -19,19 +25,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, BinaryIO
 
 import torch
 from torch import fx
 
-from retrograd._torch import pytree
-from retrograd._torch.inductor import cache_folder
+from retrograd._torch.fx import is_operator_overload
+from retrograd._torch.inductor import cache_folder, environment, patched
 from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import is_fake
 from retrograd.aot.export.save import read_trace, serialize_trace
 from retrograd.aot.export.serialize import read_graph, read_value, serialize_value
-from retrograd.aot.kept_key import key_of, strided_layout
 from retrograd.aot.partition import partition
+from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.config import Config
 from retrograd.errors import Refusal
 from retrograd.events import AOT_LOGS, counters
@@ -73,8 +80,9 @@ class KeptPartition:
         """Keep `made`, if it is the same when it is read again."""
         try:
             data = _written(made)
-            if (what := _difference(made, _read(data, self.state))) is not None:
-                raise Refusal("unwritable", what)
+            read = _read(data, self.state)
+            if _written(read) != data or _graphs(read) != _graphs(made):
+                raise Refusal("unwritable", "what is read again as another graph")
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self.file) as to:
                 to.write(data)
@@ -150,6 +158,11 @@ def _read(data: bytes, state: CaptureState) -> Partition:
     return partition(joint, Choice(frozenset(written["saved"]), frozenset(written["copies"])))
 
 
+def _graphs(made: Partition) -> list[str]:
+    backwards = [backward.gm for backward in made.backwards]
+    return [str(gm.graph) for gm in (made.forward, *backwards)]
+
+
 def _example(value: Any, memory: dict[int, int]) -> Any:
     """The example value of a node; memory is numbered in the order of its first appearance."""
     if isinstance(value, (list, tuple)):
@@ -182,35 +195,120 @@ def _read_example(written: Any, memory: list[torch.Tensor]) -> Any:
     return made
 
 
-def _difference(made: Partition, read: Partition) -> str | None:
-    """What differs when a partition was written and read; None if nothing."""
-    if made.copied != read.copied or len(made.saved) != len(read.saved):
-        return "it saves something else"
-    for one, other in zip(made.saved, read.saved, strict=True):
-        if (one.name, one.kind, one.place, one.by_eager, one.is_view) != (
-            other.name, other.kind, other.place, other.by_eager, other.is_view,
-        ):  # fmt: skip
-            return f"{one.name} is saved otherwise"
-    for (name, graph), (_, same) in zip(_graphs(made), _graphs(read), strict=True):
-        for node, said, again in zip(graph.nodes, _said(graph), _said(same), strict=True):
-            if said != again:
-                return f"{node} of {name} is {said}, and is read as {again}"
-    return None
+# what a partition depends on
 
 
-def _graphs(made: Partition) -> list[tuple[str, fx.Graph]]:
-    backwards = [back.gm for back in made.backwards]
-    return [(gm._get_name(), gm.graph) for gm in (made.joint.gm, made.forward, *backwards)]
+def key_of(state: CaptureState, gm: fx.GraphModule, config: Config) -> str:
+    """The hash.
+
+    Raises:
+        Refusal: something has no name.
+        Exception: whatever Inductor says against keeping something.
+    """
+    return hashlib.sha256("\n".join(_said(state, gm, config)).encode()).hexdigest()
 
 
-def _said(graph: fx.Graph) -> Iterator[list[Any]]:
-    """Of each node, all that a code generator may read; memory by the number of its first appearance."""
-    memory: dict[int, int] = {}
-    for node in graph.nodes:
-        values = [
-            [*strided_layout(value), memory.setdefault(value.untyped_storage()._cdata, len(memory))]
-            if isinstance(value, torch.Tensor)
-            else value
-            for value in pytree.tree_leaves(node.meta.get("val"))
-        ]
-        yield [node.op, node.name, str(node.target), str(node.args), str(node.kwargs), values]
+def _said(state: CaptureState, gm: fx.GraphModule, config: Config) -> Iterator[str]:
+    backend = find_backend(config.backend)
+    if type(backend) is not InductorBackend or config.passes or not isinstance(config.partitioner, str):
+        raise Refusal("choices", "a backend, a partitioner or passes of the user's")
+    if state.is_symbolic or state.aliases or gm.graph.find_nodes(op="get_attr"):
+        raise Refusal("state", "symbolic sizes, inputs that share memory, or tensors that the graph holds")
+    with patched(backend.settings):
+        yield _plain([*environment(), backend.settings, _table(state.decompositions)])
+    yield f"{_package()} {config.single_region} {config.partitioner} {state.name} {state.thread_modes}"
+    for leaf in state.leaves:
+        yield _plain(
+            [leaf.name, leaf.kind and leaf.kind.value, leaf.requires_grad, leaf.is_leaf, leaf.same_as]
+        )
+        yield _described(leaf.value)
+    for node in gm.graph.nodes:
+        if node.op not in ("placeholder", "call_function", "call_method", "output"):
+            raise Refusal("node", f"a node of kind {node.op}")
+        marks = {key: node.meta.get(key) for key in ("stack_trace", "recompute", "ac_graph_id", "custom")}
+        target = _function(node.target) if node.op == "call_function" else str(node.target)
+        yield _plain([node.op, node.name, target, node.args, node.kwargs, marks])
+        yield type(node.meta.get("example_value")).__qualname__
+
+
+def _described(value: Any) -> str:
+    """A leaf of a state, as far as a capture depends on it."""
+    if not isinstance(value, torch.Tensor):
+        return _plain(value)
+    if not is_fake(value):
+        raise Refusal("input", f"a {type(value).__name__}")
+    kind = [type(value).__qualname__, isinstance(value, torch.nn.Parameter), value._is_view()]
+    kind += [value.layout, value.dtype, value.device, value.untyped_storage().nbytes()]
+    return _plain([*kind, list(value.shape), list(value.stride()), value.storage_offset()])
+
+
+def _table(decompositions: Any) -> list[str]:
+    return sorted(f"{op} {_python_name(fn)}" for op, fn in decompositions.items())
+
+
+def _python_name(fn: Any) -> str:
+    if isinstance(fn, functools.partial):
+        given = [_python_name(one) if callable(one) else one for one in (*fn.args, *fn.keywords.values())]
+        return f"{_python_name(fn.func)}{_plain([list(fn.keywords), given])}"
+    return f"{fn.__module__}.{getattr(fn, '__qualname__', fn)}"
+
+
+#: values whose text says all about them.
+_SAID = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _plain(value: Any) -> str:
+    """A text that says all about `value`, the same in each process.
+
+    Raises:
+        Refusal: there is none.
+    """
+    if value is None or value is ... or type(value) in _SAID:
+        return repr(value)
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__}({', '.join(map(_plain, value))})"
+    if isinstance(value, slice):
+        return f"slice{_plain([value.start, value.stop, value.step])}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(sorted(f'{_plain(key)}: {_plain(one)}' for key, one in value.items()))}}}"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_plain, value)))}}}"
+    raise Refusal("unwritable", f"a {type(value).__name__}")
+
+
+_OF_TORCH = ("torch", "_operator", "math")
+
+
+def _function(target: Any) -> str:
+    """The name of a function that is torch's own or Python's.
+
+    Raises:
+        Refusal: it is another one, or stands for one.
+    """
+    if is_operator_overload(target):
+        name = str(target)
+        if name.startswith(("aten.", "prims.")):
+            return name
+    elif isinstance(target, BuiltinFunctionType) or type(target).__name__ == "method_descriptor":
+        owner = getattr(target, "__self__", None)
+        module = target.__module__ or getattr(owner, "__module__", "") or ""
+        if module.split(".")[0] in _OF_TORCH:
+            return f"{module}.{getattr(owner, '__qualname__', '')}.{target.__qualname__}"
+    elif isinstance(target, FunctionType):
+        folder = os.path.join(os.path.dirname(torch.__file__), "")
+        if target.__module__.split(".")[0] == "torch" and target.__code__.co_filename.startswith(folder):
+            return f"{target.__module__}.{target.__qualname__}"
+    raise Refusal("function", f"{getattr(target, '__name__', target)} is not torch's")
+
+
+@functools.cache
+def _package() -> str:
+    """A hash of this package's sources."""
+    found = hashlib.sha256()
+    folder = Path(__file__).parents[1]
+    for file in sorted(folder.rglob("*.py")):
+        found.update(f"{file.relative_to(folder)}\0".encode())
+        found.update(file.read_bytes())
+    return found.hexdigest()

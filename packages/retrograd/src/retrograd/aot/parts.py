@@ -34,7 +34,7 @@ from retrograd._torch.fx import (
 from retrograd._torch.inductor import cut_by, memory_budget
 from retrograd.config import PARTITIONERS, Policy
 from retrograd.errors import OptionError, VerificationError
-from retrograd.graph.joint import Gradient, JointSignature, Primal, cotangents_reaching
+from retrograd.graph.joint import Gradient, JointSignature, Primal, cotangents_reaching, output_values
 from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.reach import reached
 
@@ -186,7 +186,7 @@ def finished_forward(gm: fx.GraphModule, count: int) -> fx.GraphModule:
     graph = gm.graph
     if any(map(is_mutating, graph.nodes)):
         return gm
-    own = [node for node in graph.output_node().args[0][:count] if isinstance(node, fx.Node)]  # type: ignore[index]
+    own = [node for node in output_values(graph)[:count] if isinstance(node, fx.Node)]
     own += [node for node in graph.nodes if node.op != "call_function" or has_effect(node)]
     needed = reached(own, lambda node: [] if node.op == "output" else node.all_input_nodes)
     place = {node: i for i, node in enumerate(graph.nodes) if node in needed}

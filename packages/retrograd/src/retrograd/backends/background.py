@@ -30,11 +30,6 @@ class Later:
         self.code: Boxed | None = None
         self.error: BaseException | None = None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it is not known yet what comes of it."""
-        return self.code is None and self.error is None
-
     def take(self) -> None:
         """Take the code, or what went wrong."""
         self.error = self.future.exception()

@@ -15,6 +15,7 @@ from retrograd._torch.fx import boxed, copied, fill_in_place, lazy_graph_module
 from retrograd._torch.inductor import compile_graph, decompositions, patched, warm_workers
 from retrograd.backends.base import SEGMENT, Backend, Boxed, Half
 from retrograd.errors import BackendError, OptionError
+from retrograd.graph.joint import output_examples
 
 
 class AtenBackend(Backend):
@@ -84,7 +85,7 @@ class CustomBackend(Backend):
         self._fn = fn
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
-        expected = [_described(value) for value in _results(gm)]  # before `fn` may change the graph
+        expected = [*map(_described, output_examples(gm.graph))]  # before `fn` may change the graph
         compiled = self._fn(gm, list(example_inputs))
         if not callable(compiled):
             raise BackendError(
@@ -138,13 +139,6 @@ class _Checked:
         for i, (one, wanted) in enumerate(zip(found, self._expected, strict=True)):
             if wanted is not None and one != wanted:
                 raise BackendError(f"result {i} of backend {self._name!r} is {one}, expected {wanted}")
-
-
-def _results(gm: fx.GraphModule) -> Sequence[Any]:
-    """What the graph gives, as it was traced; None where that is not known."""
-    (output,) = gm.graph.find_nodes(op="output")
-    values = output.args[0] if isinstance(output.args[0], (tuple, list)) else (output.args[0],)
-    return [value.meta.get("val") if isinstance(value, fx.Node) else None for value in values]
 
 
 def _described(value: Any) -> str | None:

@@ -28,15 +28,12 @@ from retrograd.errors import Reason, first_line
 from retrograd.events import counters
 from retrograd.graph.emit import Boxed
 from retrograd.process import ForkSafeLock
+from retrograd.report import process_report
 
 #: codes of reasons that concern one call.
 NOT_NOW, HELD = "cuda-graphs-not-now", "cuda-graphs-held"
 
-_UNSAFE = frozenset(
-    getattr(torch.Tag, name)
-    for name in ("data_dependent_output", "dynamic_output_shape", "cudagraph_unsafe")
-    if hasattr(torch.Tag, name)
-)
+_UNSAFE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe}
 #: operators of higher order that only start kernels.
 _KERNELS = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
 
@@ -75,11 +72,6 @@ def refusal(code: str, text: str, way_out: str = "nothing to do: results are the
     return Reason(code, f"no CUDA graph is recorded: {text}", "cudagraphs", way_out=way_out)
 
 
-def is_passing(reason: Reason) -> bool:
-    """Whether the reason concerns one call, and not all that come."""
-    return reason.code in (NOT_NOW, HELD)
-
-
 def _of_call(node: fx.Node) -> str | None:
     if is_higher_order(node.target):
         return None if node.target.name() in _KERNELS else "it runs other graphs"  # type: ignore[union-attr]
@@ -99,12 +91,8 @@ def _why_not_random(node: fx.Node) -> str | None:
     each replay takes up and moves on; fused attention hands that state out as a value."""
     if node.kwargs.get("generator") is not None:
         return "it draws random numbers from a generator of its own"
-    for place, argument in enumerate(schema_of(node.target).arguments):
-        if argument.name == "dropout_p":
-            named = node.kwargs.get("dropout_p", argument.default_value)
-            dropped = node.args[place] if place < len(node.args) else named
-            return None if dropped == 0.0 else "it drops out in attention"
-    return None
+    drops_out = any(argument.name == "dropout_p" for argument in schema_of(node.target).arguments)
+    return "it drops out in attention" if drops_out else None
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -242,7 +230,7 @@ class GraphedCall:
     def _why_not_replayed(self, recorded: Recorded) -> Reason | None:
         if self._recorder.stream(self._device) != self._stream:
             return _OTHER_STREAM
-        return _HELD if recorded.is_busy else None
+        return _HELD if recorded.results.are_held else None
 
     def _why_not_recorded(self, inputs: Sequence[Any]) -> Reason | None:
         if (why := self._why_unlike(inputs)) is not None:
@@ -307,19 +295,25 @@ def graphed(
     *graphs: fx.Graph,
     kept: Collection[int] = (),
     loose: Sequence[int] = (),
-    tell: Callable[[Reason], None],
+    tell: Callable[[Reason], None] | None = None,
 ) -> Boxed:
     """`code`, replayed where that is safe.
 
     Args:
         graphs: all that it was compiled from, with the fakes of their values.
         kept, loose: as `GraphedCall` takes them.
-        tell: told, once each, why a call is not replayed.
+        tell: told, once each, why a call is not replayed; by default the report is, with a warning of what
+            concerns all calls.
 
     Returns:
         `code` itself if it is never to be recorded.
     """
+    tell = tell or _report
     if (reason := why_not_recorded(graphs, _recorder.device_type)) is not None:
         tell(reason)
         return code
     return GraphedCall(code, _recorder, device_of(graphs), kept=kept, loose=loose, tell=tell)
+
+
+def _report(reason: Reason) -> None:
+    process_report.noted(reason, warn=reason.code not in (NOT_NOW, HELD))

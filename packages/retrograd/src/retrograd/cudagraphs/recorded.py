@@ -34,7 +34,7 @@ class Recorded:
     """A recording, the addresses of the inputs that it reads where they are, and buffers for the others.
 
     Attributes:
-        addresses: of the inputs that it was recorded for; 0 for None.
+        addresses: of the inputs that it was recorded for; 0 for None. results: how they are handed out.
 
     Raises:
         Exception: it cannot be recorded; nothing was run.
@@ -58,9 +58,9 @@ class Recorded:
         given = [buffers.get(i, value) for i, value in enumerate(inputs)]
         graph, outputs = recorder.record(fn, given, device, is_common=not kept)
         self._replay = graph.replay
-        self._results = Results(outputs, given, kept)
+        self.results = Results(outputs, given, kept)
         del outputs  # who holds one from now on is told from that
-        self._results.settle()
+        self.results.settle()
         groups = _by_dtype([one.target for one in self._copied])
         self._groups = [[self._copied[i] for i in group] for group in groups]
 
@@ -71,17 +71,12 @@ class Recorded:
             return False
         return addresses_are(inputs, self.addresses, self._static)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether somebody still holds what the last replay wrote."""
-        return self._results.are_held
-
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """The results for `inputs`, which fit."""
         for group in self._groups:
             copy_each([one.target for one in group], [one.source(inputs[one.place]) for one in group])
         self._replay()
-        return self._results.hand_out(inputs)
+        return self.results.hand_out(inputs)
 
 
 class _Copied(NamedTuple):

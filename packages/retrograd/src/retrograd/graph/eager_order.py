@@ -67,7 +67,7 @@ ACCUMULATES = 2**64 - 1
 
 def engine_walk(live: LiveGraph) -> list[int]:
     """Node indices by node-call index of the capture; element 0 is `ROOT`."""
-    ready = _Readiness(live, live.roots)
+    ready = _Readiness(live)
     stack, order = [ROOT], []
     while stack:
         node = stack.pop()
@@ -78,7 +78,7 @@ def engine_walk(live: LiveGraph) -> list[int]:
 
 def eager_walk(live: LiveGraph) -> list[int]:
     """Node indices in the order in which eager executes them; `ROOT` comes first."""
-    ready = _Readiness(live, live.roots)
+    ready = _Readiness(live)
     order = [ROOT]
     heap = _StdHeap([node.sequence for node in live.nodes])
     ready.release(ROOT, heap.push)
@@ -105,18 +105,15 @@ def with_steps(
     for index, parts in steps.items():
         if len(parts) > 1:
             chains[index] = [index, *range(len(nodes), len(nodes) + len(parts) - 1)]
-            nodes[index], *rest = _chain(nodes[index], chains[index], parts)
+            links: list[Edge | None] = [*(Edge(link, 0) for link in chains[index][1:]), None]
+            edges = nodes[index].edges
+            nodes[index], *rest = [
+                replace(nodes[index], edges=(*(edges[i] for i in part), link))
+                for part, link in zip(parts, links, strict=True)
+            ]
             nodes += rest
             wanted.update(chains[index] if index in wanted else ())
     return replace(live, nodes=tuple(nodes), wanted=live.wanted and frozenset(wanted)), chains
-
-
-def _chain(node: LiveNode, indices: Sequence[int], steps: Sequence[Sequence[int]]) -> list[LiveNode]:
-    links: list[Edge | None] = [*(Edge(index, 0) for index in indices[1:]), None]
-    return [
-        replace(node, edges=(*(node.edges[i] for i in step), link))
-        for step, link in zip(steps, links, strict=True)
-    ]
 
 
 def contests(live: LiveGraph, steps: Mapping[int, Sequence[Sequence[int]]]) -> list[tuple[int, int]]:
@@ -129,7 +126,7 @@ def contests(live: LiveGraph, steps: Mapping[int, Sequence[Sequence[int]]]) -> l
     original = {link: node for node, links in chains.items() for link in links}
     order = eager_walk(stepwise)
     place = {node: i for i, node in enumerate(order)}
-    ready = _Readiness(stepwise, stepwise.roots)
+    ready = _Readiness(stepwise)
     waiting: list[int] = []
     pairs: dict[tuple[int, int], None] = {}
     for node in order:
@@ -145,10 +142,10 @@ def contests(live: LiveGraph, steps: Mapping[int, Sequence[Sequence[int]]]) -> l
 class _Readiness:
     """Counts the gradients that each node still waits for."""
 
-    def __init__(self, live: LiveGraph, roots: tuple[Edge, ...]) -> None:
-        self._live, self._roots = live, roots
+    def __init__(self, live: LiveGraph) -> None:
+        self._live = live
         self._waiting = [0] * len(live.nodes)
-        for edges in (roots, *(node.edges for node in live.nodes)):
+        for edges in (live.roots, *(node.edges for node in live.nodes)):
             for edge in edges:
                 if edge is not None:
                     self._waiting[edge.node] += 1
@@ -156,7 +153,7 @@ class _Readiness:
     def release(self, node: int, push: Callable[[int], None]) -> None:
         """`node` has been executed: push what became ready and is wanted, in the order of its edges."""
         wanted = self._live.wanted
-        for edge in self._roots if node == ROOT else self._live.nodes[node].edges:
+        for edge in self._live.roots if node == ROOT else self._live.nodes[node].edges:
             if edge is None:
                 continue
             self._waiting[edge.node] -= 1

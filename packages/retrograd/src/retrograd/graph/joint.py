@@ -196,11 +196,6 @@ def bits_of(boundaries: Iterable[int]) -> int:
     return sum(1 << boundary for boundary in set(boundaries))
 
 
-def boundaries_in(bits: int) -> list[int]:
-    """The boundaries whose bits are set, ascending."""
-    return [boundary for boundary in range(bits.bit_length()) if bits >> boundary & 1]
-
-
 _COPY = torch.ops.aten.copy_.default
 
 
@@ -220,6 +215,12 @@ def output_values(graph: fx.Graph) -> tuple[Any, ...]:
     """What the graph returns: nodes, and constants such as None."""
     (values,) = graph.output_node().args
     return tuple(values) if isinstance(values, (tuple, list)) else (values,)
+
+
+def output_examples(graph: fx.Graph) -> list[Any]:
+    """The example values of what the graph returns; None where it has none."""
+    values = output_values(graph)
+    return [value.meta.get("val") if isinstance(value, fx.Node) else None for value in values]
 
 
 def output_kinds(graph: fx.Graph) -> tuple[OutputKind | None, ...]:
@@ -291,7 +292,7 @@ class _Law:
             allowed = bits_of(signature.regions[role.region].roots) if isinstance(role, Gradient) else 0
             outside = reaching.get(value, 0) & ~allowed
             if outside:
-                found = ", ".join(map(str, boundaries_in(outside)))
+                found = ", ".join(str(i) for i in range(outside.bit_length()) if outside >> i & 1)
                 text = f"{role} depends on the cotangent of boundary {found}"
                 is_gradient = isinstance(role, Gradient)
                 why = "which is no root of its region" if is_gradient else "and belongs to the forward"

@@ -72,33 +72,7 @@ def is_same(one: Any, other: Any) -> bool:
         return False
 
 
-_OPERAND = ("operand",)
-#: arguments that are the same if they are equal.
-_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-def frozen_arguments(value: Any, operands: list[fx.Node]) -> Hashable:
-    """The arguments of an ATen call as a value that can be compared: 1, 1.0 and True are three different
-    ones. The nodes among them are added to `operands`."""
-    kind = type(value)
-    if isinstance(value, fx.Node):
-        operands.append(value)
-        return _OPERAND
-    if kind is int or kind is str or value is None or isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, (tuple, list)):
-        return ("items", *[frozen_arguments(item, operands) for item in value])
-    if isinstance(value, dict):
-        return ("entries", *[(key, frozen_arguments(item, operands)) for key, item in value.items()])
-    if isinstance(value, slice):
-        ends = (value.start, value.stop, value.step)
-        return ("slice", *[frozen_arguments(item, operands) for item in ends])
-    if kind in (float, bool, complex):
-        return kind.__name__, repr(value)
-    return kind, str(value) if isinstance(value, torch.SymInt) else id(value)
-
-
-#: what is written for a floating point number, and for what only Python's ``==`` can compare.
+#: what is written for a floating point or complex number, and for what only Python's ``==`` can compare.
 _NUMBER, _OTHER = b"number", b"other"
 
 #: types whose values have a text of their own. Bytes are not among them: they stand for what is left out.
@@ -180,7 +154,7 @@ def written(node: fx.Node, places: Mapping[fx.Node, bytes], numbers: list[str]) 
         kind = type(value)
         if kind is fx.Node:
             return places[value]
-        if kind is float:
+        if kind in _FLOATING:
             numbers.append(repr(value))
             return _NUMBER
         if kind in _TEXTS:

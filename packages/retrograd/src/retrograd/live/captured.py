@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from retrograd._torch.autograd import (
-    Collected,
     EngineRequest,
     LiveBackward,
     OrderCheck,
@@ -23,14 +22,13 @@ from retrograd._torch.autograd import (
     forward_line,
     leaf_of,
     read_ranks,
-    saved_name,
 )
 from retrograd._torch.log import event
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import Refusal, VerificationError
 from retrograd.events import counters, live_log
-from retrograd.graph.backward_graph import BackwardGraph, CallKind, HookKind, Source, call_of, source_of
+from retrograd.graph.backward_graph import BackwardGraph, CallKind, call_of
 from retrograd.graph.eager_order import ROOT, eager_walk, with_steps
 from retrograd.live.capture.grad_dtypes import Dtypes, asked_dtypes, in_dtypes, leaves_with_buffers
 from retrograd.live.run.plan import Plan
@@ -64,8 +62,7 @@ class CapturedBackward:
     Attributes:
         graph: as captured. n_outputs: how many gradients the engine expects back.
         needs_engine_frame: whether it must run while the engine's call is alive.
-        has_aot_graphs: whether the backward of a compiled function was laid in. It computes with values that
-            the compiled forward saved, and their history is not known.
+        has_aot_graphs: whether the backward of a compiled function was laid in.
         has_cpp_functions: whether a C++ function is called that may keep state on its context. The engine
             hands over a copy of the context: a later backward does not find what this one leaves there.
     """
@@ -79,11 +76,6 @@ class CapturedBackward:
         self.n_outputs = len(graph.outputs())
         self.has_aot_graphs = bool(graph.inlined)
         self.has_cpp_functions = any(call.kind is CallKind.CPP_FUNCTION for _, call in graph.calls())
-        self._unpacked: list[tuple[int, Source, Source]] = [
-            (call.node_call, source_of(node.all_input_nodes[0]), source_of(node.all_input_nodes[1]))
-            for node, call in graph.calls()
-            if call.hook is HookKind.UNPACK
-        ]
         self._order_is_visible = _order_is_visible(graph)
         self._leaves = leaves_with_buffers(self.graph)
         self._known: tuple[_Known, ...] = ()
@@ -101,41 +93,26 @@ class CapturedBackward:
             LookupError: the live graph is not what the engine walked.
         """
         request = backward.request
-        ordered = self._order_is_visible or request.create_graph
-        dtypes = asked_dtypes(self._leaves, inputs, request.inputs)
+        asks = self._leaves or request.inputs
+        dtypes = asked_dtypes(self._leaves, inputs, request.inputs) if asks else ()
         alike = [known for known in self._known if (known.added, known.dtypes) == (request.added, dtypes)]
         alike = [known for known in alike if known.config is config or known.config == config]
-        checked = alike if ordered and not request.inputs else []
+        checked = alike if self._order_is_visible and not request.inputs else []
         for known in checked:
             if known.check is not None and known.check.holds(request):
                 return known.plan, False
-        ranks = read_ranks(request) if ordered else None
+        ranks = read_ranks(request) if self._order_is_visible else None
         for known in alike:
             if known.ranks == ranks:
-                if checked:
-                    self._check_from_now_on(known, backward)
+                checks = sum(one.check is not None for one in self._known)
+                if checked and known.check is None and checks < KEPT_CHECKS:  # likely to be met again
+                    known.check = OrderCheck(backward.graph, _steps(self.graph, backward))
                 return known.plan, False
         with event("retrograd.lay_out"):
             graph = in_dtypes(without_last_outputs(self._laid_out(backward), request.added), dtypes)
             plan = Plan(graph, config, find_backend(config.backend))
         self._known = (*self._known[1 - KEPT_PLANS :], _Known(plan, config, ranks, request.added, dtypes))
         return plan, True
-
-    def _check_from_now_on(self, known: _Known, backward: LiveBackward) -> None:
-        """An order that was met twice is likely to be met again."""
-        if known.check is None and sum(one.check is not None for one in self._known) < KEPT_CHECKS:
-            known.check = OrderCheck(backward.graph, _steps(self.graph, backward))
-
-    def node_without_history(self, call: Collected, backward: LiveBackward) -> str | None:
-        """The name of a node that unpacks a saved tensor whose history cannot be had; None if there is none.
-
-        A differentiable backward needs the history, which the engine does not tell.
-        """
-        for node_call, hook, packed in self._unpacked:
-            node = backward.node_calls[node_call]
-            if saved_name(node, call.hooks[hook.index], call.packed[packed.index]) is None:
-                return self.graph.node_name(node_call)
-        return None
 
     def _laid_out(self, backward: LiveBackward) -> BackwardGraph:
         try:

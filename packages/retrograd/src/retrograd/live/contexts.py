@@ -23,6 +23,7 @@ from retrograd._torch import pytree
 from retrograd._torch.autograd import (
     GATEWAYS,
     EngineRequest,
+    LiveBackward,
     answer_queries,
     installed_compiler,
     is_traced,
@@ -33,6 +34,7 @@ from retrograd._torch.autograd import (
     run_stock,
     stock_compiler_off,
     watch_hooks,
+    why_not_collectable,
     window,
 )
 from retrograd._torch.patches import handle
@@ -99,23 +101,9 @@ def set_process_wide(session: Session | None) -> None:
 
 _MARK = "retrograd.session"
 
-#: the sessions of callables that are alive; without any, no graph is searched.
-_living: set[Session] = set()
-
-
-def begin_claims(session: Session) -> None:
-    """From now on, backwards that meet the mark of `session` belong to it."""
-    _living.add(session)
-
-
-def end_claims(session: Session) -> None:
-    """Its callable is gone: backwards through its outputs run as if it had not been."""
-    _living.discard(session)
-
-
-def has_claims() -> bool:
-    """Whether a callable is alive whose backwards are compiled."""
-    return bool(_living)
+#: the sessions of callables that are alive. Backwards that meet their marks belong to them; without any, no
+#: graph is searched.
+living: set[Session] = set()
 
 
 def claim(outputs: Any, session: Session) -> None:
@@ -155,22 +143,24 @@ def run_backward(
 
 def _claimed(request: EngineRequest) -> _EnteredContext | None:
     """The callable to which a backward belongs; None if it meets no mark of a living one."""
-    if not _living:
+    if not living:
         return None
     for node in nodes_below(request.tensors):
         session = node.metadata.get(_MARK)
-        if session is not None and session in _living:
+        if session is not None and session in living:
             return _EnteredContext(session, session)
     return None
 
 
 def _run(entry: _EnteredContext | None, request: EngineRequest) -> Grads:
-    if entry is None or is_traced() or is_transformed(request) or compile_stance() == "force_eager":
-        if entry is not None and is_transformed(request):
+    if entry is not None and not is_traced():
+        backward, obstacle = LiveBackward(request), why_not_collectable(request)
+        if is_transformed(request):
             entry.session.leave_to_transform()
-        with window.stock():
-            return run_stock(request)
-    return entry.session.run(request)
+        elif compile_stance() != "force_eager":
+            return entry.session.run(backward, obstacle)
+    with window.stock():
+        return run_stock(request)
 
 
 @functools.cache
@@ -194,4 +184,4 @@ def _count_open(by: int) -> None:
 
 def is_anything_open() -> bool:
     """Whether a context is open on any thread, or backwards may belong to a compiled callable."""
-    return _open > 0 or _process_wide is not None or has_claims()
+    return _open > 0 or _process_wide is not None or bool(living)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 
@@ -23,7 +22,6 @@ from retrograd._torch.autograd import (
     plans_under_way,
     run_in_graph_task,
     run_stock,
-    why_not_collectable,
     window,
 )
 from retrograd._torch.cuda import in_order_with_streams, side_streams
@@ -72,16 +70,20 @@ class Session:
         self._paces: dict[Hashable, Pace] | None = {} if paced else None
         self._repetition = _Repetition()
 
-    def run(self, asked: EngineRequest) -> Grads:
-        """Run one backward."""
+    def run(self, backward: LiveBackward, obstacle: tuple[str, str] | None) -> Grads:
+        """Run one backward; `obstacle` says why it cannot be collected, as `why_not_collectable` does."""
+        asked = backward.asked
+        if asked.create_graph:
+            self._report.noted(_DIFFERENTIABLE, warn=False)
+            return _run_stock(asked)
         pace = self._pace_of(asked)
         if pace is None:
-            return self._run(asked)
+            return self._run(backward, obstacle)
         is_compiled = pace.is_worth_compiling()
         if pace.aside is not None:
             return self._fall_back(asked, pace.aside)
         with pace.timed(is_compiled, _compilations):
-            return self._run(asked) if is_compiled else _run_stock(asked)
+            return self._run(backward, obstacle) if is_compiled else _run_stock(asked)
 
     def _pace_of(self, asked: EngineRequest) -> Pace | None:
         """What measures backwards like this one; None if nothing does. Two backwards are alike if they begin
@@ -89,20 +91,19 @@ class Session:
         if self._paces is None or plans_under_way():
             return None
         names = beginning_of(asked)
-        kind = asked.create_graph, names
-        pace = self._paces.get(kind)
+        pace = self._paces.get(names)
         if pace is None and len(self._paces) < KEPT_PACES:
-            pace = self._paces[kind] = Pace(f"the backward below {', '.join(names[0])}", "live.run")
+            pace = self._paces[names] = Pace(f"the backward below {', '.join(names[0])}", "live.run")
         return pace
 
-    def _run(self, asked: EngineRequest) -> Grads:
+    def _run(self, backward: LiveBackward, obstacle: tuple[str, str] | None) -> Grads:
+        asked = backward.asked
         if not self.config.strict and (reason := self._repetition.why_not(asked)):
             return self._fall_back(asked, reason)
-        backward = LiveBackward(asked)
+        if obstacle is not None:
+            return self._fall_back(asked, _reason(*obstacle))
         if asked.inputs:
             ask_for_compiled_functions(backward)
-        if obstacle := why_not_collectable(backward.request):
-            return self._fall_back(asked, _reason(*obstacle))
         ran: list[Grads] = []
         started = False
 
@@ -140,8 +141,8 @@ class Session:
 
     def _run_collected(self, call: Collected, backward: LiveBackward) -> Grads:
         captured, request = call.artifact, backward.request
-        if reason := _why_not_run(call, backward):
-            return self._fall_back(backward.asked, reason)
+        if request.keep_graph and captured.has_cpp_functions:  # the stock engine still can, as it is kept
+            return self._fall_back(backward.asked, _NO_STATE)
         plan = self._plan(captured, backward, call.inputs)
         self._repetition.runs(plan)
         if captured.has_aot_graphs:
@@ -154,14 +155,11 @@ class Session:
                 results.append(tuple(answering(backward, plan.run, call, backward)))
 
         # Torch hands a warning to Python only inside a backward of its own: that of an operation which is not
-        # deterministic (mode 1), and that of a backward with create_graph.
-        warns = torch.get_deterministic_debug_mode() == 1 or (
-            request.create_graph and request.accumulate_grad
-        )
-        if plan.runs_user_code or warns:
+        # deterministic (mode 1).
+        if plan.runs_user_code or torch.get_deterministic_debug_mode() == 1:
             run_in_graph_task(body, request)
         else:
-            with torch.set_grad_enabled(request.create_graph):
+            with torch.no_grad():
                 body()
         return _checked(backward.asked, results[0])
 
@@ -236,17 +234,6 @@ class _Repetition:
         return None
 
 
-def _why_not_run(call: Collected, backward: LiveBackward) -> Reason | None:
-    """Why a backward that was collected runs on the stock engine. It still can as long as the graph is kept,
-    which create_graph implies here (see `why_not_collectable`)."""
-    captured, request = call.artifact, backward.request
-    if request.create_graph and (node := captured.node_without_history(call, backward)):
-        return replace(_NO_HISTORY, node=node)
-    if request.create_graph and captured.has_aot_graphs:
-        return _NO_AOT_HISTORY
-    return _NO_STATE if request.keep_graph and captured.has_cpp_functions else None
-
-
 def _run_stock(request: EngineRequest) -> Grads:
     with window.stock():
         return run_stock(request)
@@ -295,7 +282,6 @@ def _reason_of(error: Exception) -> Reason:
 
 _WAY_OUT = {
     "": "strict=True shows where; retrograd.explain() lists all reasons",
-    "create-graph-through-unpack-hooks": "run that operation outside of saved_tensors_hooks",
     "nothing-repeats": (
         "nothing to do: capturing would cost more than it saves; strict=True captures nevertheless"
     ),
@@ -312,19 +298,16 @@ _TRANSFORM = Reason(
     way_out="torch.autograd.grad, or .backward()",
 )
 
-_NO_HISTORY = _reason(
-    "create-graph-through-unpack-hooks",
-    "torch does not tell the history of tensors saved behind unpack hooks",
+_DIFFERENTIABLE = Reason(
+    "differentiable",
+    "under create_graph=True autograd records each operation of the backward: there is nothing to compile",
+    "live.capture",
+    way_out="nothing to do: the backward through what it leaves behind is compiled",
 )
 
 _NO_STATE = _reason(
     "cpp-function-kept",
     "a C++ function that is not traceable may keep state for the next backward of the retained graph",
-)
-
-_NO_AOT_HISTORY = _reason(
-    "create-graph-through-compiled-forward",
-    "create_graph=True through a forward that torch.compile compiled",
 )
 
 #: in how many running plans of its thread a backward may be nested. Eager nests 60 deep before it goes on

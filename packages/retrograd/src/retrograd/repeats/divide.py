@@ -326,13 +326,10 @@ def _captured_costs(run: Sequence[fx.Node]) -> list[float | None]:
 
 def _captured_cost(node: fx.Node) -> float | None:
     """What it costs to hand a value over to another region; None for what is no tensor."""
-    if any(_is_projection(user) for user in node.users if user.op == "call_function"):
+    users = [user for user in node.users if user.op == "call_function"]
+    if any(call_of(user).kind is CallKind.PROJECT or user.target is operator.getitem for user in users):
         return None
     return 1.0 if _source(node) in _WRITES_TO_MEMORY else 2.0
-
-
-def _is_projection(node: fx.Node) -> bool:
-    return call_of(node).kind is CallKind.PROJECT or getattr(node.target, "__name__", "") == "getitem"
 
 
 def _source(node: fx.Node) -> str:

@@ -22,7 +22,7 @@ from retrograd._torch.fx import (
     is_wait,
     lazy_graph_module,
 )
-from retrograd.graph.structure import frozen_arguments
+from retrograd.graph.structure import token_of
 
 #: bytes that a code generator may take the beginning of an input to be a multiple of.
 _ALIGNMENT = 16
@@ -144,12 +144,12 @@ def tokenised(node: fx.Node) -> TokenisedCall:
     and convolutions whose layout is open are equal to nothing but themselves.
     """
     operands: list[fx.Node] = []
-    arguments = frozen_arguments((node.args, node.kwargs), operands)
+    fx.map_arg((node.args, node.kwargs), operands.append)
     value = node.meta.get("val")
     if not _may_repeat(node) or value is None:
         return TokenisedCall((node,), tuple(operands))
     notes = repr(node.meta[_NOTES]) if _NOTES in node.meta else None
-    return TokenisedCall((node.target, arguments, metadata_of(value), notes), tuple(operands))
+    return TokenisedCall((token_of(node), metadata_of(value), notes), tuple(operands))
 
 
 def _may_repeat(node: fx.Node) -> bool:

@@ -112,6 +112,9 @@ class Specialized:
         report: is told what runs eagerly.
         compile: makes the variant for flat inputs, given the variants of the same key, the oldest first;
             raises if they cannot be captured and no guard can describe them.
+
+    Attributes:
+        variants: those that were made.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class Specialized:
     ) -> None:
         self._name, self._stage, self._config, self._report = name, stage, config, report
         self._compile = compile
-        self._variants = VariantCache(config.cache_size)
+        self.variants = VariantCache(config.cache_size)
         self._lock = ForkSafeLock()
 
     def __call__(self, key: Hashable, leaves: Sequence[Any], eagerly: Callable[[], Any]) -> Any:
@@ -134,7 +137,7 @@ class Specialized:
             RetrogradError: in strict mode, if they cannot be captured.
             Exception: whatever the callable raises.
         """
-        variant = self._variants.find(key, leaves)
+        variant = self.variants.find(key, leaves)
         if variant is None:
             try:
                 variant = self._made(key, leaves)
@@ -174,27 +177,19 @@ class Specialized:
         self._report.fell_back(reason, f"a call of {self._name} ran eagerly")
         return result
 
-    def add(self, key: Hashable, variant: Variant) -> None:
-        """A variant that was made beforehand."""
-        self._variants.add(key, variant)
-
-    def clear(self) -> None:
-        """Forget all variants."""
-        self._variants.clear()
-
     def _made(self, key: Hashable, leaves: Sequence[Any]) -> Variant:
         """A new variant, unless another thread has made it meanwhile."""
         with self._lock:
-            if (found := self._variants.find(key, leaves)) is not None:
+            if (found := self.variants.find(key, leaves)) is not None:
                 return found
-            known = self._variants.known(key)
+            known = self.variants.known(key)
             if len(known) >= self._config.recompile_limit:
                 text = f"{self._name} was called with more kinds of input than recompile_limit"
                 way_out = "dynamic=True, or a larger recompile_limit"
                 reason = Reason("recompile-limit", text, self._stage, way_out=way_out)
                 return Variant(known[-1].guard, None, reason)
             made = self._compile(key, leaves, known)
-            self._variants.add(key, made)
+            self.variants.add(key, made)
             return made
 
     def _after_failure(self, variant: Variant, error: CodeFailedError, eagerly: Callable[[], Any]) -> Any:

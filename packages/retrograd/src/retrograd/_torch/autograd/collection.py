@@ -28,9 +28,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.autograd.graph as autograd_graph
@@ -40,45 +40,24 @@ from torch._dynamo import compiled_autograd as stock
 from retrograd.errors import Refusal
 from retrograd.process import forgotten_by_reset
 
+if TYPE_CHECKING:
+    from retrograd._torch.autograd.request import EngineRequest
+
 #: where torch keeps the gateway.
 GATEWAYS = ("torch.autograd.graph:_engine_run_backward", "torch.autograd:_engine_run_backward")
 
 _stock_run_backward = autograd_graph._engine_run_backward
 
 
-@dataclass(frozen=True)
-class EngineRequest:
-    """One call of the engine. Field names are the keyword names of the C++ engine.
-
-    Attributes:
-        tensors: roots, tensors or ``GradientEdge``.
-        grad_tensors: one cotangent per root.
-        keep_graph, create_graph: as in ``torch.autograd.backward``.
-        inputs: what gradients are wanted of; empty for all leaves.
-        allow_unreachable: whether an input that the roots do not reach gives None.
-        accumulate_grad: write ``.grad`` (backward) instead of returning gradients (grad).
-        added: how many of the last `inputs` were added by us; nobody wants their gradients.
-    """
-
-    tensors: tuple[Any, ...]
-    grad_tensors: tuple[Any, ...]
-    keep_graph: bool
-    create_graph: bool
-    inputs: tuple[Any, ...] = ()
-    allow_unreachable: bool = False
-    accumulate_grad: bool = False
-    added: int = 0
-
-
-def run_stock(request: EngineRequest) -> tuple[torch.Tensor | None, ...]:
-    """Run the backward on the engine as torch would."""
+def run_stock(request: EngineRequest, allow_unreachable: bool = False) -> tuple[torch.Tensor | None, ...]:
+    """Run the backward on the engine as torch would, or as if inputs might be unreachable."""
     return _stock_run_backward(
         request.tensors,
         request.grad_tensors,
         request.keep_graph,
         request.create_graph,
         request.inputs,
-        allow_unreachable=request.allow_unreachable,
+        allow_unreachable=request.allow_unreachable or allow_unreachable,
         accumulate_grad=request.accumulate_grad,
     )
 
@@ -345,7 +324,6 @@ def collect(
         captures.append(factory())
         return captures[-1]
 
-    quiet = replace(request, allow_unreachable=True, create_graph=False)
     prior = _collection.receive
     with window.capture(), torch.autograd.set_multithreading_enabled(False):
         _forget_foreign_captures()
@@ -354,7 +332,7 @@ def collect(
         _collection.receive = receive
         try:
             with _compiler(make):
-                run_stock(quiet)
+                run_stock(request, allow_unreachable=True)
         finally:
             _collection.receive = prior
             for capture in captures:
@@ -408,17 +386,6 @@ def _compiler(factory: Callable[[], Any] | None) -> Iterator[None]:
         yield
     finally:
         engine_protocol.set_autograd_compiler(*prior)
-
-
-def installed_compiler() -> Any | None:
-    """The compiler that stock compiled autograd has installed, another one each time that it is switched on;
-    None if it is off. Ours is never seen here."""
-    if not stock.compiled_autograd_enabled:
-        return None
-    with window.stock():  # no capture of ours is under way on another thread
-        compiler, dynamic = engine_protocol.set_autograd_compiler(None, False)
-        engine_protocol.set_autograd_compiler(compiler, dynamic)
-    return compiler
 
 
 @contextmanager

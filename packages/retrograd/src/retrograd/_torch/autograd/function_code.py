@@ -23,28 +23,12 @@ Step = dis.Instruction
 _METHODS = ("forward", "setup_context", "backward")
 
 #: what every function may use of Python's own: none of it depends on, or changes, anything else.
-_BUILTINS = frozenset(
-    {
-        *(
-            abs,
-            all,
-            any,
-            bool,
-            complex,
-            dict,
-            divmod,
-            enumerate,
-            float,
-            getattr,
-            hasattr,
-            int,
-            isinstance,
-            len,
-        ),
-        *(list, max, min, pow, range, reversed, round, slice, sorted, sum, tuple, type, zip),
-        *(AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError),
-    }
+_HARMLESS = (
+    "abs all any bool complex dict divmod enumerate float getattr hasattr int isinstance len list max min "
+    "pow range reversed round slice sorted sum tuple type zip "
+    "AssertionError NotImplementedError RuntimeError TypeError ValueError"
 )
+_BUILTINS = frozenset(vars(builtins)[name] for name in _HARMLESS.split())
 
 _MODULES = (math, operator)
 

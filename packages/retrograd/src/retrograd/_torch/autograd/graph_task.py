@@ -23,7 +23,8 @@ import torch
 from torch._C._dynamo import compiled_autograd as engine_protocol
 from torch.autograd.graph import get_gradient_edge
 
-from retrograd._torch.autograd.collection import EngineRequest, run_stock, window
+from retrograd._torch.autograd.collection import run_stock, window
+from retrograd._torch.autograd.request import EngineRequest
 from retrograd._torch.patches import Handler, handle
 from retrograd._torch.releases import is_layout_enforced, unseen
 from retrograd._torch.tensor import grad_of, obeys_layout_contract

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.autograd.graph import GradientEdge
 
-from retrograd._torch.autograd.collection import EngineRequest
+from retrograd._torch.autograd.request import EngineRequest
 from retrograd._torch.state import torch_functions_off, without_torch_functions
 from retrograd._torch.tensor import zeros_of_slot
 from retrograd.errors import Refusal
@@ -38,14 +38,6 @@ def saved_name(node: Any, hook: Callable[..., Any], packed: Any) -> str | None:
     if len(names) > 1 and not (isinstance(packed, torch.Tensor) and len(set(node.next_functions)) == 1):
         return None  # tensors of different history may have been packed into one value
     return names[0].removeprefix("_raw") if names else None
-
-
-def read_saved(node: Any, name: str) -> torch.Tensor:
-    """The saved tensor with its history, by way of its unpack hook. The engine hands over the hook and the
-    packed value only; ``SavedVariable::unpack`` adds the edge into the graph, or that it is a leaf."""
-    tensor = getattr(node, name)
-    assert isinstance(tensor, torch.Tensor)
-    return tensor
 
 
 def _is(saved: Any, hook: Callable[..., Any], packed: Any) -> bool:
@@ -79,17 +71,14 @@ class Versions(Generic[Key]):
 
 def modified_error(tensor: torch.Tensor, expected: int) -> str:
     """What eager says when a saved tensor is not at the `expected` version."""
+    node = tensor.grad_fn
+    origin = "" if node is None else f", which is output {tensor.output_nr} of {node.name()},"
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(tensor.shape)}]{_history(tensor)} is at version {tensor._version}; "
+        f"[{tensor.type()} {list(tensor.shape)}]{origin} is at version {tensor._version}; "
         f"expected version {expected} instead. Hint: enable anomaly detection to find the operation that "
         "failed to compute its gradient, with torch.autograd.set_detect_anomaly(True, check_nan=False)."
     )
-
-
-def _history(tensor: torch.Tensor) -> str:
-    node = tensor.grad_fn
-    return "" if node is None else f", which is output {tensor.output_nr} of {node.name()},"
 
 
 def versions_of(values: Sequence[Any]) -> list[int | None]:
@@ -129,25 +118,10 @@ def request_to_release(
     return EngineRequest(roots, tuple(map(_cotangent, heads)), False, False, inputs, True)
 
 
-def keeps_saved_tensors(node: Any) -> bool:
-    """Whether an autograd node has saved tensors that Python can see."""
-    return any(name.startswith("_raw_saved_") for name in dir(node))
-
-
 def _cotangent(node: Any) -> torch.Tensor:
     """Something of the metadata of a node's first gradient; it takes no memory."""
     metadata = node._input_metadata[0]
     return torch.zeros((), dtype=metadata.dtype, device=metadata.device).expand(metadata.shape)
-
-
-def input_count(node: Any) -> int:
-    """How many gradients the node takes."""
-    return len(node._input_metadata)
-
-
-def tells_undefined(node: Any) -> bool:
-    """Whether the node is a Function that wants None, not zeros, for undefined gradients."""
-    return hasattr(node, "apply") and not materializes_grads(node)
 
 
 def fitted(node: Any, slot: int, grad: torch.Tensor) -> torch.Tensor:
@@ -155,7 +129,9 @@ def fitted(node: Any, slot: int, grad: torch.Tensor) -> torch.Tensor:
     metadata = node._input_metadata[slot]
     shape = tuple(metadata.shape)
     if tuple(grad.shape) != shape:
-        if not _is_expanded(shape, tuple(grad.shape)):
+        pairs = zip(reversed(shape), reversed(grad.shape), strict=False)
+        # As ``at::is_expandable_to`` says.
+        if len(shape) > grad.dim() or not all(small == large or small == 1 for small, large in pairs):
             raise Refusal(
                 "node-refused", f"got {list(grad.shape)} but expected shape compatible with {list(shape)}"
             )
@@ -225,14 +201,6 @@ def _by_edge(node: Any, results: Sequence[Any]) -> list[torch.Tensor | None]:
                 "node-refused", f"function {node.name()} returned {type(grad).__name__}, not a tensor"
             )
     return grads
-
-
-def _is_expanded(shape: tuple[Any, ...], larger: tuple[Any, ...]) -> bool:
-    """Whether a tensor of `shape` broadcasts to `larger`, as ``at::is_expandable_to`` says."""
-    if len(shape) > len(larger):
-        return False
-    pairs = zip(reversed(shape), reversed(larger), strict=False)
-    return all(small == large or small == 1 for small, large in pairs)
 
 
 class _Sample(torch.autograd.Function):

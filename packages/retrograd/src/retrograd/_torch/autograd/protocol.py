@@ -103,9 +103,6 @@ class EngineProtocol:
                 raise LookupError(f"the engine computed with a lifted size: {argument}") from None
         return argument
 
-    def _read_list(self, arguments: Sequence[Any]) -> list[Value]:
-        return [self._read(argument) for argument in arguments]
-
     # the engine's calls, in the order of their first appearance in a capture
 
     def begin_capture(
@@ -179,10 +176,10 @@ class EngineProtocol:
             made = [isinstance(grad, torch.Tensor) and id(grad) not in self._values for grad in grads]
             values = [None if zero else self._read(grad) for zero, grad in zip(made, grads, strict=True)]
             zeros = tuple(map(self._read_zeros, grads, values))
-            read = self._read_list(saved)
+            read = self._read(list(saved))
             note = ""
             if is_aot_node(ctx):
-                sizes = self._read_list(ctx._get_compiled_autograd_symints())
+                sizes = self._read(list(ctx._get_compiled_autograd_symints()))
                 make_zeros = None if self._symbols else functools.partial(zeros_of_slot, ctx)
                 call = AotCall(context, values, sizes, read, objects, wanted, make_zeros)
                 try:
@@ -244,7 +241,7 @@ class EngineProtocol:
     def end_capture(self, outputs: Any) -> tuple[Callable[..., Any], Any]:
         self._modes.close()
         self._raise_failure()
-        return runtime_wrapper, self._recorder.finish(self._read_list(outputs))
+        return runtime_wrapper, self._recorder.finish(self._read(list(outputs)))
 
     def close(self) -> None:
         """Leave the modes that the capture entered. The engine calls it, and the window when it closes."""

@@ -1,7 +1,7 @@
 """One backward: the autograd graph that it runs over, and what user code may ask about it.
 
-In: an `EngineRequest`; the modes that are active. Out: the first obstacle to a capture, as a code and a
-sentence: such a backward runs on the stock engine.
+In: an `EngineRequest`; the modes that are active, stock compiled autograd among them. Out: the first obstacle
+to a capture, as a code and a sentence: such a backward runs on the stock engine.
 
 In: an `EngineRequest`. Out: a `LiveGraph`, and an `OrderCheck` of later backwards of equal structure. Follows
 ``next_functions``; the rule for which nodes are wanted with ``inputs=`` is that of
@@ -20,13 +20,15 @@ import re
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo import compiled_autograd as engine_protocol
+from torch._dynamo import compiled_autograd as stock
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from retrograd._torch.autograd.collection import GATEWAYS, EngineRequest
+from retrograd._torch.autograd.collection import GATEWAYS, window
 from retrograd._torch.cuda import side_streams
 from retrograd._torch.patches import Handler, handle, handled_here
 from retrograd.errors import Refusal
@@ -35,6 +37,41 @@ from retrograd.graph.emit import Emitter
 from retrograd.graph.reach import reached
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One call of the engine. Field names are the keyword names of the C++ engine.
+
+    Attributes:
+        tensors: roots, tensors or ``GradientEdge``.
+        grad_tensors: one cotangent per root.
+        keep_graph, create_graph: as in ``torch.autograd.backward``.
+        inputs: what gradients are wanted of; empty for all leaves.
+        allow_unreachable: whether an input that the roots do not reach gives None.
+        accumulate_grad: write ``.grad`` (backward) instead of returning gradients (grad).
+        added: how many of the last `inputs` were added by us; nobody wants their gradients.
+    """
+
+    tensors: tuple[Any, ...]
+    grad_tensors: tuple[Any, ...]
+    keep_graph: bool
+    create_graph: bool
+    inputs: tuple[Any, ...] = ()
+    allow_unreachable: bool = False
+    accumulate_grad: bool = False
+    added: int = 0
+
+
+def installed_compiler() -> Any | None:
+    """The compiler that stock compiled autograd has installed, another one each time that it is switched on;
+    None if it is off. Ours is never seen here."""
+    if not stock.compiled_autograd_enabled:
+        return None
+    with window.stock():  # no capture of ours is under way on another thread
+        compiler, dynamic = engine_protocol.set_autograd_compiler(None, False)
+        engine_protocol.set_autograd_compiler(compiler, dynamic)
+    return compiler
 
 
 def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
@@ -46,10 +83,11 @@ def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
         return "cuda-graph-capture", "a CUDA graph is being captured in a program that uses several streams"
     if torch._C._len_torch_dispatch_stack() > 0:
         return "dispatch-mode", "a TorchDispatchMode is active and must see every operation of the backward"
-    if torch._C._functorch.maybe_current_level() is not None or _has_batched_root(request):
+    functorch = torch._C._functorch
+    wraps = functorch.is_functorch_wrapped_tensor, functorch.is_legacy_batchedtensor  # newer and older vmap
+    tensors = [t for t in (*request.tensors, *request.grad_tensors) if isinstance(t, torch.Tensor)]
+    if functorch.maybe_current_level() is not None or any(wrap(t) for t in tensors for wrap in wraps):
         return "functorch", "a functorch transform (grad, vjp, vmap, …) is active"
-    if request.create_graph and not request.keep_graph:
-        return "create-graph-without-retain-graph", "create_graph=True with retain_graph=False"
     if torch.is_inference_mode_enabled():
         return "inference-mode", "inference mode is active"
     return None
@@ -71,15 +109,6 @@ def is_transformed(request: EngineRequest) -> bool:
     of the transform, and nobody's backward."""
     roots = [tensor for tensor in request.tensors if isinstance(tensor, torch.Tensor)]
     return any(map(torch._C._functorch.is_functorch_wrapped_tensor, roots))
-
-
-def _has_batched_root(request: EngineRequest) -> bool:
-    """Whether a root or cotangent is wrapped by functorch or by the older vmap of `is_grads_batched`."""
-    tensors = [t for t in (*request.tensors, *request.grad_tensors) if isinstance(t, torch.Tensor)]
-    functorch = torch._C._functorch
-    return any(
-        functorch.is_functorch_wrapped_tensor(t) or functorch.is_legacy_batchedtensor(t) for t in tensors
-    )
 
 
 def read_ranks(request: EngineRequest) -> tuple[int, ...]:

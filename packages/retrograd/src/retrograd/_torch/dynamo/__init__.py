@@ -23,4 +23,3 @@ from retrograd._torch.dynamo.frames import (
 )
 from retrograd._torch.dynamo.keep_eager import watch_dynamo
 from retrograd._torch.dynamo.keep_whole import keep_calls_whole
-from retrograd._torch.dynamo.operators import keep_operators_whole

@@ -1,4 +1,4 @@
-"""Keep what Dynamo would take apart whole: an ``autograd.Function``, a checkpoint that cannot be repeated.
+"""Keep what Dynamo would take apart whole: Functions, checkpoints that cannot be repeated, operators.
 
 In: the calls of ``apply`` that Dynamo meets while it traces for a backend that wants eager kept. Out: the
 call as one node of Dynamo's graph, if the Function does the same on each run; else a break of the graph
@@ -13,19 +13,25 @@ In: the checkpoints that Dynamo meets so. Out: a break of the graph around those
 place, as a batch norm in training changes its statistics, and around those that draw random numbers without
 ``preserve_rng_state``. When eager's backward runs the function once more, it makes the change again, and
 draws other numbers; a graph has one of each.
+
+In: the calls of ``addcdiv``, ``addcmul_`` and the like that Dynamo meets so. Out: one node of its graph for
+each. Products and sums made one after the other round otherwise than the kernel that eager runs. Dynamo means
+to spare a tensor that is given as a number its ``.item()``; such a call is left to it.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
+from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.misc import produce_trampoline_autograd_apply
 from torch._guards import Guard
@@ -49,6 +55,8 @@ def keep_calls_whole() -> None:
     handle("torch._dynamo.variables.misc:AutogradFunctionVariable.call_apply", _apply)
     name = "torch._dynamo.variables.higher_order_ops:CheckpointHigherOrderVariable._call_function"
     handle(name, _checkpoint)
+    handle(_HANDLERS, _handlers)
+    handle(_METHOD, _call_method)
 
 
 def _apply(original: Callable[..., Any], variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -131,19 +139,14 @@ def _why_unlike(function: Any, args: Sequence[Any]) -> str | None:
     if any(_shares_memory(out, tensors) for out in given_back):
         return "it returns what it was given, or a view of it"
     roots = [out for out in given_back if out.requires_grad]
-    kept = [value for root in roots for value in _kept_by(root.grad_fn)]
+    kept = [value for root in roots for value in pytree.tree_leaves(dict(vars(root.grad_fn)))]
+    kept = [value for value in kept if isinstance(value, torch.Tensor)]
     if any(_shares_memory(value, [*tensors, *given_back]) for value in kept):
         return "it keeps a tensor of the caller's without save_for_backward"
     if roots:
         leaves = [tensor for tensor in tensors if tensor.requires_grad]
         torch.autograd.grad(roots, leaves, [torch.empty_like(root) for root in roots], allow_unused=True)
     return None
-
-
-def _kept_by(context: Any) -> list[torch.Tensor]:
-    """The tensors among the attributes of a context."""
-    values = pytree.tree_leaves(dict(vars(context)))
-    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _shares_memory(one: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
@@ -156,7 +159,7 @@ def _guard(variable: Any, reading: Reading) -> None:
         if inspect.isfunction(getattr(variable.fn_cls, name)):
             install_guard(AttrSource(variable.source, name).make_guard(GuardBuilder.CLOSURE_MATCH))
     if reading.helpers:
-        install_guard(Guard(variable.source, partial(_names_hold, reading)))
+        install_guard(Guard(variable.source, functools.partial(_names_hold, reading)))
 
 
 def _names_hold(reading: Reading, builder: Any, guard: Guard) -> None:
@@ -222,3 +225,36 @@ class _Draws(TorchDispatchMode):
     ) -> Any:
         self.count += torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
+
+
+# operators
+
+_HANDLERS = "torch._dynamo.variables.torch:TorchInGraphFunctionVariable._get_handlers"
+_METHOD = "torch._dynamo.variables.tensor:TensorVariable.call_method"
+_FUNCTIONS = (torch.addcdiv, torch._foreach_lerp_)
+_METHODS = frozenset({"add_", "addcmul_", "addcdiv_"})
+
+
+@functools.cache
+def _handlers(original: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
+    """What Dynamo does with functions that it knows. None puts the call into its graph as it is."""
+    known = original()
+
+    def whole(fn: Any, variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if _is_kept(tx, args[2:], kwargs, fn) else known[fn](variable, tx, *args, **kwargs)
+
+    return {**known, **{fn: functools.partial(whole, fn) for fn in _FUNCTIONS if fn in known}}
+
+
+def _call_method(original: Any, variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """What Dynamo makes of a method of a tensor."""
+    if name not in _METHODS or not _is_kept(tx, (), kwargs):
+        return original(variable, tx, name, args, kwargs)
+    with dynamo_config.patch(enable_dynamo_decompositions=False):
+        return original(variable, tx, name, args, kwargs)
+
+
+def _is_kept(tx: Any, behind: Any, kwargs: Any, fn: Any = None) -> bool:
+    """Whether no tensor is given as a number; of ``_foreach_lerp_``, that is among the arguments `behind`."""
+    numbers = [*kwargs.values(), *(behind if fn is torch._foreach_lerp_ else ())]
+    return not any(isinstance(number, TensorVariable) for number in numbers) and keeps_eager(tx)

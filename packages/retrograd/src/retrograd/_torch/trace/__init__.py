@@ -43,16 +43,14 @@ from retrograd._torch.trace.functional import (
 )
 from retrograd._torch.trace.graph_tracer import (
     JointTracer,
-    is_tracing_here,
-    make_graph,
-    noted,
-)
-from retrograd._torch.trace.input_guards import InputGuard, changed_sizes
-from retrograd._torch.trace.interpret import checkpoints_marked, run_graph
-from retrograd._torch.trace.segment_tracer import (
     Traced,
     decomposed,
     is_batched,
     is_not_in_memory,
+    is_tracing_here,
+    make_graph,
+    noted,
     trace,
 )
+from retrograd._torch.trace.input_guards import InputGuard, changed_sizes
+from retrograd._torch.trace.interpret import checkpoints_marked, run_graph

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
 from retrograd._torch import pytree
-from retrograd._torch.fx import fills_with_random_numbers, is_operator_overload, schema_of
+from retrograd._torch.fx import FILLING, is_operator_overload, schema_of
 from retrograd._torch.tensor import inner_tensors, is_dense, may_overlap, storage_of
 from retrograd._torch.trace.graph_tracer import noted
 from retrograd.errors import Refusal
@@ -50,7 +50,8 @@ def functional_mode(keeps_gaps: bool = False) -> AbstractContextManager[Any]:
         if keeps_gaps and (plain_func := _without_mutation(func)) is not None and _has_gaps(args[0]):
             run(torch.ops.aten.copy_.default, types, (args[0], run(plain_func, types, args, kwargs)))
             return args[0]
-        with noted(fills_by=func) if fills_with_random_numbers(func) else nullcontext():
+        fills = is_operator_overload(func) and func.overloadpacket in FILLING
+        with noted(fills_by=func) if fills else nullcontext():
             result = run(func, types, args, kwargs)
         if isinstance(result, FunctionalTensor) and args and result is args[0]:
             _keep_layout(result)
@@ -66,7 +67,7 @@ def _without_mutation(func: Any) -> Any:
     name = func._schema.name
     if not name.startswith("aten::") or not name.endswith("_") or name == "aten::copy_":
         return None
-    if torch.Tag.inplace_view in func.tags or fills_with_random_numbers(func):
+    if torch.Tag.inplace_view in func.tags or func.overloadpacket in FILLING:
         return None
     packet = getattr(torch.ops.aten, name[len("aten::") : -1], None)
     return getattr(packet, func._overloadname, None)

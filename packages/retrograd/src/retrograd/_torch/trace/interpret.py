@@ -27,12 +27,7 @@ from torch.utils.checkpoint import (
 )
 
 from retrograd._torch.patches import handled_here
-from retrograd._torch.releases import (
-    CHECKPOINT,
-    checkpoint_contexts,
-    checkpoint_repeats_draws,
-    policy_context,
-)
+from retrograd._torch.releases import CHECKPOINT, checkpoint_options, policy_context
 from retrograd._torch.trace.functional import any_changed, mutations_of
 from retrograd._torch.trace.graph_tracer import draws_so_far, noted, noted_here
 from retrograd.errors import Refusal
@@ -55,9 +50,9 @@ def checkpoints_marked(given: Sequence[Any]) -> Iterator[None]:
     token = _GIVEN.set(given)
 
     def without_reentry(original: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        contexts = checkpoint_contexts(*args, **kwargs)
+        contexts, repeats_draws = checkpoint_options(*args, **kwargs)
         marking = Marking(contexts, CheckpointPolicy.MUST_RECOMPUTE, next(groups))
-        with _repeatable(args, checkpoint_repeats_draws(*args, **kwargs)), marking:
+        with _repeatable(args, repeats_draws), marking:
             yield
 
     def reentrant(original: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:

@@ -18,7 +18,6 @@ from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import encoded, guards_of, shown, symbols_of
 from retrograd.aot.capture import JointGraph
 from retrograd.aot.export.program import (
-    Expected,
     Exported,
     GradientOf,
     Hidden,
@@ -31,7 +30,7 @@ from retrograd.aot.export.program import (
     Result,
 )
 from retrograd.aot.export.serialize import serialize_graph, serialize_value
-from retrograd.aot.export.training import whole_backward
+from retrograd.aot.export.training import WholeBackward
 from retrograd.aot.parts import extract
 from retrograd.errors import ExportError, Refusal
 from retrograd.graph.joint import (
@@ -98,7 +97,7 @@ def program_of(joint: JointGraph, kind: ProgramKind, loss: str | None) -> Export
             gm = _forward(joint, wanted)
         else:
             value, loss = _loss(joint, names, loss)
-            gm, order = whole_backward(joint, value, wanted)
+            gm, order = WholeBackward(joint).built(value, wanted)
             ends = [Destination(primal) for primal in order]
             outputs += [
                 ProgramOutput(f"gradient of {joint.primals[e.index].name}", GradientOf(e, None)) for e in ends
@@ -109,12 +108,15 @@ def program_of(joint: JointGraph, kind: ProgramKind, loss: str | None) -> Export
         for role, node in zip(inputs, placeholders, strict=True)
         if isinstance(role, Cotangent) or joint.primals[role.index].found is None
     ]
-    fit = _input_check(
-        joint, [_input_name(joint, role, names) for role, _ in taken], [node for _, node in taken]
+    env, values = joint.state.fake_mode.shape_env, [node.meta["val"] for _, node in taken]
+    sizes = [size for one in values for size in (one.shape if isinstance(one, torch.Tensor) else (one,))]
+    symbols = symbols_of(env, sizes)
+    short = {name: f"d{number}" for number, name in enumerate(symbols)}
+    given = tuple(
+        _input(joint, role, value, names, short) for (role, _), value in zip(taken, values, strict=True)
     )
-    short = {name: f"d{number}" for number, name in enumerate(fit.symbols)}
-    given = [_input(role, one, short) for (role, _), one in zip(taken, fit.expected, strict=True)]
-    return Exported(kind, joint, gm, ProgramSignature(tuple(given), tuple(outputs)), fit, loss)
+    check = InputCheck(given, symbols, tuple(guards_of(env)))
+    return Exported(kind, joint, gm, ProgramSignature(given, tuple(outputs)), check, loss)
 
 
 def _output_names(joint: JointValues) -> dict[int, str]:
@@ -207,35 +209,18 @@ def _is_real_scalar(node: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype.is_floating_point
 
 
-def _input_name(joint: JointValues, role: Primal | Cotangent, names: dict[int, str]) -> str:
-    return (
-        role.name
-        if isinstance(role, Primal)
-        else f"cotangent of {_boundary_name(joint, role.boundary, names)}"
-    )
-
-
-def _input(role: Primal | Cotangent, one: Expected, short: dict[str, str]) -> ProgramInput:
-    shape, stride = (
-        None if trees is None else tuple(shown(tree, short) for tree in trees)
-        for trees in (one.size, one.stride)
-    )
-    return ProgramInput(one.name, role, shape, stride, one.dtype, one.device)
-
-
-def _input_check(joint: JointValues, names: Sequence[str], nodes: Sequence[fx.Node]) -> InputCheck:
-    env = joint.state.fake_mode.shape_env
-    expected, sizes = [], list[Any]()
-    for name, node in zip(names, nodes, strict=True):
-        value = node.meta["val"]
-        if isinstance(value, torch.Tensor):
-            shape, stride = (tuple(map(encoded, many)) for many in (value.shape, value.stride()))
-            expected.append(Expected(name, shape, stride, value.dtype, value.device))
-            sizes += value.shape
-        else:
-            expected.append(Expected(name, None, None, None, None, encoded(value)))
-            sizes.append(value)
-    return InputCheck(tuple(expected), symbols_of(env, sizes), tuple(guards_of(env)))
+def _input(
+    joint: JointValues, role: Primal | Cotangent, value: Any, names: dict[int, str], short: dict[str, str]
+) -> ProgramInput:
+    if isinstance(role, Primal):
+        name = role.name
+    else:
+        name = f"cotangent of {_boundary_name(joint, role.boundary, names)}"
+    if not isinstance(value, torch.Tensor):
+        return ProgramInput(name, role, None, None, None, None, ([encoded(value)], []))
+    trees = [*map(encoded, value.shape)], [*map(encoded, value.stride())]
+    shape, stride = (tuple(shown(tree, short) for tree in many) for many in trees)
+    return ProgramInput(name, role, shape, stride, value.dtype, value.device, trees)
 
 
 def refuse_unrepresentable(joint: JointValues) -> None:
@@ -310,7 +295,9 @@ def _check_outputs(joint: JointValues) -> None:
         role = f"output {number}"
         match plan:
             case AliasOf(_, source, value):
-                of = f"input {_source_name(joint, source)}" if value is None else f"value {value}"
+                known = source is not None and source < len(joint.state.leaves)
+                given = joint.state.leaves[source].name if known else "that was found"  # type: ignore[index]
+                of = f"input {given}" if value is None else f"value {value}"
                 _refuse("aliased-output", f"{role} is a view of {of}", role, "return a clone of it")
             case SameAs(source) if source >= len(joint.state.leaves):
                 _refuse(
@@ -323,11 +310,6 @@ def _check_outputs(joint: JointValues) -> None:
                 _check_constant(constant, role, "return tensors and plain constants")
             case _:
                 pass
-
-
-def _source_name(joint: JointValues, source: int | None) -> str:
-    leaves = joint.state.leaves
-    return leaves[source].name if source is not None and source < len(leaves) else "that was found"
 
 
 def _check_constant(value: Any, name: str, way_out: str) -> None:

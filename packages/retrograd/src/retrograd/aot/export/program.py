@@ -42,6 +42,7 @@ class ProgramInput:
         shape, stride: sizes; one that may differ is an expression over the names of symbols, such as
             ``s0*2``. None for a number.
         dtype, device: of the tensor; None for a number.
+        trees: what sizes and strides must be; of a number, what it must be itself.
     """
 
     name: str
@@ -50,6 +51,7 @@ class ProgramInput:
     stride: tuple[int | str, ...] | None
     dtype: Any
     device: Any
+    trees: tuple[Sequence[Tree], Sequence[Tree]] = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -113,22 +115,10 @@ def _typed(one: ProgramInput) -> str:
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What one input must be like; sizes and strides as trees. A number has neither."""
-
-    name: str
-    size: tuple[Tree, ...] | None
-    stride: tuple[Tree, ...] | None
-    dtype: Any
-    device: Any
-    number: Tree = None
-
-
-@dataclass(frozen=True)
 class InputCheck:
     """What all inputs must be like."""
 
-    expected: tuple[Expected, ...]
+    expected: tuple[ProgramInput, ...]
     symbols: Mapping[str, Symbol] = field(default_factory=dict)
     guards: tuple[Tree, ...] = ()
 
@@ -154,23 +144,24 @@ class InputCheck:
             _laid_out(expected, given, values) for expected, given in zip(self.expected, inputs, strict=True)
         ]
 
-    def _bind(self, expected: Expected, given: Any, values: dict[str, int]) -> None:
-        if expected.size is None:
+    def _bind(self, expected: ProgramInput, given: Any, values: dict[str, int]) -> None:
+        sizes = expected.trees[0]
+        if expected.shape is None:
             if type(given) is not int:
                 raise _unfit(expected, f"is a {type(given).__name__}, not an int")
-            self._bind_size(expected, expected.number, given, values)
+            self._bind_size(expected, sizes[0], given, values)
             return
         if not isinstance(given, torch.Tensor):
             raise _unfit(expected, f"is a {type(given).__name__}, not a tensor")
         if given.dtype != expected.dtype or given.device != expected.device:
             was = f"{expected.dtype} on {expected.device}"
             raise _unfit(expected, f"is {given.dtype} on {given.device}, and was {was} at capture")
-        if given.dim() != len(expected.size):
-            raise _unfit(expected, f"has {given.dim()} dimensions, and had {len(expected.size)} at capture")
-        for size, tree in zip(given.shape, expected.size, strict=True):
+        if given.dim() != len(sizes):
+            raise _unfit(expected, f"has {given.dim()} dimensions, and had {len(sizes)} at capture")
+        for size, tree in zip(given.shape, sizes, strict=True):
             self._bind_size(expected, tree, size, values)
 
-    def _bind_size(self, expected: Expected, tree: Tree, size: int, values: dict[str, int]) -> None:
+    def _bind_size(self, expected: ProgramInput, tree: Tree, size: int, values: dict[str, int]) -> None:
         if not isinstance(tree, str):
             return
         symbol = self.symbols[tree]
@@ -182,26 +173,25 @@ class InputCheck:
         values.setdefault(tree, size)
 
 
-def _check_sizes(expected: Expected, given: Any, values: Mapping[str, int]) -> None:
-    trees = (expected.number,) if expected.size is None else expected.size
-    wanted = [int(evaluated(tree, values)) for tree in trees]
-    found = [given] if expected.size is None else list(given.shape)
+def _check_sizes(expected: ProgramInput, given: Any, values: Mapping[str, int]) -> None:
+    wanted = [int(evaluated(tree, values)) for tree in expected.trees[0]]
+    found = [given] if expected.shape is None else list(given.shape)
     if found != wanted:
         raise _unfit(expected, f"has sizes {found}, and {wanted} fit the capture and the other inputs")
 
 
-def _laid_out(expected: Expected, given: Any, values: Mapping[str, int]) -> Any:
+def _laid_out(expected: ProgramInput, given: Any, values: Mapping[str, int]) -> Any:
     """The input in the layout that was traced."""
-    if expected.stride is None:
+    if expected.shape is None:
         return given
-    strides = tuple(int(evaluated(tree, values)) for tree in expected.stride)
+    strides = tuple(int(evaluated(tree, values)) for tree in expected.trees[1])
     if given.stride() == strides:
         return given.detach()
     made = torch.empty_strided(given.shape, strides, dtype=given.dtype, device=given.device)
     return made.copy_(given.detach())
 
 
-def _unfit(expected: Expected, found: str) -> ExportError:
+def _unfit(expected: ProgramInput, found: str) -> ExportError:
     return refused(
         "input", f"input {expected.name} {found}", expected.name, "give what was captured, or capture again"
     )

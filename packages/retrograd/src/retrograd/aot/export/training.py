@@ -24,20 +24,10 @@ from retrograd.passes.aten.remove_dead_code import remove_dead_code
 _aten = torch.ops.aten
 
 
-def whole_backward(
-    joint: JointValues, loss: int, wanted: Sequence[int]
-) -> tuple[fx.GraphModule, tuple[int, ...]]:
-    """The graph, and the primals whose gradients it gives after the forward values `wanted`, in eager's
-    order.
-
-    Raises:
-        ExportError: a part of the backward needs to know that a cotangent is undefined.
-    """
-    return _Whole(joint).built(loss, wanted)
-
-
 @dataclass
-class _Whole:
+class WholeBackward:
+    """Forward, loss and backward of `joint`, under way."""
+
     joint: JointValues
     graph: fx.Graph = field(default_factory=fx.Graph)
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -45,6 +35,12 @@ class _Whole:
     gradients: dict[int, fx.Node] = field(default_factory=dict)
 
     def built(self, loss: int, wanted: Sequence[int]) -> tuple[fx.GraphModule, tuple[int, ...]]:
+        """The graph, and the primals whose gradients it gives after the forward values `wanted`, in eager's
+        order.
+
+        Raises:
+            ExportError: a part of the backward needs to know that a cotangent is undefined.
+        """
         signature, nodes = self.joint.signature, self.joint.gm.graph.nodes
         self.reaching = cotangents_reaching(self.joint.gm.graph, signature)
         roles = zip(self.joint.gm.graph.find_nodes(op="placeholder"), signature.inputs, strict=True)
@@ -58,7 +54,7 @@ class _Whole:
         for step in signature.order:
             if not step.is_leaf:
                 self._run(step.index, signature.regions[step.index])
-        results = [self._result(forward[value]) for value in wanted]
+        results = [self.made.get(forward[value], forward[value]) for value in wanted]
         order = [step.index for step in signature.order if step.is_leaf and step.index in self.gradients]
         order += [primal for primal in self.gradients if primal not in order]
         self.graph.output((*results, *(self.gradients[primal] for primal in order)))
@@ -66,9 +62,6 @@ class _Whole:
         remove_dead_code(gm)
         gm.recompile()
         return gm, tuple(order)
-
-    def _result(self, value: Any) -> Any:
-        return self.made[value] if isinstance(value, fx.Node) else value
 
     def _copy(self, nodes: Sequence[fx.Node]) -> None:
         for node in nodes:

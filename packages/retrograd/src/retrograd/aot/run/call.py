@@ -15,12 +15,12 @@ order, through which the engine passes when the turn has come.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from retrograd._torch.autograd import entry_of, versions_of
 from retrograd._torch.fx import has_effect
@@ -34,7 +34,7 @@ from retrograd.aot.run.lower_half import is_ready, still_compiling
 from retrograd.aot.run.region import RegionCode
 from retrograd.backends.base import Boxed
 from retrograd.errors import CodeFailedError, NotReadyError, UnlikeTracedError
-from retrograd.graph.joint import BackwardStep, Destination
+from retrograd.graph.joint import BackwardStep, Destination, output_examples
 from retrograd.graph.joint_graph import JointValues, Partition
 
 
@@ -193,14 +193,15 @@ class CompiledFunction:
         self._joint = joint = partition.joint
         self._code, self._run = code, undifferentiated(code)
         self._found = joint.found
-        self._direct = self._plan_primals()
+        self._primals = _primals_of(joint)
         self._layout = layout = Layout.of(partition)
         self._value_count = len(joint.values)
         self._copied = partition.copied
-        #: what the graph is expected to give; looked at in the first call
-        self._expected: list[Any] | None = expected_results(
-            partition, any(not region.follows_layout for region in regions)
-        )
+        #: what the graph is expected to give, with what is saved if code is made for that; looked at in the
+        #: first call.
+        self._expected: list[Any] | None = output_examples(partition.forward.graph)
+        if all(region.follows_layout for region in regions):
+            del self._expected[joint.signature.forward_count :]
         self._finish, self._rebuild = Finish(joint, layout.values), rebuilder(joint.out_spec)
         self._attaching = Attaching(partition, regions, layout, self._finish) if regions else None
         #: whether the function itself switched autograd on
@@ -213,20 +214,6 @@ class CompiledFunction:
         self._repeatable = not any(p.differentiable or p.leaf is None or p.wrapping.cls for p in changed)
         #: primals of which a copy is kept as they were, to run the call again.
         self._changed = [update.primal for update in joint.updates] if regions and self._repeatable else ()
-
-    def _plan_primals(self) -> Callable[[Sequence[Any]], Sequence[Any]] | None:
-        """How primals are taken from the sources, if each of them is one."""
-        count = len(self._joint.state.leaves)
-        found = iter(range(count, count + len(self._found)))
-        places = [
-            primal.leaf if primal.leaf is not None else next(found) if primal.found is not None else None
-            for primal in self._joint.primals
-        ]
-        if None in places:
-            return None
-        if places == list(range(count + len(self._found))):
-            return list
-        return lambda sources: [sources[place] for place in places]  # type: ignore[index]
 
     def _random_devices(self) -> tuple[torch.device, ...]:
         """Devices whose generators the forward uses."""
@@ -245,7 +232,7 @@ class CompiledFunction:
         if not is_ready(self._code):
             raise NotReadyError(still_compiling(self._joint.state.name))
         sources = [*leaves, *self._found] if self._found else leaves
-        primals = self._direct(sources) if self._direct is not None else self._primals(sources)
+        primals = self._primals(sources)
         generators = generator_states(self._draws) if self._draws else {}
         try:
             frame = self._frame(primals)
@@ -317,16 +304,23 @@ class CompiledFunction:
         flat = iter(results)
         frame += [*parts, *results, *[built(value.wrapping, flat) for value in self._joint.values]]
 
-    def _primals(self, sources: Sequence[Any]) -> list[Any]:
-        found = iter(self._found)
-        made = []
-        for primal in self._joint.primals:
-            if primal.group is not None:
-                members = self._joint.state.aliases[primal.group].members
-                made.append(common_base([sources[member.leaf] for member in members]))
-            else:
-                made.append(next(found) if primal.leaf is None else sources[primal.leaf])
-        return made
+
+def _primals_of(joint: JointValues) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """How primals are taken from the sources. That of an alias group is the base of its members."""
+    count, groups = len(joint.state.leaves), joint.state.aliases
+    found = itertools.count(count)
+    places: list[int | list[int]] = [
+        [member.leaf for member in groups[primal.group].members]
+        if primal.group is not None
+        else (next(found) if primal.leaf is None else primal.leaf)
+        for primal in joint.primals
+    ]
+    if places == list(range(count + len(joint.found))):
+        return list
+    return lambda sources: [
+        sources[place] if type(place) is int else common_base([sources[leaf] for leaf in place])  # type: ignore[union-attr]
+        for place in places
+    ]
 
 
 def _device(value: Any) -> torch.device:
@@ -336,20 +330,10 @@ def _device(value: Any) -> torch.device:
     return device
 
 
-def expected_results(partition: Partition, saved_too: bool) -> list[Any]:
-    """A fake for each result of the forward graph (with what is saved, if code is made for that); None for
-    what is no tensor."""
-    results: Any = partition.forward.graph.output_node().args[0]
-    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in results]
-    if not saved_too:
-        values = values[: partition.joint.signature.forward_count]
-    return [value if isinstance(value, torch.Tensor) else None for value in values]
-
-
 def refuse_unlike_traced(results: Sequence[Any], expected: Sequence[Any], name: str) -> None:
     """Compare shapes and types."""
     for number, (result, fake) in enumerate(zip(results, expected, strict=False)):
-        if fake is None or not isinstance(result, torch.Tensor):
+        if not isinstance(fake, torch.Tensor) or not isinstance(result, torch.Tensor):
             continue
         sizes_differ = result.dim() != fake.dim() or any(
             type(size) is int and size != now for size, now in zip(fake.shape, result.shape, strict=True)

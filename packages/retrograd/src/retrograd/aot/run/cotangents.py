@@ -12,7 +12,7 @@ the inputs and cotangents of the call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from retrograd.aot.parts import extract, finished_backward, is_backward, needed_
 from retrograd.aot.trace.differentiate import Walk
 from retrograd.aot.trace.structure import divide
 from retrograd.errors import CaptureError, RetrogradError
-from retrograd.graph.eager_order import ACCUMULATES, LiveGraph
+from retrograd.graph.eager_order import ACCUMULATES
 from retrograd.graph.joint import Destination, Gradient
 from retrograd.graph.joint_graph import AliasOf, ComputedOutput, JointValues, Partition
 
@@ -115,16 +115,10 @@ def _is_ordinary(value: torch.Tensor, fake: torch.Tensor) -> bool:
 def _strides(value: torch.Tensor, fake: torch.Tensor) -> Strides | None:
     """The strides of `value`, if they are not those of `fake`."""
     strides = value.stride()
-    if strides == fake.stride():
+    if strides == fake.stride() or 0 in value.shape:
         return None
-    return None if _alike(value.shape, strides, _dense_strides(value.shape, fake)) else strides
-
-
-def _alike(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether strides are equal where they matter."""
-    return 0 in shape or all(
-        size == 1 or one == other for size, one, other in zip(shape, strides, others, strict=True)
-    )
+    triples = zip(value.shape, strides, _dense_strides(value.shape, fake), strict=True)
+    return None if all(size == 1 or one == other for size, one, other in triples) else strides
 
 
 def _dense_strides(shape: Sequence[int], fake: torch.Tensor) -> list[int]:
@@ -159,12 +153,11 @@ def traced_for(partition: Partition, number: int, layouts: Mapping[int, Strides]
 
 
 def _is_alike(before: JointValues, now: JointValues, number: int) -> bool:
-    one, other = before.signature, now.signature
-    return one.regions == other.regions and _wrappings(before, number) == _wrappings(now, number)
-
-
-def _wrappings(joint: JointValues, number: int) -> dict[Any, Any]:
-    return {there: wrapping for (region, there), wrapping in joint.gradients.items() if region == number}
+    one, other = (
+        {there: wrapping for (region, there), wrapping in joint.gradients.items() if region == number}
+        for joint in (before, now)
+    )
+    return before.signature.regions == now.signature.regions and one == other
 
 
 def _cut_out(partition: Partition, joint: JointValues, number: int) -> fx.GraphModule | None:
@@ -237,7 +230,9 @@ def rerun_region(
     ends = {entry.grad_fn: number for number, entry in entries.items()}
     graph = graph_below(visible, ends)
     known = {i: ends[node.handle] for i, node in enumerate(graph.nodes) if node.handle in ends}
-    graph = _ending_like_a_trace(graph, known)
+    # At capture these ends were nodes that accumulate, and the graph must be divided in the same way now.
+    nodes = [replace(n, sequence=ACCUMULATES) if i in known else n for i, n in enumerate(graph.nodes)]
+    graph = replace(graph, nodes=tuple(nodes))
     structure = divide(graph, known, joint.is_single_region, joint.hooked_leaves, joint.sums_apart)
     checks = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
     walk = Walk(graph, structure, known, number, lambda _: nullcontext(), checks)
@@ -249,15 +244,6 @@ def rerun_region(
     found: dict[Destination, Any] = outside_of_graph_task(run, differentiable)
     del outputs
     return found
-
-
-def _ending_like_a_trace(graph: LiveGraph, ends: Iterable[int]) -> LiveGraph:
-    """The graph with the sequence numbers of its ends changed to those of nodes that accumulate. At capture
-    the ends were such nodes, and the graph must be divided in the same way now."""
-    nodes = list(graph.nodes)
-    for i in ends:
-        nodes[i] = replace(nodes[i], sequence=ACCUMULATES)
-    return replace(graph, nodes=tuple(nodes))
 
 
 def _again(joint: JointValues, call: RepeatableCall, entries: Mapping[int, Any]) -> list[Any]:

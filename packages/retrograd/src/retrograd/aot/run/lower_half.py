@@ -6,7 +6,7 @@ graph where that is wanted and safe; `LateCode` if compiling takes longer than t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +18,10 @@ from retrograd.backends.background import Later, begin
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.fallible import compile_fallible
 from retrograd.config import Config
-from retrograd.cudagraphs.graphed_call import graphed, is_passing
 from retrograd.errors import Reason
 from retrograd.events import counters
 from retrograd.graph.joint_graph import CaptureState
 from retrograd.repeats.compile import CALLS_PER_NODE, compile_in_regions
-from retrograd.report import process_report
 
 
 @autocast_off()
@@ -93,13 +91,3 @@ def still_compiling(name: str) -> Reason:
         "aot.compile",
         way_out="nothing to do, or a larger compile_timeout",
     )
-
-
-def recorded(code: Boxed, graph: fx.Graph, *, kept: Collection[int] = (), loose: Sequence[int] = ()) -> Boxed:
-    """`code`, replayed where that is safe; `graph`, `kept` and `loose` are as in `graphed`. The
-    report says why something is not recorded, with a warning if it never will be."""
-    return graphed(code, graph, kept=kept, loose=loose, tell=_tell)
-
-
-def _tell(reason: Reason) -> None:
-    process_report.noted(reason, warn=not is_passing(reason))

@@ -20,10 +20,11 @@ from retrograd._torch.subclass import PLAIN, Layout, built
 from retrograd._torch.tensor import graph_is_kept
 from retrograd._torch.trace import is_batched, know_values, laid_out_like
 from retrograd.aot.run.cotangents import Expected, Strides, rerun_region, traced_for
-from retrograd.aot.run.lower_half import LateCode, is_ready, lower, recorded, still_compiling
+from retrograd.aot.run.lower_half import LateCode, is_ready, lower, still_compiling
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, EagerBackend
 from retrograd.config import Config
+from retrograd.cudagraphs.graphed_call import graphed
 from retrograd.events import counters
 from retrograd.graph.joint_graph import Partition
 from retrograd.report import MOST_FAILURES, Report, why_failed
@@ -235,7 +236,7 @@ class RegionCode:
         if not self._config.cudagraphs or isinstance(code, LateCode):
             return code
         cotangents = range(len(self._graphs.saved), len(examples))
-        return recorded(code, gm.graph, loose=cotangents)
+        return graphed(code, gm.graph, loose=cotangents)
 
     def _results(self, results: Sequence[Any]) -> list[Any]:
         if self._plain:

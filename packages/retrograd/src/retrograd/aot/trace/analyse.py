@@ -88,7 +88,6 @@ class Analysis:
     values: list[TracedValue] = field(default_factory=list)
     updates: tuple[Update, ...] = ()
     outputs: tuple[OutputPlan, ...] = ()
-    changed: tuple[PrimalValue, ...] = ()
 
     def add(self, value: TracedValue) -> int:
         """The number of a value; a tensor that is known keeps its number."""
@@ -107,7 +106,6 @@ def analyse(inputs: Inputs, outputs: Sequence[Any]) -> Analysis:
     """
     analysis = Analysis()
     analysis.updates = tuple(_updates(inputs, analysis))
-    analysis.changed = tuple(inputs.primals[update.primal] for update in analysis.updates)
     analysis.outputs = tuple(_Outputs(inputs, analysis, outputs).plans())
     return analysis
 

@@ -21,10 +21,9 @@ from retrograd._torch.autograd import (
     edge_of,
     fitted,
     graph_below,
-    input_count,
     leaf_of,
+    materializes_grads,
     refuse_nan,
-    tells_undefined,
     why_backward_has_effects,
 )
 from retrograd._torch.subclass import Layout, built, layout_of, parts_of
@@ -100,7 +99,7 @@ class Walk:
             self._found[there] = grad if known is None else known + grad
 
     def _add_inside(self, edge: Edge, grad: Any) -> None:
-        count = input_count(self.graph.nodes[edge.node].handle)
+        count = len(self.graph.nodes[edge.node].handle._input_metadata)
         slots = self._grads.setdefault(edge.node, [None] * count)
         slots[edge.slot] = grad if slots[edge.slot] is None else slots[edge.slot] + grad
 
@@ -206,7 +205,8 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     for number, region in enumerate(structure.regions):
         with torch.no_grad(), tracer.noting(is_backward=True, region=number):
             roots = {root: traced[values[root]] for root in region.roots}
-            if any(tells_undefined(graph.nodes[node].handle) for node in region.nodes):
+            handles = [graph.nodes[node].handle for node in region.nodes]
+            if any(hasattr(one, "apply") and not materializes_grads(one) for one in handles):
                 made.undefined_matters.add(number)
             walk = Walk(graph, structure, primals, number, noting)
             with accumulating_only_into(is_traced):

@@ -6,8 +6,7 @@ them, and the call itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,14 +17,12 @@ from retrograd._torch.trace import (
     FreeTensors,
     JointTracer,
     checkpoints_marked,
-    functional_mode,
     mutations_of,
     to_functional,
 )
-from retrograd.aot.trace.analyse import Analysis
 from retrograd.errors import Refusal
 from retrograd.graph.joint import InputRole, Primal, PrimalKind
-from retrograd.graph.joint_graph import AliasGroup, CaptureState, Leaf, PrimalValue
+from retrograd.graph.joint_graph import CaptureState, Leaf, PrimalValue
 
 
 @dataclass(frozen=True)
@@ -49,12 +46,11 @@ class EntryPlan:
         any_inner = any(leaf.is_tensor and leaf.requires_grad and not leaf.is_leaf for leaf in state.leaves)
         return replace(self, copies=self.copies or any_inner)
 
-    def amended(self, state: CaptureState, analysis: Analysis) -> EntryPlan:
-        """The plan with a base for each group of which a member is changed."""
-        changed = {primal.leaf for primal in analysis.changed if primal.leaf is not None}
+    def amended(self, state: CaptureState, changed: Collection[int | None]) -> EntryPlan:
+        """The plan with a base for each group of which a member is among the leaves `changed`."""
         based = set(self.based)
         for number, group in enumerate(state.aliases):
-            if number not in based and changed & {member.leaf for member in group.members}:
+            if number not in based and any(member.leaf in changed for member in group.members):
                 if group.base is None:
                     raise Refusal(
                         "not-representable",
@@ -91,13 +87,6 @@ class Inputs:
     reads_offsets: bool = False
     histories: list[Any] = field(default_factory=list)
 
-    @contextmanager
-    def functional(self) -> Iterator[None]:
-        """The modes in which the inputs are made and the function runs."""
-        with functional_mode(keeps_gaps=not self.state.decompositions):
-            self._enter()
-            yield
-
     def call(self) -> Any:
         """Run the function."""
         count = len(self.state.leaves)
@@ -124,7 +113,8 @@ class Inputs:
         seen = [value for value in (*self.entered, *outputs) if isinstance(value, torch.Tensor)]
         return [mutations_of(value) for value in seen]
 
-    def _enter(self) -> None:
+    def enter(self) -> None:
+        """Make the inputs, inside of the mode in which the function runs."""
         based = {
             member.leaf: (group, member)
             for number, group in enumerate(self.state.aliases)
@@ -142,17 +132,14 @@ class Inputs:
             elif index in based:
                 group, member = based[index]
                 if id(group) not in bases:
-                    bases[id(group)] = self._base(group)
+                    assert group.base is not None
+                    bases[id(group)] = self._tensor(group.base, group=self.state.aliases.index(group))
                 base = bases[id(group)]
                 with torch.enable_grad():
                     view = base.as_strided(member.size, member.stride, member.offset)
                 self.entries.append(base if member.is_base else view)
             else:
                 self.entries.append(self._tensor(leaf, leaf=index))
-
-    def _base(self, group: AliasGroup) -> Any:
-        assert group.base is not None
-        return self._tensor(group.base, group=self.state.aliases.index(group))
 
     def _number(self, index: int, leaf: Leaf) -> Any:
         self.roles.append(Primal(len(self.primals), leaf.name, PrimalKind.SIZE))

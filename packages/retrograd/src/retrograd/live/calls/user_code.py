@@ -23,7 +23,6 @@ from retrograd._torch.autograd import (
     counts_other_hooks,
     materializes_grads,
     node_under_way,
-    read_saved,
     saved_name,
 )
 from retrograd._torch.state import without_torch_functions
@@ -43,7 +42,9 @@ def unpack(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:
         name = saved_name(node, hook, packed)
         if name is None:
             raise LookupError(f"{node} does not give what was packed into {packed!r}")
-        return read_saved(node, name)
+        # This adds the edge into the graph, or that it is a leaf, which the engine does not hand over.
+        saved: torch.Tensor = getattr(node, name)
+        return saved
     tensor = hook(packed)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(

@@ -40,7 +40,6 @@ from retrograd._torch.autograd import (
     collect,
     edge_of,
     is_aot_node,
-    keeps_saved_tensors,
     request_to_release,
     run_stock,
     window,
@@ -125,7 +124,7 @@ def _is_to_be_kept(backward: LiveBackward) -> bool:
     return (
         backward.request.added > 0
         or any(type(node.handle) in _kept_classes for node in live.nodes)
-        or any(keeps_saved_tensors(live.nodes[i].handle) for i in intact)
+        or any(name.startswith("_raw_saved_") for i in intact for name in dir(live.nodes[i].handle))
     )
 
 

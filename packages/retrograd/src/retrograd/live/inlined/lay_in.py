@@ -73,7 +73,11 @@ class CompiledFunctions:
         objects = [self._calls.placeholder(SourceKind.HOOK, index) for index in call.objects]
         given = [*call.sizes, *call.saved, *kept, *objects]
         try:
-            inlining = _Inlining(self._numbered(aot), replace(call, grads=bare), given, late, self._calls)
+            # A graph that is met again in one backward has its nodes named ``aot3_1_…``.
+            number = self._names[aot.name]
+            numbered = replace(aot, name=f"{aot.name}_{number}") if number else aot
+            self._names[aot.name] += 1
+            inlining = _Inlining(numbered, replace(call, grads=bare), given, late, self._calls)
             gradients, inlined = inlining.run()
         except Refusal:
             for node in kept:
@@ -84,12 +88,6 @@ class CompiledFunctions:
         edges = {i: edge for edge, i in enumerate(tensors)}
         steps = tuple(tuple(edges[i] for i in step if i in edges) for step in inlined.steps)
         return gradients, replace(inlined, steps=steps)
-
-    def _numbered(self, aot: AotBackward) -> AotBackward:
-        """A graph that is met again in one backward has its nodes named ``aot3_1_…``."""
-        number = self._names[aot.name]
-        self._names[aot.name] += 1
-        return replace(aot, name=f"{aot.name}_{number}") if number else aot
 
     def _tensors_on_context(self, context: int, count: int) -> list[fx.Node]:
         if not count:

@@ -64,11 +64,6 @@ class Lowered:
         """What must hold, for the report."""
         return str(self.guard) if self.border is None else f"{self.border}; {self.guard}"
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether its code may be called without anything around it: plain tensors in and out, and proven."""
-        return self.border is None and self.later is None and self.has_run
-
     def flat(self, args: list[Any]) -> list[Any] | None:
         """The values that its code takes, if `args` fit; None if they do not."""
         flat = args if self.border is None else self.border.enter(args)
@@ -128,10 +123,6 @@ class SegmentFunction:
         """Its outputs, computed as captured; under a profiler its nodes get eager's ranges."""
         return self.through(args, self.log.node_ranges) if profiling() else self.run(args)
 
-    def noted(self, args: list[Any]) -> Sequence[Any]:
-        """The same, to be traced: its ATen nodes are to name autograd nodes."""
-        return self.through(args, self.log.node_noted)
-
     def through(self, args: list[Any], around: Around) -> Sequence[Any]:
         """Its outputs, computed call by call inside `around`; values are let go after their last use."""
         values = dict(zip(self.segment.inputs, args, strict=True))
@@ -148,10 +139,6 @@ class SegmentFunction:
             for value in dying.get(i, ()):
                 del values[value]
         return tuple(values[node] for node in self.segment.outputs)
-
-    def range(self) -> AbstractContextManager[Any]:
-        """Around its compiled code, under a profiler."""
-        return self.log.segment_range(self.segment, self.number)
 
     def reason(self, text: str, way_out: str) -> Reason:
         """Why it is not compiled."""
@@ -261,7 +248,9 @@ class Lowerer:
 
     def _compile(self, args: Sequence[Any], border: SubclassBorder | None) -> Lowered:
         with self._fn.log.stage("trace"):
-            run_flat = self._fn.noted if border is None else border.flattened(self._fn.noted)
+            # The ATen nodes are to name autograd nodes.
+            noted = functools.partial(self._fn.through, around=self._fn.log.node_noted)
+            run_flat = noted if border is None else border.flattened(noted)
             traced = _traced(self._fn, self._symbolic, run_flat, args)
         graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)

@@ -65,25 +65,6 @@ class Code:
     is_compiled: bool
 
 
-@dataclass
-class GeneratedSource:
-    """A function as text.
-
-    Attributes:
-        emit: its lines and variables.
-        steps: by line number, the step whose code is called there.
-        watched: by step, saved tensors with the places of their versions in the local variable `versions`.
-    """
-
-    emit: Emitter
-    steps: dict[int, int] = field(default_factory=dict)
-    watched: dict[int, list[tuple[int, fx.Node]]] = field(default_factory=dict)
-
-    def values(self, found: Mapping[str, Any]) -> dict[fx.Node, Any]:
-        """The values of nodes among the local variables of a run."""
-        return {node: found[name] for node, name in self.emit.local.items() if name in found}
-
-
 @dataclass(frozen=True)
 class PlanLayout:
     """What is written.
@@ -120,16 +101,20 @@ def lists_of(call: Collected) -> dict[SourceKind, list[Any]]:
     return {kind: getattr(call, name) for kind, name in _LISTS.items()}
 
 
-def write(layout: PlanLayout) -> GeneratedSource:
-    """The function for `layout`."""
-    return _Writer(layout).written
+class GeneratedSource:
+    """The function for a `PlanLayout`, as text.
 
+    Attributes:
+        emit: its lines and variables.
+        steps: by line number, the step whose code is called there.
+        watched: by step, saved tensors with the places of their versions in the local variable `versions`.
+    """
 
-class _Writer:
     def __init__(self, layout: PlanLayout) -> None:
         self._layout = layout
-        self._emit = emit = Emitter("run_backward(call, backward, changes, user)")
-        self.written = GeneratedSource(emit)
+        self.emit = emit = Emitter("run_backward(call, backward, changes, user)")
+        self.steps: dict[int, int] = {}
+        self.watched: dict[int, list[tuple[int, fx.Node]]] = {}
         self._begin()
         number = 0
         steps = layout.schedule.steps
@@ -142,7 +127,7 @@ class _Writer:
     # the beginning
 
     def _begin(self) -> None:
-        self._emit.names.update(
+        self.emit.names.update(
             versions_of=versions_of,
             quiet=torch_functions_off,
             accumulate_one=accumulate_quietly,
@@ -155,15 +140,15 @@ class _Writer:
             length = self._layout.lengths[kind]
             nodes = [bound.get((kind, i)) for i in range(length)]
             if any(nodes):
-                targets = ", ".join("_" if node is None else self._emit.name(node) for node in nodes)
-                self._emit.line(f"{targets}, = call.{name}")
+                targets = ", ".join("_" if node is None else self.emit.name(node) for node in nodes)
+                self.emit.line(f"{targets}, = call.{name}")
                 unused |= None in nodes
         if unused:
-            self._emit.line("del _")
+            self.emit.line("del _")
         if self._layout.guard is not None:
-            guard = self._emit.refer("guard", self._layout.guard)
-            self._emit.line(f"if not {guard}({self._emit.listed(self._layout.guarded)}): return None")
-        self._emit.line("; ".join(f"call.{name}.clear()" for name in _LISTS.values()))
+            guard = self.emit.refer("guard", self._layout.guard)
+            self.emit.line(f"if not {guard}({self.emit.listed(self._layout.guarded)}): return None")
+        self.emit.line("; ".join(f"call.{name}.clear()" for name in _LISTS.values()))
         self._take_versions()
 
     def _take_versions(self) -> None:
@@ -179,17 +164,17 @@ class _Writer:
                 read = step.node.all_input_nodes
             saved = [node for node in read if node in self._layout.saved] if may_be_changed else []
             if saved:
-                self.written.watched[number] = list(enumerate(saved, len(watched)))
+                self.watched[number] = list(enumerate(saved, len(watched)))
                 watched += saved
             may_be_changed |= not isinstance(step, Segment)
         if watched:
-            self._emit.line(f"versions = versions_of({self._emit.listed(watched)})")
-            self._emit.line("if None in versions: return 0, locals()")
+            self.emit.line(f"versions = versions_of({self.emit.listed(watched)})")
+            self.emit.line("if None in versions: return 0, locals()")
 
     def _leave_if_changed(self, number: int) -> None:
-        if saved := self.written.watched.get(number):
-            tests = (f"{self._emit.name(node)}._version != versions[{place}]" for place, node in saved)
-            self._emit.line(f"if {' or '.join(tests)}: return {number}, locals()")
+        if saved := self.watched.get(number):
+            tests = (f"{self.emit.name(node)}._version != versions[{place}]" for place, node in saved)
+            self.emit.line(f"if {' or '.join(tests)}: return {number}, locals()")
 
     # the steps
 
@@ -199,7 +184,7 @@ class _Writer:
         if self._is_loud(number):
             self._segment(number, self._layout.codes[number])
             return number + 1
-        with self._emit.block("with quiet():"):
+        with self.emit.block("with quiet():"):
             while number < len(steps):
                 step = steps[number]
                 if isinstance(step, OpaqueCall) or self._is_loud(number):
@@ -224,21 +209,21 @@ class _Writer:
         assert isinstance(step, Segment)
         self._leave_if_changed(number)
         if code.check is not None:
-            check = self._emit.refer("check", code.check)
-            self._emit.line(f"if not {check}({self._emit.listed(step.inputs)}): return {number}, locals()")
+            check = self.emit.refer("check", code.check)
+            self.emit.line(f"if not {check}({self.emit.listed(step.inputs)}): return {number}, locals()")
         if not code.is_compiled and not self._is_loud(number):
             gone = [node for node in step.inputs if node in self._layout.schedule.dying[number]]
-            emit_calls(self._emit, step.nodes, [*gone, *(set(step.nodes) - set(step.outputs))])
+            emit_calls(self.emit, step.nodes, [*gone, *(set(step.nodes) - set(step.outputs))])
             return
-        self._emit.line(f"args = {self._emit.listed(step.inputs[i] for i in code.fed)}")
-        self._emit.let_go(node for node in step.inputs if node in self._layout.schedule.dying[number])
+        self.emit.line(f"args = {self.emit.listed(step.inputs[i] for i in code.fed)}")
+        self.emit.let_go(node for node in step.inputs if node in self._layout.schedule.dying[number])
         pairs = list(zip(step.outputs, code.given, strict=True))
         made = (node for node, is_given in pairs if is_given)
-        self.written.steps[self._emit.unpack(made, f"{self._emit.refer('run', code.run)}(args)")] = number
-        self._emit.line("del args")
+        self.steps[self.emit.unpack(made, f"{self.emit.refer('run', code.run)}(args)")] = number
+        self.emit.line("del args")
         for node, is_given in pairs:
             if not is_given:
-                self._emit.line(f"{self._emit.name(node)} = None")
+                self.emit.line(f"{self.emit.name(node)} = None")
 
     def _accumulations(self, number: int) -> int:
         """Consecutive accumulations; returns the number of the step after them."""
@@ -256,38 +241,38 @@ class _Writer:
         accumulations = [step.node for step in steps[batch[0] : number] if isinstance(step, Accumulation)]
         variables: list[fx.Node] = [node.args[0] for node in accumulations]  # type: ignore[misc]
         grads: list[fx.Node] = [node.args[1] for node in accumulations]  # type: ignore[misc]
-        self._emit.line(f"grads = {self._emit.listed(grads)}")
-        self._emit.let_go(node for node in gone if node in grads)
+        self.emit.line(f"grads = {self.emit.listed(grads)}")
+        self.emit.let_go(node for node in gone if node in grads)
         if len(batch) == 1:
             kept = (
                 bool(accumulations[0].args[2])
                 and grads[0] not in gone
                 and is_only_for_post_hooks(accumulations[0])
             )
-            self._emit.line(f"accumulate_one({self._emit.name(variables[0])}, grads, {kept})")
+            self.emit.line(f"accumulate_one({self.emit.name(variables[0])}, grads, {kept})")
         else:
-            accumulator = self._emit.refer("accumulate", Accumulator())
-            self._emit.line(f"{accumulator}(({', '.join(map(self._emit.name, variables))},), grads)")
-        self._emit.let_go(node for node in gone if node not in grads)
+            accumulator = self.emit.refer("accumulate", Accumulator())
+            self.emit.line(f"{accumulator}(({', '.join(map(self.emit.name, variables))},), grads)")
+        self.emit.let_go(node for node in gone if node not in grads)
         return number
 
     def _opaque(self, number: int) -> int:
         step, dying = self._layout.schedule.steps[number], self._layout.schedule.dying[number]
         assert isinstance(step, OpaqueCall)
         self._leave_if_changed(number)
-        self._emit.line(f"backward.node_call = {call_of(step.node).node_call}")
-        self._emit.line(f"args = {self._emit.expression(list(step.node.args))}")
+        self.emit.line(f"backward.node_call = {call_of(step.node).node_call}")
+        self.emit.line(f"args = {self.emit.expression(list(step.node.args))}")
         made = [step.node, *step.projections]
-        self._emit.let_go(node for node in dying if node not in made)
-        self._emit.line(f"result = user.call({self._emit.refer('call', step.node.target)}, args)")
-        self._emit.line("del args")
+        self.emit.let_go(node for node in dying if node not in made)
+        self.emit.line(f"result = user.call({self.emit.refer('call', step.node.target)}, args)")
+        self.emit.line("del args")
         for node in step.projections:
             if node not in dying:
-                self._emit.line(f"{self._emit.name(node)} = result[{self._emit.expression(node.args[1])}]")
+                self.emit.line(f"{self.emit.name(node)} = result[{self.emit.expression(node.args[1])}]")
         if step.node not in dying:
-            self._emit.line(f"{self._emit.name(step.node)} = result")
-        self._emit.line("del result")
-        self._emit.line(f"if changes or user.has_changed_modes(): return {number + 1}, locals()")
+            self.emit.line(f"{self.emit.name(step.node)} = result")
+        self.emit.line("del result")
+        self.emit.line(f"if changes or user.has_changed_modes(): return {number + 1}, locals()")
         return number + 1
 
 

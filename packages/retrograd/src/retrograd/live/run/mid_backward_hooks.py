@@ -43,7 +43,7 @@ def rest_with_changes(
 
     Args:
         graph: the whole backward in eager's order. done: its steps up to the call that made the changes.
-        values: the values that later steps read.
+        values: the values that later steps read; hooks that were removed are replaced in it.
         backward: knows the live graph. changes: is emptied.
     """
     finished = set(_nodes(done))
@@ -52,15 +52,18 @@ def rest_with_changes(
     remaining = {call.node_call for node, call in graph.calls() if node not in finished}
     late, removed = changes.take(backward.node_calls[i] for i in sorted(remaining) if i)
     came = _by_node_call(late, backward, current)
-    went = [
-        node
-        for node, call in graph.calls()
-        if call.kind is CallKind.HOOK and node not in finished and not _same_hooks(node, current.node)
-        if isinstance(node.args[0], fx.Node) and any(values.get(node.args[0]) is hook for hook in removed)
-    ]
-    rest = _Rest(graph, list(values), finished, came, went)
+    for node, call in graph.calls():
+        if call.kind is CallKind.HOOK and node not in finished and not _same_hooks(node, current.node):
+            hook: Any = node.args[0]
+            if any(values.get(hook) is one for one in removed):
+                values[hook] = _changes_nothing
+    rest = _Rest(graph, list(values), finished, came)
     hooks = [late.hook for waiting in came.values() for late in waiting]
     return rest.laid_out(), dict(zip(rest.placeholders, [*values.values(), *hooks], strict=True))
+
+
+def _changes_nothing(*_: Any) -> None:
+    """Stands for a hook that was removed."""
 
 
 def _by_node_call(
@@ -108,9 +111,8 @@ class _Rest:
         computed: Sequence[fx.Node],
         done: Collection[fx.Node],
         came: Mapping[int, Sequence[LateHook]],
-        went: Collection[fx.Node],
     ) -> None:
-        self._backward, self._done, self._went = backward, done, went
+        self._backward, self._done = backward, done
         self._waiting = {index: list(hooks) for index, hooks in came.items()}
         self._graph = fx.Graph()
         self.placeholders: list[fx.Node] = []
@@ -148,10 +150,7 @@ class _Rest:
             if not is_hook:
                 self._insert_at_entry(node, own, waiting)
             self._insert_before(node, waiting)
-            if node in self._went:
-                self._leave_out(node)
-            else:
-                self._copy(node)
+            self._copy(node)
             if is_hook:
                 self._insert_at_entry(node, own, waiting)
         self._insert_after(own, waiting)
@@ -214,15 +213,6 @@ class _Rest:
         node = self._graph.call_function(target, args)
         node.meta["call"] = Call(CallKind.HOOK, call.node_call, hook)
         return node
-
-    def _leave_out(self, node: fx.Node) -> None:
-        """Leave out a hook call: its results are the values that it would have been given."""
-        before = node.args[1]
-        if isinstance(before, tuple):
-            for user in node.users:
-                self._rename(user, self._value(before[user.args[1]]))  # type: ignore[index]
-        elif before is not None:
-            self._rename(node, self._value(before))
 
     def _rename(self, old: Any, new: Any) -> None:
         if isinstance(old, fx.Node):

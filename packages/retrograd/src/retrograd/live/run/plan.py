@@ -15,7 +15,7 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,7 @@ from retrograd.live.lower.lowerer import argument_values
 from retrograd.live.run.generated_source import PlanLayout, is_only_for_post_hooks, lists_of
 from retrograd.live.run.mid_backward_hooks import rest_with_changes
 from retrograd.live.run.segment_runner import LeakedModes, SegmentRunner, runner_of
-from retrograd.live.run.specialised import Bailout, SpecialisedPlan, Specialising
+from retrograd.live.run.specialised import PlanRun, SpecialisedPlan, Specialising
 from retrograd.repeats.divide import regions_of
 from retrograd.report import BackwardReport, PlanLog
 
@@ -77,25 +77,6 @@ SPECIALISED_AFTER = 1
 #: for how many kinds of values and modes a plan is specialised, how often that is tried, and after how many
 #: bailouts a specialised plan is dropped.
 KEPT_SPECIALISED, ATTEMPTS, BAILOUTS_BEFORE_DROPPED = 4, 16, 8
-
-
-@dataclass
-class _Run:
-    """One run of a plan that goes from step to step.
-
-    Attributes:
-        values: those that later steps read. versions: of saved tensors, as they should be.
-        backward, changes: as in `Plan.run`.
-        left: modes that user code left switched.
-        watch: watches the run, to specialise the plan; None if it is not watched.
-    """
-
-    values: Values
-    versions: Versions[fx.Node]
-    backward: LiveBackward
-    changes: HookChanges
-    left: LeakedModes | None = None
-    watch: Specialising | None = None
 
 
 class Plan:
@@ -144,11 +125,7 @@ class Plan:
             if result is not None:
                 return result
             watch = self._watch(call)
-            if watch is not None and self._keep(watch.at_once()):
-                result = self._run_specialised(call, backward, changes)
-            if result is None:
-                result = self._run_steps(call, backward, changes, watch)
-            return result
+            return self._run_steps(call, backward, changes, watch)
 
     def _run_specialised(
         self, call: Collected, backward: LiveBackward, changes: HookChanges
@@ -156,22 +133,13 @@ class Plan:
         """What the plan returns; None if it is not specialised for these values and modes."""
         for plan in self._specialised:
             result = plan.run(call, backward, changes)
-            if isinstance(result, Bailout):
+            if isinstance(result, PlanRun):
                 if plan.bailouts >= BAILOUTS_BEFORE_DROPPED:
                     self._specialised = [other for other in self._specialised if other is not plan]
-                run = _Run(result.values, result.versions, backward, changes)
-                if result.modes is not None:
-                    run.left = LeakedModes(self.schedule.steps[result.step - 1].node, result.modes)  # type: ignore[union-attr]
-                return self._rest(result.step - 1, run) if changes else self._steps(run, result.step)
+                return self._rest(result.start - 1, result) if changes else self._steps(result)
             if result is not None:
                 return result
         return None
-
-    def _keep(self, plan: SpecialisedPlan | None) -> bool:
-        if plan is None:
-            return False
-        self._specialised = [plan, *self._specialised][:KEPT_SPECIALISED]
-        return True
 
     def _watch(self, call: Collected) -> Specialising | None:
         """What watches this run, if the plan may be specialised after it."""
@@ -192,16 +160,16 @@ class Plan:
             watch.begin(values)
         saved = tuple(self._layout.saved)
         versions = Versions(zip(saved, versions_of([values[node] for node in saved]), strict=True))
-        run = _Run(values, versions, backward, changes, None, watch)
+        run = PlanRun(values, versions, backward, changes, watch=watch)
         del values
         results = self._steps(run)
-        if watch is not None:
-            self._keep(watch.specialised())
+        if watch is not None and (plan := watch.specialised()) is not None:
+            self._specialised = [plan, *self._specialised][:KEPT_SPECIALISED]
         return results
 
-    def _steps(self, run: _Run, start: int = 0) -> list[Any]:
+    def _steps(self, run: PlanRun) -> list[Any]:
         values, versions, left = run.values, run.versions, run.left
-        for number in range(start, len(self.schedule.steps)):
+        for number in range(run.start, len(self.schedule.steps)):
             step, dying = self.schedule.steps[number], self.schedule.dying[number]
             if isinstance(step, Segment):
                 runner = self._runners[number]
@@ -230,14 +198,14 @@ class Plan:
                 return self._rest(number, run)
         return [None if node is None else values[node] for node in self._layout.outputs]
 
-    def _rest(self, number: int, run: _Run) -> list[Any]:
+    def _rest(self, number: int, run: PlanRun) -> list[Any]:
         """Hooks came or went: lay out the remaining steps again, and interpret them."""
         done = self.schedule.steps[: number + 1]
         graph, rest = rest_with_changes(self._graph, done, run.values, run.backward, run.changes)
         versions = run.versions.renamed(zip(run.values, rest, strict=False))
         run.values.clear()
         plan = Plan(graph, Config(backend="eager"), EagerBackend())
-        return plan._steps(_Run(rest, versions, run.backward, run.changes, run.left))
+        return plan._steps(PlanRun(rest, versions, run.backward, run.changes, left=run.left))
 
 
 def _schedule(graph: BackwardGraph, config: Config, backend: Backend) -> Schedule:

@@ -66,8 +66,8 @@ class SegmentRunner:
     @property
     def is_waiting(self) -> bool:
         """Whether it is interpreted for the time being, and will have code."""
-        coming = (lowered.later for lowered in self.lowerer.lowered)
-        return self._postponed[1] > 0 or any(later is not None and later.is_open for later in coming)
+        coming = [lowered.later for lowered in self.lowerer.lowered if lowered.later is not None]
+        return self._postponed[1] > 0 or any(later.code is None and later.error is None for later in coming)
 
     @without_torch_functions
     def direct_code(self, args: list[Any]) -> Lowered | None:
@@ -76,8 +76,12 @@ class SegmentRunner:
         if self.is_waiting or torch.get_deterministic_debug_mode() or why_interpreted_now(args) is not None:
             return None
         modes = ThreadModes.now()
-        fitting = (lowered for lowered in self.lowerer.lowered if lowered.modes == modes)
-        return next((lowered for lowered in fitting if lowered.is_direct and lowered.guard.check(args)), None)
+        for lowered in self.lowerer.lowered:
+            # Plain tensors go in and out, and the code is there and proven.
+            is_direct = lowered.border is None and lowered.later is None and lowered.has_run
+            if is_direct and lowered.modes == modes and lowered.guard.check(args):
+                return lowered
+        return None
 
     def failed(self, error: Exception) -> None:
         """Code that had worked has raised `error`: the next backward interprets the segment."""
@@ -121,7 +125,7 @@ class SegmentRunner:
         compilation. Later they are freed as it goes on, and a failure can only be reported."""
         held = None if lowered.has_run else list(args)
         try:
-            with self.fn.range() if profiling() else nullcontext():
+            with self.fn.log.segment_range(self.fn.segment, self.fn.number) if profiling() else nullcontext():
                 results = lowered(args, flat, self.code_of(lowered))
         except Exception as error:
             if held is None:

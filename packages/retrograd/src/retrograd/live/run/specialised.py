@@ -20,14 +20,14 @@ import torch
 from torch import fx
 
 from retrograd._torch.autograd import Collected, HookChanges, LiveBackward, Versions
-from retrograd._torch.state import KeptModes, ThreadModes, UserCode, are_modes_plain, without_torch_functions
+from retrograd._torch.state import ThreadModes, UserCode, are_modes_plain, without_torch_functions
 from retrograd._torch.trace import InputGuard
 from retrograd.backends.base import Boxed
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import Accumulation, OpaqueCall, Schedule, Segment, Source, SourceKind
 from retrograd.live.lower.lowerer import Lowered
-from retrograd.live.run.generated_source import Check, Code, GeneratedSource, PlanLayout, write
-from retrograd.live.run.segment_runner import SegmentRunner
+from retrograd.live.run.generated_source import Check, Code, GeneratedSource, PlanLayout
+from retrograd.live.run.segment_runner import LeakedModes, SegmentRunner
 
 Values = dict[fx.Node, Any]
 Record = Callable[..., Boxed]
@@ -35,19 +35,24 @@ Runners = Sequence[SegmentRunner | None]
 
 
 @dataclass
-class Bailout:
-    """A run that must go on in the plan.
+class PlanRun:
+    """One run of a plan that goes from step to step, from its beginning or from where it was handed over.
 
     Attributes:
-        step: the number of the step that is next.
-        values: those at hand. versions: of saved tensors, as they should be.
-        modes: what the last call of user code left switched; None if nothing.
+        values: those that later steps read. versions: of saved tensors, as they should be.
+        backward, changes: as in `Plan.run`.
+        start: the number of the step that is next.
+        left: modes that user code left switched.
+        watch: watches the run, to specialise the plan; None if it is not watched.
     """
 
-    step: int
     values: Values
     versions: Versions[fx.Node]
-    modes: KeptModes | None
+    backward: LiveBackward
+    changes: HookChanges
+    start: int = 0
+    left: LeakedModes | None = None
+    watch: Specialising | None = None
 
 
 class SpecialisedPlan:
@@ -60,18 +65,18 @@ class SpecialisedPlan:
         steps = enumerate(layout.schedule.steps)
         self._calls = tuple(number for number, step in steps if isinstance(step, OpaqueCall))
         self._modes = ThreadModes.now()
-        self._written: GeneratedSource = write(layout)
+        self._written = GeneratedSource(layout)
         self._code = self._written.emit.function()
         self.bailouts = 0
 
     def run(
         self, call: Collected, backward: LiveBackward, changes: HookChanges
-    ) -> list[torch.Tensor | None] | Bailout | None:
+    ) -> list[torch.Tensor | None] | PlanRun | None:
         """Run all steps.
 
         Returns:
-            The plan's outputs; a `Bailout`; or None if the plan is not specialised for these values and
-            modes: then what the engine collected is still there.
+            The plan's outputs; a run that must go on in the plan; or None if the plan is not specialised for
+            these values and modes: then what the engine collected is still there.
         """
         if ThreadModes.now() != self._modes or not are_modes_plain():
             return None
@@ -94,7 +99,17 @@ class SpecialisedPlan:
         self.bailouts += 1
         counters["bailouts"] += 1
         counters["opaque_calls"] += sum(number < step for number in self._calls)
-        return self._bailout(step, found, user.left if user else None)
+        versions = Versions(
+            (node, found["versions"][place])
+            for number, watched in self._written.watched.items()
+            if number >= step
+            for place, node in watched
+        )
+        values = {node: found[name] for node, name in self._written.emit.local.items() if name in found}
+        found.clear()
+        left = user.left if user else None
+        modes = None if left is None else LeakedModes(self.layout.schedule.steps[step - 1].node, left)
+        return PlanRun(values, versions, backward, changes, step, modes)
 
     def _blame(self, error: Exception) -> None:
         """If compiled code has failed, its segment is interpreted from now on."""
@@ -106,17 +121,6 @@ class SpecialisedPlan:
             runner = self.runners[step]
             if runner is not None:
                 runner.failed(error)
-
-    def _bailout(self, step: int, found: dict[str, Any], modes: KeptModes | None) -> Bailout:
-        versions = Versions(
-            pair
-            for number, watched in self._written.watched.items()
-            if number >= step
-            for pair in ((node, found["versions"][place]) for place, node in watched)
-        )
-        values = self._written.values(found)
-        found.clear()
-        return Bailout(step, values, versions, modes)
 
 
 class Specialising:
@@ -175,15 +179,6 @@ class Specialising:
         check = None if number in self._known else _answering(lowered.guard.check)
         given = tuple(place is not None for place in lowered.given)
         return Code(runner.code_of(lowered), lowered.fed, given, check, is_compiled=True)
-
-    def at_once(self) -> SpecialisedPlan | None:
-        """The plan, specialised without a run, if none of its segments is ever compiled."""
-        if self._known or not all(runner is None or runner.is_interpreted for runner in self._runners):
-            return None
-        for number, runner in enumerate(self._runners):
-            if runner is not None:
-                self.see(number, [])
-        return self.specialised()
 
     def specialised(self) -> SpecialisedPlan | None:
         """The plan, specialised; None if a segment has to decide in each run what it runs."""
@@ -260,7 +255,7 @@ def joined(layout: PlanLayout, changed: Callable[[Boxed], Boxed]) -> PlanLayout 
         outputs=gives,
         guard=None,
     )
-    function = write(inner.with_steps(segments, codes)).emit.function()
+    function = GeneratedSource(inner.with_steps(segments, codes)).emit.function()
 
     def run(values: list[Any]) -> Sequence[Any]:
         results: Sequence[Any] = function(Collected(None, values, [], [], [], []), None, None, None)

@@ -20,7 +20,6 @@ from retrograd.errors import OptionError, PassError, VerificationError
 from retrograd.graph.joint import JointSignature, output_kinds, verify_joint
 from retrograd.passes.aten.accumulate_in_fp32 import accumulate_in_fp32
 from retrograd.passes.aten.edit import signature_of
-from retrograd.passes.aten.merge_common_subexpressions import merge_common_subexpressions
 from retrograd.passes.aten.order_collectives import order_collectives
 from retrograd.passes.aten.recompute_by_policy import recompute_by_policy
 from retrograd.passes.aten.remove_dead_code import remove_dead_code
@@ -158,11 +157,7 @@ def _named(target: Any) -> Any:
 
 
 #: these give bitwise the same results. This is the order in which they are applied.
-NUMERICS_PRESERVING: tuple[JointPass, ...] = (
-    merge_common_subexpressions,
-    remove_dead_code,
-    order_collectives,
-)
+NUMERICS_PRESERVING: tuple[JointPass, ...] = (remove_dead_code, order_collectives)
 #: these change results, or need arguments, which `functools.partial` gives them.
 OPT_IN: tuple[AnyPass, ...] = (recompute_by_policy, accumulate_in_fp32)
 
