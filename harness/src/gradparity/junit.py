@@ -1,14 +1,14 @@
 """junit: rows as JUnit XML, which CI systems show.
 
-In: rows. Out: a file: one suite per subject, one test case per row; a divergence that nobody expects is a
-failure, a case that was set aside is skipped.
+In: rows, and what could not run. Out: a file: one suite per subject, one test case per row; a divergence that
+nobody expects is a failure, a case that was set aside is skipped; what could not run is a suite of errors.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from xml.etree import ElementTree as Xml
 
@@ -19,23 +19,29 @@ FORBIDDEN = re.compile("[^\\t\\n\\r\\x20-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U00
 """Characters that XML cannot hold."""
 
 
-def write_junit(rows: Iterable[Row], path: Path) -> None:
+def write_junit(rows: Iterable[Row], path: Path, errors: Sequence[str] = ()) -> None:
     """Writes the file. Raises StoreFullError if it cannot."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        Xml.ElementTree(tree(rows)).write(path, encoding="utf-8", xml_declaration=True)
+        Xml.ElementTree(tree(rows, errors)).write(path, encoding="utf-8", xml_declaration=True)
     except OSError as error:
         raise StoreFullError(f"cannot write {path}: {error}\n  try    another path") from error
 
 
-def tree(rows: Iterable[Row]) -> Xml.Element:
-    """All suites."""
+def tree(rows: Iterable[Row], errors: Sequence[str] = ()) -> Xml.Element:
+    """All suites. `errors`: a unit of work and why it could not run, in one text each."""
     by_subject: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_subject[row.subject].append(row)
     root = Xml.Element("testsuites", name="gradparity")
     for subject, mine in by_subject.items():
         root.append(_suite(subject, mine))
+    if errors:
+        counts = {"tests": str(len(errors)), "errors": str(len(errors)), "failures": "0", "skipped": "0"}
+        suite = Xml.SubElement(root, "testsuite", {"name": "could not run", **counts, "time": "0.000"})
+        for text in map(_clean, errors):
+            case = Xml.SubElement(suite, "testcase", name=text.partition(": ")[0], classname="could not run")
+            Xml.SubElement(case, "error", message=text)
     return root
 
 

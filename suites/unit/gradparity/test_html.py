@@ -159,6 +159,13 @@ class TestJunit:
         kinds = [[child.tag for child in case] for case in suite]
         assert kinds == [[], ["failure"], ["failure"], ["failure"], ["skipped"]]
 
+    def test_what_could_not_run_is_an_error(self) -> None:
+        suite = tree(ROWS, ["eager c::n: no module named cat"])[-1]
+        assert (suite.get("tests"), suite.get("errors")) == ("1", "1")
+        (case,) = suite
+        assert case.get("name") == "eager c::n"
+        assert case[0].get("message") == "eager c::n: no module named cat"
+
     def test_a_known_divergence_passes(self) -> None:
         (suite,) = tree([ROWS[1].as_expected()])
         assert suite.get("failures") == "0"

@@ -222,6 +222,20 @@ class TestMerge:
         for _ in range(2):
             assert merge([tmp_path / "1.db", tmp_path / "3.jsonl"], tmp_path / "all.db") == 2
 
+    def test_a_run_that_was_merged_before_its_end_ends(self, tmp_path: Path) -> None:
+        plan, versions, out = {"seed": 1}, {"torch": "1"}, tmp_path / "all.db"
+        with Store(tmp_path / "1.db") as store:
+            run, _ = store.begin("c", plan, versions)
+            store.add(run.id, "u", 0, row(1))
+        merge([tmp_path / "1.db"], out)
+        with Store(tmp_path / "1.db") as store:
+            store.add(run.id, "u", 1, row(2))
+            store.finish(run.id)
+            (ended,) = store.runs()
+        assert merge([tmp_path / "1.db"], out) == 2
+        with Store(out) as store:
+            assert store.runs() == [ended]
+
     def test_shards_become_one_run_which_is_finished_when_all_are(self, tmp_path: Path) -> None:
         for number in (1, 2, 3):
             filled(tmp_path / f"{number}.db", f"{number}/3", number)

@@ -5,7 +5,7 @@ In: a Campaign. Out: the table, a line for each divergence, fallbacks, errors, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,12 +28,17 @@ class Files:
     html: Path | None = None
     junit: Path | None = None
 
-    def write(self, rows: list[Row], history: Iterable[tuple[Run, list[Row]]] = ()) -> None:
+    def write(
+        self,
+        rows: list[Row],
+        history: Iterable[tuple[Run, list[Row]]] = (),
+        errors: Sequence[str] = (),
+    ) -> None:
         """Writes them. Raises StoreFullError if one cannot be written."""
         if self.json is not None:
             write_lines(rows, self.json)
         if self.junit is not None:
-            write_junit(rows, self.junit)
+            write_junit(rows, self.junit, errors)
         if self.html is not None:
             write_page(rows, self.html, list(history))
 

@@ -79,7 +79,7 @@ def run(  # noqa: PLR0913 - a command has as many parameters as options
         known = expected.load(expected_file) if expected_file is not None else None
         result, history = through(plan, known, store, console)
         print_campaign(console, plan, result)
-        Files(json_file, report_file, junit_file).write(result.rows, history)
+        Files(json_file, report_file, junit_file).write(result.rows, history, result.errors)
     raise typer.Exit(result.exit_code)
 
 

@@ -45,6 +45,8 @@ def _add_store(source: Store, store: Store) -> None:
         ended, joined = target.plan.get("ended", []), target.plan.get("joined", {})
         if target.finished is None and joined and len(ended) == _total(run):
             store.finish(target.id)
+        elif target is run and run.finished is not None:  # the store may have it from before its end
+            store.finish(run.id, run.finished)
 
 
 def _add_lines(path: Path, store: Store) -> None:

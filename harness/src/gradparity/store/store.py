@@ -89,11 +89,12 @@ class Store:
         with self._writing() as connection:
             connection.execute("INSERT OR REPLACE INTO units VALUES (?, ?, ?)", (run, unit, error))
 
-    def finish(self, run: str) -> None:
-        """Notes that the run is complete."""
+    def finish(self, run: str, when: float | None = None) -> None:
+        """Notes that the run is complete, now or since `when`."""
         self.flush()
+        values = (time.time() if when is None else when, run)
         with self._writing() as connection:
-            connection.execute("UPDATE runs SET finished = ? WHERE id = ?", (time.time(), run))
+            connection.execute("UPDATE runs SET finished = ? WHERE id = ?", values)
 
     def replan(self, run: Run, plan: dict[str, Any]) -> Run:
         """The run with another plan, written."""
