@@ -34,7 +34,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def _make(name: str, layout: Callable[[Tensor], Tensor], change: Callable[[Tensor], Any]) -> None:
+def _register(name: str, layout: Callable[[Tensor], Tensor], change: Callable[[Tensor], Any]) -> None:
     def body(p: Probe) -> None:
         def run(x: Tensor) -> tuple[Tensor, ...]:
             base = x * 1
@@ -51,7 +51,7 @@ def _make(name: str, layout: Callable[[Tensor], Tensor], change: Callable[[Tenso
                 with p.backward():
                     sum((output * number).sum() for number, output in enumerate(outputs, 1)).backward()
 
-    body.__name__ = body.__qualname__ = f"aot_in_place_{name}"
+    body.__name__ = f"aot_in_place_{name}"
     body.__doc__ = (
         f"An operation in place keeps the layout of its tensor, and views see what was written: {name}."
     )
@@ -60,7 +60,7 @@ def _make(name: str, layout: Callable[[Tensor], Tensor], change: Callable[[Tenso
 
 for _layout_name, _layout in LAYOUTS.items():
     for _operation_name, _operation in OPERATIONS.items():
-        _make(f"{_operation_name}_{_layout_name}", _layout, _operation)
+        _register(f"{_operation_name}_{_layout_name}", _layout, _operation)
 
 
 def _windows(p: Probe, size: int, step: int) -> None:
