@@ -89,9 +89,8 @@ def whole_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _end(tensor: torch.Tensor) -> int:
-    begin = int(tensor.storage_offset())
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return begin + 1 + sum(int((size - 1) * stride) for size, stride in pairs) if tensor.numel() else begin
+    first, last = _extent(tensor)
+    return int(last) + 1 if tensor.numel() else int(first)
 
 
 # tensors inside others, and tensors that share memory

@@ -134,17 +134,13 @@ def _keep_layout(value: FunctionalTensor) -> None:
     views that are taken later would have its strides."""
     bare = torch._from_functional_tensor(value.elem)
     sizes, strides = tuple(value.shape), tuple(value.stride())
-    try:
-        long = [dim for dim, size in enumerate(sizes) if size > 1]
-        if tuple(bare.shape) != sizes or all(bare.stride(dim) == strides[dim] for dim in long):
-            return
-    except GuardOnDataDependentSymNode:  # a size that nobody knows yet
+    if tuple(bare.shape) != sizes or not _lies_otherwise(bare, value):
         return
     order = sorted(range(len(sizes)), key=lambda dim: (-strides[dim], -sizes[dim]))
     made = bare.permute(order).clone(memory_format=torch.contiguous_format)
     made = made.permute([order.index(dim) for dim in range(len(sizes))])
     changed, base, is_unseen = value, value._base, changes_of(value).is_unseen
-    if any(made.stride(dim) != strides[dim] for dim in long):
+    if _lies_otherwise(made, value):
         # It has gaps, as a part of a larger tensor: that one kept its layout.
         if not isinstance(base, FunctionalTensor):
             return
@@ -160,13 +156,16 @@ def lost_layout(value: torch.Tensor) -> bool:
     """Whether a change in place left `value` with other strides, or elsewhere in its memory, than in eager:
     what `_keep_layout` cannot bring back, because `value` is an input with gaps or behind the start of its
     memory. Views that are taken from then on have offsets and strides of the new place."""
-    if not isinstance(value, FunctionalTensor):
-        return False
-    bare = plain(value)
+    return isinstance(value, FunctionalTensor) and _lies_otherwise(plain(value), value, offsets_count=True)
+
+
+def _lies_otherwise(one: torch.Tensor, other: torch.Tensor, offsets_count: bool = False) -> bool:
+    """Whether two tensors of the same sizes have other strides where these matter, or begin elsewhere."""
+    triples = zip(other.shape, one.stride(), other.stride(), strict=True)
     try:
-        long = [dim for dim, size in enumerate(value.shape) if size > 1]
-        apart = value.storage_offset() != bare.storage_offset()
-        return bool(apart) or any(value.stride(dim) != bare.stride(dim) for dim in long)
+        if offsets_count and one.storage_offset() != other.storage_offset():
+            return True
+        return any(size > 1 and stride != wanted for size, stride, wanted in triples)
     except GuardOnDataDependentSymNode:  # a size that nobody knows yet
         return False
 
