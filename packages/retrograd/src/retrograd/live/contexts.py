@@ -154,11 +154,10 @@ def _claimed(request: EngineRequest) -> _EnteredContext | None:
 
 def _run(entry: _EnteredContext | None, request: EngineRequest) -> Grads:
     if entry is not None and not is_traced():
-        backward, obstacle = LiveBackward(request), why_not_collectable(request)
         if is_transformed(request):
             entry.session.leave_to_transform()
         elif compile_stance() != "force_eager":
-            return entry.session.run(backward, obstacle)
+            return entry.session.run(LiveBackward(request), why_not_collectable(request))
     with window.stock():
         return run_stock(request)
 
