@@ -62,6 +62,7 @@ class _FallibleCode:
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run it."""
         if self._runs >= WATCHED_RUNS and not self._is_foreign:
+            self._own = self._run  # the graph is needed no more
             return self._run(args)
         if self._runs == 0:
             results = self._run(args)
