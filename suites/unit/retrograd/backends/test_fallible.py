@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import retrograd
 from retrograd.backends.fallible import compile_fallible
 from retrograd.backends.registry import InductorBackend, find_backend
+from unit.retrograd.backends.test_registry import losses
 
 pytestmark = pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
 
@@ -115,27 +116,9 @@ class FailingInductor(InductorBackend):
 
 @pytest.mark.parametrize("way", ["live", "compile"])
 def test_training_goes_on_where_code_fails_in_its_third_run(way: str) -> None:
-    def losses(way: str) -> list[float]:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-        x = torch.linspace(-1, 1, 20).view(5, 4)
-        backend = FailingInductor()
-        call = net if way != "compile" else retrograd.compile(net, backend=backend)
-        optimizer, seen = torch.optim.SGD(net.parameters(), lr=0.1), []
-        for _ in range(6):
-            optimizer.zero_grad()
-            loss = call(x).square().mean()
-            if way == "live":
-                with retrograd.compiled_autograd(backend=backend):
-                    loss.backward()
-            else:
-                loss.backward()
-            optimizer.step()
-            seen.append(loss.item())
-        return seen
-
     retrograd.reset()
     torch._dynamo.reset()
-    torch.testing.assert_close(losses(way), losses("eager"))
+    expected = losses("eager", None, steps=6)
+    torch.testing.assert_close(losses(way, FailingInductor(), steps=6), expected)
     assert retrograd.counters["run_failures"] >= 1
     assert {reason.code for reason in retrograd.explain().fallbacks} == {"code-failed"}

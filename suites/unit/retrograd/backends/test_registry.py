@@ -44,8 +44,8 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
-def losses(way: str, backend: Any) -> list[float]:
-    """Three steps of training."""
+def losses(way: str, backend: Any, steps: int = 3) -> list[float]:
+    """Of some steps of training."""
     net, x = model(), torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
     call: Any = net
     if way == "aot":
@@ -54,7 +54,7 @@ def losses(way: str, backend: Any) -> list[float]:
         call = retrograd.compile(net, backend=backend)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     seen = []
-    for _ in range(3):
+    for _ in range(steps):
         optimizer.zero_grad()
         loss = call(x).square().mean()
         if way == "live":
