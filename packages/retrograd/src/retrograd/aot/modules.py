@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from retrograd._torch import pytree
-from retrograd.errors import CaptureError, Refusal
+from retrograd.errors import CaptureError, Refusal, not_representable
 from retrograd.graph.joint import PrimalKind
 from retrograd.graph.structure import PLAIN_VALUES
 
@@ -216,7 +216,7 @@ class FlatCall:
             result = self.fn(*args, **kwargs)
         left = pytree.tree_leaves((args, kwargs))
         if len(left) != len(given) or any(a is not b for a, b in zip(left, given, strict=True)):
-            raise Refusal("not-representable", "it changes a container that it was given")
+            raise not_representable("it changes a container that it was given")
         return result
 
     def names(self, leaves: Sequence[Any]) -> list[str]:

@@ -25,6 +25,7 @@ from retrograd._torch.autograd import (
     EngineRequest,
     LiveBackward,
     answer_queries,
+    edge_of,
     installed_compiler,
     is_traced,
     is_transformed,
@@ -145,7 +146,7 @@ def _claimed(request: EngineRequest) -> _EnteredContext | None:
     """The callable to which a backward belongs; None if it meets no mark of a living one."""
     if not living:
         return None
-    for node in nodes_below(request.tensors):
+    for node in nodes_below(map(edge_of, request.tensors)):
         session = node.metadata.get(_MARK)
         if session is not None and session in living:
             return _EnteredContext(session, session)
