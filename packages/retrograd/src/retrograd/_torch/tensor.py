@@ -233,22 +233,14 @@ def obeys_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> bool:
     """Whether a dense `grad` has the strides that ``variable.grad`` owes."""
     if grad.is_nested or variable.layout is not torch.strided:
         return False
+    if variable.is_contiguous() and grad.stride() == variable.stride():  # the common case, quickly
+        return 0 not in grad.stride()
     if not is_dense(variable):
         return grad.is_contiguous()
     return all(
         stride == owed if size != 1 else stride != 0
         for size, stride, owed in zip(grad.shape, grad.stride(), variable.stride(), strict=False)
     )
-
-
-def clone_for_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> torch.Tensor:
-    """A copy of `grad` with the strides that ``variable.grad`` owes; differentiable in grad mode."""
-    if variable.layout is torch.strided and is_dense(variable):
-        empty = grad.new_empty_strided(
-            variable.shape, variable.stride(), dtype=grad.dtype, device=variable.device
-        )
-        return empty.copy_(grad)
-    return grad.clone(memory_format=torch.contiguous_format)
 
 
 #: torch's own: a subclass may have a property called ``grad``, which eager's C++ does not call.
@@ -258,10 +250,12 @@ set_grad: Callable[[torch.Tensor, torch.Tensor], None] = _grad.__set__
 
 
 def accumulate_in_node(variable: torch.Tensor, grad: torch.Tensor) -> None:
-    """Have the AccumulateGrad node of `variable` write its ``.grad``, without any hook."""
+    """Have the AccumulateGrad node of `variable` write its ``.grad``, and warn where it does, without any
+    hook."""
     leaf: Any = variable
     with torch.enable_grad():
-        node = leaf.clone().grad_fn.next_functions[0][0]  # no view: some layouts have none
+        copy = leaf.view_as(leaf) if leaf.layout is torch.strided else leaf.clone()  # others have no views
+        node = copy.grad_fn.next_functions[0][0]
     hooks = leaf._post_accumulate_grad_hooks or {}
     kept = dict(hooks)
     hooks.clear()  # the node calls what is in there; the plan calls it in its own time

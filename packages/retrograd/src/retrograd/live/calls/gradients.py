@@ -19,14 +19,12 @@ from typing import Any, Self
 import torch
 from torch import fx
 
-from retrograd._torch.autograd import warn_of_layout
 from retrograd._torch.fx import is_higher_order, is_operator_overload
 from retrograd._torch.releases import is_layout_enforced
 from retrograd._torch.state import as_if_autocast, torch_functions_off, without_torch_functions
 from retrograd._torch.tensor import (
     accumulate_in_node,
     add_each,
-    clone_for_layout_contract,
     grad_of,
     is_lazy,
     obeys_layout_contract,
@@ -64,7 +62,8 @@ def sum_gradients(*grads: Grad) -> Grad:
 
 
 def accumulate_quietly(variable: torch.Tensor, box: list[Grad], kept_for_post_hooks: bool = False) -> None:
-    """Write a gradient into ``variable.grad`` with eager's rules: steal, copy, or add.
+    """Write a gradient into ``variable.grad`` with eager's rules: steal it, or add it to one that is surely
+    laid out as it should be; everything else is done by torch's own node.
 
     Args:
         variable: a leaf.
@@ -84,53 +83,39 @@ def accumulate_quietly(variable: torch.Tensor, box: list[Grad], kept_for_post_ho
         # Asked here, not in a function of its own: a call to Python holds one more reference where Dynamo's
         # evaluation of frames is installed.
         others = getrefcount(grad) - _OWN_REFERENCES - int(kept_for_post_hooks)
-        stealable = not torch.is_grad_enabled() and others <= 0 and grad._use_count() <= 1  # type: ignore[attr-defined]
-        _write(variable, _first(variable, grad, stealable), grad)
-        return
-    if existing.is_sparse and not grad.is_sparse:
-        _write(variable, grad + existing, grad)
-    elif torch.is_grad_enabled():
-        _write(variable, existing + grad, grad)
-    else:
-        existing += grad
-        if _has_plain_layout(existing, variable):
+        is_ours = others <= 0 and grad._use_count() <= 1  # type: ignore[attr-defined]
+        if is_ours and not torch.is_grad_enabled() and _take_over(variable, grad):
             return
-    warn_of_layout(existing, grad, variable)
+    elif not torch.is_grad_enabled() and _is_laid_out(existing, variable):
+        existing += grad
+        return
+    accumulate_in_node(variable, grad)
 
 
 accumulate_grad = without_torch_functions(accumulate_quietly)
 accumulate_grad.__name__ = accumulate_grad.__qualname__ = "accumulate_grad"
 
 
-def _has_plain_layout(total: torch.Tensor, variable: torch.Tensor) -> bool:
-    """Whether a ``.grad`` surely has the layout that it owes: both are contiguous, with equal strides."""
-    if total.layout is not torch.strided or variable.layout is not torch.strided:
-        return False
-    if total.is_nested or variable.is_nested:
-        return False
-    strides = total.stride()
-    return variable.is_contiguous() and strides == variable.stride() and 0 not in strides
+def _is_laid_out(total: torch.Tensor, variable: torch.Tensor) -> bool:
+    """Whether a dense ``.grad`` has the layout that it owes, so that torch gives no warning."""
+    return total.layout is torch.strided and not total.is_nested and obeys_layout_contract(total, variable)
 
 
-def _write(variable: torch.Tensor, total: torch.Tensor, grad: torch.Tensor) -> None:
-    """Make `total` the ``.grad``. Python refuses one whose size, dtype or layout differs from the leaf's;
-    eager's C++ does not. In that case torch's own node accumulates `grad`."""
-    try:
-        set_grad(variable, total)
-    except RuntimeError:
-        accumulate_in_node(variable, grad)
-
-
-def _first(variable: torch.Tensor, grad: torch.Tensor, stealable: bool) -> torch.Tensor:
-    if stealable and _may_be_taken_over(variable, grad):
-        return grad.detach()
-    if stealable and grad.is_sparse:
+def _take_over(variable: torch.Tensor, grad: torch.Tensor) -> bool:
+    """Make a gradient without other owners the ``.grad``; whether eager does so too. Python refuses one whose
+    size, dtype or layout differs from the leaf's; eager's C++ does not."""
+    taken = grad.detach() if _may_be_taken_over(variable, grad) else None
+    if taken is None and grad.is_sparse:
         indices, values = grad._indices(), grad._values()
         if indices.is_contiguous() and values.is_contiguous():
-            return torch.sparse_coo_tensor(indices, values, grad.shape, check_invariants=False)
-    if grad.layout is not torch.strided or grad.is_nested:
-        return grad.clone()
-    return clone_for_layout_contract(grad, variable)
+            taken = torch.sparse_coo_tensor(indices, values, grad.shape, check_invariants=False)
+    if taken is None:
+        return False
+    try:
+        set_grad(variable, taken)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _may_be_taken_over(variable: torch.Tensor, grad: torch.Tensor) -> bool:
