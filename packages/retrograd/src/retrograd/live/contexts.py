@@ -157,8 +157,10 @@ def _run(entry: _EnteredContext | None, request: EngineRequest) -> Grads:
     if entry is not None and not is_traced():
         if is_transformed(request):
             entry.session.leave_to_transform()
-        elif compile_stance() != "force_eager":
-            return entry.session.run(LiveBackward(request), why_not_collectable(request))
+        else:
+            backward, obstacle = LiveBackward(request), why_not_collectable(request)
+            if compile_stance() != "force_eager":
+                return entry.session.run(backward, obstacle)
     with window.stock():
         return run_stock(request)
 

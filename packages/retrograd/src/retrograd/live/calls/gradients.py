@@ -234,23 +234,25 @@ def _are_apart(totals: Sequence[Grad], grads: Sequence[Grad]) -> bool:
 # built-in nodes
 
 
-class NodeFunction(functools.partial[Sequence[Any]]):
-    """The closure that the engine gave for a kind of node, under the node's name. It is called from C."""
+class NodeFunction(functools.partial[Any]):
+    """A function under the name of a node: the closure that the engine gave for it, or one of ours. It is
+    called from C.
+
+    Attributes:
+        structure_key: equal for two that compute the same, and name the same node in their errors.
+    """
 
     __name__: str
     __qualname__: str
+    structure_key: tuple[Hashable, ...]
 
-    def __new__(cls, name: str, fn: Callable[..., Any]) -> Self:
-        """Name the closure."""
+    def __new__(cls, name: str, fn: Callable[..., Any], key: tuple[Hashable, ...] | None = None) -> Self:
+        """Name the function; it is compared by `key`, by default by its name and itself."""
         self = super().__new__(cls, fn)
         self.__name__ = self.__qualname__ = name
         self.__module__ = "autograd"
+        self.structure_key = key or (fn, name)
         return self
-
-    @property
-    def structure_key(self) -> tuple[Hashable, ...]:
-        """Equal for two that compute the same, and name the same node in their errors."""
-        return self.func, self.__name__
 
     def __repr__(self) -> str:
         return f"autograd.{self.__name__}"
@@ -266,13 +268,9 @@ class OutputCheck(NodeFunction):
 
     def __new__(cls, fn: Callable[..., Any], node: str) -> Self:
         """Name the engine's closure `fn`, and the node, for its error."""
-        self = super().__new__(cls, "validate_outputs", fn)
+        self = super().__new__(cls, "validate_outputs", fn, (fn, node))
         self._node = node
         return self
-
-    @property
-    def structure_key(self) -> tuple[Hashable, ...]:
-        return self.func, self.__name__, self._node
 
     def __call__(self, grads: Sequence[Any], *saved: Any) -> Sequence[Any]:
         """The gradients as their consumers take them.
@@ -334,31 +332,17 @@ def epilogue(needs: Sequence[bool], result: Grad, grads: Sequence[Grad], part: G
 # the calls of a compiled function's own graph
 
 
-class Named:
-    """A function under a name of our own."""
-
-    def __init__(self, name: str, fn: Callable[..., Any], key: tuple[Hashable, ...] | None = None) -> None:
-        self.__name__ = self.__qualname__ = name
-        self.__module__ = "aot"
-        self._fn = fn
-        self.structure_key = self if key is None else (Named, *key)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result."""
-        return self._fn(*args, **kwargs)
-
-
-def tangent(read: Callable[[Any], list[Any]], zeros: Callable[[], torch.Tensor] | None) -> Named:
+def tangent(read: Callable[[Any], list[Any]], zeros: Callable[[], torch.Tensor] | None) -> NodeFunction:
     """Takes a gradient in.
 
     Args:
         read: brings it into the layout and class that the graph was traced for.
         zeros: makes the gradient that is taken instead if user code returned None.
     """
-    return Named("tangent", lambda grad: read(zeros() if grad is None and zeros else grad))
+    return NodeFunction("tangent", lambda grad: read(zeros() if grad is None and zeros else grad))
 
 
-def operation(node: fx.Node) -> Named:
+def operation(node: fx.Node) -> NodeFunction:
     """Runs an operation of the graph, under autocast as eager would.
 
     Inductor gives the forward's saved tensors strides of its own choice. The backward was traced before that,
@@ -369,7 +353,7 @@ def operation(node: fx.Node) -> Named:
         target = torch.ops.aten.reshape.default
     name = str(getattr(target, "__name__", target))
     if not is_operator_overload(target) and not is_higher_order(target):
-        return Named(name, target, (target,))
+        return NodeFunction(name, target, (target,))
     traced = node.meta.get("val")
     dtype = traced.dtype if isinstance(traced, torch.Tensor) else None
-    return Named(name, functools.partial(as_if_autocast, dtype, target), (target, dtype))
+    return NodeFunction(name, functools.partial(as_if_autocast, dtype, target), (target, dtype))

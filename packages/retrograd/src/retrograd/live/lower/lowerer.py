@@ -132,7 +132,7 @@ class SegmentFunction:
         dying = last_uses([*reads, (len(reads), self.segment.outputs)])
         for i, node in enumerate(nodes):
             with around(node):
-                args, kwargs = argument_values((node.args, node.kwargs), values)
+                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 assert callable(node.target)
                 values[node] = node.target(*args, **kwargs)
                 del args, kwargs
@@ -151,19 +151,6 @@ class SegmentFunction:
         """Report a lowering. The arguments are those of `LoweringReport`."""
         live_log.debug("segment %d: %s, %s", self.number, how, because)
         self.log.lowered(LoweringReport(self.number, how, guards, because, graph, recompile))
-
-
-def argument_values(argument: Any, values: dict[fx.Node, Any]) -> Any:
-    """An FX argument with values for its nodes, in plain lists and tuples."""
-    if isinstance(argument, fx.Node):
-        return values[argument]
-    if isinstance(argument, list):
-        return [argument_values(item, values) for item in argument]
-    if isinstance(argument, tuple):
-        return tuple(argument_values(item, values) for item in argument)
-    if isinstance(argument, dict):
-        return {name: argument_values(item, values) for name, item in argument.items()}
-    return argument
 
 
 Symbolic = dict[int, frozenset[int]]
