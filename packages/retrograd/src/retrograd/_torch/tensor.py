@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Size = tuple[int, ...]
 
+#: the classes of tensors whose operations are torch's own.
+PLAIN_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
+
 _compared = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 _set_version: Any = torch._C._autograd._unsafe_set_version_counter
 _compiled: Any = guards  # its annotations leave out what generated code calls
@@ -233,8 +236,6 @@ def obeys_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> bool:
     """Whether a dense `grad` has the strides that ``variable.grad`` owes."""
     if grad.is_nested or variable.layout is not torch.strided:
         return False
-    if variable.is_contiguous() and grad.stride() == variable.stride():  # the common case, quickly
-        return 0 not in grad.stride()
     if not is_dense(variable):
         return grad.is_contiguous()
     return all(

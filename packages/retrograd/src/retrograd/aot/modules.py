@@ -68,7 +68,14 @@ class ModuleState:
                 for key, tensor in holder.items():
                     if tensor is not None:
                         name = prefix + (f"{path}.{key}" if path else key)
-                        _refuse_lazy(root, name, tensor)
+                        if is_lazy(tensor):
+                            raise CaptureError.because(
+                                "lazy-state",
+                                f"{name} of {type(root).__name__} is not initialised",
+                                "aot.create_state",
+                                node=name,
+                                way_out="call the module once on real inputs first",
+                            )
                         entry = found.setdefault(id(tensor), (name, kind, tensor, []))
                         entry[3].append((holder, key))
         names, kinds, tensors, places = zip(*found.values(), strict=True) if found else ((), (), (), ())
@@ -178,17 +185,6 @@ _ASIDE = object()
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """What a module holds besides tensors, modules and hooks."""
     return {k: value for k, value in vars(module).items() if not k.startswith("_") or k.startswith("__")}
-
-
-def _refuse_lazy(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    if is_lazy(tensor):
-        raise CaptureError.because(
-            "lazy-state",
-            f"{name} of {type(module).__name__} is not initialised",
-            "aot.create_state",
-            node=name,
-            way_out="call the module once on real inputs first",
-        )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from retrograd._torch.autograd.collection import run_stock, window
 from retrograd._torch.autograd.request import EngineRequest
 from retrograd._torch.patches import Handler, handle
 from retrograd._torch.releases import unseen
+from retrograd._torch.tensor import PLAIN_CLASSES
 from retrograd.errors import Escape
 from retrograd.graph.backward_graph import HookKind
 
@@ -236,10 +237,7 @@ def counts_other_hooks(hook: Any) -> bool:
     )
 
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
 def has_waiting_hooks(values: Iterable[Any]) -> bool:
     """Whether one of `values` is a leaf with post-accumulate-grad hooks. They may free the gradient at once,
     as an optimizer in backward does, so that it matters how many gradients there are at a time."""
-    return any(bool(value._post_accumulate_grad_hooks) for value in values if type(value) in _PLAIN)
+    return any(bool(value._post_accumulate_grad_hooks) for value in values if type(value) in PLAIN_CLASSES)

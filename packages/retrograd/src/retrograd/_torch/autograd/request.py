@@ -274,21 +274,14 @@ def _lines(live: LiveGraph, pairs: Sequence[tuple[int, int]]) -> Iterator[str]:
         yield f"n{root.node} = roots[{place}]"
     # In order of discovery a node stands behind the one by which it is found.
     for node in sorted(on_the_way):
-        yield from _step(node, below.get(node, []), node in wanted)
+        if node in wanted:
+            yield f"s{node} = n{node}._sequence_nr()"
+        if node in below:
+            yield f"f = n{node}.next_functions"
+        for child, edge in below.get(node, ()):
+            yield f"n{child} = f[{edge}][0]"
     terms = [f"s{first} > s{second}" for first, second in pairs]
     yield f"return {' and '.join(terms) or True}"
-
-
-def _step(node: int, below: Sequence[tuple[int, int]], is_wanted: bool) -> Iterator[str]:
-    if is_wanted:
-        yield f"s{node} = n{node}._sequence_nr()"
-    if len(below) == 1:
-        child, edge = below[0]
-        yield f"n{child} = n{node}.next_functions[{edge}][0]"
-    elif below:
-        yield f"f = n{node}.next_functions"
-        for child, edge in below:
-            yield f"n{child} = f[{edge}][0]"
 
 
 def _first_edges(live: LiveGraph) -> dict[int, tuple[int, int]]:

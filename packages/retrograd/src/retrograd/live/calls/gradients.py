@@ -23,6 +23,7 @@ from retrograd._torch.fx import is_higher_order, is_operator_overload
 from retrograd._torch.releases import is_layout_enforced
 from retrograd._torch.state import as_if_autocast, torch_functions_off, without_torch_functions
 from retrograd._torch.tensor import (
+    PLAIN_CLASSES,
     accumulate_in_node,
     add_each,
     grad_of,
@@ -39,9 +40,6 @@ _OWN_REFERENCES = 2
 
 Grad = torch.Tensor | None
 Geometry = tuple[Sequence[int], Sequence[int], int]
-
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
 
 # adding gradients
 
@@ -98,7 +96,12 @@ accumulate_grad.__name__ = accumulate_grad.__qualname__ = "accumulate_grad"
 
 def _is_laid_out(total: torch.Tensor, variable: torch.Tensor) -> bool:
     """Whether a dense ``.grad`` has the layout that it owes, so that torch gives no warning."""
-    return total.layout is torch.strided and not total.is_nested and obeys_layout_contract(total, variable)
+    if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in (total, variable)):
+        return False
+    strides = total.stride()
+    if variable.is_contiguous() and strides == variable.stride():  # the common case, quickly
+        return 0 not in strides
+    return obeys_layout_contract(total, variable)
 
 
 def _take_over(variable: torch.Tensor, grad: torch.Tensor) -> bool:
@@ -202,7 +205,7 @@ def _one_by_one(variables: Sequence[torch.Tensor], grads: list[Grad]) -> None:
 def _fits(grad: Grad, variable: torch.Tensor) -> bool:
     """Whether a plain gradient has the sizes, dtype and strides of its plain leaf. Other layouts that fit too
     are left to `accumulate_grad`."""
-    if type(grad) is not torch.Tensor or type(variable) not in _PLAIN or not variable.requires_grad:
+    if type(grad) is not torch.Tensor or type(variable) not in PLAIN_CLASSES or not variable.requires_grad:
         return False
     if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in (grad, variable)):
         return False

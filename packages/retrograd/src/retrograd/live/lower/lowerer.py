@@ -132,10 +132,10 @@ class SegmentFunction:
         dying = last_uses([*reads, (len(reads), self.segment.outputs)])
         for i, node in enumerate(nodes):
             with around(node):
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                given: Any = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 assert callable(node.target)
-                values[node] = node.target(*args, **kwargs)
-                del args, kwargs
+                values[node] = node.target(*given[0], **given[1])
+                del given
             for value in dying.get(i, ()):
                 del values[value]
         return tuple(values[node] for node in self.segment.outputs)

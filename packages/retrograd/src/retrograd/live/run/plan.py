@@ -50,7 +50,7 @@ from retrograd.live.capture.cut import changing_numbers, cut
 from retrograd.live.run.generated_source import PlanLayout, is_only_for_post_hooks, lists_of
 from retrograd.live.run.mid_backward_hooks import rest_with_changes
 from retrograd.live.run.segment_runner import LeakedModes, SegmentRunner, runner_of
-from retrograd.live.run.specialised import PlanRun, SpecialisedPlan, Specialising
+from retrograd.live.run.specialised import PlanRun, SpecialisedPlan, Specialising, Values
 from retrograd.repeats.divide import regions_of
 from retrograd.report import BackwardReport, PlanLog
 
@@ -62,8 +62,6 @@ REGION_RULES = 6
 RUNS_OF_THE_REST = 4
 
 _RARE = "a small part of this backward that is met once in it: compiled when the backward has run a few times"
-
-Values = dict[fx.Node, Any]
 
 _NOTHING = nullcontext()
 
