@@ -6,7 +6,6 @@ graph has to compute, the changes to make after a call, and a plan for every out
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from retrograd._torch.autograd import leads_to, passes_through_function, versions_of
-from retrograd._torch.subclass import Layout, is_wrapper, layout_of, parts_of
+from retrograd._torch.subclass import ATOMS, Layout, is_wrapper, layout_of, parts_of
 from retrograd._torch.tensor import lies_within, shares_elements, view_origin
 from retrograd._torch.trace import changes_of, is_traced, lost_layout, plain, storage_key
 from retrograd.errors import not_representable
@@ -34,12 +33,6 @@ from retrograd.graph.joint_graph import (
 
 if TYPE_CHECKING:
     from retrograd.aot.trace.enter import Inputs
-
-#: what a function may return besides tensors.
-CONSTANTS = (
-    type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device,
-    torch.layout, torch.memory_format,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +192,7 @@ class _Outputs:
         if isinstance(output, torch.Size):
             return SizeOutput(tuple(_size(self.analysis, size) for size in output))
         if not isinstance(output, torch.Tensor):
-            if not isinstance(output, CONSTANTS):
+            if not isinstance(output, ATOMS):
                 raise not_representable(
                     f"it returns a {type(output).__name__}, which may hold what was traced"
                 )
