@@ -277,8 +277,7 @@ class Exported:
 
         Raises:
             ExportError: the arguments are nested in another way than at capture, an entry of `state` is
-            missing, or
-                the program is a joint graph, which takes cotangents.
+                missing, or the program is a joint graph, which takes cotangents.
         """
         if self.kind is ProgramKind.JOINT:
             text = "a joint program takes cotangents besides the arguments"
