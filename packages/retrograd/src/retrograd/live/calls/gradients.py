@@ -84,6 +84,8 @@ def accumulate_quietly(variable: torch.Tensor, box: list[Grad], kept_for_post_ho
         is_ours = others <= 0 and grad._use_count() <= 1  # type: ignore[attr-defined]
         if is_ours and not torch.is_grad_enabled() and _take_over(variable, grad):
             return
+        if not is_ours and not torch.is_grad_enabled():
+            grad = grad.clone()  # torch's node counts references, and expects one more for each kind of hook
     elif not torch.is_grad_enabled() and _is_laid_out(existing, variable):
         existing += grad
         return
