@@ -149,6 +149,7 @@ from gradparity.corpus.scenarios import (
     node_hooks,
     repeated_effects,
     replayed_steps,
+    reports_from_outside,
     roots_inputs,
     saved_in_functions,
     saved_tensor_hooks,
@@ -244,5 +245,6 @@ TOPICS = (
     aot_checkpoints,
     repeated_effects,
     replayed_steps,
+    reports_from_outside,
 )
 """Every topic, one module each."""
