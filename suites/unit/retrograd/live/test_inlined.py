@@ -289,7 +289,9 @@ class Tripled(torch.autograd.Function):
         return grad * x * 3
 
 
-@pytest.mark.parametrize("changed", ["input changed in place", "random numbers", "buffer changed", "a Function"])
+@pytest.mark.parametrize(
+    "changed", ["input changed in place", "random numbers", "buffer changed", "a Function"]
+)
 @pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
 def test_second_derivatives_that_the_graph_alone_does_not_determine_are_refused(changed: str) -> None:
     torch._dynamo.reset()

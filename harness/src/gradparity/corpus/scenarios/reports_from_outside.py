@@ -288,3 +288,15 @@ def aot_poolings_of_images(p: Probe) -> None:
     for _ in range(2):
         with p.backward():
             run(p.randn(2, 2, 10, 10)).pow(2).sum().backward()
+
+
+@scenario(tags=COMPILED, fp64=False)
+def aot_dropout_between_softmax_and_product(p: Probe) -> None:
+    """Attention with dropout gives numbers, whichever mask is drawn; what the mask kept has a gradient."""
+    call = p.compile(lambda a, b: nn.functional.dropout(a.softmax(-1), 0.1) @ b)
+    a, b = p.randn(4, 2, 16, 16, requires_grad=True), p.randn(4, 2, 16, 8, requires_grad=True)
+    out = call(a, b)
+    with p.backward():
+        out.sum().backward()
+    for name, value in (("output", out), ("first", a.grad), ("second", b.grad)):
+        p.invariant(f"the {name} is finite", value is not None and bool(value.isfinite().all()))
