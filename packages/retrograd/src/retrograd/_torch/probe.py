@@ -38,7 +38,7 @@ REQUIRED = {
     "_functionalize_replace _functionalize_commit_update _functionalize_mark_mutation_hidden_from_autograd "
     "_mirror_autograd_meta_to _sync",
     "torch:_C.": "DisableTorchFunction DisableTorchFunctionSubclass _AutoDispatchBelowAutograd "
-    "_DisableAutocast _FunctionBase _TorchDispatchModeKey _current_graph_task_id "
+    "_DisableAutocast _DisableTorchDispatch _FunctionBase _TorchDispatchModeKey _current_graph_task_id "
     "_get_deterministic_algorithms _get_deterministic_algorithms_warn_only _get_dispatch_mode "
     "_get_tracing_state _is_any_autocast_enabled _len_torch_dispatch_stack _len_torch_function_stack "
     "_get_cudnn_enabled _get_mkldnn_enabled "
