@@ -609,3 +609,45 @@ def test_sums_over_several_calls_are_made_in_eagers_order(uses_inner, is_leaf, h
     compiled = aot.function(step_with_many_uses, backend="eager")
     for ours, eagers in zip(train(compiled), train(step_with_many_uses), strict=True):
         assert torch.equal(ours, eagers)
+
+
+def scaled_in_place(a: Tensor, b: Tensor) -> Tensor:
+    a.mul_(b)
+    return a.sin()
+
+
+def scaled_overlapping(a: Tensor, b: Tensor) -> Tensor:
+    a.mul_(2)
+    return a.sin() * b
+
+
+def second_derivative(out: Tensor, x: Tensor) -> Tensor:
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return torch.autograd.grad(grad.square().sum(), x)[0]
+
+
+def under_autocast(out: Tensor, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.autograd.grad(out.sum(), x)[0]
+
+
+def rows(out: Tensor, x: Tensor) -> Tensor:
+    return torch.autograd.grad(out, x, tensor(2, *out.shape), is_grads_batched=True)[0]
+
+
+GIVEN = {
+    "with a history": (scaled_in_place, lambda x: (x * 1, tensor(3, 3, seed=5))),
+    "a buffer": (lambda a, b: scaled_in_place(b, a), lambda x: (x * 1, tensor(3, 3, seed=5))),
+    "parts that overlap": (scaled_overlapping, lambda x: ((whole := x * 1)[:2], whole[1:])),
+}
+
+
+@pytest.mark.parametrize("use", [second_derivative, under_autocast, rows])
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_call_that_changed_inputs_is_run_again_where_eager_must(name: str, use: Any) -> None:
+    fn, make = GIVEN[name]
+    results = []
+    for call in (fn, aot.function(fn, backend="eager")):
+        x = leaf(3, 3)
+        results.append(use(call(*make(x)), x))
+    assert torch.equal(*results)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -368,3 +368,43 @@ def test_the_flag_of_a_function_is_read_where_torch_keeps_it() -> None:
     for flag in (False, True, False):
         ctx.set_materialize_grads(flag)
         assert materializes_grads(ctx) is flag
+
+
+@pytest.mark.parametrize("make", [lambda x: x, lambda x: x * 2, lambda x: (x * 2).t(), Square.apply])
+def test_the_error_for_a_changed_saved_tensor_is_torch_s(make: Any) -> None:
+    errors = []
+    for context in (contextlib.nullcontext(), retrograd.compiled_autograd("eager", strict=True)):
+        saved = make(torch.ones(2, 2, requires_grad=True))
+        y = saved * torch.ones(2, requires_grad=True)
+        whole = saved if saved._base is None else saved._base
+        y.register_hook(lambda _, whole=whole: torch.autograd.graph.increment_version(whole))
+        with context, pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+            y.sum().backward()
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
+
+
+class Asking(torch.autograd.Function):
+    """Compares its context with its node."""
+
+    found: ClassVar[dict[Any, str]] = {}
+    answers: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        node = torch._C._current_autograd_node()
+        executed = torch._C._will_engine_execute_node(ctx)
+        Asking.answers.append((ctx == node, ctx != node, ctx in [node], Asking.found.get(ctx), executed))
+        return grad
+
+
+def test_a_context_is_equal_to_its_node() -> None:
+    y = Asking.apply(torch.ones(2, requires_grad=True))
+    Asking.found[y.grad_fn] = "found"
+    with retrograd.compiled_autograd("eager", strict=True):
+        y.sum().backward()
+    assert Asking.answers == [(True, False, True, "found", True)]

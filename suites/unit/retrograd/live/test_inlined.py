@@ -275,7 +275,23 @@ def test_outside_of_a_context_stock_refuses_as_before() -> None:
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("changed", ["input changed in place", "random numbers", "buffer changed"])
+class Tripled(torch.autograd.Function):
+    """Its derivative has a derivative, through what it has saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x * 3
+
+
+@pytest.mark.parametrize(
+    "changed", ["input changed in place", "random numbers", "buffer changed", "a Function"]
+)
 @pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
 def test_second_derivatives_that_the_graph_alone_does_not_determine_are_refused(changed: str) -> None:
     torch._dynamo.reset()
@@ -287,7 +303,7 @@ def test_second_derivatives_that_the_graph_alone_does_not_determine_are_refused(
         if changed == "buffer changed":
             buffer.add_(1)
             return a.sin() * buffer
-        return a.sin() * a
+        return Tripled.apply(a) if changed == "a Function" else a.sin() * a
 
     context = retrograd.compiled_autograd("eager")
     leaf = torch.ones(3, requires_grad=True)

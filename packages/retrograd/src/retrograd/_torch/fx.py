@@ -191,6 +191,11 @@ def _inner_nodes(node: fx.Node) -> list[fx.Node]:
     return [inner for graph in graphs if isinstance(graph, fx.GraphModule) for inner in graph.graph.nodes]
 
 
+def asks_for_memory(graph: fx.Graph) -> bool:
+    """Whether a call in it takes a tensor's memory by strides and offset, whatever its shape is."""
+    return any("as_strided" in str(getattr(node.target, "__name__", "")) for node in graph.nodes)
+
+
 def depends_on_data(node: fx.Node) -> bool:
     """Whether the sizes of what the call gives, or numbers among it, are not known before it runs. Torch tags
     an operator so if that can be: indexing by a mask gives an unknown size, by numbers a known one."""

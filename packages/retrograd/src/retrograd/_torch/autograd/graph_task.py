@@ -100,7 +100,14 @@ def outside_of_graph_task(body: Callable[[], Any], create_graph: bool) -> Any:
     """
     found: list[Any] = []
     request = EngineRequest((), (), True, create_graph, accumulate_grad=True)
-    run_in_graph_task(lambda: found.append(body()), request)
+    levels = torch._C._vmapmode_increment_nesting()
+    try:  # torch refuses such a backward inside its older vmap, which ``is_grads_batched`` uses
+        for _ in range(levels):
+            torch._C._vmapmode_decrement_nesting()
+        run_in_graph_task(lambda: found.append(body()), request)
+    finally:
+        for _ in range(levels - 1):
+            torch._C._vmapmode_increment_nesting()
     return found[0]
 
 

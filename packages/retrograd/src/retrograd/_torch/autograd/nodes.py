@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -21,6 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.autograd.graph import GradientEdge
 
+from retrograd._torch.autograd.collection import run_stock, window
 from retrograd._torch.autograd.request import EngineRequest
 from retrograd._torch.state import torch_functions_off, without_torch_functions
 from retrograd._torch.tensor import PLAIN_CLASSES, zeros_of_slot
@@ -72,13 +74,30 @@ class Versions(Generic[Key]):
 def modified_error(tensor: torch.Tensor, expected: int) -> str:
     """What eager says when a saved tensor is not at the `expected` version."""
     node = tensor.grad_fn
-    origin = "" if node is None else f", which is output {tensor.output_nr} of {node.name()},"
+    name = "" if node is None else re.sub(*_shortening(), node.name())
+    origin = name and f", which is output {tensor.output_nr} of {name},"
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} {list(tensor.shape)}]{origin} is at version {tensor._version}; "
         f"expected version {expected} instead. Hint: enable anomaly detection to find the operation that "
         "failed to compute its gradient, with torch.autograd.set_detect_anomaly(True, check_nan=False)."
     )
+
+
+@functools.cache
+def _shortening() -> tuple[str, str]:
+    """What torch's error replaces in the name of a node, and by what: since 2.13 it names the operator."""
+    with torch.enable_grad(), torch.inference_mode(False):
+        saved = torch.zeros((), device="cpu", requires_grad=True).clone()
+        root = saved * saved
+        torch.autograd.graph.increment_version(saved)
+    request = EngineRequest((root,), (torch.zeros(()),), False, False, accumulate_grad=True)
+    try:
+        with window.stock():
+            run_stock(request)
+    except RuntimeError as error:
+        return (r"$^", "") if "CloneBackward0" in str(error) else (r"Backward\d*$", "")
+    raise AssertionError("torch accepted a saved tensor that was changed in place")
 
 
 def versions_of(values: Sequence[Any]) -> list[int | None]:

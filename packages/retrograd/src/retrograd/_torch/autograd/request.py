@@ -347,7 +347,7 @@ class LiveBackward:
         """
         if not self.asked.accumulate_grad and leaf_of(node) is not None:
             raise RuntimeError(_NOT_OF_LEAVES)
-        index = next((i for i, live in enumerate(self.graph.nodes) if live.handle is node), None)
+        index = next((i for i, live in enumerate(self.graph.nodes) if node == live.handle), None)
         return index is not None and (self.graph.wanted is None or index in self.graph.wanted)
 
     def execution_order(self) -> list[Any]:

@@ -6,7 +6,8 @@ the first context on that was made. Out: such a Function's backward, when it is 
 inputs and differentiates that, to any order. Otherwise nothing changes.
 
 It needs the inputs: they are remembered weakly, so that nothing lives longer. Where they are gone or were
-changed, where the graph draws random numbers or changes its inputs, stock's refusal stands.
+changed, where the graph draws random numbers, changes its inputs or calls an ``autograd.Function``, stock's
+refusal stands.
 """
 
 from __future__ import annotations
@@ -148,10 +149,14 @@ def _differentiate(
 
 
 def _is_repeatable(graph: fx.GraphModule, metadata: Any, n_inputs: int) -> bool:
-    """Whether `graph` can be run again: it changes no input, and returns what the Function returned."""
+    """Whether `graph` can be run again: it changes no input, returns what the Function returned, and leaves
+    the history that the program would leave. Of a Function in Python, Dynamo keeps the first derivative."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    modules = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
+    called = {getattr(node.target, "__name__", "") for module in modules for node in module.graph.nodes}
     return (
         len(placeholders) == n_inputs
+        and "autograd_function_apply" not in called
         and not metadata.num_intermediate_bases
         and not any(info.mutates_data or info.mutates_metadata for info in metadata.input_info)
     )

@@ -210,10 +210,8 @@ class CompiledFunction:
         self._has_effects = any(
             has_effect(node) and not draws_random_numbers(node) for node in partition.forward.graph.nodes
         )
-        changed = [joint.primals[update.primal] for update in joint.updates]
-        self._repeatable = not any(p.differentiable or p.leaf is None or p.wrapping.cls for p in changed)
         #: primals of which a copy is kept as they were, to run the call again.
-        self._changed = [update.primal for update in joint.updates] if regions and self._repeatable else ()
+        self._changed = sorted({update.primal for update in joint.updates}) if regions else []
 
     def _random_devices(self) -> tuple[torch.device, ...]:
         """Devices whose generators the forward uses."""
@@ -243,11 +241,14 @@ class CompiledFunction:
             if isinstance(error, UnlikeTracedError):
                 raise
             raise CodeFailedError from error
-        before = {place: primals[place].clone() for place in self._changed}
+        before: dict[int, torch.Tensor] = {}
+        if self._changed:
+            with torch.enable_grad():  # a copy has the history that the primal had
+                before = {place: primals[place].clone() for place in self._changed}
         if self._finish.begins:
             self._finish.begin(frame)
         if self._attaching is not None:
-            again = self._again(sources, primals, before, generators) if self._repeatable else None
+            again = self._again(sources, primals, before, generators)
             if self._records_inside:
                 with torch.enable_grad():
                     self._attaching(frame, again)
@@ -261,13 +262,15 @@ class CompiledFunction:
         primals: Sequence[Any],
         before: dict[int, torch.Tensor],
         generators: dict[torch.device, Any],
-    ) -> RepeatableCall:
-        """The call as it was; `before` are the primals that it has changed."""
-        leaves = {self._joint.primals[place].leaf: value for place, value in before.items()}
+    ) -> RepeatableCall | None:
+        """The call as it was; `before` are the primals that it has changed. None if views cannot be made of a
+        copy as they were made of the original."""
+        for place, copy in before.items():
+            if self._joint.primals[place].group is not None and copy.stride() != primals[place].stride():
+                return None
         if before:
-            sources = [leaves.get(i, source) for i, source in enumerate(sources)]
             primals = [before.get(i, primal) for i, primal in enumerate(primals)]
-        return RepeatableCall(sources, primals, versions_of(primals), generators, tuple(leaves))
+        return RepeatableCall(sources, primals, versions_of(primals), generators, tuple(before))
 
     def _frame(self, primals: Sequence[Any]) -> list[Any]:
         """The frame, with what the graph gives. Nothing of the user's has changed yet."""

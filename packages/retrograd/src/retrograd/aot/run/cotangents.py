@@ -189,7 +189,7 @@ class RepeatableCall(NamedTuple):
         primals: the primals made of them.
         versions: of each primal; None of what tracks none.
         generators: states of the random number generators before the call.
-        changed: sources that the call changes; here they are copies, as they were.
+        changed: numbers of the primals that the call changes; `primals` has copies, as they were.
     """
 
     sources: Sequence[Any]
@@ -225,8 +225,10 @@ def rerun_region(
         entries = {
             number: primal[...] for number, primal in primals.items() if joint.primals[number].differentiable
         }
-        outputs = _again(joint, call, entries)  # kept: they own their autograd nodes
-        visible = _values(joint, outputs)
+        given = {number: primals[number].clone() for number in call.changed} | entries
+        given |= {number: entries[number].clone() for number in call.changed if number in entries}
+        outputs = _again(joint, call, given)  # kept: they own their autograd nodes
+        visible = _values(joint, outputs, given)
     ends = {entry.grad_fn: number for number, entry in entries.items()}
     graph = graph_below(visible, ends)
     known = {i: ends[node.handle] for i, node in enumerate(graph.nodes) if node.handle in ends}
@@ -242,22 +244,26 @@ def rerun_region(
             return walk.run(cotangents)
 
     found: dict[Destination, Any] = outside_of_graph_task(run, differentiable)
-    del outputs
+    del outputs, given
     return found
 
 
-def _again(joint: JointValues, call: RepeatableCall, entries: Mapping[int, Any]) -> list[Any]:
-    """The flat outputs of the function, run on `entries`, which stand for what it finds by itself too."""
+def _again(joint: JointValues, call: RepeatableCall, given: Mapping[int, Any]) -> list[Any]:
+    """The flat outputs of the function, run with the primals in `given`, which stand for what it finds by
+    itself too."""
     leaves = list(call.sources[: len(joint.state.leaves)])
-    for place in call.changed:
-        leaves[place] = leaves[place].clone()
-    for number, entry in entries.items():
-        if (leaf := joint.primals[number].leaf) is not None:
-            leaves[leaf] = entry
+    for number, entry in given.items():
+        primal = joint.primals[number]
+        if primal.leaf is not None:
+            leaves[primal.leaf] = entry
+        if primal.group is not None:
+            members = [member.leaf for member in joint.state.aliases[primal.group].members]
+            base = common_base([call.sources[leaf] for leaf in members])
+            leaves = [_moved(v, base, entry) if i in members else v for i, v in enumerate(leaves)]
     for i, same in enumerate(leaf.same_as for leaf in joint.state.leaves):
         if same is not None:
             leaves[i] = leaves[same]
-    found = {id(joint.primals[number].found): entry for number, entry in entries.items()}
+    found = {id(joint.primals[number].found): entry for number, entry in given.items()}
     with (
         joint.state.thread_modes.restored(),
         with_generator_states(dict(call.generators)),
@@ -266,13 +272,19 @@ def _again(joint: JointValues, call: RepeatableCall, entries: Mapping[int, Any])
         return pytree.tree_leaves(joint.state.call(leaves))
 
 
-def _values(joint: JointValues, outputs: Sequence[Any]) -> list[tuple[Any, int]]:
-    """The edges of the visible boundaries, in their order."""
-    tensors: dict[int, torch.Tensor] = {}
+def _moved(view: torch.Tensor, base: Any, to: torch.Tensor) -> torch.Tensor:
+    """What `view` is of `base`, of another base that is laid out alike."""
+    offset = view.storage_offset() - base.storage_offset() + to.storage_offset()
+    return to if view is base else to.as_strided(view.shape, view.stride(), offset)
+
+
+def _values(joint: JointValues, outputs: Sequence[Any], given: Mapping[int, Any]) -> list[tuple[Any, int]]:
+    """The edges of the visible boundaries, in their order: of `outputs`, and of what was changed in place."""
+    tensors = {u.value: given[u.primal] for u in joint.updates if u.value is not None and u.primal in given}
     for plan, output in zip(joint.outputs, outputs, strict=True):
         if isinstance(plan, ComputedOutput):
             tensors[plan.value] = output
         elif isinstance(plan, AliasOf) and plan.value is not None and plan.value not in tensors:
-            tensors[plan.value] = common_base([output])  # type: ignore[assignment]
+            tensors[plan.value] = common_base([output])
     edges = [edge_of(tensors[j.value]) for j in joint.signature.boundaries if j.is_visible]
     return [edge for edge in edges if edge[0] is not None]

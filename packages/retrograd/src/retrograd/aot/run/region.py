@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import copied_module, draws_again, has_effect
+from retrograd._torch.fx import asks_for_memory, copied_module, draws_again, has_effect
 from retrograd._torch.state import ThreadModes
 from retrograd._torch.subclass import PLAIN, Layout, built
 from retrograd._torch.tensor import graph_is_kept
@@ -123,8 +123,10 @@ class RegionCode:
 
     def _code_for(self, layouts: Layouts) -> _Code:
         """What is known for these layouts, from now on: a graph for them, if there is one."""
-        if layouts == self._as_traced or layouts is _BATCHED:
-            gm: fx.GraphModule | None = self._graphs.gm
+        if layouts is _BATCHED:  # a batch does not lie in memory as one of its rows does
+            gm = None if asks_for_memory(self._graphs.gm.graph) else self._graphs.gm
+        elif layouts == self._as_traced:
+            gm = self._graphs.gm
         elif len(self._codes) >= MOST_LAYOUTS:
             return _Code(None)
         else:

@@ -70,10 +70,10 @@ class FunctionContext:
 
     Every attribute is read from and written to the Function's own context, so that the next backward finds
     the state that this one leaves there. Only the saved tensors come from the plan, because the engine has
-    already released the context's own.
+    already released the context's own. It is equal to the context, which is the autograd node.
     """
 
-    __slots__ = ("_ctx", "_saved")
+    __slots__ = ("__weakref__", "_ctx", "_saved")
 
     def __init__(self, ctx: Any, saved: Sequence[Any]) -> None:
         object.__setattr__(self, "_ctx", ctx)
@@ -101,6 +101,12 @@ class FunctionContext:
         """Drop this context's saved tensors, if torch would."""
         if not graph_is_kept():
             object.__setattr__(self, "_saved", None)
+
+    def __eq__(self, other: object) -> bool:
+        return self._ctx is (other._ctx if type(other) is type(self) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._ctx)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
