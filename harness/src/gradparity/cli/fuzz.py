@@ -40,8 +40,8 @@ from gradparity.verdict import Row
 EVERY = 10.0
 """Seconds between two plain lines."""
 MOST_MEMORY = 4.0
-"""GiB that a worker may hold on the CPU, if nothing else is said: no tensor of a drawn program has more than 2 ** 13 elements,
-and a worker holds less than one GiB.
+"""GiB that a worker may hold on the CPU, if nothing else is said. It holds less than one: no tensor of a
+drawn program has more than 2 ** 13 elements.
 """
 WITHOUT_FIND = ("timeout", "crash", "out-of-memory", "broken-case")
 """Symptoms of divergences that cannot be shrunk, because the process did not outlive them."""
@@ -104,7 +104,9 @@ def fuzz(  # noqa: PLR0913 - a command has as many parameters as options
             timeout=timeout,
             shrink_seconds=shrink_seconds,
             known=tuple(find.signature for find in Folder(finds).finds() if find.subject == subject),
-            resources=Resources(executor, address, gpus_per_worker, limit and int(limit * 2**30)),
+            resources=Resources(
+                executor, address, gpus_per_worker, None if limit is None else int(limit * 2**30)
+            ),
         )
         diary = Diary(finds, campaign(wanted))
         wanted = continued(wanted, diary, console)
