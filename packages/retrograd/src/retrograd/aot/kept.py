@@ -34,7 +34,7 @@ from torch import fx
 from retrograd._torch.fx import is_operator_overload
 from retrograd._torch.inductor import cache_folder, environment, patched
 from retrograd._torch.subclass import PLAIN
-from retrograd._torch.trace import is_fake
+from retrograd._torch.trace import Form, fake_of_form, form_of, is_fake
 from retrograd.aot.export.save import read_trace, serialize_trace
 from retrograd.aot.export.serialize import read_graph, read_value, serialize_value
 from retrograd.aot.partition import partition
@@ -149,11 +149,10 @@ def _read(data: bytes, state: CaptureState) -> Partition:
         raise ValueError("it is damaged, or was not written here")
     written = json.loads(body)
     gm = read_graph(written["graph"], {}, None)
-    memory: list[torch.Tensor] = []
-    with torch.no_grad(), state.fake_mode:
-        for node, value in zip(gm.graph.nodes, written["examples"], strict=True):
-            if node.op != "output":
-                node.meta["val"] = _read_example(value, memory)
+    memory: list[torch.UntypedStorage] = []
+    for node, value in zip(gm.graph.nodes, written["examples"], strict=True):
+        if node.op != "output":
+            node.meta["val"] = _read_example(value, memory, state.fake_mode)
     joint = read_trace(written, gm, {}, lambda _: state)
     return partition(joint, Choice(frozenset(written["saved"]), frozenset(written["copies"])))
 
@@ -169,29 +168,23 @@ def _example(value: Any, memory: dict[int, int]) -> Any:
         return [_example(one, memory) for one in value]
     if not isinstance(value, torch.Tensor):
         return serialize_value(value)
-    if not is_fake(value) or value.layout is not torch.strided:
+    if (form := form_of(value)) is None:
         raise Refusal("unwritable", f"a value is a {type(value).__name__}, {value.layout}")
     number = memory.setdefault(value.untyped_storage()._cdata, len(memory))
-    dtype, device = serialize_value(value.dtype), str(value.device)
-    return {"size": [*value.shape], "stride": [*value.stride()], "offset": value.storage_offset(),
-            "bytes": value.untyped_storage().nbytes(), "dtype": dtype, "device": device,
-            "memory": number}  # fmt: skip
+    return {**vars(form), "dtype": serialize_value(form.dtype), "device": str(form.device), "memory": number}
 
 
-def _read_example(written: Any, memory: list[torch.Tensor]) -> Any:
+def _read_example(written: Any, memory: list[torch.UntypedStorage], mode: Any) -> Any:
     if isinstance(written, list):
-        return tuple(_read_example(one, memory) for one in written)
+        return tuple(_read_example(one, memory, mode) for one in written)
     if not isinstance(written, dict) or "memory" not in written:
         return read_value(written, {})
-    size, stride = written["size"], written["stride"]
+    dtype, device = read_value(written["dtype"], {}), torch.device(written["device"])
+    form = Form(written["size"], written["stride"], written["offset"], dtype, device, written["nbytes"])
     if written["memory"] < len(memory):
-        return memory[written["memory"]].as_strided(size, stride, written["offset"])
-    dtype = read_value(written["dtype"], {})
-    made = torch.empty_strided(size, stride, dtype=dtype, device=written["device"])
-    if made.untyped_storage().nbytes() != written["bytes"]:  # it shows a part of its memory
-        whole = torch.empty(written["bytes"] // made.itemsize, dtype=dtype, device=written["device"])
-        made = whole.as_strided(size, stride, written["offset"])
-    memory.append(made)
+        return fake_of_form(mode, form, memory[written["memory"]])
+    made = fake_of_form(mode, form)
+    memory.append(made.untyped_storage())
     return made
 
 

@@ -4,6 +4,7 @@ In: functions and the tensors they are called with. Out: ATen graphs, and what t
 """
 
 from retrograd._torch.trace.fakes import (
+    Form,
     Symbol,
     Tree,
     alias_of_fake,
@@ -12,6 +13,8 @@ from retrograd._torch.trace.fakes import (
     evaluated,
     fake_mode_of,
     fake_of,
+    fake_of_form,
+    form_of,
     guard_count,
     guards_of,
     hint_of,

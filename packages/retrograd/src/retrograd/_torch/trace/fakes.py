@@ -23,9 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_symbols
 from torch.utils._sympy import functions
 
-from retrograd._torch.fx import is_symbolic
+from retrograd._torch.fx import aliased_inputs, is_symbolic
 from retrograd._torch.subclass import built, is_wrapper, layout_of, parts_of
-from retrograd._torch.tensor import inner_tensors
+from retrograd._torch.tensor import inner_tensors, is_lazy
 from retrograd.errors import Refusal
 
 
@@ -109,11 +109,20 @@ def why_not_fakeable(value: torch.Tensor) -> str | None:
 
 
 def know_values(gm: fx.GraphModule, examples: Sequence[Any]) -> fx.GraphModule:
-    """`gm`, each of whose nodes knows now, in ``meta["val"]``, what it gives for the fake `examples`."""
+    """`gm`, each of whose nodes knows now, in ``meta["val"]``, what it gives for the fake `examples`. What is
+    known already is computed again only behind examples that are other ones."""
+    changed = set[fx.Node]()
 
     class Recorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
+            known = n.meta.get("val")
+            if n.op != "placeholder" and known is not None and changed.isdisjoint(n.all_input_nodes):
+                return known
             value = super().run_node(n)
+            form = form_of(value)
+            if value is known or (form is not None and form == form_of(known) and not aliased_inputs(n)):
+                return known
+            changed.add(n)
             if n.op != "output":
                 n.meta["val"] = value
             return value
@@ -121,6 +130,42 @@ def know_values(gm: fx.GraphModule, examples: Sequence[Any]) -> fx.GraphModule:
     with torch.no_grad(), mode_among(examples) or new_fake_mode(True), enable_python_dispatcher():
         Recorder(gm).run(*examples)
     return gm
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a strided fake tensor of static sizes shows of its memory, which has `nbytes` bytes."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+
+
+def form_of(value: Any) -> Form | None:
+    """The form of a fake; None of anything else, and where it is not strided, has symbolic sizes, or shows
+    other values than stand in its memory."""
+    if type(value) is not FakeTensor or value.layout is not torch.strided:
+        return None
+    if value._has_symbolic_sizes_strides or is_lazy(value):
+        return None
+    size, offset, nbytes = tuple(value.shape), value.storage_offset(), value.untyped_storage().nbytes()
+    assert isinstance(offset, int)
+    return Form(size, value.stride(), offset, value.dtype, value.fake_device, nbytes)
+
+
+def fake_of_form(mode: FakeTensorMode, form: Form, memory: torch.UntypedStorage | None = None) -> FakeTensor:
+    """A fake without history, in `memory` (of a fake of that mode) or in new memory. The mode is not asked,
+    which would take ten times as long."""
+    with torch._C._DisableTorchDispatch():
+        made = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device="meta")
+        if memory is None and (form.offset or made.untyped_storage().nbytes() != form.nbytes):
+            memory = torch.empty(form.nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+        if memory is not None:
+            made.set_(memory, form.offset, form.size, form.stride)
+        return FakeTensor(mode, made, form.device)
 
 
 def laid_out_like(fake: Any, value: Any) -> Any:

@@ -29,13 +29,19 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.fx.experimental.proxy_tensor import _MakefxTracer, get_proxy_mode, track_tensor_tree
+from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
+    _MakefxTracer,
+    get_proxy_mode,
+    track_tensor_tree,
+)
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from retrograd._torch.fx import is_mutating, is_random, lazily, real_tensors
 from retrograd._torch.state import autocast_off, seeds_and_states
 from retrograd._torch.tensor import is_lazy
 from retrograd._torch.trace.fakes import fake_of, is_fake, new_fake_mode, symbolic_integer, why_not_fakeable
+from retrograd._torch.trace.recall import remember_calls
 from retrograd.errors import Refusal
 from retrograd.graph.emit import Boxed
 from retrograd.process import tracing
@@ -203,6 +209,8 @@ class _GraphMaker(_MakefxTracer):
     def _construct_modes_with_fx_tracer(self, fx_tracer: Any) -> None:
         fx_tracer.trace = partial(_trace, fx_tracer)
         super()._construct_modes_with_fx_tracer(fx_tracer)
+        if isinstance(self.proxy_mode, ProxyTorchDispatchMode):
+            remember_calls(self.proxy_mode)
         self.torch_fn_metadata_mode = nullcontext()  # nobody reads what it notes
 
 
