@@ -47,13 +47,13 @@ def _hooked(p: Probe) -> None:
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_a_program_that_ran_leaves_no_tensors() -> None:
-    assert _grown(lambda: observe(Case("test", "hooked"), _hooked, resolve("eager"), torch.float32, CPU)) == 0
+    assert _grown(lambda: observe(Case("test", "hooked"), _hooked, resolve("eager"), torch.float32, CPU)) <= 0
 
 
 @pytest.mark.parametrize("policy", ["islands", "functions", "hooks"])
 def test_a_drawing_leaves_no_tensors(policy: str) -> None:
     seeds = iter(range(6))
-    assert _grown(lambda: drawn(policy, next(seeds))) == 0
+    assert _grown(lambda: drawn(policy, next(seeds))) <= 0
 
 
 def test_samples_that_cannot_be_written_are_not_kept() -> None:
