@@ -54,6 +54,11 @@ class Refusal(Exception):
         self.code = code
 
 
+def not_representable(text: str) -> Refusal:
+    """The refusal of something that no graph can hold."""
+    return Refusal("not-representable", text)
+
+
 class CodeFailedError(Exception):
     """Compiled code raised before it changed anything; the cause is what it raised."""
 

@@ -60,9 +60,8 @@ def test_what_a_pass_changes_is_compiled() -> None:
 
 
 def test_our_passes_go_by_name() -> None:
-    changed = linear().apply("remove_dead_code", "order_collectives", texts=True)
+    changed = linear().apply("remove_dead_code", "order_collectives")
     assert [report.name for report in changed.reports] == ["remove_dead_code", "order_collectives"]
-    assert "aten.addmm" in changed.reports[0].before
 
 
 def test_options_for_several_passes_are_refused() -> None:

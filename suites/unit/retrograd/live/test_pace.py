@@ -70,3 +70,20 @@ def test_what_was_asked_for_is_not_measured(timed: None, backend: str, strict: b
     context = retrograd.compiled_autograd(backend, strict=strict)
     train(context)
     assert retrograd.counters["runs"] == 40
+
+
+@pytest.mark.parametrize(("short", "is_measured"), [(pace.SHORT, False), (pace.SHORT_STEP, True)])
+def test_a_step_of_a_tenth_of_a_second_is_measured_and_such_a_backward_is_not(
+    short: float, is_measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: now[0])
+    measured = pace.Pace("it", "step", short)
+    runs = []
+    for _ in range(30):
+        runs.append(measured.is_worth_compiling())
+        with measured.timed(runs[-1], lambda: 0):
+            now[0] += 0.1 if runs[-1] else 0.05
+    assert (measured.aside is not None) == is_measured
+    assert all(runs) == (not is_measured)
+    assert runs[-1] == (not is_measured)

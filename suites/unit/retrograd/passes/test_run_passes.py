@@ -202,7 +202,7 @@ def test_a_pass_may_return_another_module(graph: Joint) -> None:
     assert report.change == {"aten.mul.Tensor": 1}
 
 
-def test_reports_say_what_changed_and_show_the_graph_on_demand() -> None:
+def test_reports_say_what_changed() -> None:
     graph = joint(lambda x: x * (torch.ones(3) + torch.ones(3)), leaf(3))
 
     def merges_ones(gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
@@ -212,12 +212,9 @@ def test_reports_say_what_changed_and_show_the_graph_on_demand() -> None:
         return gm
 
     passes = [merges_ones, remove_dead_code]
-    gm, (merged, dead) = run_passes(graph.gm, graph.inputs, passes, texts=True)
+    gm, (merged, dead) = run_passes(graph.gm, graph.inputs, passes)
     assert merged.change == {"aten.ones.default": -1}
     assert str(merged).endswith("ms, -1 aten.ones.default")
     assert str(dead).endswith("ms, the same operators")
-    assert merged.before.count("torch.ops.aten.ones") == 2
-    assert merged.after.count("torch.ops.aten.ones") == 1
-    assert dead.before == dead.after == merged.after
+    assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.ones.default)) == 1
     assert merged.seconds > 0
-    assert run_passes(gm, graph.inputs, [remove_dead_code])[1][0].before == ""

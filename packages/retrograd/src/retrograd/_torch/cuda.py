@@ -29,9 +29,9 @@ import torch
 
 from retrograd._torch.patches import handle
 from retrograd.errors import Refusal
+from retrograd.graph.emit import Boxed
 from retrograd.process import ForkSafeLock
 
-Function = Callable[[list[Any]], Sequence[Any]]
 _Pool = Any  # a pair of numbers, of a type that exists for type checkers only
 
 #: captures by several threads would see each other's cuBLAS workspaces.
@@ -67,7 +67,7 @@ class CudaRecorder:
         return int(torch.cuda.current_stream(device).cuda_stream)
 
     def record(
-        self, fn: Function, inputs: Sequence[Any], device: torch.device, is_common: bool
+        self, fn: Boxed, inputs: Sequence[Any], device: torch.device, is_common: bool
     ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
         """Record `fn`, called with a list of `inputs`, without running it.
 
@@ -93,7 +93,7 @@ class CudaRecorder:
         return graph, outputs
 
     def _capture(
-        self, fn: Function, inputs: Sequence[Any], device: torch.device, pool: _Pool
+        self, fn: Boxed, inputs: Sequence[Any], device: torch.device, pool: _Pool
     ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._side(device)):

@@ -16,7 +16,6 @@ reads, as torch's partitioners choose them.
 from __future__ import annotations
 
 import functools
-import importlib
 import operator
 import os
 import stat
@@ -46,24 +45,11 @@ from retrograd.process import compiling
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """The decompositions that Inductor expects to have been applied."""
+    # Some decompositions read ``torch._inductor.lowering``, which nothing may have imported yet.
+    from torch._inductor import lowering  # noqa: F401
     from torch._inductor.decomposition import select_decomp_table
 
-    table = select_decomp_table()
-    pools = {pool: _with_lowering(table[pool]) for pool in _POOLS if pool in table}
-    return {**table, **pools, torch.ops.aten.bernoulli.p: _bernoulli}
-
-
-#: their decompositions read ``torch._inductor.lowering``, which nothing may have imported yet.
-_POOLS = (torch.ops.aten.max_pool2d_with_indices.default, torch.ops.aten.max_pool3d_with_indices.default)
-
-
-def _with_lowering(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(decomposition)
-    def decomposed(*args: Any, **kwargs: Any) -> Any:
-        importlib.import_module("torch._inductor.lowering")
-        return decomposition(*args, **kwargs)
-
-    return decomposed
+    return {**select_decomp_table(), torch.ops.aten.bernoulli.p: _bernoulli}
 
 
 def _bernoulli(value: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any:

@@ -41,8 +41,7 @@ REQUIRED = {
     "_DisableAutocast _FunctionBase _TorchDispatchModeKey _current_graph_task_id "
     "_get_deterministic_algorithms _get_deterministic_algorithms_warn_only _get_dispatch_mode "
     "_get_tracing_state _is_any_autocast_enabled _len_torch_dispatch_stack _len_torch_function_stack "
-    "_get_cudnn_enabled _get_mkldnn_enabled "
-    "_set_grad_enabled _storage_Use_Count",
+    "_DisableTorchDispatch _get_cudnn_enabled _get_mkldnn_enabled _set_grad_enabled _storage_Use_Count",
     "torch:_C.TensorBase.": "grad",
     "torch:_C._autograd.": "CreationMeta SavedTensor _get_creation_meta _get_current_graph_task_keep_graph "
     "_get_sequence_nr _profiler_enabled _set_creation_meta _top_saved_tensors_default_hooks "

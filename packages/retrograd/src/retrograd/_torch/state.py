@@ -9,12 +9,12 @@ Eager restores grad mode and autocast before each node of a backward (``ThreadLo
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
+from torch._dynamo import eval_frame
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._contextlib import context_decorator as context_decorator
@@ -245,9 +245,8 @@ class UserCode(ModesKept):
 def compile_stance() -> str:
     """What ``torch.compiler.set_stance`` says. ``force_eager``: nothing of ours runs; ``eager_on_recompile``:
     no new code, what would need some is interpreted; ``fail_on_recompile``: what would need some raises. The
-    other stances concern Dynamo only. Without Dynamo nobody can have set one."""
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    return "default" if frames is None else frames._stance.stance
+    other stances concern Dynamo only."""
+    return eval_frame._stance.stance
 
 
 def are_modes_plain() -> bool:

@@ -24,7 +24,8 @@ from retrograd.errors import Refusal
 from retrograd.graph.emit import Boxed
 from retrograd.graph.structure import is_same
 
-_ATOMS = (
+#: what holds nothing else, and so nothing that was traced.
+ATOMS = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
     torch.memory_format, type, enum.Enum,
 )  # fmt: skip
@@ -114,7 +115,7 @@ def attributes_of(tensor: torch.Tensor, inner: Sequence[str]) -> dict[str, Any]:
 
 def holds_symbols(value: Any) -> bool:
     """Whether a symbolic number is, or may be, somewhere in `value`."""
-    return any(isinstance(leaf, _SYMBOLIC) or not isinstance(leaf, _ATOMS) for leaf in _leaves(value))
+    return any(isinstance(leaf, _SYMBOLIC) or not isinstance(leaf, ATOMS) for leaf in _leaves(value))
 
 
 def _guards_itself(tensor: torch.Tensor) -> bool:
@@ -132,7 +133,7 @@ def _is_constant(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_constant, value))
     kind: Any = type(value)
-    return isinstance(value, _ATOMS) or (kind.__eq__ is not object.__eq__ and _is_hashable(value))
+    return isinstance(value, ATOMS) or (kind.__eq__ is not object.__eq__ and _is_hashable(value))
 
 
 def _is_hashable(value: Any) -> bool:

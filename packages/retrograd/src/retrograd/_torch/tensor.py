@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Size = tuple[int, ...]
 
+#: the classes of tensors whose operations are torch's own.
+PLAIN_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
+
 _compared = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 _set_version: Any = torch._C._autograd._unsafe_set_version_counter
 _compiled: Any = guards  # its annotations leave out what generated code calls
@@ -241,16 +244,6 @@ def obeys_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> bool:
     )
 
 
-def clone_for_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> torch.Tensor:
-    """A copy of `grad` with the strides that ``variable.grad`` owes; differentiable in grad mode."""
-    if variable.layout is torch.strided and is_dense(variable):
-        empty = grad.new_empty_strided(
-            variable.shape, variable.stride(), dtype=grad.dtype, device=variable.device
-        )
-        return empty.copy_(grad)
-    return grad.clone(memory_format=torch.contiguous_format)
-
-
 #: torch's own: a subclass may have a property called ``grad``, which eager's C++ does not call.
 _grad: Any = torch._C.TensorBase.grad
 grad_of: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
@@ -258,10 +251,12 @@ set_grad: Callable[[torch.Tensor, torch.Tensor], None] = _grad.__set__
 
 
 def accumulate_in_node(variable: torch.Tensor, grad: torch.Tensor) -> None:
-    """Have the AccumulateGrad node of `variable` write its ``.grad``, without any hook."""
+    """Have the AccumulateGrad node of `variable` write its ``.grad``, and warn where it does, without any
+    hook."""
     leaf: Any = variable
     with torch.enable_grad():
-        node = leaf.clone().grad_fn.next_functions[0][0]  # no view: some layouts have none
+        copy = leaf.view_as(leaf) if leaf.layout is torch.strided else leaf.clone()  # others have no views
+        node = copy.grad_fn.next_functions[0][0]
     hooks = leaf._post_accumulate_grad_hooks or {}
     kept = dict(hooks)
     hooks.clear()  # the node calls what is in there; the plan calls it in its own time

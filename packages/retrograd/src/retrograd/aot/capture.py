@@ -46,13 +46,12 @@ class JointGraph(JointValues):
 
     reports: tuple[PassReport, ...] = ()
 
-    def apply(self, *passes: AnyPass | str, texts: bool = False, **options: Any) -> JointGraph:
+    def apply(self, *passes: AnyPass | str, **options: Any) -> JointGraph:
         """The joint graph with `passes` applied, in order; this one stays as it is.
 
         Args:
             passes: each is ``pass(gm, example_inputs, **options) -> gm`` and may change the `gm` that it is
                 given; or the name of one of our own (``retrograd.passes.aten``).
-            texts: whether the reports hold the graph as code before and after.
             options: keyword arguments of the pass; there must be only one then.
 
         Raises:
@@ -71,9 +70,7 @@ class JointGraph(JointValues):
             )
         chosen = [functools.partial(one, **options) if options else one for one in named]
         earlier = [report.name for report in self.reports]
-        gm, reports = run_passes(
-            copied_module(self.gm), self.example_inputs, chosen, texts=texts, earlier=earlier
-        )
+        gm, reports = run_passes(copied_module(self.gm), self.example_inputs, chosen, earlier)
         return replace(self, gm=gm, reports=(*self.reports, *reports))
 
     @property

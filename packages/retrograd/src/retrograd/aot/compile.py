@@ -132,12 +132,7 @@ class Compiled:
                 "arguments", f"the arguments are {spec}, and were {state.in_spec}", "give them as then"
             )
         held = state.call.state.current() if isinstance(state.call, FlatCall) else []
-        if len(held) + len(flat) != len(state.leaves):
-            count = len(state.leaves) - len(held)
-            raise self._error(
-                "arguments", f"{count} inputs were captured, and {len(flat)} are given", _WITH_STATE
-            )
-        return self._checked([*held, *flat])
+        return self.flat([*held, *flat])
 
     def flat(self, leaves: Sequence[Any]) -> Any:
         """Call it with flat inputs: a module's parameters and buffers first, then the arguments.
@@ -150,13 +145,8 @@ class Compiled:
                 "inputs", f"expected a list of inputs, got {type(leaves).__name__}", _WITH_STATE
             )
         if len(leaves) != len(self._state.leaves):
-            count = len(self._state.leaves)
-            raise self._error(
-                "inputs", f"{count} inputs were captured, and {len(leaves)} are given", _WITH_STATE
-            )
-        return self._checked(list(leaves))
-
-    def _checked(self, leaves: list[Any]) -> Any:
+            text = f"{len(self._state.leaves)} inputs were captured, and {len(leaves)} are given"
+            raise self._error("inputs", text, _WITH_STATE)
         sources = [*leaves, *self._joint.found]
         if self._guard is None or not self._guard.check(sources):
             for leaf, value in zip(self._state.leaves, leaves, strict=True):

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from retrograd._torch import pytree
-from retrograd.errors import CaptureError, Refusal
+from retrograd.errors import CaptureError, Refusal, not_representable
 from retrograd.graph.joint import PrimalKind
 from retrograd.graph.structure import PLAIN_VALUES
 
@@ -68,7 +68,14 @@ class ModuleState:
                 for key, tensor in holder.items():
                     if tensor is not None:
                         name = prefix + (f"{path}.{key}" if path else key)
-                        _refuse_lazy(root, name, tensor)
+                        if is_lazy(tensor):
+                            raise CaptureError.because(
+                                "lazy-state",
+                                f"{name} of {type(root).__name__} is not initialised",
+                                "aot.create_state",
+                                node=name,
+                                way_out="call the module once on real inputs first",
+                            )
                         entry = found.setdefault(id(tensor), (name, kind, tensor, []))
                         entry[3].append((holder, key))
         names, kinds, tensors, places = zip(*found.values(), strict=True) if found else ((), (), (), ())
@@ -180,17 +187,6 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {k: value for k, value in vars(module).items() if not k.startswith("_") or k.startswith("__")}
 
 
-def _refuse_lazy(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    if is_lazy(tensor):
-        raise CaptureError.because(
-            "lazy-state",
-            f"{name} of {type(module).__name__} is not initialised",
-            "aot.create_state",
-            node=name,
-            way_out="call the module once on real inputs first",
-        )
-
-
 @dataclass(frozen=True)
 class FlatCall:
     """Calls `fn` with the state of its module, if it is one, and arguments nested as `spec` says.
@@ -216,7 +212,7 @@ class FlatCall:
             result = self.fn(*args, **kwargs)
         left = pytree.tree_leaves((args, kwargs))
         if len(left) != len(given) or any(a is not b for a, b in zip(left, given, strict=True)):
-            raise Refusal("not-representable", "it changes a container that it was given")
+            raise not_representable("it changes a container that it was given")
         return result
 
     def names(self, leaves: Sequence[Any]) -> list[str]:

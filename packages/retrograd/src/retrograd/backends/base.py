@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-Boxed = Callable[[list[Any]], Sequence[Any]]
+from retrograd.graph.emit import Boxed as Boxed
 
 
 @dataclass(frozen=True)

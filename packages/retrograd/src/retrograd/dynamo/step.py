@@ -31,7 +31,7 @@ from retrograd.errors import OptionError, Reason
 from retrograd.live.contexts import enter, leave
 from retrograd.live.session import Session
 from retrograd.report import Report, process_report, reason_of
-from retrograd.specialize.pace import Pace
+from retrograd.specialize.pace import SHORT_STEP, Pace
 
 
 @dataclass(eq=False)
@@ -97,7 +97,7 @@ class CompiledStep:
         """Forget the report and everything that was compiled."""
         self._report = StepReport(self.__name__)
         self._session = Session(self.config, self._report.pieces)
-        self._pace = Pace(self.__name__, "step")
+        self._pace = Pace(self.__name__, "step", SHORT_STEP)
         self._compiled = compiled_frames(
             self.fn,
             _backend_for(self.config, weakref.ref(self._report)),
@@ -191,8 +191,8 @@ def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
     and torch's optimizers are not compiled. Other backends compile optimizers too.
 
     The first call runs eagerly, so that the states of optimizers and lazy modules, and the gradients, exist.
-    A short step that is slower compiled than eager runs eagerly from then on, and the report says so. Under
-    ``torch.use_deterministic_algorithms`` it stays compiled.
+    A step of less than a second that is slower compiled than eager runs eagerly from then on, and the report
+    says so. Under ``torch.use_deterministic_algorithms`` it stays compiled.
 
     Args:
         step: the function or method; without it, a decorator is returned.

@@ -25,6 +25,7 @@ from retrograd._torch.autograd import (
     EngineRequest,
     LiveBackward,
     answer_queries,
+    edge_of,
     installed_compiler,
     is_traced,
     is_transformed,
@@ -40,22 +41,21 @@ from retrograd._torch.autograd import (
 from retrograd._torch.patches import handle
 from retrograd._torch.state import compile_stance
 from retrograd.errors import ContextError
-from retrograd.live.session import MOST_NESTED, TOO_DEEP, Session
-from retrograd.process import ForkSafeLock
-
-Grads = tuple[torch.Tensor | None, ...]
+from retrograd.live.session import MOST_NESTED, TOO_DEEP, Grads, Session
 
 
 class _EnteredContext:
     """One time that a session was switched on; `stock` is the stock compiler that was on already."""
 
-    __slots__ = ("is_open", "owner", "session", "stock")
+    __slots__ = ("owner", "session", "stock")
 
     def __init__(self, owner: object, session: Session) -> None:
         self.owner, self.session = owner, session
         self.stock = installed_compiler()
-        self.is_open = True
 
+
+#: those that are open, on all threads.
+_open: set[_EnteredContext] = set()
 
 #: what this thread or task has entered, innermost last. An entry that was closed elsewhere may still be here.
 _entered: ContextVar[tuple[_EnteredContext, ...]] = ContextVar("retrograd_entered", default=())
@@ -64,8 +64,9 @@ _entered: ContextVar[tuple[_EnteredContext, ...]] = ContextVar("retrograd_entere
 def enter(owner: object, session: Session) -> None:
     """From now on backwards of this thread belong to `session`."""
     open_gateway()
-    _entered.set((*_open_entries(), _EnteredContext(owner, session)))
-    _count_open(1)
+    entry = _EnteredContext(owner, session)
+    _open.add(entry)
+    _entered.set((*_open_entries(), entry))
 
 
 def leave(owner: object) -> None:
@@ -74,15 +75,14 @@ def leave(owner: object) -> None:
     last = next((entry for entry in reversed(entries) if entry.owner is owner), None)
     if last is None:
         raise ContextError
-    last.is_open = False
+    _open.discard(last)
     _entered.set(tuple(entry for entry in entries if entry is not last))
-    _count_open(-1)
     if installed_compiler() is not None:
         leave_engine_cache_to_stock()
 
 
 def _open_entries() -> tuple[_EnteredContext, ...]:
-    return tuple(entry for entry in _entered.get() if entry.is_open)
+    return tuple(entry for entry in _entered.get() if entry in _open)
 
 
 #: what holds where no context is open, on all threads.
@@ -123,7 +123,7 @@ def run_backward(
     request = EngineRequest(
         tuple(tensors), tuple(grad_tensors), keep_graph, create_graph, wanted, *flags, **named
     )
-    entry = next((entry for entry in reversed(_entered.get()) if entry.is_open), None) or _process_wide
+    entry = next((entry for entry in reversed(_entered.get()) if entry in _open), None) or _process_wide
     stock = installed_compiler()
     if stock is None and entry is not None and plans_under_way() > MOST_NESTED:
         # With as few Python frames of ours as possible: eager has room for 60 levels here.
@@ -145,7 +145,7 @@ def _claimed(request: EngineRequest) -> _EnteredContext | None:
     """The callable to which a backward belongs; None if it meets no mark of a living one."""
     if not living:
         return None
-    for node in nodes_below(request.tensors):
+    for node in nodes_below(map(edge_of, request.tensors)):
         session = node.metadata.get(_MARK)
         if session is not None and session in living:
             return _EnteredContext(session, session)
@@ -156,8 +156,10 @@ def _run(entry: _EnteredContext | None, request: EngineRequest) -> Grads:
     if entry is not None and not is_traced():
         if is_transformed(request):
             entry.session.leave_to_transform()
-        elif compile_stance() != "force_eager":
-            return entry.session.run(LiveBackward(request), why_not_collectable(request))
+        else:
+            backward, obstacle = LiveBackward(request), why_not_collectable(request)
+            if compile_stance() != "force_eager":
+                return entry.session.run(backward, obstacle)
     with window.stock():
         return run_stock(request)
 
@@ -171,16 +173,6 @@ def open_gateway() -> None:
     watch_hooks()
 
 
-_open = 0
-_open_lock = ForkSafeLock()
-
-
-def _count_open(by: int) -> None:
-    global _open
-    with _open_lock:
-        _open += by
-
-
 def is_anything_open() -> bool:
     """Whether a context is open on any thread, or backwards may belong to a compiled callable."""
-    return _open > 0 or _process_wide is not None or bool(living)
+    return bool(_open) or _process_wide is not None or bool(living)

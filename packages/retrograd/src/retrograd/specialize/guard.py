@@ -18,7 +18,7 @@ import torch
 from retrograd._torch.subclass import fits, is_wrapper, layout_of
 from retrograd._torch.tensor import addresses_are, groups_sharing_memory, is_foreign, storage_of
 from retrograd._torch.trace import InputGuard
-from retrograd.errors import Refusal
+from retrograd.errors import not_representable
 from retrograd.graph.joint_graph import JointValues
 
 
@@ -50,7 +50,7 @@ class CallGuard:
         sources = [*leaves, *joint.found]
         if joint.updates and any(group[-1] >= len(leaves) for group, _ in memory_layout(sources)):
             text = "it changes memory that an input shares with a tensor it closes over"
-            raise Refusal("not-representable", text)
+            raise not_representable(text)
         wrappings = tuple((i, layout_of(leaf)) for i, leaf in enumerate(sources) if is_wrapper(leaf))
         # Parameters and buffers stay where they are; other tensors come from anywhere.
         moving = [i for i, leaf in enumerate(sources) if not isinstance(leaf, torch.nn.Parameter)]

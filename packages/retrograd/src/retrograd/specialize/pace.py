@@ -1,9 +1,8 @@
 """Is compiled code worth it?
 
 In: the times of some calls, compiled and eager in turn, taken after the last compilation. Out: whether they
-stay compiled. Only short calls are measured, where the time of the host counts. A long one spends its time in
-kernels, and running it eagerly might need more memory than there is. Under deterministic algorithms nothing
-is decided by a clock.
+stay compiled. Long calls are not measured: they spend their time in kernels, and running one eagerly might
+need more memory than there is. Under deterministic algorithms nothing is decided by a clock.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ import torch
 
 from retrograd.errors import Reason
 
-#: a call is measured if it takes less than this many seconds.
-SHORT = 0.02
+#: a call is measured if it takes less than this many seconds: a backward; and a step, whose first call ran
+#: eagerly in any case.
+SHORT, SHORT_STEP = 0.02, 1.0
 #: a step is steady after this many calls in a row without a compilation.
 STEADY = 3
 #: how many calls of each kind are measured.
@@ -31,14 +31,14 @@ class Pace:
     """Measures one step, or the backwards of one kind.
 
     Args:
-        name: of what is measured. stage: as in `Reason`.
+        name: of what is measured. stage: as in `Reason`. short: one of the above.
 
     Attributes:
         aside: why it runs eagerly from now on; None if it does not.
     """
 
-    def __init__(self, name: str, stage: str) -> None:
-        self._name, self._stage = name, stage
+    def __init__(self, name: str, stage: str, short: float = SHORT) -> None:
+        self._name, self._stage, self._short = name, stage, short
         self.aside: Reason | None = None
         self._samples: dict[bool, list[float]] = {True: [], False: []}
         self._compilations = -1
@@ -70,7 +70,7 @@ class Pace:
         if not is_calm:
             self._samples = {True: [], False: []}
         elif self._calm > STEADY:
-            if seconds > SHORT or torch.are_deterministic_algorithms_enabled():
+            if seconds > self._short or torch.are_deterministic_algorithms_enabled():
                 self._is_decided = True
                 return
             self._samples[is_compiled].append(seconds)

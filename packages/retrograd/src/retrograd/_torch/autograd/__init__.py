@@ -23,7 +23,6 @@ from retrograd._torch.autograd.graph_task import (
     has_waiting_hooks,
     outside_of_graph_task,
     run_in_graph_task,
-    warn_of_layout,
     watch_hooks,
     watching,
 )

@@ -36,6 +36,7 @@ import torch
 import torch.autograd.graph as autograd_graph
 from torch._C._dynamo import compiled_autograd as engine_protocol
 from torch._dynamo import compiled_autograd as stock
+from torch._dynamo.utils import counters as dynamo_counters
 
 from retrograd.errors import Refusal
 from retrograd.process import forgotten_by_reset
@@ -371,8 +372,7 @@ def leave_engine_cache_to_stock() -> None:
 def _forget_foreign_captures() -> None:
     """Nor must we find structures of stock's: drop all when stock compiled autograd captured since."""
     global _stock_captures
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    captures = dynamo.counters["compiled_autograd"]["captures"] if dynamo else 0
+    captures = dynamo_counters["compiled_autograd"]["captures"]
     if captures != _stock_captures:
         clear_engine_cache()
         _stock_captures = captures

@@ -26,8 +26,8 @@ from torch.autograd.graph import get_gradient_edge
 from retrograd._torch.autograd.collection import run_stock, window
 from retrograd._torch.autograd.request import EngineRequest
 from retrograd._torch.patches import Handler, handle
-from retrograd._torch.releases import is_layout_enforced, unseen
-from retrograd._torch.tensor import grad_of, obeys_layout_contract
+from retrograd._torch.releases import unseen
+from retrograd._torch.tensor import PLAIN_CLASSES
 from retrograd.errors import Escape
 from retrograd.graph.backward_graph import HookKind
 
@@ -102,38 +102,6 @@ def outside_of_graph_task(body: Callable[[], Any], create_graph: bool) -> Any:
     request = EngineRequest((), (), True, create_graph, accumulate_grad=True)
     run_in_graph_task(lambda: found.append(body()), request)
     return found[0]
-
-
-#: whether torch was made to warn already, by grad mode: it has one warning for each branch of its code.
-_warned: set[bool] = set()
-
-
-def warn_of_layout(existing: torch.Tensor, grad: torch.Tensor, variable: torch.Tensor) -> None:
-    """Have torch warn, if eager would have when it added `grad` to the ``.grad`` that was `existing`.
-
-    It does so in its own words and as often as it wants: an AccumulateGrad node is run on tensors without
-    data of the same sizes and strides. The rule is ``CHECK_RESULT`` in ``accumulate_grad.h``.
-    """
-    total = grad_of(variable)
-    create_graph = torch.is_grad_enabled()
-    if total is None or (create_graph in _warned and not torch.is_warn_always_enabled()):
-        return
-    tensors = (total, existing, grad, variable)
-    if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in tensors):
-        return
-    if not is_layout_enforced() or obeys_layout_contract(total, variable):
-        return
-    _warned.add(create_graph)
-    with torch.inference_mode(False), torch.enable_grad():
-        like = torch.empty_strided(variable.shape, variable.stride(), device="meta").requires_grad_()
-        like.grad = _like(existing)
-        root = like.view_as(like)
-    with window.stock():
-        run_stock(EngineRequest((root,), (_like(grad),), create_graph, create_graph, accumulate_grad=True))
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
 
 
 @dataclass(frozen=True)
@@ -269,10 +237,7 @@ def counts_other_hooks(hook: Any) -> bool:
     )
 
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
 def has_waiting_hooks(values: Iterable[Any]) -> bool:
     """Whether one of `values` is a leaf with post-accumulate-grad hooks. They may free the gradient at once,
     as an optimizer in backward does, so that it matters how many gradients there are at a time."""
-    return any(bool(value._post_accumulate_grad_hooks) for value in values if type(value) in _PLAIN)
+    return any(bool(value._post_accumulate_grad_hooks) for value in values if type(value) in PLAIN_CLASSES)

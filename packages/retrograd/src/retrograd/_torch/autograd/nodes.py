@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 
 from retrograd._torch.autograd.request import EngineRequest
 from retrograd._torch.state import torch_functions_off, without_torch_functions
-from retrograd._torch.tensor import zeros_of_slot
+from retrograd._torch.tensor import PLAIN_CLASSES, zeros_of_slot
 from retrograd.errors import Refusal
 from retrograd.graph.eager_order import LiveGraph
 
@@ -83,7 +83,7 @@ def modified_error(tensor: torch.Tensor, expected: int) -> str:
 
 def versions_of(values: Sequence[Any]) -> list[int | None]:
     """The version of each; None for what tracks none."""
-    if _PLAIN.issuperset(map(type, values)):
+    if PLAIN_CLASSES.issuperset(map(type, values)):
         try:
             return [value._version for value in values]
         except RuntimeError:  # an inference tensor is among them
@@ -93,9 +93,6 @@ def versions_of(values: Sequence[Any]) -> list[int | None]:
             value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
             for value in values
         ]
-
-
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def request_to_release(

@@ -117,13 +117,13 @@ def read_ranks(request: EngineRequest) -> tuple[int, ...]:
     Two backwards of equal structure run in the same eager order if these are equal. Read on every backward
     whose order is visible, so it reads nothing else.
     """
-    numbers = [node._sequence_nr() for node in nodes_below(request.tensors)]
+    numbers = [node._sequence_nr() for node in nodes_below(map(edge_of, request.tensors))]
     return tuple(sorted(range(len(numbers)), key=numbers.__getitem__))
 
 
 def names_of_nodes(request: EngineRequest) -> tuple[str, ...]:
     """The names of all nodes of `request`, in order of discovery: equal for backwards of equal structure."""
-    return tuple([node.name() for node in nodes_below(request.tensors)])
+    return tuple([node.name() for node in nodes_below(map(edge_of, request.tensors))])
 
 
 def beginning_of(request: EngineRequest) -> tuple[tuple[str, ...], ...]:
@@ -133,54 +133,41 @@ def beginning_of(request: EngineRequest) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple("" if n is None else n.name() for n in nodes) for nodes in (roots, below))
 
 
-def nodes_below(roots: Iterable[Any]) -> Iterator[Any]:
-    """The nodes below the roots, nearest first."""
-    seen: dict[Any, None] = dict.fromkeys(node for node, _ in map(edge_of, roots) if node is not None)
+def nodes_below(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> Iterator[Any]:
+    """The nodes below `edges` (a node and which of its inputs), nearest first, not beyond `ends`."""
+    seen: dict[Any, None] = dict.fromkeys(node for node, _ in edges if node is not None)
     waiting = list(seen)
     for above in waiting:  # grows while it is read
         yield above
-        for node, _ in above.next_functions:
+        for node, _ in () if above in ends else above.next_functions:
             if node is not None and node not in seen:
                 seen[node] = None
                 waiting.append(node)
 
 
 def graph_below(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> LiveGraph:
-    """The graph below `edges` (a node and which of its inputs), in order of discovery, not beyond `ends`."""
-    index = _Numbers()
-    roots = tuple([Edge(index[node], slot) for node, slot in edges])
+    """The graph of `nodes_below`, in their order."""
+    edges = list(edges)
+    index = {node: number for number, node in enumerate(nodes_below(edges, ends))}
     nodes: list[LiveNode] = []
-    for above in index.handles:  # grows while it is read
+    for above in index:
         below = () if above in ends else above.next_functions
         after = tuple([None if node is None else Edge(index[node], slot) for node, slot in below])
         nodes.append(LiveNode(above, above.name(), above._sequence_nr(), after))
-    return LiveGraph(tuple(nodes), roots, None)
+    return LiveGraph(tuple(nodes), tuple([Edge(index[node], slot) for node, slot in edges]), None)
 
 
 def passes_through_function(value: torch.Tensor, base: torch.Tensor) -> bool:
     """Whether a Function in Python stands between the history of `value` and that of `base`."""
     end, _ = edge_of(base) if base.requires_grad else (None, 0)
-    nodes = graph_below([edge_of(value)], (end,)).nodes if value.grad_fn is not None else ()
-    return any(hasattr(node.handle, "apply") for node in nodes if node.handle is not end)
+    nodes = nodes_below([edge_of(value)], (end,)) if value.grad_fn is not None else ()
+    return any(hasattr(node, "apply") for node in nodes if node is not end)
 
 
 def leads_to(value: torch.Tensor, base: torch.Tensor) -> bool:
     """Whether the history of `value` goes back to that of `base`."""
     end, _ = edge_of(base)
-    return any(node.handle is end for node in graph_below([edge_of(value)], (end,)).nodes)
-
-
-class _Numbers(dict[Any, int]):
-    """Numbers nodes as they are asked for; `handles` are those that have one, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.handles: list[Any] = []
-
-    def __missing__(self, handle: Any) -> int:
-        self[handle] = number = len(self.handles)
-        self.handles.append(handle)
-        return number
+    return any(node is end for node in nodes_below([edge_of(value)], (end,)))
 
 
 @contextmanager
@@ -190,8 +177,7 @@ def accumulating_only_into(is_ours: Callable[[torch.Tensor], bool]) -> Iterator[
 
     def run(original: Callable[..., Any], tensors: Any, *args: Any, **options: Any) -> Any:
         if options.get("accumulate_grad"):
-            graph = graph_below(edge_of(tensor) for tensor in tensors if tensor.requires_grad)
-            leaves = [leaf_of(node.handle) for node in graph.nodes]
+            leaves = map(leaf_of, nodes_below(edge_of(tensor) for tensor in tensors if tensor.requires_grad))
             if not all(leaf is None or is_ours(leaf) for leaf in leaves):
                 raise Refusal("backward-effect", "its backward runs another, which accumulates into a leaf")
         return original(tensors, *args, **options)
@@ -288,21 +274,14 @@ def _lines(live: LiveGraph, pairs: Sequence[tuple[int, int]]) -> Iterator[str]:
         yield f"n{root.node} = roots[{place}]"
     # In order of discovery a node stands behind the one by which it is found.
     for node in sorted(on_the_way):
-        yield from _step(node, below.get(node, []), node in wanted)
+        if node in wanted:
+            yield f"s{node} = n{node}._sequence_nr()"
+        if node in below:
+            yield f"f = n{node}.next_functions"
+        for child, edge in below.get(node, ()):
+            yield f"n{child} = f[{edge}][0]"
     terms = [f"s{first} > s{second}" for first, second in pairs]
     yield f"return {' and '.join(terms) or True}"
-
-
-def _step(node: int, below: Sequence[tuple[int, int]], is_wanted: bool) -> Iterator[str]:
-    if is_wanted:
-        yield f"s{node} = n{node}._sequence_nr()"
-    if len(below) == 1:
-        child, edge = below[0]
-        yield f"n{child} = n{node}.next_functions[{edge}][0]"
-    elif below:
-        yield f"f = n{node}.next_functions"
-        for child, edge in below:
-            yield f"n{child} = f[{edge}][0]"
 
 
 def _first_edges(live: LiveGraph) -> dict[int, tuple[int, int]]:

@@ -29,7 +29,7 @@ from retrograd._torch import pytree
 from retrograd._torch.fx import FILLING, is_operator_overload, schema_of
 from retrograd._torch.tensor import inner_tensors, is_dense, may_overlap, storage_of
 from retrograd._torch.trace.graph_tracer import noted
-from retrograd.errors import Refusal
+from retrograd.errors import Refusal, not_representable
 
 
 def functional_mode(keeps_gaps: bool = False) -> AbstractContextManager[Any]:
@@ -125,7 +125,7 @@ def _refuse_overlap(func: Any, args: Sequence[Any]) -> None:
         if isinstance(given, list) and argument.alias_info is not None and argument.alias_info.is_write:
             tensors = [each for each in given if isinstance(each, torch.Tensor)]
             if any(may_overlap(one, other) for one, other in combinations(tensors, 2)):
-                raise Refusal("not-representable", f"{func} writes to tensors of which two share memory")
+                raise not_representable(f"{func} writes to tensors of which two share memory")
 
 
 def _keep_layout(value: FunctionalTensor) -> None:

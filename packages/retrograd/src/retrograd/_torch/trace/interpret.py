@@ -30,7 +30,7 @@ from retrograd._torch.patches import handled_here
 from retrograd._torch.releases import CHECKPOINT, checkpoint_options, policy_context
 from retrograd._torch.trace.functional import any_changed, mutations_of
 from retrograd._torch.trace.graph_tracer import draws_so_far, noted, noted_here
-from retrograd.errors import Refusal
+from retrograd.errors import Refusal, not_representable
 
 #: what the function that is traced was given; a checkpoint in it may change none of that.
 _GIVEN: ContextVar[Sequence[Any]] = ContextVar("given", default=())
@@ -103,9 +103,8 @@ class Marking(TorchDispatchMode):
         if contexts is not None and contexts is not noop_context_fn:
             forward, _ = contexts()
             if not isinstance(forward, _CachingTorchDispatchMode):
-                raise Refusal(
-                    "not-representable",
-                    "a checkpoint has a context_fn that is no selective-checkpoint policy",
+                raise not_representable(
+                    "a checkpoint has a context_fn that is no selective-checkpoint policy"
                 )
             self._policy = forward.policy_fn
 
@@ -159,9 +158,9 @@ class _Interpreter(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in _REFUSED:
-            raise Refusal("not-representable", f"it calls {target}")
+            raise not_representable(f"it calls {target}")
         if getattr(target, "__name__", "") == _DATA_WRITTEN:
-            raise Refusal("not-representable", "it assigns to .data of a tensor")
+            raise not_representable("it assigns to .data of a tensor")
         if getattr(target, "__name__", "") == _DATA_READ:
             return args[0].data  # seen by those who watch for it
         if target is not tag_activation_checkpoint:

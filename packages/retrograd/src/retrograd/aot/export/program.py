@@ -135,7 +135,12 @@ class InputCheck:
         for expected, given in zip(self.expected, inputs, strict=True):
             self._bind(expected, given, values)
         for expected, given in zip(self.expected, inputs, strict=True):
-            _check_sizes(expected, given, values)
+            wanted = [int(evaluated(tree, values)) for tree in expected.trees[0]]
+            found = [given] if expected.shape is None else list(given.shape)
+            if found != wanted:
+                raise _unfit(
+                    expected, f"has sizes {found}, and {wanted} fit the capture and the other inputs"
+                )
         for guard in self.guards:
             if not evaluated(guard, values):
                 text = f"sizes {values} do not satisfy {guard}, which the capture relied on"
@@ -171,13 +176,6 @@ class InputCheck:
                 expected, f"has a size {size}, and the capture is for sizes from {low} to {high or 'any'}"
             )
         values.setdefault(tree, size)
-
-
-def _check_sizes(expected: ProgramInput, given: Any, values: Mapping[str, int]) -> None:
-    wanted = [int(evaluated(tree, values)) for tree in expected.trees[0]]
-    found = [given] if expected.shape is None else list(given.shape)
-    if found != wanted:
-        raise _unfit(expected, f"has sizes {found}, and {wanted} fit the capture and the other inputs")
 
 
 def _laid_out(expected: ProgramInput, given: Any, values: Mapping[str, int]) -> Any:
@@ -279,8 +277,7 @@ class Exported:
 
         Raises:
             ExportError: the arguments are nested in another way than at capture, an entry of `state` is
-            missing, or
-                the program is a joint graph, which takes cotangents.
+                missing, or the program is a joint graph, which takes cotangents.
         """
         if self.kind is ProgramKind.JOINT:
             text = "a joint program takes cotangents besides the arguments"

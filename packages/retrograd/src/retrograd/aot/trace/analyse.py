@@ -6,7 +6,6 @@ graph has to compute, the changes to make after a call, and a plan for every out
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from retrograd._torch.autograd import leads_to, passes_through_function, versions_of
-from retrograd._torch.subclass import Layout, is_wrapper, layout_of, parts_of
+from retrograd._torch.subclass import ATOMS, Layout, is_wrapper, layout_of, parts_of
 from retrograd._torch.tensor import lies_within, shares_elements, view_origin
 from retrograd._torch.trace import changes_of, is_traced, lost_layout, plain, storage_key
-from retrograd.errors import Refusal
+from retrograd.errors import not_representable
 from retrograd.graph.joint_graph import (
     AliasOf,
     ComputedOutput,
@@ -34,12 +33,6 @@ from retrograd.graph.joint_graph import (
 
 if TYPE_CHECKING:
     from retrograd.aot.trace.enter import Inputs
-
-#: what a function may return besides tensors.
-CONSTANTS = (
-    type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device,
-    torch.layout, torch.memory_format,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,21 +113,19 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
         _refuse_state_changes(primal, leaf)
         changes = changes_of(tensor)
         if changes.memory:
-            raise Refusal("not-representable", f"it gives {primal.name} other memory (set_, or a resize)")
+            raise not_representable(f"it gives {primal.name} other memory (set_, or a resize)")
         if not changes.elements and not changes.shape:
             continue
         if changes.elements and shares_elements(primal.fake):
-            raise Refusal("not-representable", f"it changes {primal.name}, an expanded tensor")
+            raise not_representable(f"it changes {primal.name}, an expanded tensor")
         if any(bared is tensor for bared in inputs.bared):
-            raise Refusal(
-                "not-representable",
-                f"it may change {primal.name} through .data, which no version counter shows",
+            raise not_representable(
+                f"it may change {primal.name} through .data, which no version counter shows"
             )
         unseen = tensor.grad_fn is inputs.histories[number] and changes.is_unseen
         if changes.shape and (primal.wrapping.cls is not None or (primal.differentiable and not unseen)):
-            raise Refusal(
-                "not-representable",
-                f"it changes the shape of {primal.name}, which is differentiable or a subclass",
+            raise not_representable(
+                f"it changes the shape of {primal.name}, which is differentiable or a subclass"
             )
         view = _view(analysis, tensor, primal.fake, True) if changes.shape else None
         value = analysis.add(TracedValue(tensor, False, not unseen)) if changes.elements else None
@@ -149,9 +140,9 @@ def _version(value: Any) -> int:
 
 def _refuse_state_changes(primal: PrimalValue, leaf: torch.Tensor) -> None:
     if leaf.requires_grad != primal.differentiable and leaf.grad_fn is None:
-        raise Refusal("not-representable", f"it switches requires_grad of {primal.name}")
+        raise not_representable(f"it switches requires_grad of {primal.name}")
     if leaf.is_leaf and leaf.grad is not None:
-        raise Refusal("not-representable", f"it runs a backward that accumulates into {primal.name}")
+        raise not_representable(f"it runs a backward that accumulates into {primal.name}")
 
 
 def _view(
@@ -201,10 +192,9 @@ class _Outputs:
         if isinstance(output, torch.Size):
             return SizeOutput(tuple(_size(self.analysis, size) for size in output))
         if not isinstance(output, torch.Tensor):
-            if not isinstance(output, CONSTANTS):
-                raise Refusal(
-                    "not-representable",
-                    f"it returns a {type(output).__name__}, which may hold what was traced",
+            if not isinstance(output, ATOMS):
+                raise not_representable(
+                    f"it returns a {type(output).__name__}, which may hold what was traced"
                 )
             return ConstantOutput(output)
         if not is_traced(output):
@@ -216,10 +206,9 @@ class _Outputs:
         if key in self._sources and not _is_empty(output):
             source = self._source(output, self._sources[key])
             if lost_layout(self.inputs.entries[source]) and not lost_layout(output):
-                raise Refusal(
-                    "not-representable",
+                raise not_representable(
                     "it changes an input that has gaps or begins behind the start of its memory, and returns "
-                    "a view that it took afterwards",
+                    "a view that it took afterwards"
                 )
             return AliasOf(self._seen(output, self.inputs.entries[source]), source=source)
         return self._computed(output, list(self._sharing[key].values()))
@@ -247,20 +236,16 @@ class _Outputs:
         """How `output` looks at the memory of `base`."""
         differentiable = output.requires_grad
         if differentiable and passes_through_function(output, base):
-            raise Refusal(
-                "not-representable",
-                "a Function returns a view of what it was given, which the caller gets as well",
+            raise not_representable(
+                "a Function returns a view of what it was given, which the caller gets as well"
             )
         if output.grad_fn is not None and base.requires_grad and not leads_to(output, base):
-            raise Refusal(
-                "not-representable",
-                "it returns a view of a view that was made under no_grad, which is a leaf of its own",
+            raise not_representable(
+                "it returns a view of a view that was made under no_grad, which is a leaf of its own"
             )
         if output.dtype != base.dtype or is_wrapper(output):
             if not output._is_view():
-                raise Refusal(
-                    "not-representable", "an output shares memory with a tensor of another dtype or class"
-                )
+                raise not_representable("an output shares memory with a tensor of another dtype or class")
             return _view(self.analysis, output, base, differentiable, output._view_func_unsafe)
         replay = output._view_func_unsafe if differentiable and _is_static_view(output, base) else None
         return _view(self.analysis, output, base, differentiable, replay)

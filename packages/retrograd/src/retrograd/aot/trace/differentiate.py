@@ -31,7 +31,7 @@ from retrograd._torch.trace import JointTracer, is_traced, plain, to_functional
 from retrograd.aot.trace.analyse import Analysis, TracedValue
 from retrograd.aot.trace.enter import Inputs
 from retrograd.aot.trace.structure import Structure, divide
-from retrograd.errors import Refusal
+from retrograd.errors import Refusal, not_representable
 from retrograd.graph.eager_order import Edge, LiveGraph, LiveNode
 from retrograd.graph.joint import Destination, Gradient
 
@@ -183,9 +183,7 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     if not edges:
         return Differentiated()
     if len(set(edges.values())) < len(edges):
-        raise Refusal(
-            "not-representable", "two of its outputs have one and the same place in the autograd graph"
-        )
+        raise not_representable("two of its outputs have one and the same place in the autograd graph")
     graph = graph_below(edges.values())
     _refuse_effects(graph)
     primals = _accumulated(graph, inputs)
@@ -237,7 +235,7 @@ def _accumulated(graph: LiveGraph, inputs: Inputs) -> dict[int, int]:
     for index, node in enumerate(graph.nodes):
         if (leaf := leaf_of(node.handle)) is not None:
             if id(leaf) not in numbers:
-                raise Refusal("not-representable", "it makes a leaf that requires grad and computes with it")
+                raise not_representable("it makes a leaf that requires grad and computes with it")
             found[index] = numbers[id(leaf)]
     return found
 

@@ -20,7 +20,7 @@ from retrograd._torch.trace import (
     mutations_of,
     to_functional,
 )
-from retrograd.errors import Refusal
+from retrograd.errors import not_representable
 from retrograd.graph.joint import InputRole, Primal, PrimalKind
 from retrograd.graph.joint_graph import CaptureState, Leaf, PrimalValue
 
@@ -52,9 +52,8 @@ class EntryPlan:
         for number, group in enumerate(state.aliases):
             if number not in based and any(member.leaf in changed for member in group.members):
                 if group.base is None:
-                    raise Refusal(
-                        "not-representable",
-                        "it changes an input whose memory another one shares in a way unknown to autograd",
+                    raise not_representable(
+                        "it changes an input whose memory another one shares in a way unknown to autograd"
                     )
                 based.add(number)
         return replace(self, based=frozenset(based))
@@ -97,7 +96,7 @@ class Inputs:
         ):
             result = self.state.call(self.entries[:count])
             if torch.is_grad_enabled() != self.state.thread_modes.grad:
-                raise Refusal("not-representable", "it leaves grad mode switched")
+                raise not_representable("it leaves grad mode switched")
         self.tracer.refuse_other_numbers()
         self.bared, self.reads_offsets = free.bared, free.reads_offsets
         return result

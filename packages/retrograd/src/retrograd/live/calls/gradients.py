@@ -19,14 +19,13 @@ from typing import Any, Self
 import torch
 from torch import fx
 
-from retrograd._torch.autograd import warn_of_layout
 from retrograd._torch.fx import is_higher_order, is_operator_overload
 from retrograd._torch.releases import is_layout_enforced
 from retrograd._torch.state import as_if_autocast, torch_functions_off, without_torch_functions
 from retrograd._torch.tensor import (
+    PLAIN_CLASSES,
     accumulate_in_node,
     add_each,
-    clone_for_layout_contract,
     grad_of,
     is_lazy,
     obeys_layout_contract,
@@ -41,9 +40,6 @@ _OWN_REFERENCES = 2
 
 Grad = torch.Tensor | None
 Geometry = tuple[Sequence[int], Sequence[int], int]
-
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
 
 # adding gradients
 
@@ -64,7 +60,8 @@ def sum_gradients(*grads: Grad) -> Grad:
 
 
 def accumulate_quietly(variable: torch.Tensor, box: list[Grad], kept_for_post_hooks: bool = False) -> None:
-    """Write a gradient into ``variable.grad`` with eager's rules: steal, copy, or add.
+    """Write a gradient into ``variable.grad`` with eager's rules: steal it, or add it to one that is surely
+    laid out as it should be; everything else is done by torch's own node.
 
     Args:
         variable: a leaf.
@@ -84,53 +81,46 @@ def accumulate_quietly(variable: torch.Tensor, box: list[Grad], kept_for_post_ho
         # Asked here, not in a function of its own: a call to Python holds one more reference where Dynamo's
         # evaluation of frames is installed.
         others = getrefcount(grad) - _OWN_REFERENCES - int(kept_for_post_hooks)
-        stealable = not torch.is_grad_enabled() and others <= 0 and grad._use_count() <= 1  # type: ignore[attr-defined]
-        _write(variable, _first(variable, grad, stealable), grad)
-        return
-    if existing.is_sparse and not grad.is_sparse:
-        _write(variable, grad + existing, grad)
-    elif torch.is_grad_enabled():
-        _write(variable, existing + grad, grad)
-    else:
-        existing += grad
-        if _has_plain_layout(existing, variable):
+        is_ours = others <= 0 and grad._use_count() <= 1  # type: ignore[attr-defined]
+        if is_ours and not torch.is_grad_enabled() and _take_over(variable, grad):
             return
-    warn_of_layout(existing, grad, variable)
+        if not is_ours and not torch.is_grad_enabled():
+            grad = grad.clone()  # torch's node counts references, and expects one more for each kind of hook
+    elif not torch.is_grad_enabled() and _is_laid_out(existing, variable):
+        existing += grad
+        return
+    accumulate_in_node(variable, grad)
 
 
 accumulate_grad = without_torch_functions(accumulate_quietly)
 accumulate_grad.__name__ = accumulate_grad.__qualname__ = "accumulate_grad"
 
 
-def _has_plain_layout(total: torch.Tensor, variable: torch.Tensor) -> bool:
-    """Whether a ``.grad`` surely has the layout that it owes: both are contiguous, with equal strides."""
-    if total.layout is not torch.strided or variable.layout is not torch.strided:
-        return False
-    if total.is_nested or variable.is_nested:
+def _is_laid_out(total: torch.Tensor, variable: torch.Tensor) -> bool:
+    """Whether a dense ``.grad`` has the layout that it owes, so that torch gives no warning."""
+    if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in (total, variable)):
         return False
     strides = total.stride()
-    return variable.is_contiguous() and strides == variable.stride() and 0 not in strides
+    if variable.is_contiguous() and strides == variable.stride():  # the common case, quickly
+        return 0 not in strides
+    return obeys_layout_contract(total, variable)
 
 
-def _write(variable: torch.Tensor, total: torch.Tensor, grad: torch.Tensor) -> None:
-    """Make `total` the ``.grad``. Python refuses one whose size, dtype or layout differs from the leaf's;
-    eager's C++ does not. In that case torch's own node accumulates `grad`."""
-    try:
-        set_grad(variable, total)
-    except RuntimeError:
-        accumulate_in_node(variable, grad)
-
-
-def _first(variable: torch.Tensor, grad: torch.Tensor, stealable: bool) -> torch.Tensor:
-    if stealable and _may_be_taken_over(variable, grad):
-        return grad.detach()
-    if stealable and grad.is_sparse:
+def _take_over(variable: torch.Tensor, grad: torch.Tensor) -> bool:
+    """Make a gradient without other owners the ``.grad``; whether eager does so too. Python refuses one whose
+    size, dtype or layout differs from the leaf's; eager's C++ does not."""
+    taken = grad.detach() if _may_be_taken_over(variable, grad) else None
+    if taken is None and grad.is_sparse:
         indices, values = grad._indices(), grad._values()
         if indices.is_contiguous() and values.is_contiguous():
-            return torch.sparse_coo_tensor(indices, values, grad.shape, check_invariants=False)
-    if grad.layout is not torch.strided or grad.is_nested:
-        return grad.clone()
-    return clone_for_layout_contract(grad, variable)
+            taken = torch.sparse_coo_tensor(indices, values, grad.shape, check_invariants=False)
+    if taken is None:
+        return False
+    try:
+        set_grad(variable, taken)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _may_be_taken_over(variable: torch.Tensor, grad: torch.Tensor) -> bool:
@@ -217,7 +207,7 @@ def _one_by_one(variables: Sequence[torch.Tensor], grads: list[Grad]) -> None:
 def _fits(grad: Grad, variable: torch.Tensor) -> bool:
     """Whether a plain gradient has the sizes, dtype and strides of its plain leaf. Other layouts that fit too
     are left to `accumulate_grad`."""
-    if type(grad) is not torch.Tensor or type(variable) not in _PLAIN or not variable.requires_grad:
+    if type(grad) is not torch.Tensor or type(variable) not in PLAIN_CLASSES or not variable.requires_grad:
         return False
     if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in (grad, variable)):
         return False
@@ -249,23 +239,25 @@ def _are_apart(totals: Sequence[Grad], grads: Sequence[Grad]) -> bool:
 # built-in nodes
 
 
-class NodeFunction(functools.partial[Sequence[Any]]):
-    """The closure that the engine gave for a kind of node, under the node's name. It is called from C."""
+class NodeFunction(functools.partial[Any]):
+    """A function under the name of a node: the closure that the engine gave for it, or one of ours. It is
+    called from C.
+
+    Attributes:
+        structure_key: equal for two that compute the same, and name the same node in their errors.
+    """
 
     __name__: str
     __qualname__: str
+    structure_key: tuple[Hashable, ...]
 
-    def __new__(cls, name: str, fn: Callable[..., Any]) -> Self:
-        """Name the closure."""
+    def __new__(cls, name: str, fn: Callable[..., Any], key: tuple[Hashable, ...] | None = None) -> Self:
+        """Name the function; it is compared by `key`, by default by its name and itself."""
         self = super().__new__(cls, fn)
         self.__name__ = self.__qualname__ = name
         self.__module__ = "autograd"
+        self.structure_key = key or (fn, name)
         return self
-
-    @property
-    def structure_key(self) -> tuple[Hashable, ...]:
-        """Equal for two that compute the same, and name the same node in their errors."""
-        return self.func, self.__name__
 
     def __repr__(self) -> str:
         return f"autograd.{self.__name__}"
@@ -281,13 +273,9 @@ class OutputCheck(NodeFunction):
 
     def __new__(cls, fn: Callable[..., Any], node: str) -> Self:
         """Name the engine's closure `fn`, and the node, for its error."""
-        self = super().__new__(cls, "validate_outputs", fn)
+        self = super().__new__(cls, "validate_outputs", fn, (fn, node))
         self._node = node
         return self
-
-    @property
-    def structure_key(self) -> tuple[Hashable, ...]:
-        return self.func, self.__name__, self._node
 
     def __call__(self, grads: Sequence[Any], *saved: Any) -> Sequence[Any]:
         """The gradients as their consumers take them.
@@ -349,31 +337,17 @@ def epilogue(needs: Sequence[bool], result: Grad, grads: Sequence[Grad], part: G
 # the calls of a compiled function's own graph
 
 
-class Named:
-    """A function under a name of our own."""
-
-    def __init__(self, name: str, fn: Callable[..., Any], key: tuple[Hashable, ...] | None = None) -> None:
-        self.__name__ = self.__qualname__ = name
-        self.__module__ = "aot"
-        self._fn = fn
-        self.structure_key = self if key is None else (Named, *key)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result."""
-        return self._fn(*args, **kwargs)
-
-
-def tangent(read: Callable[[Any], list[Any]], zeros: Callable[[], torch.Tensor] | None) -> Named:
+def tangent(read: Callable[[Any], list[Any]], zeros: Callable[[], torch.Tensor] | None) -> NodeFunction:
     """Takes a gradient in.
 
     Args:
         read: brings it into the layout and class that the graph was traced for.
         zeros: makes the gradient that is taken instead if user code returned None.
     """
-    return Named("tangent", lambda grad: read(zeros() if grad is None and zeros else grad))
+    return NodeFunction("tangent", lambda grad: read(zeros() if grad is None and zeros else grad))
 
 
-def operation(node: fx.Node) -> Named:
+def operation(node: fx.Node) -> NodeFunction:
     """Runs an operation of the graph, under autocast as eager would.
 
     Inductor gives the forward's saved tensors strides of its own choice. The backward was traced before that,
@@ -384,7 +358,7 @@ def operation(node: fx.Node) -> Named:
         target = torch.ops.aten.reshape.default
     name = str(getattr(target, "__name__", target))
     if not is_operator_overload(target) and not is_higher_order(target):
-        return Named(name, target, (target,))
+        return NodeFunction(name, target, (target,))
     traced = node.meta.get("val")
     dtype = traced.dtype if isinstance(traced, torch.Tensor) else None
-    return Named(name, functools.partial(as_if_autocast, dtype, target), (target, dtype))
+    return NodeFunction(name, functools.partial(as_if_autocast, dtype, target), (target, dtype))

@@ -88,7 +88,7 @@ class CallGraph:
 
     def elements(self, result: fx.Node, wanted: Sequence[bool], step: int = 0) -> list[Value]:
         """The elements of a call's result; None where they are not wanted."""
-        call = Call(CallKind.PROJECT, self.current, step=step)
+        call = Call(CallKind.PROJECT, call_of(result).node_call, step=step)
         return [
             self.add(call, operator.getitem, (result, i)) if want else None for i, want in enumerate(wanted)
         ]

@@ -281,7 +281,7 @@ class _Inlining:
             grad = self._hooked(grad, tangent.slot, step)
         if grad is None and number in self._grads.zeros:
             assert make_zeros is not None
-            grad = self._call(gradients.Named("zeros", make_zeros), (), "zeros", step)
+            grad = self._call(gradients.NodeFunction("zeros", make_zeros), (), "zeros", step)
         if grad is None:
             self._env.update(dict.fromkeys(placeholders))
             return
@@ -314,7 +314,7 @@ class _Inlining:
         step = self._steps.of([node])
         if node.op == "get_attr":
             held = self._aot.constants[str(node.target)]
-            return self._call(gradients.Named(str(node.target), lambda: held), (), node.name, step)
+            return self._call(gradients.NodeFunction(str(node.target), lambda: held), (), node.name, step)
         self._fill(node.all_input_nodes, step)
         args = fx.map_arg(node.args, self._env.__getitem__)
         kwargs = fx.map_arg(node.kwargs, self._env.__getitem__)
@@ -325,7 +325,9 @@ class _Inlining:
         for node in self._grads.filled.intersection(inputs):
             fake = node.meta["val"]
             make = functools.partial(torch.zeros, tuple(fake.shape), dtype=fake.dtype, device=fake.device)
-            self._env[node] = self._call(gradients.Named("zeros", make), (), f"{node.name}_zeros", step)
+            self._env[node] = self._call(
+                gradients.NodeFunction("zeros", make), (), f"{node.name}_zeros", step
+            )
 
     def _gradient(self, gradient: fx.Node | BuiltGradient | None) -> Value:
         parts = _parts(gradient)
@@ -337,7 +339,7 @@ class _Inlining:
         step = self._steps.of(parts)
         self._fill(parts, step)
         values = tuple(self._env[part] if isinstance(part, fx.Node) else part for part in gradient.parts)
-        return self._call(gradients.Named("subclass", gradient.build), values, "subclass", step)
+        return self._call(gradients.NodeFunction("subclass", gradient.build), values, "subclass", step)
 
     def _call(
         self,

@@ -132,10 +132,10 @@ class SegmentFunction:
         dying = last_uses([*reads, (len(reads), self.segment.outputs)])
         for i, node in enumerate(nodes):
             with around(node):
-                args, kwargs = argument_values((node.args, node.kwargs), values)
+                given: Any = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 assert callable(node.target)
-                values[node] = node.target(*args, **kwargs)
-                del args, kwargs
+                values[node] = node.target(*given[0], **given[1])
+                del given
             for value in dying.get(i, ()):
                 del values[value]
         return tuple(values[node] for node in self.segment.outputs)
@@ -151,19 +151,6 @@ class SegmentFunction:
         """Report a lowering. The arguments are those of `LoweringReport`."""
         live_log.debug("segment %d: %s, %s", self.number, how, because)
         self.log.lowered(LoweringReport(self.number, how, guards, because, graph, recompile))
-
-
-def argument_values(argument: Any, values: dict[fx.Node, Any]) -> Any:
-    """An FX argument with values for its nodes, in plain lists and tuples."""
-    if isinstance(argument, fx.Node):
-        return values[argument]
-    if isinstance(argument, list):
-        return [argument_values(item, values) for item in argument]
-    if isinstance(argument, tuple):
-        return tuple(argument_values(item, values) for item in argument)
-    if isinstance(argument, dict):
-        return {name: argument_values(item, values) for name, item in argument.items()}
-    return argument
 
 
 Symbolic = dict[int, frozenset[int]]

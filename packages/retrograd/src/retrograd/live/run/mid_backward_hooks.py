@@ -7,7 +7,6 @@ them, so a change to the very hooks that are being called counts only from the n
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from retrograd.graph.backward_graph import (
     call_of,
 )
 from retrograd.live.calls import user_code
+from retrograd.live.capture.call_graph import CallGraph
 
 
 def rest_with_changes(
@@ -114,7 +114,8 @@ class _Rest:
     ) -> None:
         self._backward, self._done = backward, done
         self._waiting = {index: list(hooks) for index, hooks in came.items()}
-        self._graph = fx.Graph()
+        self._calls = CallGraph()
+        self._graph = self._calls.graph
         self.placeholders: list[fx.Node] = []
         self._new: dict[fx.Node, Any] = {node: self._placeholder(node.name) for node in computed}
         numbers = [hook.number for hooks in came.values() for hook in hooks]
@@ -183,7 +184,7 @@ class _Rest:
                 self._rename(old[hook.slot], changed)
             else:
                 result = self._call(user_code.call_node_pre_hook, (value, tuple(grads)), call, hook.kind)
-                self._project(result, old, call)
+                self._project(result, old)
 
     def _insert_after(self, nodes: list[fx.Node], waiting: list[LateHook]) -> None:
         executed = next((node for node in nodes if call_of(node).kind.is_node), None)
@@ -200,19 +201,16 @@ class _Rest:
                 outputs = tuple(self._value(node) for node in old)
                 grads = tuple(self._value(grad) for grad in _gradients(executed))
                 args = (value, outputs, grads)
-                self._project(self._call(user_code.call_node_post_hook, args, call, hook.kind), old, call)
+                self._project(self._call(user_code.call_node_post_hook, args, call, hook.kind), old)
 
-    def _project(self, result: fx.Node, old: Sequence[Any], call: Call) -> None:
-        for i, node in enumerate(old):
-            if node is not None:
-                element = self._graph.call_function(operator.getitem, (result, i))
-                element.meta["call"] = Call(CallKind.PROJECT, call.node_call)
-                self._rename(node, element)
+    def _project(self, result: fx.Node, old: Sequence[Any]) -> None:
+        for node, element in zip(
+            old, self._calls.elements(result, [n is not None for n in old]), strict=True
+        ):
+            self._rename(node, element)
 
     def _call(self, target: Callable[..., Any], args: tuple[Any, ...], call: Call, hook: HookKind) -> fx.Node:
-        node = self._graph.call_function(target, args)
-        node.meta["call"] = Call(CallKind.HOOK, call.node_call, hook)
-        return node
+        return self._calls.add(Call(CallKind.HOOK, call.node_call, hook), target, args)
 
     def _rename(self, old: Any, new: Any) -> None:
         if isinstance(old, fx.Node):

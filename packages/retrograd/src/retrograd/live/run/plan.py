@@ -47,11 +47,10 @@ from retrograd.graph.backward_graph import (
 from retrograd.live.calls.gradients import accumulate_grad
 from retrograd.live.calls.user_code import ModifiedTensor
 from retrograd.live.capture.cut import changing_numbers, cut
-from retrograd.live.lower.lowerer import argument_values
 from retrograd.live.run.generated_source import PlanLayout, is_only_for_post_hooks, lists_of
 from retrograd.live.run.mid_backward_hooks import rest_with_changes
 from retrograd.live.run.segment_runner import LeakedModes, SegmentRunner, runner_of
-from retrograd.live.run.specialised import PlanRun, SpecialisedPlan, Specialising
+from retrograd.live.run.specialised import PlanRun, SpecialisedPlan, Specialising, Values
 from retrograd.repeats.divide import regions_of
 from retrograd.report import BackwardReport, PlanLog
 
@@ -63,8 +62,6 @@ REGION_RULES = 6
 RUNS_OF_THE_REST = 4
 
 _RARE = "a small part of this backward that is met once in it: compiled when the backward has run a few times"
-
-Values = dict[fx.Node, Any]
 
 _NOTHING = nullcontext()
 
@@ -268,7 +265,7 @@ def _call(
             if changed
             else values
         )
-    args = [argument_values(argument, read) for argument in step.node.args]
+    args = fx.map_arg(step.node.args, read.__getitem__)
     del read
     for node in dying:
         values.pop(node, None)

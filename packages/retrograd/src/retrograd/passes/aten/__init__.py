@@ -38,14 +38,11 @@ class PassReport:
         name: of the pass.
         seconds: how long it ran, without the checks after it.
         change: for each operator whose number of calls changed, by how many.
-        before, after: the graph as code; empty unless the texts were asked for.
     """
 
     name: str
     seconds: float
     change: Mapping[str, int] = field(default_factory=dict)
-    before: str = ""
-    after: str = ""
 
     def __str__(self) -> str:
         change = ", ".join(f"{count:+d} {name}" for name, count in sorted(self.change.items()))
@@ -56,8 +53,6 @@ def run_passes(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     passes: Sequence[JointPass],
-    *,
-    texts: bool = False,
     earlier: Sequence[str] = (),
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
     """Apply `passes` in order.
@@ -68,7 +63,6 @@ def run_passes(
         gm: a joint graph with a `JointSignature` in ``meta["signature"]``; passes may change it.
         example_inputs: what each pass is given as its second argument.
         passes: callables; keyword arguments are given by `functools.partial`.
-        texts: whether the reports hold the graph as code before and after.
         earlier: names of passes that were applied before; errors list them.
 
     Raises:
@@ -79,47 +73,39 @@ def run_passes(
     reports: list[PassReport] = []
     done = list(earlier)
     for one in passes:
-        gm, report = _applied(one, gm, example_inputs, _Site(signature, tuple(done), texts))
+        gm, report = _applied(one, gm, example_inputs, signature, tuple(done))
         reports.append(report)
         done.append(report.name)
     gm.recompile()
     return gm, tuple(reports)
 
 
-@dataclass(frozen=True)
-class _Site:
-    signature: JointSignature
-    done: tuple[str, ...]
-    texts: bool
-
-
 def _applied(
-    one: JointPass, gm: fx.GraphModule, example_inputs: Sequence[Any], site: _Site
+    one: JointPass,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    signature: JointSignature,
+    done: tuple[str, ...],
 ) -> tuple[fx.GraphModule, PassReport]:
     name = pass_name(one)
-    kinds, counts, before = output_kinds(gm.graph), operator_counts(gm.graph), _text(gm, site)
+    kinds, counts = output_kinds(gm.graph), operator_counts(gm.graph)
     start = time.perf_counter()
     try:
         result = one(gm, example_inputs)
     except Exception as error:
-        raise _failed(name, site.done, error) from error
+        raise _failed(name, done, error) from error
     seconds = time.perf_counter() - start
     if not isinstance(result, fx.GraphModule):
-        raise _failed(name, site.done, TypeError(f"it returned {type(result).__name__}, not a GraphModule"))
-    _keep_signature(result, site, name)
-    verify_joint(result, site.signature, "aot.apply", (*site.done, name), kinds)
-    change = operator_counts(result.graph)
-    change.subtract(counts)
-    report = PassReport(name, seconds, {n: c for n, c in change.items() if c}, before, _text(result, site))
-    return result, report
-
-
-def _keep_signature(gm: fx.GraphModule, site: _Site, name: str) -> None:
-    if gm.meta.setdefault("signature", site.signature) != site.signature:
+        raise _failed(name, done, TypeError(f"it returned {type(result).__name__}, not a GraphModule"))
+    if result.meta.setdefault("signature", signature) != signature:
         text = "the pass gave the graph another signature"
-        stage = f"aot.apply, after passes [{', '.join((*site.done, name))}]"
+        stage = f"aot.apply, after passes [{', '.join((*done, name))}]"
         way_out = "a pass changes the graph; what its inputs and outputs mean is fixed at capture"
         raise VerificationError.because("joint-signature", text, stage, way_out=way_out)
+    verify_joint(result, signature, "aot.apply", (*done, name), kinds)
+    change = operator_counts(result.graph)
+    change.subtract(counts)
+    return result, PassReport(name, seconds, {n: c for n, c in change.items() if c})
 
 
 def _failed(name: str, done: tuple[str, ...], error: Exception) -> PassError:
@@ -133,10 +119,6 @@ def _failed(name: str, done: tuple[str, ...], error: Exception) -> PassError:
         message = f"{type(error).__name__}: {error}"
     text = f"pass {name} failed: {message}"
     return PassError.because("pass-failed", text, f"aot.apply, {after}", node=node, way_out=way_out)
-
-
-def _text(gm: fx.GraphModule, site: _Site) -> str:
-    return str(gm.graph.python_code("self").src).strip() if site.texts else ""
 
 
 def pass_name(one: Any) -> str:
