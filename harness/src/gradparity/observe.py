@@ -81,6 +81,7 @@ def observe(case: Case, body: Body, subject: Observed, dtype: torch.dtype, devic
         compiles=subject.compiles(),
         seconds=seconds,
     )
+    probe.release()
     return subject.observed(outcome)
 
 

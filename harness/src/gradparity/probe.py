@@ -220,6 +220,17 @@ class Probe:
         """What the program appended to `log`."""
         return tuple(freeze(item, KEEP_ELEMENTS) for item in self.log)
 
+    def release(self) -> None:
+        """Lets go of all tensors, and takes the gradients off the leaves; nothing is observed afterwards.
+
+        Without it a program's tensors stay for ever: hooks hold the probe, and a gradient that was made with
+        a graph holds its leaf. Both are cycles through C++, which Python's collector does not see.
+        """
+        for leaf in self._leaves.values():
+            leaf.grad = None
+        self._leaves, self._watched, self._on_leaf = {}, {}, []
+        self.events, self.values, self.log, self.invariants = [], [], [], []
+
     def _numbers(self) -> torch.Generator:
         if self._generator is None:
             self._generator = torch.Generator().manual_seed(self.case.seed + 1)

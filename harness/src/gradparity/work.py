@@ -30,6 +30,7 @@ from gradparity.exhibit import exhibit
 from gradparity.signature import signature_of
 from gradparity.subjects.base import Subject
 from gradparity.subjects.registry import resolve
+from gradparity.tidy import tidy_now_and_then
 from gradparity.verdict import Row, Verdict, row_of
 
 NOISY = (
@@ -76,6 +77,7 @@ def run_unit(unit: Unit, emit: Emit) -> bool:
         emit("start", step, {"case": case.address, "seed": case.seed})
         row, fit = _row(program, subject, task, unit.timeout)
         emit("result", step, row.to_json())
+        tidy_now_and_then(step)
         if not fit or (task.fresh and step + 1 < len(programs)):
             return False
     return True

@@ -198,9 +198,10 @@ class TestLines:
         path.write_text('{"cat": 1}\n' + path.read_text())
         with pytest.raises(StoreError, match=r"rows\.jsonl:1 is no row"):
             read_lines(path)
-        path.write_text('{"cat": 1}')  # without an end of line, and yet not cut
-        with pytest.raises(StoreError, match=r"rows\.jsonl:1 is no row"):
-            read_lines(path)
+        for text in ('{"cat": 1}', "rubbish"):  # without an end of line, and yet not cut
+            path.write_text(text)
+            with pytest.raises(StoreError, match=r"rows\.jsonl:1 is no row"):
+                read_lines(path)
 
     def test_a_device_that_is_full_is_named(self) -> None:
         if not Path("/dev/full").exists():

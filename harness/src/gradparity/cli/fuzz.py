@@ -39,6 +39,10 @@ from gradparity.verdict import Row
 
 EVERY = 10.0
 """Seconds between two plain lines."""
+MOST_MEMORY = 4.0
+"""GiB that a worker may hold on the CPU, if nothing else is said. It holds less than one: no tensor of a
+drawn program has more than 2 ** 13 elements.
+"""
 WITHOUT_FIND = ("timeout", "crash", "out-of-memory", "broken-case")
 """Symptoms of divergences that cannot be shrunk, because the process did not outlive them."""
 
@@ -86,20 +90,23 @@ def fuzz(  # noqa: PLR0913 - a command has as many parameters as options
       gradparity fuzz -s compile:my_backend --cases 500 --seed 7 --policy views
     """
     console = options.console()
-    memory = None if memory_limit is None else int(memory_limit * 2**30)
     with options.errors(console):
+        named = options.device_name(device)
+        limit = memory_limit or (MOST_MEMORY if named == "cpu" else None)
         wanted = FuzzOptions(
             subject=subject,
             seed=seed,
             minutes=minutes if minutes is not None or cases is not None else 1.0,
             cases=cases,
             policies=tuple(policy or ()),
-            device=options.device_name(device),
+            device=named,
             processes=processes,
             timeout=timeout,
             shrink_seconds=shrink_seconds,
             known=tuple(find.signature for find in Folder(finds).finds() if find.subject == subject),
-            resources=Resources(executor, address, gpus_per_worker, memory),
+            resources=Resources(
+                executor, address, gpus_per_worker, None if limit is None else int(limit * 2**30)
+            ),
         )
         diary = Diary(finds, campaign(wanted))
         wanted = continued(wanted, diary, console)

@@ -32,6 +32,7 @@ from gradparity.shrink.shrinker import Shrinker
 from gradparity.signature import Signature, signature_of
 from gradparity.subjects.base import Subject
 from gradparity.subjects.registry import resolve
+from gradparity.tidy import tidy_now_and_then
 from gradparity.verdict import Row, Verdict, row_of
 from gradparity.work import alarm, judged, quiet
 
@@ -85,6 +86,7 @@ def fuzz_unit(unit: Unit, emit: Emit) -> bool:
         emit("start", step, {"case": case.address, "seed": case.seed})
         result, fit = _case(case, subject, task, known)
         emit("result", step, result)
+        tidy_now_and_then(step)
         if not fit:
             return False
     return True

@@ -47,6 +47,7 @@ class Draft:
         self.params: list[str] = []
         self.intends: set[str] = set()
         self.scopes: list[Scope] = []
+        self.opened: list[Scope] = []
         self.fp64 = self.with_grad = True
         self._taken: dict[str, int] = {}
 
@@ -81,6 +82,17 @@ class Draft:
         for scope in self.scopes:
             scope.env[name] = self.env[name]
 
+    def release(self) -> None:
+        """Lets go of all values; nothing is drawn afterwards.
+
+        A checkpoint or a Function of the drawing holds its globals through C++, and these hold its result:
+        Python's collector does not see that cycle.
+        """
+        for scope in self.opened:
+            scope.env.clear()
+        self.env.clear()
+        self.probe.release()
+
     def outer(self) -> Scope:
         """A new scope: a function at module level, whose parameters are the inputs."""
         hidden = {name for name in self.env if VARIABLE.fullmatch(name)} - set(self.params)
@@ -97,6 +109,7 @@ class Scope:
         self.lines: list[str] = []
         self.keen = 0.4
         draft.scopes.append(self)
+        draft.opened.append(self)
 
     @property
     def chance(self) -> Chance:

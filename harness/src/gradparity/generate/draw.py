@@ -57,9 +57,13 @@ def drawn_and_run(name: str, seed: int) -> tuple[Script, Outcome]:
 
 def draw(chance: Chance, chosen: Policy) -> tuple[Script, Outcome]:
     """One drawing, and eager's run of it. Raises Rejected if eager cannot run it."""
-    with _own_state():
-        script = FORMS[chosen.form](Draft(chance, chosen))
-        outcome = run_in_eager(script)
+    draft = Draft(chance, chosen)
+    try:
+        with _own_state():
+            script = FORMS[chosen.form](draft)
+            outcome = run_in_eager(script)
+    finally:
+        draft.release()
     why = why_rejected(script, outcome)
     if why is not None:
         raise Rejected(why)

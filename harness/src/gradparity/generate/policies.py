@@ -189,7 +189,7 @@ _ALL = (
         "modes around the call, gone before the backward",
         {"linear": 4, "norm": 1, "cast": 1, "unary": 2, "autocast": 4, "no_grad": 0.7, "checkpoint": 1, "view": 1, "random": 0.5},
         length=(1, 4),
-        called={"autocast": 0.5, "saved": 0.5, "mode": 0.5, "checkpoint": 0.2},
+        called={"autocast": 0.5, "saved": 0.5, "mode": 0.5, "checkpoint": 0.2, "region": 0.15},
         dtypes={"float32": 5, "bfloat16": 1},
         hooks=0.5,
         between=0.15,
@@ -297,7 +297,7 @@ _ALL = (
         aliased=0.15,
         between=0.1,
         settings={"budget": 0.1, "recompute": 0.1, "dynamic": 0.05, "inductor": 0.1},
-        called={"autocast": 0.05, "saved": 0.05, "mode": 0.03, "checkpoint": 0.05},
+        called={"autocast": 0.05, "saved": 0.05, "mode": 0.03, "checkpoint": 0.05, "region": 0.03},
         turns=4,
     ),
 )  # fmt: skip

@@ -44,7 +44,7 @@ def read_lines(path: Path) -> list[Row]:
             rows.append(Row.from_json(json.loads(text)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             cut = number == len(texts) and isinstance(error, json.JSONDecodeError)
-            if cut:  # no newline follows: the writer was killed in the middle of it
+            if cut and text.startswith("{"):  # no newline follows: the writer was killed in the middle of it
                 break
             raise StoreError(
                 f"{path}:{number} is no row of gradparity: {type(error).__name__}: {error}\n"

@@ -164,3 +164,12 @@ def test_a_case_is_found_by_its_address_beyond_the_corpus() -> None:
     assert Case.parse(far.address) == far
     assert compare(program(far, CPU), EAGER, CPU).row.verdict is Verdict.AGREE
     assert corpus("generated").chunks() == list(POLICIES)
+
+
+def test_a_whole_function_is_drawn_as_a_region_or_under_a_checkpoint() -> None:
+    sources = [drawn("called", seed).source for seed in range(40)]
+    for wanted in (
+        "p.compile(lambda *args: torch.compiler.nested_compile_region(program)",
+        "p.compile(lambda *args: checkpoint(",
+    ):
+        assert any(wanted in source for source in sources)

@@ -1,8 +1,8 @@
 """Calls: how the run compiles and calls the function.
 
 In: a draft and the text of a call. Out: what is compiled, and the lines of the call: under a mode that ends
-before the backward, or with the whole function under a checkpoint. Inside the function, `kinds/islands.py`
-does the same for a part of it.
+before the backward, with the whole function under a checkpoint, or as a region. Inside the function,
+`kinds/islands.py` does the same for a part of it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,15 @@ MODES: dict[str, tuple[str, ...]] = {
 
 WHOLE = "checkpoint"
 """The kind that runs the whole function again in the backward."""
+REGION = "region"
+"""The kind that makes the whole function a region, which a compiler compiles once for all its calls."""
 
 
 def compiled(draft: Draft, target: str) -> str:
-    """What is compiled: the target, or a checkpoint of it."""
+    """What is compiled: the target, a checkpoint of it, or a function that calls it as a region."""
+    regions = draft.policy.called.get(REGION, 0)
+    if regions and target == "program" and draft.chance.flip(regions):
+        return "lambda *args: torch.compiler.nested_compile_region(program)(*args)"
     if not draft.chance.flip(draft.policy.called.get(WHOLE, 0)):
         return target
     return f"lambda *args: checkpoint({target}, *args, use_reentrant=False)"

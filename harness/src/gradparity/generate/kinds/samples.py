@@ -15,7 +15,7 @@ import torch
 from gradparity.generate.draft import Draft, Rejected, Scope
 from gradparity.generate.inputs import add_input
 
-MOST_NUMBERS = 64
+MOST_NUMBERS, MOST_ELEMENTS = 64, 2048
 CANDIDATES = 12
 """Of each operator, only the first samples are drawn from: the rest repeats them in other shapes."""
 LEFT_OUT = ("empty", "uninitialized", "nn.functional.multi_head_attention_forward", "special.")
@@ -70,10 +70,18 @@ def _samples(name: str) -> tuple[tuple[str, Any, tuple[Any, ...], dict[str, Any]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for sample in op.sample_inputs("cpu", torch.float32, requires_grad=False):
-            found.append((_target(op), sample.input, tuple(sample.args), dict(sample.kwargs)))
+            if _is_small((sample.input, *sample.args, *sample.kwargs.values())):
+                found.append((_target(op), sample.input, tuple(sample.args), dict(sample.kwargs)))
             if len(found) >= CANDIDATES:
                 break
     return tuple(found)
+
+
+def _is_small(value: Any) -> bool:
+    """Whether its tensors are of a size that has a text: samples stay in memory, and some have megabytes."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_small, value))
+    return not isinstance(value, torch.Tensor) or value.numel() <= MOST_ELEMENTS
 
 
 def _call(target: str, texts: list[str]) -> str:
@@ -99,7 +107,7 @@ def _text(draft: Draft, value: Any) -> str:
 
 
 def _tensor(draft: Draft, value: torch.Tensor) -> str:
-    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.numel() > 2048:
+    if type(value) is not torch.Tensor or value.layout is not torch.strided or not _is_small(value):
         raise TypeError("no text for this tensor")
     if value.is_floating_point():
         positive = bool((value > 0).all()) and value.numel() > 0
