@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def _section(one: dict[str, Any]) -> list[str]:
     verdicts, fallbacks = one["verdicts"], one.get("fallbacks", {})
     subjects = sorted({subject for found in verdicts.values() for subject in found})
     lines = [f"## torch {one['torch']}, {one['device']}, {one['date']}", ""]
+    lines += textwrap.wrap(one.get("note", ""), 110) + [""] * ("note" in one)
     lines += ["| subject | models | agree | set aside | stock's own | diverge | other | fell back |"]
     lines += ["|---" * 8 + "|"]
     for subject in subjects:

@@ -10,8 +10,11 @@ import torch
 from torch import fx
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from retrograd._torch.inductor import with_joint_passes
+from retrograd._torch.inductor import compile_graph, with_joint_passes
 
 
 class Doubling(CustomGraphPass):
@@ -66,3 +69,41 @@ assert "low_memory" in str(graph), graph
 def test_pools_are_decomposed_before_inductor_is_there() -> None:
     """In a fresh process: its decomposition of pools reads a module that it does not import."""
     subprocess.run([sys.executable, "-c", _POOLED], check=True, timeout=120)
+
+
+def _row_taken_out(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the backward of an assignment to a row: it copies the gradient, takes the row, and zeroes it."""
+    aten = torch.ops.aten
+    whole = aten.copy.default(aten.new_empty_strided.default(x, [4, 2], [2, 1]), x * 2)
+    row = aten.as_strided.default(whole, [2], [1], 6)
+    taken = aten.clone.default(row, memory_format=torch.contiguous_format)
+    zeros = aten.copy.default(row, aten.full.default([2], 0.0))
+    return aten.as_strided_scatter.default(whole, zeros, [2], [1], 6), taken * 3
+
+
+def _traced(mode: FakeTensorMode) -> tuple[fx.GraphModule, torch.Tensor]:
+    fake = mode.from_tensor(torch.ones(4, 2))
+    with mode:
+        return make_fx(_row_taken_out)(fake), fake
+
+
+def test_views_share_memory_with_what_the_joint_passes_put_in_place_of_their_base() -> None:
+    """Later passes write in place where they see no view that is read afterwards."""
+    mode = FakeTensorMode()
+    gm, _ = _traced(mode)
+    with with_joint_passes(), V.set_fake_mode(mode):
+        passes: Any = config.post_grad_custom_pre_pass
+        passes(gm.graph)
+    (row,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
+    base = row.args[0]
+    assert base.target is torch.ops.aten.mul.Tensor
+    assert row.meta["val"].untyped_storage()._cdata == base.meta["val"].untyped_storage()._cdata
+
+
+def test_a_row_is_read_before_it_is_overwritten() -> None:
+    """Wrong with torch 2.11 and 2.12: a neural differential equation had wrong gradients."""
+    gm, fake = _traced(FakeTensorMode())
+    x = torch.rand(4, 2)
+    results = compile_graph(gm, [fake])([x.clone()])
+    for result, wanted in zip(results, _row_taken_out(x), strict=True):
+        torch.testing.assert_close(result, wanted)

@@ -38,6 +38,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.fx import copied, lazily, lazy_graph_module, with_strides
 from retrograd._torch.patches import handled_here
+from retrograd._torch.trace.fakes import know_values
 from retrograd.errors import Escape, FallbackWarning, Refusal
 from retrograd.graph.reach import reached
 from retrograd.process import compiling
@@ -186,7 +187,11 @@ def why_not_trusted(folder: str) -> str | None:
 
 
 class _JointPasses(CustomGraphPass):
-    """The joint passes, then the pass that the user has set in this place."""
+    """The joint passes, then the pass that the user has set in this place.
+
+    Later passes read from example values which nodes share memory. Stock computes all of them again between
+    the joint passes and these; what those leave behind on the way here is computed again as well.
+    """
 
     def __init__(self, then: Any) -> None:
         self._then: Sequence[Any] = then if isinstance(then, (list, tuple)) else [then] if then else []
@@ -194,15 +199,24 @@ class _JointPasses(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
-        assert graph.owning_module is not None
-        joint_graph_passes(graph.owning_module)
+        gm = graph.owning_module
+        assert gm is not None
+        held = {node: (node.args, node.kwargs) for node in graph.nodes}
+        joint_graph_passes(gm)
+        stale = {node for node in graph.nodes if node not in held or not _reads(node, *held[node])}
+        if stale:
+            know_values(gm, [node.meta["val"] for node in graph.find_nodes(op="placeholder")], stale)
         for each in self._then:
             each(graph)
 
     def uuid(self) -> Any | None:
         """Tells Inductor's cache what runs here; None (nothing is cached) if the user's pass cannot."""
         theirs = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._then]
-        return None if None in theirs else ("retrograd-joint-passes", torch.__version__, *map(repr, theirs))
+        return None if None in theirs else ("retrograd-joint-passes-2", torch.__version__, *map(repr, theirs))
+
+
+def _reads(node: fx.Node, args: Any, kwargs: Any) -> bool:
+    return node.args is args and node.kwargs is kwargs
 
 
 def with_joint_passes() -> AbstractContextManager[Any]:

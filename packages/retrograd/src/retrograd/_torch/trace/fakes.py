@@ -10,7 +10,7 @@ integers; of such trees, without evaluating any text, a new shape environment wi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,15 +108,18 @@ def why_not_fakeable(value: torch.Tensor) -> str | None:
     return None
 
 
-def know_values(gm: fx.GraphModule, examples: Sequence[Any]) -> fx.GraphModule:
+def know_values(
+    gm: fx.GraphModule, examples: Sequence[Any], stale: Collection[fx.Node] = frozenset()
+) -> fx.GraphModule:
     """`gm`, each of whose nodes knows now, in ``meta["val"]``, what it gives for the fake `examples`. What is
-    known already is computed again only behind examples that are other ones."""
+    known already is computed again only for `stale` nodes and behind examples that are other ones."""
     changed = set[fx.Node]()
 
     class Recorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             known = n.meta.get("val")
-            if n.op != "placeholder" and known is not None and changed.isdisjoint(n.all_input_nodes):
+            is_kept = n.op != "placeholder" and known is not None and n not in stale
+            if is_kept and changed.isdisjoint(n.all_input_nodes):
                 return known
             value = super().run_node(n)
             form = form_of(value)
