@@ -79,7 +79,7 @@ The modules aot_* go through the rest of what a function compiled ahead can meet
 storages; aliases among inputs and outputs; structures; subclasses; random numbers; sizes; numbers; order;
 uses of the graph; modes; modules; what was saved; Functions; cotangents; checkpoints.
 
-The module reports_from_outside has what others reported. The module replayed_steps repeats steps of one
+The module outside_reports has what others reported. The module replayed_steps repeats steps of one
 shape, for what records and replays them.
 
 Not here, because they need several processes: data parallelism with the C++ reducer, FSDP2.
@@ -148,9 +148,9 @@ from gradparity.corpus.scenarios import (
     nested_backwards,
     node_hook_results,
     node_hooks,
+    outside_reports,
     repeated_effects,
     replayed_steps,
-    reports_from_outside,
     roots_inputs,
     saved_in_functions,
     saved_tensor_hooks,
@@ -246,6 +246,6 @@ TOPICS = (
     aot_checkpoints,
     repeated_effects,
     replayed_steps,
-    reports_from_outside,
+    outside_reports,
 )
 """Every topic, one module each."""
