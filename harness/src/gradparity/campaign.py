@@ -26,6 +26,9 @@ from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict
 from gradparity.work import Task, run_unit
 
+OUTSIDE = "-outside-case"
+"""How the symptom ends of what ended a worker before it had a program."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -212,7 +215,7 @@ def _take(message: Message, campaign: Campaign, listener: Listener, journal: Jou
         _keep(Row.from_json(message.data), message.unit, message.step, campaign, listener, journal)
     elif isinstance(message, Lost):
         step = -1 if message.step is None else message.step
-        _keep(_lost(message), message.unit, step, campaign, listener, journal)
+        _keep(lost(message), message.unit, step, campaign, listener, journal)
         if message.step is None:
             _finish(message.unit, "", listener, journal)
     elif isinstance(message, Finished):
@@ -237,10 +240,11 @@ def _finish(unit: Unit, error: str, listener: Listener, journal: Journal | None)
     listener.unit_done()
 
 
-def _lost(message: Lost) -> Row:
+def lost(message: Lost) -> Row:
+    """The row of a case that ended its worker."""
     task = Task(**message.unit.payload)
     label = message.label or {"case": f"{task.corpus}::{task.chunk}", "seed": task.seed}
     verdict = Verdict.TIMEOUT if message.why == "timeout" else Verdict.CRASH
-    symptom = message.why if message.label else f"{message.why}-outside-case"
+    symptom = message.why if message.label else f"{message.why}{OUTSIDE}"
     row = Row(label["case"], label["seed"], task.corpus, task.subject, verdict, symptom, message.detail)
     return replace(row, signature=signature_of(row).digest)

@@ -1,28 +1,42 @@
 """finds: from what a user names to a find that can be shown, replayed and handed over.
 
 In: a case address or a signature, a subject, a store. Out: the program, the subject, the judged row.
+Programs run in a worker process, as in a campaign: one that hangs or crashes costs itself only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from gradparity.campaign import lost
 from gradparity.case import SEPARATOR, Case
 from gradparity.corpus import registry as corpora
 from gradparity.corpus.base import Program
 from gradparity.corpus.folder import PREFIX
-from gradparity.errors import UnknownNameError
-from gradparity.fuzzing.find import Folder
+from gradparity.corpus.generated import scripted
+from gradparity.errors import CaseError, UnknownNameError
+from gradparity.executors.registry import Resources, executor
+from gradparity.executors.unit import Finished, Lost, Result, RunUnit, Started, Unit
+from gradparity.fuzzing.find import Find, Folder
+from gradparity.fuzzing.smaller import Begun, Effort, begun_of, smaller_unit
 from gradparity.store.lines import read_lines
 from gradparity.store.merge import is_store
 from gradparity.store.store import Store
 from gradparity.subjects.base import Subject
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row
-from gradparity.work import judged, with_ablation
+from gradparity.work import Task, run_unit
+
+Messages = Generator[dict[str, Any], None, None]
+GRACE = 5.0
+MEMORY = 4 << 30
+"""Bytes that a worker may hold while it makes a case smaller on the CPU: a candidate may never end."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +85,52 @@ def recorded(path: Path) -> list[Row]:
         return store.rows()
 
 
-def again(found: Named, device: torch.device, ablate: bool = False) -> Judged:
-    """Runs the case again."""
-    program = corpora.program(found.case, device)
-    subject = resolve(found.subject)
-    row = judged(program, subject, device)
-    if ablate and row.is_find:
-        row = with_ablation(row, program, device)
-    return Judged(program, subject, row)
+def apart(tasks: list[Task], timeout: float, run: RunUnit = run_unit) -> Messages:
+    """What a worker says of each task of one case: its row, and what else `run` tells. Of a case that ended
+    its worker, the row that says so. Raises CaseError if a case cannot be set up.
+    """
+    messages = executor(run, 1, GRACE, Resources()).run([Unit(task.to_json(), timeout) for task in tasks])
+    with closing(messages):  # type: ignore[type-var]
+        for message in messages:
+            if isinstance(message, Result):
+                yield message.data
+            elif isinstance(message, Lost):
+                yield lost(message).to_json()
+            elif isinstance(message, Finished) and message.error:
+                raise CaseError(message.error)
+
+
+def judged(task: Task, row: Row) -> Judged:
+    """A case that was run, as something that can be handed over."""
+    program = corpora.program(Case.parse(task.case, task.seed), torch.device(task.device))
+    return Judged(program, resolve(task.subject), row)
+
+
+def handed_over(find: Find) -> Judged:
+    """A find as something that can be handed over."""
+    program = scripted(Case.parse(find.address, find.seed), find.shrunk)
+    return Judged(program, resolve(find.subject), replace(find.row, signature=find.signature.digest))
+
+
+def smaller(task: Task, effort: Effort, tell: Callable[[str], None]) -> tuple[Find, bool] | Row:
+    """The case's divergence made smaller, and whether no cut was left; the row, if there is nothing to cut.
+    `tell` hears of candidates that ended a worker. Raises CaseError if the case cannot be set up.
+    """
+    begun: Begun | None = None
+    held = Resources(memory=MEMORY if task.device == "cpu" else None)
+    while True:
+        payload = task.to_json() | {"effort": asdict(effort), "begun": begun and asdict(begun)}
+        messages = executor(smaller_unit, 1, GRACE, held).run([Unit(payload, effort.timeout)])
+        with closing(messages):  # type: ignore[type-var]
+            message = next(each for each in messages if not isinstance(each, Started))
+        if isinstance(message, Finished):
+            raise CaseError(message.error)
+        if isinstance(message, Result):
+            row, find = Row.from_json(message.data["row"]), message.data["find"]
+            return row if find is None else (Find.from_json(find), message.data["done"])
+        came = begun_of(message)
+        if came is None:
+            own = replace(message, unit=Unit(task.to_json(), effort.timeout))
+            return lost(own) if begun is None else (Find.from_json(begun.find), False)
+        begun = came
+        tell(f"a candidate cost its worker, and is left out: {message.detail}")

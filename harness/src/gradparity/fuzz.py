@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count as count_from
 from typing import Any
 
@@ -23,6 +23,7 @@ from gradparity.executors.registry import Resources, executor
 from gradparity.executors.unit import Lost, Result, Unit
 from gradparity.fuzzing.diary import Done
 from gradparity.fuzzing.find import Find
+from gradparity.fuzzing.smaller import Begun, begun_of
 from gradparity.fuzzing.work import BROKEN, FuzzTask, fuzz_unit
 from gradparity.generate.draw import policy
 from gradparity.generate.policies import ROTATION
@@ -61,7 +62,8 @@ class FuzzOptions:
 class FuzzSummary:
     """Where a campaign stands. `rejected`: drawings that eager could not run; `repeated`: divergences that
     something known covers; `number`: the last case's; `lost`: cases that cost a worker or could not be
-    judged; `failed`: why the last worker ended before its first case; `fired`: how many programs made each
+    judged, and candidates that cost one while a case was made smaller; `begun`: how far these cases came, by
+    number; `failed`: why the last worker ended before its first case; `fired`: how many programs made each
     pass fire; `new`: distinct divergences, `finds` those of them that this process found.
     """
 
@@ -76,6 +78,7 @@ class FuzzSummary:
     finds: list[Find] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     known: list[Signature] = field(default_factory=list)
+    begun: dict[int, Begun] = field(default_factory=dict)
     interrupted: bool = False
     number: int = -1
     failed: str = ""
@@ -137,7 +140,12 @@ def _rounds(options: FuzzOptions, summary: FuzzSummary, started: float) -> Itera
     """The units of one round after the other: as many cases as fit into a round's time."""
     done = next(number for number in count_from(0) if number not in options.done.numbers)
     count = FIRST_ROUND if options.processes else 5
-    while not _is_over(options, summary):
+    while summary.begun or not _is_over(options, summary):
+        while summary.begun:
+            number, came = summary.begun.popitem()
+            yield [_unit(options, summary, number, 1, came)]
+        if _is_over(options, summary):
+            return
         if options.cases is not None:
             count = min(count, max(options.cases - done, 1))
         shares = _shares(count, max(options.processes, 1))
@@ -145,7 +153,7 @@ def _rounds(options: FuzzOptions, summary: FuzzSummary, started: float) -> Itera
         is_new = any(number not in options.done.numbers for number in range(done, done + count))
         starts = [done + sum(shares[:place]) for place in range(len(shares))]
         yield [_unit(options, summary, start, share) for start, share in zip(starts, shares, strict=True)]
-        if is_new and summary.cases == before and not _is_over(options, summary):
+        if is_new and summary.cases == before and not (summary.begun or _is_over(options, summary)):
             raise CaseError(f"no case was judged: {summary.failed or 'all workers ended'}")
         done += count
         rate = (summary.cases - before) / max(time.monotonic() - begun, 1e-3)
@@ -158,7 +166,9 @@ def _shares(count: int, processes: int) -> list[int]:
     return [each + (place < rest) for place in range(processes) if each + (place < rest)]
 
 
-def _unit(options: FuzzOptions, summary: FuzzSummary, start: int, count: int) -> Unit:
+def _unit(
+    options: FuzzOptions, summary: FuzzSummary, start: int, count: int, begun: Begun | None = None
+) -> Unit:
     task = FuzzTask(
         subject=options.subject,
         device=options.device,
@@ -170,8 +180,9 @@ def _unit(options: FuzzOptions, summary: FuzzSummary, start: int, count: int) ->
         shrink_seconds=options.shrink_seconds,
         known=[item.to_json() for item in summary.known],
         skip=sorted(number for number in options.done.numbers if start <= number < start + count),
+        begun=None if begun is None else asdict(begun),
     )
-    return Unit(task.to_json(), options.timeout + options.shrink_seconds)
+    return Unit(task.to_json(), options.timeout)
 
 
 def _messages(options: FuzzOptions, units: list[Unit]) -> Iterator[Any]:
@@ -187,7 +198,7 @@ def _take(message: Any, summary: FuzzSummary, on_find: OnFind) -> Row | None:
     if isinstance(message, (Lost, Result)) and message.step is not None:
         summary.number = message.unit.payload["start"] + message.step
     if isinstance(message, Lost) and message.label is not None:
-        return _lost(message, message.label, summary)
+        return _lost(message, message.label, summary, on_find)
     if not isinstance(message, Result):
         summary.failed = getattr(message, "error", "") or getattr(message, "detail", "") or summary.failed
         return None
@@ -218,9 +229,22 @@ def _found(find: Find, summary: FuzzSummary, on_find: OnFind) -> None:
     on_find(find)
 
 
-def _lost(message: Lost, label: dict[str, Any], summary: FuzzSummary) -> Row:
-    summary.lost.append(f"{label['case']}: {message.detail}")
+def _lost(message: Lost, label: dict[str, Any], summary: FuzzSummary, on_find: OnFind) -> Row | None:
+    """The row of a case that ended its worker. If that was a candidate for making it smaller, another worker
+    goes on with it; if that one cannot, the find stays as it was drawn.
+    """
+    begun, before = begun_of(message), message.unit.payload["begun"]
+    what = label["case"] if begun is None else f"{label['case']}, while it was made smaller"
+    summary.lost.append(f"{what}: {message.detail}")
+    if begun is not None:
+        summary.begun[summary.number] = begun
+        return None
     summary.cases += 1
+    if before is not None:
+        find = Find.from_json(before["find"])
+        summary.verdicts[find.row.verdict.value] += 1
+        _found(find, summary, on_find)
+        return find.row
     summary.verdicts["lost"] += 1
     verdict = Verdict.TIMEOUT if message.why == "timeout" else Verdict.CRASH
     subject = message.unit.payload["subject"]

@@ -1,22 +1,60 @@
 """timeline: what `gradparity show` prints: two hook timelines side by side, and a table of errors.
 
 In: a Comparison. Out: rich tables; the first differing call is marked with ">>" so that plain text shows it
-too.
+too. `show_unit` runs the case of a `Task` in a worker, and gives its row with these tables.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import zip_longest
 
+import torch
 from rich.table import Table
 
-from gradparity.differential import Comparison
+from gradparity.case import Case
+from gradparity.corpus import registry as corpora
+from gradparity.differential import Comparison, compare
+from gradparity.executors.unit import Emit, Unit
+from gradparity.exhibit import exhibit
 from gradparity.oracles.differences import differs, first_differing_call, payload_differs
 from gradparity.oracles.values import LeafError, errors
 from gradparity.outcome import HookEvent, Payload, TensorRecord
+from gradparity.signature import signature_of
+from gradparity.subjects.registry import resolve
 from gradparity.verdict import Verdict
+from gradparity.work import Task, quiet, with_ablation
 
 MARK = ">>"
+
+
+def show_unit(unit: Unit, emit: Emit) -> bool:
+    """Runs one case; see `executors.unit.RunUnit`. The row comes with what the program is about, the tables,
+    and what was raised.
+    """
+    task = Task(**unit.payload)
+    case, device = Case.parse(task.case, task.seed), torch.device(task.device)
+    subject = resolve(task.subject)
+    program = corpora.program(case, device)
+    quiet()
+    emit("start", 0, {"case": case.address, "seed": case.seed, "limit": unit.timeout * (1 + task.ablate)})
+    found = compare(program, subject, device)
+    row = replace(found.row, exhibit=exhibit(found))
+    row = replace(row, signature=signature_of(row).digest) if row.is_find else row
+    row = with_ablation(row, program, device) if task.ablate else row
+    shown = {"doc": program.doc, "tables": [timelines(found), error_table(found)], "raised": _raised(found)}
+    emit("result", 0, row.to_json() | shown)
+    return True
+
+
+def _raised(found: Comparison) -> list[str]:
+    sides = [] if found.evidence is None else [found.evidence.eager, found.evidence.subject]
+    names = ("eager", found.row.subject)
+    return [
+        f"{name} raises {each.raised.type}: {each.raised.message}"
+        for name, each in zip(names, sides, strict=False)
+        if each.raised is not None
+    ]
 
 
 def timelines(comparison: Comparison) -> Table | None:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from gradparity.ablation.ablate import ablate
-from gradparity.case import Match
+from gradparity.case import Case, Match
 from gradparity.checks.registry import chosen
+from gradparity.corpus import registry as corpora
 from gradparity.corpus.base import Program
-from gradparity.corpus.registry import corpus
 from gradparity.differential import compare
 from gradparity.errors import CaseTimeout
 from gradparity.executors.unit import Emit, Unit
@@ -47,7 +47,7 @@ NOISY = (
 class Task:
     """One subject over one chunk: at most `limit` cases (None: all) of those that `match` takes. `fresh`: a
     process for each case. `checks`: what else to check of a case that agrees. `ablate`: say which stage
-    breaks a case that diverges.
+    breaks a case that diverges. `case`: an address; of the whole corpus, this case alone.
     """
 
     subject: str
@@ -60,6 +60,12 @@ class Task:
     fresh: bool = False
     checks: tuple[str, ...] = ()
     ablate: bool = False
+    case: str = ""
+
+    @classmethod
+    def of(cls, case: Case, subject: str, device: str, ablate: bool = False) -> Task:
+        """One case, wherever it stands in its corpus."""
+        return cls(subject, case.corpus, case.name, device, case.seed, ablate=ablate, case=case.address)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a Unit's payload."""
@@ -72,9 +78,11 @@ def run_unit(unit: Unit, emit: Emit) -> bool:
     subject = _subject(task.subject)
     quiet()
     programs = list(_programs(task))
+    allowed = unit.timeout * (2 if task.ablate or task.checks else 1)
     for step, program in list(enumerate(programs))[unit.start :]:
         case = program.case
-        emit("start", step, {"case": case.address, "seed": case.seed})
+        label = {"case": case.address, "seed": case.seed, "limit": allowed}
+        emit("start", step, label)
         row, fit = _row(program, subject, task, unit.timeout)
         emit("result", step, row.to_json())
         tidy_now_and_then(step)
@@ -84,10 +92,15 @@ def run_unit(unit: Unit, emit: Emit) -> bool:
 
 
 def _programs(task: Task) -> Iterator[Program]:
+    if task.case:
+        yield corpora.program(Case.parse(task.case, task.seed), torch.device(task.device))
+        return
     match, taken = Match(task.match), 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        programs = list(corpus(task.corpus).programs(task.chunk, torch.device(task.device), task.seed))
+        programs = list(
+            corpora.corpus(task.corpus).programs(task.chunk, torch.device(task.device), task.seed)
+        )
     for program in programs:
         if match.takes(program.case) and (task.limit is None or taken < task.limit):
             taken += 1

@@ -110,6 +110,20 @@ def test_replay_says_whether_finds_are_as_before(tmp_path: Path, store: Path) ->
     assert invoke("replay", str(changed)).exit_code == 5
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("subject", ["planted:exit", "planted:deaf-hang"])
+def test_what_ends_its_process_ends_no_command(tmp_path: Path, subject: str) -> None:
+    words = (f"{NAME}::MulGenVmapAutogradFunction::0", "-s", subject, "--device", "cpu", "--timeout", "1")
+    shown = invoke("show", *words)
+    assert (shown.exit_code, f" {subject}  " in shown.stdout) == (0, True), shown.stdout
+    row = next(line for line in shown.stdout.splitlines() if line.startswith(("CRASH", "TIMEOUT")))
+    verdict, symptom = row.split()[0], "crash" if "exit" in subject else "timeout"
+    lines = tmp_path / "o.jsonl"
+    lines.write_text(json.dumps(Row(words[0], 0, NAME, subject, Verdict(verdict), symptom).to_json()) + "\n")
+    again = invoke("replay", str(lines), "--device", "cpu", "--timeout", "1")
+    assert (again.exit_code, "1 as before" in again.stdout) == (0, True), again.stdout
+
+
 def test_show_finds_a_signature_in_a_store(store: Path) -> None:
     result = invoke("show", signature(store), "--store", str(store), "--device", "cpu")
     assert (result.exit_code, "grad-none" in result.stdout) == (0, True)

@@ -7,7 +7,7 @@ folder.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -15,21 +15,18 @@ import torch
 import typer
 from rich.console import Console
 
-from gradparity import report, timeline
+from gradparity import report
 from gradparity.case import Case
 from gradparity.cli import options
 from gradparity.cli.issue import Folder
-from gradparity.corpus import registry as corpora
+from gradparity.cli.show import print_shown
 from gradparity.corpus.demo import RUNS
-from gradparity.differential import compare
-from gradparity.exhibit import exhibit
-from gradparity.finds import Judged
+from gradparity.finds import apart, judged
 from gradparity.handover import write_script
 from gradparity.html.page import write_page
-from gradparity.signature import signature_of
-from gradparity.subjects.registry import resolve
+from gradparity.timeline import show_unit
 from gradparity.verdict import Row
-from gradparity.work import alarm, quiet, with_ablation
+from gradparity.work import Task
 
 CPU = torch.device("cpu")
 
@@ -48,38 +45,30 @@ def demo(
     """
     console = options.console()
     until = time.monotonic() + budget
-    torch.set_num_threads(1)
-    quiet()
     rows: list[Row] = []
-    with options.errors(console):
+    tasks = [Task.of(Case("demo", name), subject, CPU.type, ablate=True) for name, subject in RUNS]
+    with options.errors(console), closing(apart(tasks, 120.0, show_unit)) as results:
         console.print(f"torch {torch.__version__}, on the CPU\n")
-        for name, subject in RUNS:
+        for task in tasks:
             if time.monotonic() > until:
-                console.print(f"no time left for {name} under {subject}", markup=False)
+                console.print(f"no time left for {task.case} under {task.subject}", markup=False)
                 continue
-            with alarm(120.0):
-                rows.append(_shown(name, subject, out, console))
+            console.print(f"[bold]{task.chunk}[/] under [bold]{task.subject}[/]")
+            rows.append(_shown(task, print_shown(console, next(results)), out, console))
         page = out / "report.html"
         write_page(rows, page)
     finds = sum(row.is_find for row in rows)
     console.print(f"{finds} of {len(rows)} programs differ from eager; wrote {page}", markup=False)
 
 
-def _shown(name: str, subject: str, out: Path, console: Console) -> Row:
-    """Runs one program and prints what there is to see."""
-    program = corpora.program(Case("demo", name), CPU)
-    found = compare(program, resolve(subject), CPU)
-    row = replace(found.row, exhibit=exhibit(found))
-    console.print(f"[bold]{name}[/] under [bold]{subject}[/]: {program.doc}")
+def _shown(task: Task, row: Row, out: Path, console: Console) -> Row:
+    """Says what the row means, and writes the script."""
     if not row.is_find:
         console.print(f"  {row.verdict}: this torch does as eager does\n")
         return row
-    row = with_ablation(replace(row, signature=signature_of(row).digest), program, CPU)
-    for table in (timeline.timelines(found), timeline.error_table(found)):
-        if table is not None:
-            console.print(table)
     console.print(report.line(row), soft_wrap=True)
-    script = write_script(Judged(program, resolve(subject), row), out, CPU)
+    found = judged(task, row)
+    script = write_script(found, out, CPU)
     where = f"broken by {row.stage}{' at ' + row.operator if row.operator else ''}; " if row.stage else ""
-    console.print(f"{where}{program.issue}\nwrote {script}\n", markup=False, highlight=False)
+    console.print(f"{where}{found.program.issue}\nwrote {script}\n", markup=False, highlight=False)
     return row

@@ -21,13 +21,11 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gradparity import report
-from gradparity.case import Case
 from gradparity.cli import completion, options
 from gradparity.cli.outcome import Files
-from gradparity.corpus.generated import scripted
 from gradparity.errors import ReproError, StoreFullError
 from gradparity.executors.registry import Resources
-from gradparity.finds import Judged
+from gradparity.finds import handed_over
 from gradparity.fuzz import FuzzOptions, FuzzSummary
 from gradparity.fuzz import fuzz as fuzzed
 from gradparity.fuzzing.diary import Diary
@@ -176,17 +174,10 @@ class Kept:
         self.console.print(report.line(self.rows[-1]), soft_wrap=True)
         self.console.print(f"  {find.signature.describe()}\n  {path}", markup=False, soft_wrap=True)
         try:
-            script = write_script(judged(find), self.folder.path, torch.device("cpu"))
+            script = write_script(handed_over(find), self.folder.path, torch.device("cpu"))
             self.console.print(f"  {script}", markup=False, soft_wrap=True)
         except ReproError as error:
             self.console.print(f"  no script: {error}", markup=False, soft_wrap=True)
-
-
-def judged(find: Find) -> Judged:
-    """The find as a case that can be handed over."""
-    program = scripted(Case.parse(find.address, find.seed), find.shrunk)
-    row = replace(find.row, signature=find.signature.digest)
-    return Judged(program, resolve(find.subject), row)
 
 
 @contextmanager

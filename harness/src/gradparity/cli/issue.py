@@ -12,13 +12,15 @@ import torch
 import typer
 
 from gradparity import report
+from gradparity.campaign import OUTSIDE
 from gradparity.cli import options
 from gradparity.cli.app import USAGE_ERROR
-from gradparity.finds import again, named
+from gradparity.finds import apart, judged, named
 from gradparity.handover import write_issue, write_script
 from gradparity.sweep import DIFFERS, VERSIONS, default_folder
 from gradparity.sweep import sweep as swept
-from gradparity.work import alarm, quiet
+from gradparity.verdict import Row
+from gradparity.work import Task
 
 Folder = Annotated[Path, typer.Option("--out", "-o", help="the folder to write into")]
 Environments = Annotated[
@@ -53,13 +55,16 @@ def issue(  # noqa: PLR0913 - a command has as many parameters as options
     console = options.console()
     with options.errors(console):
         where = torch.device(options.device_name(device))
-        torch.set_num_threads(1)
-        quiet()
-        with alarm(timeout):
-            found = again(named(case, subject, store, seed), where, ablate=True)
-        if not found.row.is_find:
-            console.print(f"{found.row.verdict}: nothing to report", markup=False)
+        meant = named(case, subject, store, seed)
+        task = Task.of(meant.case, meant.subject, where.type, ablate=True)
+        row = Row.from_json(next(apart([task], timeout)))
+        if not row.is_find:
+            console.print(f"{row.verdict}: nothing to report", markup=False)
             raise typer.Exit(5)
+        if row.symptom.endswith(OUTSIDE):
+            console.print(f"{row.verdict}: {row.reason}; there is no program to write down", markup=False)
+            raise typer.Exit(5)
+        found = judged(task, row)
         script = write_script(found, out, where)
         folder = environments or default_folder()
         said = dict(

@@ -6,20 +6,18 @@ In: a case or a signature. Out: tables.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
-from gradparity import report, timeline
-from gradparity.ablation.ablate import ablate as taken_apart
+from gradparity import report
+from gradparity.ablation.ablate import Ablation
 from gradparity.cli import options
-from gradparity.corpus import registry as corpora
-from gradparity.differential import Comparison, compare
-from gradparity.finds import named
-from gradparity.subjects import registry as subjects
-from gradparity.work import alarm, quiet
+from gradparity.finds import apart, named
+from gradparity.timeline import show_unit
+from gradparity.verdict import Row
+from gradparity.work import Task
 
 
 def show(  # noqa: PLR0913 - a command has as many parameters as options
@@ -43,31 +41,27 @@ def show(  # noqa: PLR0913 - a command has as many parameters as options
     """
     console = options.console()
     with options.errors(console):
-        where = torch.device(options.device_name(device))
         found = named(case, subject, store, seed)
-        program = corpora.program(found.case, where)
-        torch.set_num_threads(1)
-        quiet()
-        with alarm(timeout):
-            compared = compare(program, subjects.resolve(found.subject), where)
-            steps = taken_apart(program, found.subject, where) if ablate else None
-        console.print(f"{compared.row.case}: {program.doc}", markup=False)
-        for table in (timeline.timelines(compared), timeline.error_table(compared)):
-            if table is not None:
-                console.print(table)
-    _print_rest(console, compared, found.subject)
-    if steps is not None:
+        task = Task.of(found.case, found.subject, options.device_name(device), ablate)
+        data = next(apart([task], timeout, show_unit))
+    row = print_shown(console, data)
+    for note in row.notes:
+        console.print(f"note: {note}", markup=False)
+    console.print(report.line(row) if row.symptom else f"{row.verdict}", soft_wrap=True)
+    if ablate:
+        steps = Ablation.from_json(row.exhibit.get("ablation", {}))
         for step in steps.steps:
             console.print(f"{step.stage:<28} {step.subject:<40} {step.verdict} {step.symptom}", markup=False)
         console.print(f"broken by: {steps.stage or 'nothing'} {steps.operator}", markup=False)
 
 
-def _print_rest(console: Console, compared: Comparison, subject: str) -> None:
-    if compared.evidence is not None:
-        for name, outcome in (("eager", compared.evidence.eager), (subject, compared.evidence.subject)):
-            if outcome.raised is not None:
-                console.print(f"{name} raises {outcome.raised.type}: {outcome.raised.message}", markup=False)
-    row = compared.row
-    for note in row.notes:
-        console.print(f"note: {note}", markup=False)
-    console.print(report.line(row) if row.symptom else f"{row.verdict}", soft_wrap=True)
+def print_shown(console: Console, data: dict[str, Any]) -> Row:
+    """Prints what `show_unit` gave; returns the row."""
+    row = Row.from_json(data)
+    console.print(f"{row.case}: {data.get('doc', '')}", markup=False)
+    for table in data.get("tables", []):
+        if table is not None:
+            console.print(table)
+    for text in data.get("raised", []):
+        console.print(text, markup=False)
+    return row

@@ -15,17 +15,12 @@ import typer
 from gradparity import report
 from gradparity.cli import options
 from gradparity.cli.issue import Folder
-from gradparity.corpus import registry as corpora
-from gradparity.corpus.generated import scripted
-from gradparity.differential import compare
-from gradparity.finds import Judged, named
+from gradparity.errors import ReproError
+from gradparity.finds import handed_over, named, smaller
+from gradparity.fuzzing.smaller import Effort
 from gradparity.handover import write_script
-from gradparity.repro.script import runnable
-from gradparity.shrink.question import still_diverges
-from gradparity.shrink.read import from_source
-from gradparity.shrink.shrinker import Shrinker
-from gradparity.subjects.registry import resolve
-from gradparity.work import alarm, judged, quiet
+from gradparity.verdict import Row
+from gradparity.work import Task
 
 
 def shrink(  # noqa: PLR0913 - a command has as many parameters as options
@@ -40,6 +35,8 @@ def shrink(  # noqa: PLR0913 - a command has as many parameters as options
 ) -> None:
     """Cuts statements, operands, sizes and hooks as long as the case diverges alike; writes the script.
 
+    A candidate that hangs or crashes costs itself only.
+
     \b
     Examples:
       gradparity shrink generated::views::7 -s compile:inductor
@@ -47,27 +44,22 @@ def shrink(  # noqa: PLR0913 - a command has as many parameters as options
     """
     console = options.console()
     with options.errors(console):
-        where = torch.device(options.device_name(device))
-        torch.set_num_threads(1)
-        quiet()
+        where = options.device_name(device)
         found = named(case, subject, store, seed)
-        program, judge = corpora.program(found.case, where), resolve(found.subject)
-        script = from_source(runnable(program)).model_copy(
-            update={"fp64": program.fp64, "cold": program.cold}
-        )
-        with alarm(timeout):
-            first = compare(scripted(found.case, script), judge, where)
-        if not first.row.is_find:
-            console.print(f"{first.row.verdict}: nothing to shrink", markup=False)
+        task = Task.of(found.case, found.subject, where)
+        effort = Effort(where, timeout, seconds)
+        made = smaller(task, effort, lambda text: console.print(text, markup=False, soft_wrap=True))
+        if isinstance(made, Row):
+            why = f": {made.reason}" if made.reason else ""
+            console.print(f"{made.verdict}: nothing to shrink{why}", markup=False, soft_wrap=True)
             raise typer.Exit(5)
-        question = still_diverges(first, found.case, judge, where, timeout)
-        made = Shrinker(question, seconds).shrink(script)
-        smaller = scripted(found.case, made.script)
-        row = judged(smaller, judge, where)
-        path = write_script(Judged(smaller, judge, row), out, where)
-    console.print(report.line(row), soft_wrap=True)
-    lines = [len(text.source.splitlines()) for text in (script, made.script)]
-    told = f"{lines[0]} lines became {lines[1]} in {made.tried} tries" + (
-        "" if made.done else "; time was up"
-    )
-    console.print(f"{told}; wrote {path}", markup=False)
+        find, done = made
+        try:
+            told = f"wrote {write_script(handed_over(find), out, torch.device(where))}"
+        except ReproError as error:
+            console.print(find.shrunk.source, markup=False, highlight=False, soft_wrap=True)
+            told = f"no script: {error}"
+    console.print(report.line(find.row), soft_wrap=True)
+    lines = [len(script.source.splitlines()) for script in (find.script, find.shrunk)]
+    tries = f"{lines[0]} lines became {lines[1]} in {find.tried} tries" + ("" if done else "; time was up")
+    console.print(f"{tries}; {told}", markup=False)

@@ -9,19 +9,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from gradparity.case import Case
 from gradparity.cli import options
 from gradparity.cli.outcome import Files, print_rows
-from gradparity.finds import Named, again, recorded
+from gradparity.finds import apart, recorded
 from gradparity.html.figures import distinct
 from gradparity.store.merge import is_store
 from gradparity.store.merge import merge as merged
 from gradparity.store.store import Run, Store
 from gradparity.verdict import Row
-from gradparity.work import alarm, quiet
+from gradparity.work import Task
 
 Sources = Annotated[list[Path], typer.Argument(help="stores, or files of rows that --json wrote")]
 
@@ -90,12 +89,10 @@ def replay(
     with options.errors(console):
         rows = recorded(source)
         chosen = [row for row in rows if row.is_find] if every else list(distinct(rows).values())
-        where = torch.device(options.device_name(device))
-        torch.set_num_threads(1)
-        quiet()
-        for row in chosen:
-            with alarm(timeout):
-                now = again(Named(Case.parse(row.case, row.seed), row.subject, row), where).row
+        where = options.device_name(device)
+        tasks = [Task.of(Case.parse(row.case, row.seed), row.subject, where) for row in chosen]
+        for row, data in zip(chosen, apart(tasks, timeout), strict=True):
+            now = Row.from_json(data)
             said = compared(row, now)
             counts[said] += 1
             console.print(f"{said:<10} {row.subject}  {row.case}  {now.verdict} {now.symptom}", markup=False)

@@ -36,17 +36,22 @@ class _Worker:
     unit: Unit | None = None
     step: int | None = None
     label: dict[str, Any] | None = None
+    limit: float = 0.0
     deadline: float = 0.0
 
     def give(self, unit: Unit) -> bool:
         """Sends the unit; False if the process is dead already."""
         self.unit, self.step, self.label = unit, None, None
-        self.deadline = time.monotonic() + unit.overhead + unit.timeout
+        self.allow(unit.timeout, unit.overhead)
         try:
             self.pipe.send(unit)
         except OSError:
             return False
         return True
+
+    def allow(self, limit: float, more: float = 0.0) -> None:
+        """Sets the time by which the worker has to say something."""
+        self.limit, self.deadline = limit, time.monotonic() + limit + more
 
     def kill(self) -> None:
         """Ends the process and everything it started (it leads its own process group)."""
@@ -130,9 +135,7 @@ class Local:
                 and worker.pipe not in ready
                 and time.monotonic() > worker.deadline + self._grace
             ):
-                yield self._lose(
-                    worker, "timeout", f"no answer within {worker.unit.timeout:g} s; killed", waiting
-                )
+                yield self._lose(worker, "timeout", f"no answer within {worker.limit:g} s; killed", waiting)
             elif worker.unit is not None and self._memory is not None:
                 held = resident_bytes(worker.process.pid)
                 if held > self._memory:
@@ -150,10 +153,10 @@ class Local:
             return
         if kind == "start":
             worker.step, worker.label = step, data
-            worker.deadline = time.monotonic() + unit.timeout
+            worker.allow(data.get("limit", unit.timeout))
             yield Started(unit, step, data)
         elif kind == "result":
-            worker.deadline = time.monotonic() + unit.timeout + unit.overhead
+            worker.allow(unit.timeout, unit.overhead)
             worker.label = None
             yield Result(unit, step, data)
         else:

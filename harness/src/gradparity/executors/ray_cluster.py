@@ -43,7 +43,12 @@ class _Hired:
     answer: Any = None
     step: int | None = None
     label: dict[str, Any] | None = None
+    limit: float = 0.0
     deadline: float = 0.0
+
+    def allow(self, limit: float, more: float = 0.0) -> None:
+        """Sets the time by which the worker has to say something."""
+        self.limit, self.deadline = limit, time.monotonic() + limit + more
 
 
 class RayCluster:
@@ -117,7 +122,7 @@ class RayCluster:
             worker.attempt, worker.order = next(self._attempts), waiting.popleft()
             unit = worker.order[0]
             worker.step = worker.label = None
-            worker.deadline = time.monotonic() + unit.overhead + unit.timeout
+            worker.allow(unit.timeout, unit.overhead)
             worker.answer = worker.actor.serve.remote(unit, worker.attempt)
         return any(worker.order is not None for worker in self._hired)
 
@@ -131,11 +136,11 @@ class RayCluster:
             unit = worker.order[0]
             if kind == "start":
                 worker.step, worker.label = step, data
-                worker.deadline = time.monotonic() + unit.timeout
+                worker.allow(data.get("limit", unit.timeout))
                 yield Started(unit, step, data)
             else:
                 worker.label = None
-                worker.deadline = time.monotonic() + unit.timeout + unit.overhead
+                worker.allow(unit.timeout, unit.overhead)
                 yield Result(unit, step, data)
 
     def _ended(self, waiting: deque[Order]) -> Iterator[Message]:
@@ -150,7 +155,7 @@ class RayCluster:
             yield from self._answered(busy[answer], waiting)
         for worker in self._hired[:]:
             if worker.order is not None and time.monotonic() > worker.deadline + self._grace:
-                why = f"no answer within {worker.order[0].timeout:g} s; killed"
+                why = f"no answer within {worker.limit:g} s; killed"
                 yield from self._lose(worker, "timeout", why, waiting)
 
     def _answered(self, worker: _Hired, waiting: deque[Order]) -> Iterator[Message]:

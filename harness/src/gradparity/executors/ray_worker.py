@@ -9,7 +9,7 @@ import os
 import resource
 from typing import Any
 
-from gradparity.executors.unit import RunUnit, Unit
+from gradparity.executors.unit import RunUnit, Unit, why
 from gradparity.executors.worker import MEMORY_LIMIT_KIB
 
 Said = tuple[int, str, int, dict[str, Any]]
@@ -56,6 +56,6 @@ class Worker:
         try:
             fit = self._run_unit(unit, emit)
         except Exception as error:  # a unit that cannot even be set up is reported, not fatal
-            return False, f"{type(error).__name__}: {error}"
+            return False, why(error)
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return fit and used <= MEMORY_LIMIT_KIB, ""

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gradparity.errors import GradparityError
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -30,7 +32,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Started:
-    """A step begins. `label` says which, for messages about losses."""
+    """A step begins, or a part of one. `label` says which, for messages about losses; its "limit", if it has
+    one, is how many seconds this part may take, in the place of the unit's timeout.
+    """
 
     unit: Unit
     step: int
@@ -74,3 +78,8 @@ RunUnit = Callable[[Unit, Emit], bool]
 whether the process is still fit for another unit; False asks for a new one, and the rest of the unit runs
 there.
 """
+
+
+def why(error: Exception) -> str:
+    """What is said of a unit that could not be set up: errors of gradparity's own speak for themselves."""
+    return str(error) if isinstance(error, GradparityError) else f"{type(error).__name__}: {error}"

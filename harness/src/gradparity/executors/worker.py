@@ -13,7 +13,7 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
-from gradparity.executors.unit import RunUnit, Unit
+from gradparity.executors.unit import RunUnit, Unit, why
 
 MEMORY_LIMIT_KIB = 6 * 1024 * 1024
 """A worker that ever held more than this is replaced after its unit."""
@@ -43,7 +43,7 @@ def _serve(unit: Unit, run_unit: RunUnit, emit: Any) -> None:
     try:
         fit = run_unit(unit, emit)
     except Exception as error:  # a unit that cannot even be set up is reported, not fatal
-        emit("finished", -1, {"error": f"{type(error).__name__}: {error}"})
+        emit("finished", -1, {"error": why(error)})
         return
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if not fit:

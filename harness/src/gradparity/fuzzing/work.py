@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from gradparity.ablation.ladders import ladder
 from gradparity.case import Case
 from gradparity.corpus.generated import NAME, scripted
 from gradparity.differential import Comparison, compare
@@ -24,17 +23,16 @@ from gradparity.executors.unit import Emit, Unit
 from gradparity.exhibit import exhibit
 from gradparity.fired import counting
 from gradparity.fuzzing.find import Find
+from gradparity.fuzzing.smaller import Announce, Begun, Effort, Smaller, announcer, as_drawn
 from gradparity.generate.draw import drawn_and_run
 from gradparity.generate.script import Script
 from gradparity.shrink.features import features
-from gradparity.shrink.question import still_diverges
-from gradparity.shrink.shrinker import Shrinker
 from gradparity.signature import Signature, signature_of
 from gradparity.subjects.base import Subject
 from gradparity.subjects.registry import resolve
 from gradparity.tidy import tidy_now_and_then
-from gradparity.verdict import Row, Verdict, row_of
-from gradparity.work import alarm, judged, quiet
+from gradparity.verdict import Verdict, row_of
+from gradparity.work import alarm, quiet
 
 ENOUGH, ONE_IN = 5, 6
 """After so many finds that look alike, one in so many of the others is shrunk."""
@@ -47,7 +45,7 @@ BROKEN = "broken-case"
 @dataclass(frozen=True)
 class FuzzTask:
     """Cases `start` to `start + count` of a campaign, without those to `skip`. `known` are signatures in
-    plain data.
+    plain data; `begun`: how far an earlier worker came with making the one case smaller.
     """
 
     subject: str
@@ -60,6 +58,7 @@ class FuzzTask:
     shrink_seconds: float
     known: list[dict[str, Any]] = field(default_factory=list)
     skip: list[int] = field(default_factory=list)
+    begun: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a Unit's payload."""
@@ -84,7 +83,7 @@ def fuzz_unit(unit: Unit, emit: Emit) -> bool:
             continue
         case = task.case(task.start + step)
         emit("start", step, {"case": case.address, "seed": case.seed})
-        result, fit = _case(case, subject, task, known)
+        result, fit = _case(case, subject, task, known, announcer(emit, step, case))
         emit("result", step, result)
         tidy_now_and_then(step)
         if not fit:
@@ -93,7 +92,7 @@ def fuzz_unit(unit: Unit, emit: Emit) -> bool:
 
 
 def _case(
-    case: Case, subject: Subject, task: FuzzTask, known: list[Signature]
+    case: Case, subject: Subject, task: FuzzTask, known: list[Signature], announce: Announce
 ) -> tuple[dict[str, Any], bool]:
     """The result in plain data, and whether the process is fit for more."""
     device, script, find = torch.device(task.device), Script(), None
@@ -116,7 +115,7 @@ def _case(
         row = row_of(case, subject.name, Verdict.CRASH, BROKEN, why)
     begun = time.monotonic()
     if found is not None and row.is_find and row.symptom != BROKEN:
-        find = _news(case, script, found, subject, task, known)
+        find = _news(case, script, found, task, known, announce)
     return {
         "row": row.to_json(),
         "attempt": script.attempt,
@@ -128,7 +127,12 @@ def _case(
 
 
 def _news(
-    case: Case, script: Script, found: Comparison, subject: Subject, task: FuzzTask, known: list[Signature]
+    case: Case,
+    script: Script,
+    found: Comparison,
+    task: FuzzTask,
+    known: list[Signature],
+    announce: Announce,
 ) -> Find | None:
     """The find, shrunk and confirmed; None if something known covers it, before or after, or if so many are
     known that look like it that only some of them are looked into.
@@ -138,49 +142,13 @@ def _news(
     tiring = task.shrink_seconds > 0 and alike >= ENOUGH and (case.index or 0) % ONE_IN
     if _is_covered(signature, known) or tiring:
         return None
-    shrunk, tried = script, 0
-    device = torch.device(task.device)
-    if task.shrink_seconds > 0:
-        shrunk, tried = _shrunk(case, script, found, subject, task)
-    row = _confirmed(case, shrunk, found, subject, device)
-    signature = signature_of(row, features(shrunk))
-    if _is_covered(signature, known):
+    effort = Effort(task.device, task.timeout, task.shrink_seconds)
+    begun = Begun(**task.begun) if task.begun else None
+    find, _ = Smaller(as_drawn(case, script, found), found, effort, begun, announce).made()
+    if _is_covered(find.signature, known):
         return None
-    known.append(signature)
-    return Find(
-        subject.name, case.address, case.seed, script, shrunk, signature, row, tried, torch.__version__
-    )
-
-
-def _shrunk(
-    case: Case, script: Script, found: Comparison, subject: Subject, task: FuzzTask
-) -> tuple[Script, int]:
-    """The smaller script, and how many were tried. It is looked for under the first stage of the subject that
-    diverges alike, which answers sooner than the whole subject; what the subject does not repeat is looked
-    for again under the subject itself.
-    """
-    device, until = torch.device(task.device), time.monotonic() + task.shrink_seconds
-    itself = still_diverges(found, case, subject, device, task.timeout)
-    below = (
-        still_diverges(found, case, resolve(name), device, task.timeout) for name in _stages(subject.name)
-    )
-    question = next((asked for asked in below if asked(script)), itself)
-    made = Shrinker(question, until - time.monotonic()).shrink(script)
-    if question is itself or itself(made.script):
-        return made.script, made.tried
-    again = Shrinker(itself, max(until - time.monotonic(), task.shrink_seconds / 2)).shrink(script)
-    return again.script, made.tried + again.tried
-
-
-def _stages(subject: str) -> list[str]:
-    """The subjects that do less of what this one does, the one that does least first."""
-    return [rung.subject for rung in ladder(subject)[:-1]]
-
-
-def _confirmed(case: Case, shrunk: Script, found: Comparison, subject: Subject, device: torch.device) -> Row:
-    """The row of the shrunk script; that of the one as drawn, if the shrunk one does not repeat it."""
-    row = judged(scripted(case, shrunk), subject, device)
-    return row if signature_of(row) == signature_of(found.row) else found.row
+    known.append(find.signature)
+    return find
 
 
 def _is_covered(signature: Signature, known: list[Signature]) -> bool:

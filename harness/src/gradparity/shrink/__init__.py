@@ -5,6 +5,9 @@ In: a script, the subject, and the comparison that found the divergence. Out: a 
     question = still_diverges(found, case, subject, device, timeout=30)
     Shrinker(question, seconds=60).shrink(script).script.source
 
+This runs candidates in the calling process, and one that never ends is ended by an alarm only. To run them in
+a worker, which may crash or hang, use `gradparity.finds.smaller`, as `gradparity shrink` does.
+
 `shrinker.py` has the passes in their order; each pass only offers cuts. `read.from_source` turns any text
 with a `run(p)` into a script that can be shrunk.
 """

@@ -9,7 +9,10 @@ import ast
 from textwrap import dedent
 
 from gradparity.errors import CaseError
-from gradparity.generate.script import Script, Step
+from gradparity.generate.script import IMPORTS, Script, Step
+
+GIVEN = ("from __future__ import annotations", "import torch", *IMPORTS.values())
+"""Imports that a script makes by itself."""
 
 
 def from_source(text: str, like: Script | None = None) -> Script:
@@ -21,12 +24,8 @@ def from_source(text: str, like: Script | None = None) -> Script:
     runs = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "run"]
     if len(runs) != 1:
         raise CaseError("the source has no function run(p)")
-    kept = (
-        node
-        for node in tree.body
-        if node is not runs[0] and not isinstance(node, (ast.Import, ast.ImportFrom))
-    )
-    definitions = tuple(_segment(text, node) for node in kept if not _is_docstring(node))
+    kept = (node for node in tree.body if node is not runs[0] and not _is_docstring(node))
+    definitions = tuple(_segment(text, node) for node in kept if ast.unparse(node) not in GIVEN)
     lines = tuple(_segment(text, node) for node in runs[0].body if not isinstance(node, ast.Pass))
     return (like or Script()).model_copy(
         update={

@@ -12,7 +12,7 @@ from gradparity.corpus.generated import scripted
 from gradparity.differential import compare
 from gradparity.generate.draw import drawn
 from gradparity.generate.script import Script, Step
-from gradparity.shrink import Shrinker, still_diverges
+from gradparity.shrink import Shrinker, from_source, still_diverges
 from gradparity.shrink.parsed import Parsed, nodes
 from gradparity.signature import signature_of
 from gradparity.subjects.registry import resolve
@@ -109,3 +109,12 @@ def test_nothing_is_asked_twice() -> None:
 
     Shrinker(question, 30).shrink(LONG)
     assert len(asked) == len(set(asked))
+
+
+def test_imports_of_a_users_program_stay() -> None:
+    text = (
+        "import torch\nimport os.path as path\nfrom math import pi\n\n\ndef run(p):\n    p.value('pi', pi)\n"
+    )
+    script = from_source(text)
+    assert script.definitions == ("import os.path as path", "from math import pi")
+    assert compare(scripted(CASE, script), resolve("eager"), CPU).evidence.eager.raised is None
