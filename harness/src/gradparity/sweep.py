@@ -19,7 +19,7 @@ LIMIT = 300.0
 """Seconds for one script under one version."""
 
 INSTALL_LIMIT = 3600.0
-VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+VERSIONS = ("2.9.1", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 DIFFERS, AGREES = "differs", "agrees"
 SAYS = {0: AGREES, 1: DIFFERS}
