@@ -13,14 +13,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count as count_from
 from typing import Any
 
 from gradparity.case import Case
 from gradparity.errors import CaseError
 from gradparity.executors.registry import Resources, executor
-from gradparity.executors.unit import Lost, Result, Unit
+from gradparity.executors.unit import Lost, Result, Started, Unit
 from gradparity.fuzzing.diary import Done
 from gradparity.fuzzing.find import Find
 from gradparity.fuzzing.smaller import Begun, begun_of
@@ -62,9 +62,9 @@ class FuzzOptions:
 class FuzzSummary:
     """Where a campaign stands. `rejected`: drawings that eager could not run; `repeated`: divergences that
     something known covers; `number`: the last case's; `lost`: cases that cost a worker or could not be
-    judged, and candidates that cost one while a case was made smaller; `begun`: how far these cases came, by
-    number; `failed`: why the last worker ended before its first case; `fired`: how many programs made each
-    pass fire; `new`: distinct divergences, `finds` those of them that this process found.
+    judged, and candidates that cost one while a case was made smaller; `begun`: how far cases came that are
+    made smaller, by number; `failed`: why the last worker ended before its first case; `fired`: how many
+    programs made each pass fire; `new`: distinct divergences, `finds` those of them that this process found.
     """
 
     cases: int = 0
@@ -143,6 +143,7 @@ def _rounds(options: FuzzOptions, summary: FuzzSummary, started: float) -> Itera
     while summary.begun or not _is_over(options, summary):
         while summary.begun:
             number, came = summary.begun.popitem()
+            came = replace(came, left=0.0) if _is_over(options, summary) else came
             yield [_unit(options, summary, number, 1, came)]
         if _is_over(options, summary):
             return
@@ -195,8 +196,13 @@ def _messages(options: FuzzOptions, units: list[Unit]) -> Iterator[Any]:
 
 
 def _take(message: Any, summary: FuzzSummary, on_find: OnFind) -> Row | None:
-    if isinstance(message, (Lost, Result)) and message.step is not None:
+    if isinstance(message, (Started, Lost, Result)) and message.step is not None:
         summary.number = message.unit.payload["start"] + message.step
+        begun = begun_of(message)
+        if begun is not None:
+            summary.begun[summary.number] = begun
+        elif not isinstance(message, Started):
+            summary.begun.pop(summary.number, None)
     if isinstance(message, Lost) and message.label is not None:
         return _lost(message, message.label, summary, on_find)
     if not isinstance(message, Result):
@@ -237,7 +243,6 @@ def _lost(message: Lost, label: dict[str, Any], summary: FuzzSummary, on_find: O
     what = label["case"] if begun is None else f"{label['case']}, while it was made smaller"
     summary.lost.append(f"{what}: {message.detail}")
     if begun is not None:
-        summary.begun[summary.number] = begun
         return None
     summary.cases += 1
     if before is not None:

@@ -12,6 +12,7 @@ from gradparity.executors.inprocess import InProcess
 from gradparity.executors.local import Local
 from gradparity.executors.unit import Finished, Lost, Result, Started, Unit
 from gradparity.verdict import Row, Verdict
+from gradparity.work import Task, run_unit
 
 NAME = "scenarios"
 
@@ -59,6 +60,13 @@ def test_in_process_runs_the_rest_of_a_unit_after_an_unfit_step() -> None:
     assert [m.step for m in messages if isinstance(m, Result)] == [0, 1, 2]
     assert [m.step for m in messages if isinstance(m, Started)] == [0, 1, 2]
     assert isinstance(messages[-1], Finished)
+
+
+def test_a_case_that_is_taken_apart_has_the_time_twice() -> None:
+    labels: list[dict] = []
+    task = Task("eager", "autograd_function_db", "NumpyCubeAutogradFunction", "cpu", 0, ablate=True)
+    run_unit(Unit(task.to_json(), 30.0), lambda kind, step, data: labels.append(data))
+    assert labels[0]["limit"] == 60.0
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from gradparity.case import Case
 from gradparity.corpus import registry as corpora
 from gradparity.corpus.generated import scripted
 from gradparity.differential import Comparison, compare
-from gradparity.executors.unit import Emit, Lost, Unit
+from gradparity.executors.unit import Emit, Lost, Result, Started, Unit
 from gradparity.exhibit import exhibit
 from gradparity.fuzzing.find import Find
 from gradparity.generate.script import Script
@@ -157,9 +157,9 @@ def announcer(emit: Emit, step: int, case: Case) -> Announce:
     return announce
 
 
-def begun_of(message: Lost) -> Begun | None:
-    """How far it had come when a candidate ended the worker; None if it was no candidate that did."""
-    begun = (message.label or {}).get("begun")
+def begun_of(message: Started | Lost | Result) -> Begun | None:
+    """How far it had come when a candidate began, or ended its worker; None if it was no candidate."""
+    begun = None if isinstance(message, Result) else (message.label or {}).get("begun")
     return None if begun is None else Begun(**begun)
 
 

@@ -70,6 +70,17 @@ def test_a_candidate_that_ends_its_worker_costs_that_candidate_only(monkeypatch,
     assert len(find.shrunk.source) < len(find.script.source) / 2
 
 
+def test_what_is_made_smaller_when_time_is_up_is_kept_as_far_as_it_came(monkeypatch) -> None:
+    """The time is up when the other worker's case is judged; this one's worker ends with its round."""
+    over = iter([False, False, True])
+    monkeypatch.setattr(fuzz_module, "_is_over", lambda *more: next(over, True))
+    mortal = Mortal(20)
+    monkeypatch.setattr(fuzz_module, "executor", lambda *more: mortal)
+    summary, (find,), _ = campaign()
+    assert (summary.cases, find.tried > 10, mortal.announced < 26) == (1, True, True)
+    assert len(find.shrunk.source) < len(find.script.source)
+
+
 def test_a_find_that_cannot_be_run_again_stays_as_it_was_drawn(monkeypatch) -> None:
     mortal = Mortal(2)
     monkeypatch.setattr(fuzz_module, "executor", lambda *more: mortal)
