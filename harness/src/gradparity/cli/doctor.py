@@ -34,7 +34,12 @@ class Examined:
 
 
 def doctor() -> None:
-    """Checks this installation: eager against itself, Dynamo, Inductor and its compiler, extras."""
+    """Checks this installation: eager against itself, Dynamo, Inductor and its compiler, extras.
+
+    \b
+    Example:
+      gradparity doctor
+    """
     console = options.console()
     for name, value in versions().items():
         console.print(f"{name:<12} {value}", markup=False)

@@ -51,14 +51,24 @@ def list_(
 
 
 def subjects() -> None:
-    """Lists the subjects: names, and forms that take a name of yours."""
+    """Lists the subjects: names, and forms that take a name of yours.
+
+    \b
+    Example:
+      gradparity subjects
+    """
     forms = (f"{form:<24} {text}" for form, text in subjects_registry.FORMS.items())
     for line in [*subjects_registry.NAMED, *forms]:
         typer.echo(line)
 
 
 def corpora() -> None:
-    """Lists the corpora, what other packages provide (entry points "gradparity.corpora"), and forms."""
+    """Lists the corpora, what other packages provide (entry points "gradparity.corpora"), and forms.
+
+    \b
+    Example:
+      gradparity corpora
+    """
     forms = (f"{form:<24} {text}" for form, text in corpora_registry.FORMS.items())
     for line in [*corpora_registry.NAMED, *corpora_registry.provided(), *forms]:
         typer.echo(line)

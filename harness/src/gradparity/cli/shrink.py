@@ -1,6 +1,6 @@
 """`gradparity shrink`: a diverging case made as small as it can be.
 
-In: a case, a signature, or a script that gradparity wrote. Out: the smaller program as a script in plain
+In: a case or a signature. Out: the smaller program as a script in plain
 torch.
 """
 
