@@ -80,14 +80,20 @@ def engine_walk(live: LiveGraph) -> list[int]:
 def eager_walk(live: LiveGraph) -> list[int]:
     """Node indices in the order in which eager executes them; `ROOT` comes first."""
     ready = _Readiness(live)
+
+    def difference(one: int, other: int) -> int:
+        return live.nodes[other].sequence - live.nodes[one].sequence
+
+    def push(node: int) -> None:
+        heapq.heappush(heap, entry(node))
+
     # Entries compare by sequence number alone: where two are equal, the sift decides.
-    entry = functools.cmp_to_key(lambda one, other: live.nodes[other].sequence - live.nodes[one].sequence)
-    order, heap = [ROOT], list[Any]()
-    ready.release(ROOT, lambda node: heapq.heappush(heap, entry(node)))
+    order, heap, entry = [ROOT], list[Any](), functools.cmp_to_key(difference)
+    ready.release(ROOT, push)
     while heap:
         node = heapq.heappop(heap).obj
         order.append(node)
-        ready.release(node, lambda node: heapq.heappush(heap, entry(node)))
+        ready.release(node, push)
     return order
 
 
