@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import retrograd
 import retrograd.aot
-from retrograd.backends.registry import find_backend
+from retrograd.backends.base import Half
+from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.errors import BackendError
 
 Change = Callable[[list[Any]], list[Any]]
@@ -117,3 +118,28 @@ def test_graphs_are_lowered_and_run_without_autocast(way: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         losses(way, backend)
     assert set(seen) == {("lowered", False), ("run", False)}
+
+
+def settings_for_parts_of(follow: int) -> dict[str, Any]:
+    """Of the Inductor that compiles parts of a convolution with `follow` calls after it."""
+    graph = torch.fx.Graph()
+    image, weight = graph.placeholder("image"), graph.placeholder("weight")
+    image.meta["val"], weight.meta["val"] = torch.empty(2, 96, 6, 6), torch.empty(128, 96, 3, 3)
+    aten = torch.ops.aten
+    made = graph.call_function(
+        aten.convolution.default, (image, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    )
+    made.meta["val"] = torch.empty(2, 128, 4, 4)
+    for _ in range(follow):
+        made = graph.call_function(aten.tanh.default, (made,))
+        made.meta["val"] = torch.empty(2, 128, 4, 4)
+    graph.output((made,))
+    found = find_backend("inductor").for_parts_of(torch.fx.GraphModule({}, graph), Half())
+    assert isinstance(found, InductorBackend)
+    return found.settings
+
+
+def test_parts_leave_the_memory_format_of_a_convolution_where_the_whole_would() -> None:
+    with torch.backends.mkldnn.flags(enabled=False):  # as on a GPU: there is a choice
+        assert settings_for_parts_of(2) == {}
+        assert settings_for_parts_of(400) == {"layout_optimization": False}

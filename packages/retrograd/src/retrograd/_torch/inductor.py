@@ -134,6 +134,16 @@ def compile_graph(
     return with_strides(run, fakes) if fakes else run
 
 
+def chooses_layouts(gm: fx.GraphModule, is_inference: bool) -> bool:
+    """Whether Inductor, given the whole of `gm`, chooses the memory format of its convolutions. It does not
+    where they are few. Another format is another kernel of cuDNN, perhaps one that rounds to TF32."""
+    if not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default):
+        return True
+    from torch._inductor.graph import GraphLowering
+
+    return GraphLowering.decide_layout_opt(gm, is_inference=is_inference)
+
+
 def _is_cache_trusted() -> bool:
     """Whether Inductor's folder is safe to read; if not, that is said once."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir

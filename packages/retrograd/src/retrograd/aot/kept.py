@@ -34,15 +34,15 @@ from torch import fx
 from retrograd._torch.fx import is_operator_overload
 from retrograd._torch.inductor import cache_folder, environment, patched
 from retrograd._torch.subclass import PLAIN
-from retrograd._torch.trace import Form, fake_of_form, form_of, is_fake
+from retrograd._torch.trace import is_fake
 from retrograd.aot.export.save import read_trace, serialize_trace
-from retrograd.aot.export.serialize import read_graph, read_value, serialize_value
 from retrograd.aot.partition import partition
 from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.config import Config
 from retrograd.errors import Refusal
 from retrograd.events import AOT_LOGS, counters
 from retrograd.graph.joint_graph import CaptureState, Choice, Partition
+from retrograd.serialize import read_examples, read_graph, serialize_examples
 
 _log = AOT_LOGS["cache"]
 
@@ -130,9 +130,8 @@ def _written(made: Partition) -> bytes:
     if any(wrapping is not PLAIN for wrapping in joint.gradients.values()):
         raise Refusal("unwritable", "gradients that are subclasses")
     tensors: dict[str, torch.Tensor] = {}
-    memory: dict[int, int] = {}
     data = {
-        "examples": [_example(node.meta.get("val"), memory) for node in joint.gm.graph.nodes],
+        "examples": serialize_examples(node.meta.get("val") for node in joint.gm.graph.nodes),
         "saved": sorted(made.choice.saved),
         "copies": sorted(made.choice.copies),
         **serialize_trace(joint, tensors),
@@ -149,10 +148,7 @@ def _read(data: bytes, state: CaptureState) -> Partition:
         raise ValueError("it is damaged, or was not written here")
     written = json.loads(body)
     gm = read_graph(written["graph"], {}, None)
-    memory: list[torch.UntypedStorage] = []
-    for node, value in zip(gm.graph.nodes, written["examples"], strict=True):
-        if node.op != "output":
-            node.meta["val"] = _read_example(value, memory, state.fake_mode)
+    read_examples(gm, written["examples"], state.fake_mode)
     joint = read_trace(written, gm, {}, lambda _: state)
     return partition(joint, Choice(frozenset(written["saved"]), frozenset(written["copies"])))
 
@@ -160,32 +156,6 @@ def _read(data: bytes, state: CaptureState) -> Partition:
 def _graphs(made: Partition) -> list[str]:
     backwards = [backward.gm for backward in made.backwards]
     return [str(gm.graph) for gm in (made.forward, *backwards)]
-
-
-def _example(value: Any, memory: dict[int, int]) -> Any:
-    """The example value of a node; memory is numbered in the order of its first appearance."""
-    if isinstance(value, (list, tuple)):
-        return [_example(one, memory) for one in value]
-    if not isinstance(value, torch.Tensor):
-        return serialize_value(value)
-    if (form := form_of(value)) is None:
-        raise Refusal("unwritable", f"a value is a {type(value).__name__}, {value.layout}")
-    number = memory.setdefault(value.untyped_storage()._cdata, len(memory))
-    return {**vars(form), "dtype": serialize_value(form.dtype), "device": str(form.device), "memory": number}
-
-
-def _read_example(written: Any, memory: list[torch.UntypedStorage], mode: Any) -> Any:
-    if isinstance(written, list):
-        return tuple(_read_example(one, memory, mode) for one in written)
-    if not isinstance(written, dict) or "memory" not in written:
-        return read_value(written, {})
-    dtype, device = read_value(written["dtype"], {}), torch.device(written["device"])
-    form = Form(written["size"], written["stride"], written["offset"], dtype, device, written["nbytes"])
-    if written["memory"] < len(memory):
-        return fake_of_form(mode, form, memory[written["memory"]])
-    made = fake_of_form(mode, form)
-    memory.append(made.untyped_storage())
-    return made
 
 
 # what a partition depends on

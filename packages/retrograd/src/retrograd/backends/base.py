@@ -58,6 +58,10 @@ class Backend:
         """Decompositions to apply while tracing."""
         return {}
 
+    def for_parts_of(self, gm: fx.GraphModule, half: Half) -> Backend:
+        """The backend for parts of `gm`: what it chooses by the whole of a graph, it chooses by `gm`."""
+        return self
+
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
         """Compile a traced segment, or half of a captured function."""
         raise NotImplementedError

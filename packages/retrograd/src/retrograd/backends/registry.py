@@ -12,7 +12,13 @@ import torch
 from torch import fx
 
 from retrograd._torch.fx import boxed, copied, fill_in_place, lazy_graph_module
-from retrograd._torch.inductor import compile_graph, decompositions, patched, warm_workers
+from retrograd._torch.inductor import (
+    chooses_layouts,
+    compile_graph,
+    decompositions,
+    patched,
+    warm_workers,
+)
 from retrograd.backends.base import SEGMENT, Backend, Boxed, Half
 from retrograd.errors import BackendError, OptionError
 from retrograd.graph.joint import output_examples
@@ -58,6 +64,11 @@ class InductorBackend(Backend):
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         with patched(self.settings):
             return decompositions()
+
+    def for_parts_of(self, gm: fx.GraphModule, half: Half) -> Backend:
+        with patched(self.settings):
+            chooses = chooses_layouts(gm, half.is_inference)
+        return self if chooses else InductorBackend({**self.settings, "layout_optimization": False})
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
         with patched(self.settings):

@@ -29,7 +29,6 @@ from retrograd.aot.export.program import (
     ProgramSignature,
     Result,
 )
-from retrograd.aot.export.serialize import serialize_graph, serialize_value
 from retrograd.aot.export.training import WholeBackward
 from retrograd.aot.parts import extract
 from retrograd.errors import ExportError, Refusal
@@ -53,6 +52,7 @@ from retrograd.graph.joint_graph import (
     SizeValue,
 )
 from retrograd.passes.aten.remove_dead_code import remove_dead_code
+from retrograd.serialize import serialize_graph, serialize_value
 
 
 def export(

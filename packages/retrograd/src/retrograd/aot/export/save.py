@@ -26,10 +26,10 @@ from retrograd._torch.trace import Symbol, encoded, guards_of, size_of, symbolic
 from retrograd.aot.capture import JointGraph
 from retrograd.aot.export.exporter import program_of, refuse_unrepresentable
 from retrograd.aot.export.program import Exported, ProgramKind
-from retrograd.aot.export.serialize import read_graph, read_value, serialize_graph, serialize_value
 from retrograd.errors import CaptureError, LoadError, VerificationError, first_line
 from retrograd.graph.joint import verify_joint
 from retrograd.graph.joint_graph import CaptureState, JointValues, Leaf
+from retrograd.serialize import read_graph, read_value, serialize_graph, serialize_value
 from retrograd.version import VERSION
 
 _FOUND = "found/"

@@ -42,8 +42,11 @@ def lower(
     counters["aot_compiles"] += 1
     least = config.smallest_repeat * CALLS_PER_NODE if backend.takes_parts else 0
 
+    for_parts = backend.for_parts_of(gm, half)
+
     def compile_part(part: fx.GraphModule, examples: Sequence[Any], visible: int | None) -> Boxed:
-        return compile_fallible(backend, part, examples, replace(half, visible=visible), strict=config.strict)
+        how = backend if part is gm else for_parts
+        return compile_fallible(how, part, examples, replace(half, visible=visible), strict=config.strict)
 
     def compile_graph() -> Boxed:
         return compile_in_regions(gm, inputs, compile_part, least, half.visible, config.fewest_copies)

@@ -1,9 +1,9 @@
 """A graph of ATen calls, and the values in it, as plain data, and back.
 
 In: a graph module; what stands in the argument lists of such a graph, and the records that describe a joint
-graph. Out: JSON values, and the tensors that the graph holds; of those, the same again, with example values
-computed by running the graph on fake tensors. Nothing is looked up by a name from a file but operators with a
-schema, and a fixed set of functions and records.
+graph. Out: JSON values, and the tensors that the graph holds; of those, the same again. Example values are
+computed by running the graph on fake tensors, or are written and read as well. Nothing is looked up by a name
+from a file but operators with a schema, and a fixed set of functions and records.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.fx import SELF_CONTAINED, is_higher_order, is_operator_overload
 from retrograd._torch.subclass import PLAIN
-from retrograd._torch.trace import know_values
+from retrograd._torch.trace import Form, fake_of_form, form_of, know_values
 from retrograd.errors import ExportError, Refusal
 from retrograd.graph import joint, joint_graph
 
@@ -286,3 +286,51 @@ def _read_node(graph: fx.Graph, entry: Mapping[str, Any], nodes: Mapping[str, fx
     node.name = name
     node.meta.update({key: read_value(value, {}) for key, value in entry["meta"].items()})
     return node
+
+
+def serialize_examples(values: Iterable[Any]) -> list[Any]:
+    """The example values of nodes: numbers, and fake tensors of static sizes with what memory they share.
+
+    Raises:
+        Refusal: one is something else.
+    """
+    memory: dict[int, int] = {}
+    return [_serialize_example(value, memory) for value in values]
+
+
+def _serialize_example(value: Any, memory: dict[int, int]) -> Any:
+    """Memory is numbered in the order of its first appearance."""
+    if isinstance(value, (list, tuple)):
+        return [_serialize_example(one, memory) for one in value]
+    if not isinstance(value, torch.Tensor):
+        return serialize_value(value)
+    if (form := form_of(value)) is None:
+        raise Refusal("unwritable", f"a value is a {type(value).__name__}, {value.layout}")
+    number = memory.setdefault(value.untyped_storage()._cdata, len(memory))
+    return {**vars(form), "dtype": serialize_value(form.dtype), "device": str(form.device), "memory": number}
+
+
+def read_examples(gm: fx.GraphModule, written: Sequence[Any], mode: Any) -> None:
+    """Give each node of `gm` its example value again, as a fake of `mode`.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is nothing that `serialize_examples` wrote of such a graph.
+    """
+    memory: list[torch.UntypedStorage] = []
+    for node, value in zip(gm.graph.nodes, written, strict=True):
+        if node.op != "output":
+            node.meta["val"] = _read_example(value, memory, mode)
+
+
+def _read_example(written: Any, memory: list[torch.UntypedStorage], mode: Any) -> Any:
+    if isinstance(written, list):
+        return tuple(_read_example(one, memory, mode) for one in written)
+    if not isinstance(written, dict) or "memory" not in written:
+        return read_value(written, {})
+    dtype, device = read_value(written["dtype"], {}), torch.device(written["device"])
+    form = Form(written["size"], written["stride"], written["offset"], dtype, device, written["nbytes"])
+    if written["memory"] < len(memory):
+        return fake_of_form(mode, form, memory[written["memory"]])
+    made = fake_of_form(mode, form)
+    memory.append(made.untyped_storage())
+    return made
