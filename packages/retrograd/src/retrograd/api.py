@@ -19,8 +19,9 @@ from retrograd._torch.cuda import side_streams
 from retrograd._torch.dynamo import watch_compiled_forwards
 from retrograd._torch.probe import check_supported
 from retrograd._torch.state import context_decorator
+from retrograd.aot.kept import expect
 from retrograd.backends.background import wait_for_all
-from retrograd.backends.registry import find_backend
+from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.config import Config
 from retrograd.dynamo import config_of
 from retrograd.dynamo.backend import retrograd as dynamo_backend
@@ -191,6 +192,8 @@ def compile(
     live = replace(config, backend=backend, dynamic=dynamic)
     session = Session(live, process_report, is_paced=True)
     check_supported()
+    if isinstance(target, torch.nn.Module) and isinstance(find_backend(backend), InductorBackend):
+        expect(target)
     watch_compiled_forwards(is_anything_open)
     side_streams.watch()
     compiler: Any = torch.compile

@@ -38,6 +38,14 @@ _Pool = Any  # a pair of numbers, of a type that exists for type checkers only
 _one_at_a_time = ForkSafeLock()
 
 
+def is_memory_scarce() -> bool:
+    """Whether less than a quarter of the current device's memory is free, if this process uses one."""
+    if not torch.cuda.is_initialized():
+        return False
+    free, total = torch.cuda.mem_get_info()
+    return free < total / 4
+
+
 class CudaRecorder:
     """Makes recordings on CUDA devices."""
 

@@ -16,9 +16,13 @@ reads, as torch's partitioners choose them.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import os
+import pickle
 import stat
+import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -287,6 +291,73 @@ def environment() -> list[Any]:
     cards = [torch.cuda.get_device_name(device) for device in devices]
     python_kernels = sorted(name for name in torch.library._impls if name.startswith(("aten/", "prims/")))
     return [key, settings, [is_on() for is_on in _SWITCHES], cards, python_kernels]
+
+
+#: settings and switches of one process, for another one.
+Portable = dict[str, Any]
+
+
+def portable_settings() -> Portable:
+    """What compiled code depends on besides its graph, and what `take_settings` needs.
+
+    Raises:
+        Exception: as `environment`.
+    """
+    return {
+        "inductor": config.save_config_portable(ignore_private_configs=False),
+        "functorch": functorch_config.save_config_portable(ignore_private_configs=False),
+        "precision": torch.backends.cuda.matmul.fp32_precision,
+        "device": torch.cuda.current_device() if torch.cuda.is_initialized() else None,
+        "environment": repr(environment()),
+        "formats_in": _formats_in(),
+    }
+
+
+def _formats_in() -> str:
+    """Inductor's keys are made by pickling, and pickle names a memory format by the first module that has an
+    attribute ``torch``: it depends on what was imported first."""
+    found: str = pickle.whichmodule(torch.contiguous_format, "torch.contiguous_format")  # type: ignore[attr-defined]
+    return found
+
+
+def _have_formats_in(name: str) -> None:
+    """Have `_formats_in` return `name`, a module of another process, which need not exist here."""
+    if _formats_in() == name:
+        return
+    first = sys.modules.get(name) or types.ModuleType(name)
+    vars(first).setdefault("torch", torch)
+    others = {**sys.modules}
+    for package in itertools.accumulate(name.split("."), "{}.{}".format):
+        others.setdefault(package, types.ModuleType(package))
+    del others[name]
+    sys.modules.clear()
+    sys.modules.update({name: first, **others})
+
+
+def take_settings(portable: Portable) -> None:
+    """Have the settings of the process from which they came, and what this one needs to compile."""
+    _warm_workers()  # before there is a context on a device, which they would inherit
+    config.load_config(portable["inductor"])
+    functorch_config.load_config(portable["functorch"])
+    if torch.backends.cuda.matmul.fp32_precision != portable["precision"]:
+        torch.backends.cuda.matmul.fp32_precision = portable["precision"]
+    _have_formats_in(portable["formats_in"])
+    if portable["device"] is not None:
+        torch.cuda.set_device(portable["device"])
+        torch.cuda.init()
+
+
+def import_everything() -> None:
+    """Import what compiling needs, and compute what all keys contain, without the use of a device."""
+    from torch._inductor import compile_fx, lowering  # noqa: F401
+    from torch._inductor.codecache import torch_key
+
+    torch_key()
+
+
+def compile_threads() -> int:
+    """How many processes of its own Inductor compiles kernels with; 1: none."""
+    return config.compile_threads or 1
 
 
 # partitioners

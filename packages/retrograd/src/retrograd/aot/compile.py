@@ -18,11 +18,11 @@ from torch import fx
 from retrograd._torch.pytree import tree_flatten
 from retrograd._torch.trace import InputGuard
 from retrograd.aot.capture import JointGraph, capture
-from retrograd.aot.kept import kept_partition
+from retrograd.aot.kept import KeptPartition, kept_partition
 from retrograd.aot.modules import FlatCall
 from retrograd.aot.partition import partition
 from retrograd.aot.run.call import CompiledFunction
-from retrograd.aot.run.lower_half import is_ready, lower
+from retrograd.aot.run.lower_half import announce, is_ready, lower
 from retrograd.aot.run.region import RegionCode
 from retrograd.backends.base import Boxed, Half
 from retrograd.backends.registry import find_backend
@@ -71,17 +71,29 @@ def compile(
     return Compiled(compile_with(partition, config, process_report, lazy))
 
 
-def compile_with(partition: Partition, config: Config, report: Report, lazy: bool = True) -> CompiledFunction:
-    """The same for choices that are checked already; `report` is told what runs eagerly later."""
+def compile_with(
+    partition: Partition,
+    config: Config,
+    report: Report,
+    lazy: bool = True,
+    keep: KeptPartition | None = None,
+) -> CompiledFunction:
+    """The same for choices that are checked already; `report` is told what runs eagerly later. A partition
+    that was not known on disk is kept there, while other processes begin to compile it."""
     ahead = find_backend(config.backend)
     behind = ahead if config.backward is None else find_backend(config.backward)
     half = _forward_half(partition, lazy)
-    code = lower(ahead, partition.forward, partition.joint.state, half, config)
-    if config.cudagraphs and is_ready(code):
-        code = _recorded(code, partition)
     regions = [
         RegionCode(partition, number, behind, config, report) for number in range(len(partition.backwards))
     ]
+    if keep is not None:
+        announce(ahead, partition.forward, partition.joint.state, half, config)
+        for region in regions:
+            region.announce()
+        keep.write(partition)
+    code = lower(ahead, partition.forward, partition.joint.state, half, config)
+    if config.cudagraphs and is_ready(code):
+        code = _recorded(code, partition)
     if not lazy:
         for region in regions:
             region.compile_ahead()
@@ -220,11 +232,12 @@ def run_stages(  # noqa: PLR0913 - what all stages together need
     """
     kept = None if graph is None else kept_partition(state, graph, config)
     parts = None if kept is None else kept.read()
+    is_known = parts is not None
     if parts is None:
+        calls = len(graph.graph.nodes) if graph is not None and kept is not None else 0
+        find_backend(config.backend).prepare(calls)
         parts = partition(_captured(state, config, split_at_leaf_grads), config.partitioner)
-        if kept is not None:
-            kept.write(parts)
-    code = compile_with(parts, config, report, lazy)
+    code = compile_with(parts, config, report, lazy, None if is_known else kept)
     report.compiled(_described(parts, ended_by))
     if AOT_LOGS["graph"].isEnabledFor(logging.DEBUG):
         joint: Any = parts.joint
@@ -233,9 +246,7 @@ def run_stages(  # noqa: PLR0913 - what all stages together need
 
 
 def _captured(state: CaptureState, config: Config, split_at_leaf_grads: bool) -> JointGraph:
-    backend = find_backend(config.backend)
-    backend.prepare()
-    is_exact = not backend.traces
+    is_exact = not find_backend(config.backend).traces
     joint = capture(
         state,
         single_region=config.single_region,

@@ -37,6 +37,7 @@ from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import is_fake
 from retrograd.aot.export.save import read_trace, serialize_trace
 from retrograd.aot.partition import partition
+from retrograd.backends import processes
 from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.config import Config
 from retrograd.errors import Refusal
@@ -45,6 +46,9 @@ from retrograd.graph.joint_graph import CaptureState, Choice, Partition
 from retrograd.serialize import read_examples, read_graph, serialize_examples
 
 _log = AOT_LOGS["cache"]
+
+#: modules of a model that takes longer to compile than processes to start.
+_DEEP = 50
 
 #: how the name of a file ends that is being written.
 UNFINISHED = ".tmp"
@@ -119,6 +123,16 @@ def kept_partition(state: CaptureState, gm: fx.GraphModule, config: Config) -> K
         counters["kept_partition_refusals"] += 1
         _log.info("%s is not looked up on disk: %s", state.name, error)
         return None
+
+
+def expect(module: torch.nn.Module) -> None:
+    """`module` will be compiled: have other processes start, if it is deep and nothing is kept here yet."""
+    try:
+        is_new = not Path(cache_folder(), "retrograd").exists()
+    except Refusal:
+        return
+    if is_new and sum(1 for _ in module.modules()) >= _DEEP:
+        processes.boot()
 
 
 def _written(made: Partition) -> bytes:

@@ -51,8 +51,15 @@ class Backend:
     takes_parts: bool = True
     for_speed: bool = False
 
-    def prepare(self) -> None:
-        """Graphs may follow soon: begin what takes time. It is called often."""
+    def prepare(self, calls: int = 0) -> None:
+        """Graphs may follow soon: begin what takes time. It is called often.
+
+        Args:
+            calls: about how many `announce` may be told of.
+        """
+
+    def announce(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half) -> None:
+        """`compile` will be called so, if nothing changes until then."""
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """Decompositions to apply while tracing."""

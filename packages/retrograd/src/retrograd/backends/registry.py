@@ -6,6 +6,7 @@ In: what the user gave as ``backend=``. Out: a `Backend`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from retrograd._torch.inductor import (
     patched,
     warm_workers,
 )
+from retrograd.backends import processes
 from retrograd.backends.base import SEGMENT, Backend, Boxed, Half
 from retrograd.errors import BackendError, OptionError
 from retrograd.graph.joint import output_examples
@@ -45,6 +47,10 @@ class EagerBackend(AtenBackend):
     for_speed = False
 
 
+#: calls of a graph from which on other processes take part. Fewer are compiled before these have begun.
+_WORTH_PROCESSES = 100
+
+
 class InductorBackend(Backend):
     """Compiles through ``compile_fx_inner`` with Inductor's own decompositions; no Dynamo, no AOTAutograd.
 
@@ -58,12 +64,17 @@ class InductorBackend(Backend):
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         self.settings = dict(settings or {})
 
-    def prepare(self) -> None:
+    def prepare(self, calls: int = 0) -> None:
         warm_workers()
+        if calls >= _WORTH_PROCESSES:
+            processes.start()
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         with patched(self.settings):
             return decompositions()
+
+    def announce(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half) -> None:
+        processes.announce(gm, example_inputs, half, self.settings)
 
     def for_parts_of(self, gm: fx.GraphModule, half: Half) -> Backend:
         with patched(self.settings):
@@ -71,14 +82,9 @@ class InductorBackend(Backend):
         return self if chooses else InductorBackend({**self.settings, "layout_optimization": False})
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
+        processes.wait_for(gm, example_inputs, half, self.settings)
         with patched(self.settings):
-            return compile_graph(
-                gm,
-                example_inputs,
-                visible=half.visible,
-                is_backward=half.is_backward,
-                is_inference=half.is_inference,
-            )
+            return compile_graph(gm, example_inputs, **asdict(half))
 
 
 class CustomBackend(Backend):

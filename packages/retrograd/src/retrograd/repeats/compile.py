@@ -7,7 +7,7 @@ straight-line Python: a value is let go before the call that reads it last, whic
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -18,7 +18,8 @@ from retrograd.graph.emit import Boxed, Emitter, last_uses
 from retrograd.repeats.divide import divided
 from retrograd.repeats.outline import Outline, graph_of
 
-#: given a graph, its example inputs and how many results must have their traced strides.
+#: a graph, its example inputs and how many results must have their traced strides.
+ToCompile = tuple[fx.GraphModule, Sequence[Any], int | None]
 CompilePart = Callable[[fx.GraphModule, Sequence[Any], int | None], Boxed]
 
 #: ATen calls that an autograd node amounts to, forward or backward.
@@ -44,23 +45,45 @@ def compile_in_regions(
             `compile_part` knows.
         copies: of a part that repeats, at least.
     """
-    parts = divided(gm.graph, least, visible, copies) if least else []
-    symbols = _Symbols(gm, inputs, parts)
-    if not parts or symbols.is_any_hidden:
+    parts, symbols = _divided(gm, inputs, least, visible, copies)
+    if not parts:
         return compile_part(gm, inputs, visible)
-    codes: dict[Hashable, Boxed] = {}
+    codes = {key: compile_part(*graph) for key, graph in _graphs(gm, parts, symbols).items()}
     steps = []
     for part in parts:
-        missing = symbols.missing[part]
-        if part.key not in codes:
-            sizes = [symbols.values[name] for name in missing]
-            examples = [*(node.meta["val"] for node in part.inputs), *sizes]
-            codes[part.key] = compile_part(graph_of(gm, part, sizes), examples, part.pinned)
-            counters["region_compiles"] += 1
-        reads = (*part.inputs, *(symbols.sources[name] for name in missing))
+        reads = (*part.inputs, *(symbols.sources[name] for name in symbols.missing[part]))
         steps.append(_Step(codes[part.key], reads, part.outputs))
+    counters["region_compiles"] += len(codes)
     counters["region_calls"] += len(steps)
     return _straight_line(gm, symbols.sizes, steps)
+
+
+def graphs_in_regions(
+    gm: fx.GraphModule, inputs: Sequence[Any], least: int, visible: int | None, copies: int = 2
+) -> Iterable[ToCompile]:
+    """What `compile_in_regions` has compiled, in that order."""
+    parts, symbols = _divided(gm, inputs, least, visible, copies)
+    return _graphs(gm, parts, symbols).values() if parts else [(gm, inputs, visible)]
+
+
+def _divided(
+    gm: fx.GraphModule, inputs: Sequence[Any], least: int, visible: int | None, copies: int
+) -> tuple[Sequence[Outline], _Symbols]:
+    """The parts, none if the graph is compiled as a whole, and their symbols."""
+    parts = divided(gm.graph, least, visible, copies) if least else []
+    symbols = _Symbols(gm, inputs, parts)
+    return ([] if symbols.is_any_hidden else parts), symbols
+
+
+def _graphs(gm: fx.GraphModule, parts: Sequence[Outline], symbols: _Symbols) -> Mapping[Hashable, ToCompile]:
+    """The different graphs among the parts, by their keys."""
+    graphs: dict[Hashable, ToCompile] = {}
+    for part in parts:
+        if part.key not in graphs:
+            sizes = [symbols.values[name] for name in symbols.missing[part]]
+            examples = [*(node.meta["val"] for node in part.inputs), *sizes]
+            graphs[part.key] = graph_of(gm, part, sizes), examples, part.pinned
+    return graphs
 
 
 class _Symbols:

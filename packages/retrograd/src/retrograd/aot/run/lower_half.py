@@ -21,7 +21,7 @@ from retrograd.config import Config
 from retrograd.errors import Reason
 from retrograd.events import counters
 from retrograd.graph.joint_graph import CaptureState
-from retrograd.repeats.compile import CALLS_PER_NODE, compile_in_regions
+from retrograd.repeats.compile import CALLS_PER_NODE, compile_in_regions, graphs_in_regions
 
 
 @autocast_off()
@@ -57,6 +57,18 @@ def lower(
     if later.code is not None:
         return later.code
     return LateCode(later, lambda: guard_count(state.fake_mode))
+
+
+def announce(backend: Backend, gm: fx.GraphModule, state: CaptureState, half: Half, config: Config) -> None:
+    """Tell the backend of the graphs that `lower` will have it compile."""
+    if backend.decompositions() and not state.decompositions:
+        return
+    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    least = config.smallest_repeat * CALLS_PER_NODE if backend.takes_parts else 0
+    for_parts = backend.for_parts_of(gm, half)
+    for part, examples, visible in graphs_in_regions(gm, inputs, least, half.visible, config.fewest_copies):
+        how = backend if part is gm else for_parts
+        how.announce(part, examples, replace(half, visible=visible))
 
 
 class LateCode:

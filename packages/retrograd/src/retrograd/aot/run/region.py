@@ -20,7 +20,7 @@ from retrograd._torch.subclass import PLAIN, Layout, built
 from retrograd._torch.tensor import graph_is_kept
 from retrograd._torch.trace import is_batched, know_values, laid_out_like
 from retrograd.aot.run.cotangents import Expected, Strides, rerun_region, traced_for
-from retrograd.aot.run.lower_half import LateCode, is_ready, lower, still_compiling
+from retrograd.aot.run.lower_half import LateCode, announce, is_ready, lower, still_compiling
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, EagerBackend
 from retrograd.config import Config
@@ -86,6 +86,11 @@ class RegionCode:
         """Compile now, for the layouts that tracing predicted."""
         gm = self._graphs.gm
         self._codes[self._as_traced] = _Code(gm, self._lowered(gm, None))
+
+    def announce(self) -> None:
+        """Tell the backend that it will be asked for this code, for the layouts that tracing predicted."""
+        gm = self._graphs.gm
+        announce(self._backend, gm, self._partition.joint.state, _half_of(gm), self._config)
 
     def __call__(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         """Gradients for the destinations."""
@@ -233,8 +238,7 @@ class RegionCode:
             examples = [laid_out_like(fake, value) for fake, value in zip(traced, args, strict=True)]
             if any(one is not other for one, other in zip(traced, examples, strict=True)):
                 gm = know_values(copied_module(gm), examples)
-        half = Half(is_backward=True, visible=len(gm.graph.output_node().args[0]))  # type: ignore[arg-type]
-        code = lower(self._backend, gm, self._partition.joint.state, half, self._config, examples)
+        code = lower(self._backend, gm, self._partition.joint.state, _half_of(gm), self._config, examples)
         if not self._config.cudagraphs or isinstance(code, LateCode):
             return code
         cotangents = range(len(self._graphs.saved), len(examples))
@@ -257,6 +261,11 @@ class RegionCode:
         given = dict(zip(self.roots, cotangents, strict=True))
         found = rerun_region(self._partition.joint, self._number, ctx.again, given)
         return [found[there] for there in self.destinations]
+
+
+def _half_of(gm: fx.GraphModule) -> Half:
+    results: Any = gm.graph.output_node().args[0]
+    return Half(is_backward=True, visible=len(results))
 
 
 def _give_up(ctx: Any) -> None:

@@ -1,0 +1,306 @@
+"""Compile graphs in other processes while this one goes on.
+
+In: graphs that this process will give to Inductor soon. Out: nothing but entries in Inductor's cache on disk.
+When this process comes to such a graph, it waits for the other one, and finds the code there. A graph that no
+process has begun with it compiles itself, as it does wherever one fails: no result depends on them.
+
+Inductor lowers one graph after the other, on one thread, and waits for the kernels of each. A deep model is
+several graphs, for each half the repeated layer and what stands around it.
+
+Each process is served by a thread. It ends when nothing was asked of it for a while, and with this one. It is
+sent Inductor's settings first, and refuses to work if what compiled code depends on is not the same there. To
+load kernels it uses the devices, which takes some memory of them for as long.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from multiprocessing.connection import Connection, Pipe
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from torch import fx
+
+from retrograd._torch.cuda import is_memory_scarce
+from retrograd._torch.inductor import (
+    Portable,
+    cache_folder,
+    compile_graph,
+    compile_threads,
+    import_everything,
+    patched,
+    portable_settings,
+    take_settings,
+)
+from retrograd._torch.trace import new_fake_mode
+from retrograd.backends.base import Half
+from retrograd.errors import Refusal, first_line
+from retrograd.events import AOT_LOGS, counters
+from retrograd.process import forgotten_by_reset
+from retrograd.serialize import read_examples, read_graph, serialize_examples, serialize_graph
+
+_log = AOT_LOGS["cache"]
+
+#: processes, at most; and how many of Inductor's own workers there must be for each.
+MOST, WORKERS_EACH = 4, 4
+#: seconds that a process waits for the first work, and then for more; and that this one waits for a process.
+FIRST_WORK, IDLE, LONGEST = 120, 15, 600
+
+
+def job_of(gm: fx.GraphModule, inputs: Sequence[Any], half: Half, settings: Mapping[str, Any]) -> bytes:
+    """All that compiling `gm` needs, as data.
+
+    Raises:
+        Refusal, TypeError: something cannot be written.
+        ExportError: likewise, in the graph.
+    """
+    tensors: dict[str, Any] = {}
+    given = iter(inputs)
+    values = [next(given) if node.op == "placeholder" else node.meta.get("val") for node in gm.graph.nodes]
+    job = {
+        "graph": serialize_graph(gm, tensors),
+        "examples": serialize_examples(values),
+        "half": asdict(half),
+        "settings": dict(settings),
+    }
+    if tensors:
+        raise Refusal("unwritable", "tensors that the graph holds")
+    return json.dumps(job).encode()
+
+
+class _Processes:
+    """Processes, and the threads of this one that talk to them.
+
+    One process imports all that is needed, and forks the others, each for one connection.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.settings: Portable | None = None
+        self._futures: dict[bytes, Future[None]] = {}
+        self._waiting: SimpleQueue[bytes] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        pipes = [Pipe() for _ in range(count)]
+        self._connections = [ours for ours, _ in pipes]
+        handles = [theirs.fileno() for _, theirs in pipes]
+        code = f"from retrograd.backends.processes import fork_each; fork_each({handles})"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                # The other way to ask for devices uses them, and then the process could not be forked.
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+                "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, compile_threads() // count)),
+                "TORCHINDUCTOR_WORKER_START": "fork",
+            },
+            pass_fds=handles,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for _, theirs in pipes:
+            theirs.close()
+
+    def start(self, settings: Portable) -> None:
+        """Send the settings, and begin to work."""
+        self.settings = settings
+        for connection in self._connections:
+            thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether anything that is announced will be begun."""
+        return self.settings is None or any(thread.is_alive() for thread in self._threads)
+
+    def announce(self, job: bytes) -> None:
+        """Have one of them begin with `job` as soon as it can."""
+        if job not in self._futures:
+            self._futures[job] = Future()
+            self._waiting.put(job)
+
+    def wait_for(self, job: bytes) -> None:
+        """Wait until `job` is done, if a process has begun with it; if none has, none will."""
+        future = self._futures.pop(job, None)
+        if future is None or future.cancel():
+            return
+        try:
+            future.result(LONGEST)
+            counters["compiled_elsewhere"] += 1
+        except Exception as error:
+            _log.info("a graph is compiled here, not by another process: %s", first_line(error))
+
+    def abandon(self) -> None:
+        """They are another process's."""
+        for connection in self._connections:
+            connection.close()
+
+    def stop(self) -> None:
+        """End them."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            with connection:
+                connection.send(self.settings)
+                if why := connection.recv():
+                    raise Refusal("elsewhere", why)
+                while True:
+                    job = self._waiting.get(timeout=IDLE)
+                    future = self._futures.get(job)
+                    if future is not None and future.set_running_or_notify_cancel():
+                        _compile(job, future, connection)
+        except Empty:
+            pass
+        except Exception as error:
+            _log.info("a process that compiles has ended: %s", first_line(error))
+
+
+def _compile(job: bytes, future: Future[None], connection: Connection) -> None:
+    """Have `job` done on the other side of the connection."""
+    try:
+        connection.send_bytes(job)
+        if why := connection.recv():
+            future.set_exception(Refusal("elsewhere", why))
+        else:
+            future.set_result(None)
+    except BaseException as error:
+        future.set_exception(error)
+        raise
+
+
+@functools.cache
+def _all() -> dict[str, _Processes]:
+    """Those of this process, if there are any."""
+    atexit.register(stop)
+    return {}
+
+
+def boot() -> None:
+    """Graphs may be announced in some seconds: have processes start, where there are processors enough."""
+    count = how_many()
+    if count and "now" not in _all():
+        _all()["now"] = _Processes(count)
+
+
+def start() -> None:
+    """Graphs may be announced soon: have processes ready, if what they need can be sent. It is called
+    often."""
+    if not how_many() or is_memory_scarce():
+        return
+    try:
+        settings = {**portable_settings(), "folder": cache_folder()}
+    except Exception as error:
+        _log.info("no other process compiles: %s", first_line(error))
+        return
+    now = _all().get("now")
+    if now is not None and (not now.is_usable or now.settings not in (None, settings)):
+        stop()
+    boot()
+    now = _all()["now"]
+    if now.settings is None:
+        now.start(settings)
+
+
+def how_many() -> int:
+    """How many processes this machine has room for."""
+    if sys.platform != "linux" or not sys.executable:
+        return 0
+    return min(MOST, compile_threads() // WORKERS_EACH)
+
+
+@forgotten_by_reset
+def stop() -> None:
+    """End all processes."""
+    while _all():
+        _all().popitem()[1].stop()
+
+
+def announce(gm: fx.GraphModule, inputs: Sequence[Any], half: Half, settings: Mapping[str, Any]) -> None:
+    """This process will soon compile `gm`: another one may begin."""
+    now = _all().get("now")
+    if now is None:
+        return
+    try:
+        now.announce(job_of(gm, inputs, half, settings))
+    except Exception as error:
+        _log.info("a graph is not sent to another process: %s", first_line(error))
+
+
+def wait_for(gm: fx.GraphModule, inputs: Sequence[Any], half: Half, settings: Mapping[str, Any]) -> None:
+    """Wait until another process is done with `gm`, if one has begun."""
+    now = _all().get("now")
+    if now is None:
+        return
+    with contextlib.suppress(Exception):  # what cannot be written was not announced
+        now.wait_for(job_of(gm, inputs, half, settings))
+
+
+def _after_fork() -> None:
+    for processes in _all().values():
+        processes.abandon()
+    _all.cache_clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+# in the other process
+
+
+def fork_each(handles: Sequence[int]) -> None:
+    """Import what is needed, then have a process for each of the connections."""
+    import_everything()
+    for handle in handles:
+        if os.fork() == 0:
+            work(handle)
+            return
+    for handle in handles:
+        os.close(handle)
+    for _ in handles:
+        os.wait()
+
+
+def work(handle: int) -> None:
+    """Do what comes through a connection, until it is closed."""
+    with Connection(handle) as parent, contextlib.suppress(EOFError):
+        if not parent.poll(FIRST_WORK):
+            return
+        settings = parent.recv()
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = settings["folder"]
+        try:
+            take_settings(settings)
+            same = {**portable_settings(), "folder": cache_folder()} == settings
+            parent.send(None if same else "what code depends on is not the same there")
+        except Exception as error:
+            parent.send(first_line(error))
+        while True:
+            job = parent.recv_bytes()
+            try:
+                _work_on(json.loads(job))
+                parent.send(None)
+            except Exception as error:
+                parent.send(first_line(error))
+
+
+def _work_on(job: Mapping[str, Any]) -> None:
+    gm = read_graph(job["graph"], {}, None)
+    read_examples(gm, job["examples"], new_fake_mode(False))
+    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    with patched(job["settings"]):
+        compile_graph(gm, inputs, **job["half"])

@@ -1,0 +1,173 @@
+"""Processes that compile beside this one: their code is found, and what goes wrong in them changes nothing.
+
+One process serves several tests, because it takes seconds to start.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+from torch._dynamo.utils import counters as stock_counters
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import retrograd
+from retrograd.backends import processes
+from retrograd.backends.base import Half
+from retrograd.backends.registry import InductorBackend
+from retrograd.events import counters
+
+BACKEND = InductorBackend()
+FORWARD = Half(visible=1)
+HOW_MANY = processes.how_many
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One process, whose folder for code is a new one."""
+    folder = tmp_path_factory.mktemp("inductor")
+    folder.chmod(0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        patch.setattr(processes, "how_many", lambda: 1)
+        patch.setattr(processes, "IDLE", 300)
+        yield
+        processes.stop()
+
+
+@pytest.fixture(autouse=True)
+def afresh() -> None:
+    counters.clear()
+    stock_counters.clear()
+
+
+def graph_of(fn: Callable[..., Any], *sizes: int) -> tuple[torch.fx.GraphModule, list[Any]]:
+    """Of a function of one tensor; and a fake of that."""
+    with FakeTensorMode() as mode:
+        fake = torch.empty(sizes)
+    gm = make_fx(lambda x: (fn(x),))(fake)
+    assert gm.graph.find_nodes(op="placeholder")[0].meta["val"].fake_mode is mode
+    return gm, [fake]
+
+
+def begun(gm: torch.fx.GraphModule, inputs: list[Any], half: Half = FORWARD) -> None:
+    """Announce the graph, and wait until the process has begun with it."""
+    processes.start()
+    BACKEND.announce(gm, inputs, half)
+    (future,) = processes._all()["now"]._futures.values()
+    until = time.monotonic() + 120
+    while not (future.running() or future.done()):
+        assert time.monotonic() < until, "the process does not begin"
+        time.sleep(0.01)
+
+
+def check(fn: Callable[..., Any], gm: torch.fx.GraphModule, inputs: list[Any]) -> None:
+    """Compile it here, and compare."""
+    x = torch.randn(inputs[0].shape)
+    (got,) = BACKEND.compile(gm, inputs, FORWARD)([x])
+    assert torch.allclose(got, fn(x))
+
+
+def test_code_that_another_process_made_is_found() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * 3
+
+    gm, inputs = graph_of(fn, 4, 6)
+    begun(gm, inputs)
+    check(fn, gm, inputs)
+    assert counters["compiled_elsewhere"] == 1
+    assert stock_counters["inductor"]["fxgraph_cache_hit"] == 1
+    assert stock_counters["inductor"]["fxgraph_cache_miss"] == 0
+
+
+def test_a_graph_that_no_process_has_begun_with_is_compiled_here() -> None:
+    gm, inputs = graph_of(torch.cos, 5)
+    processes.start()
+    now = processes._all()["now"]
+    job = processes.job_of(gm, inputs, FORWARD, {})
+    now._futures[job] = Future()
+    check(torch.cos, gm, inputs)
+    assert counters["compiled_elsewhere"] == 0
+    assert stock_counters["inductor"]["fxgraph_cache_miss"] == 1
+    assert not now._futures
+
+
+def test_what_the_other_process_cannot_compile_is_compiled_here() -> None:
+    with torch.library._scoped_library("retrograd_test", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        library.impl("twice", torch.empty_like, "Meta")
+        twice = torch.ops.retrograd_test.twice
+        gm, inputs = graph_of(twice, 3, 2)
+        begun(gm, inputs)
+        check(twice, gm, inputs)
+    assert counters["compiled_elsewhere"] == 0
+
+
+def test_symbolic_sizes_are_not_sent() -> None:
+    gm = make_fx(lambda x: (x.sin(),), tracing_mode="symbolic")(torch.randn(7, 3))
+    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    processes.start()
+    BACKEND.announce(gm, inputs, FORWARD)
+    assert not processes._all()["now"]._futures
+
+
+def test_a_process_that_dies_is_no_error_and_another_is_started() -> None:
+    gm, inputs = graph_of(torch.tanh, 9)
+    processes.start()
+    before = processes._all()["now"]
+    before._process.send_signal(9)
+    before.stop()
+    BACKEND.announce(gm, inputs, FORWARD)
+    check(torch.tanh, gm, inputs)
+    assert counters["compiled_elsewhere"] == 0
+    until = time.monotonic() + 60
+    while before.is_usable:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    processes.start()
+    assert processes._all()["now"] is not before
+
+
+def test_a_process_with_other_settings_does_not_work() -> None:
+    gm, inputs = graph_of(torch.exp, 8)
+    torch.use_deterministic_algorithms(True)  # is not among what is set there
+    try:
+        processes.start()
+        now = processes._all()["now"]
+        BACKEND.announce(gm, inputs, FORWARD)
+        until = time.monotonic() + 120
+        while now.is_usable:
+            assert time.monotonic() < until, "it did not refuse"
+            time.sleep(0.01)
+        check(torch.exp, gm, inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert counters["compiled_elsewhere"] == 0
+
+
+def test_reset_ends_them() -> None:
+    processes.start()
+    process = processes._all()["now"]._process
+    retrograd.reset()
+    assert process.returncode is not None
+    assert not processes._all()
+
+
+def test_none_is_started_without_a_cache_on_disk() -> None:
+    processes.stop()
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        processes.start()
+    assert not processes._all()
+
+
+def test_there_is_one_for_every_four_of_inductors_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for threads, count in ((1, 0), (3, 0), (4, 1), (8, 2), (64, 4)):
+        monkeypatch.setattr(processes, "compile_threads", lambda threads=threads: threads)
+        assert HOW_MANY() == count
