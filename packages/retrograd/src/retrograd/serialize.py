@@ -9,6 +9,7 @@ from a file but operators with a schema, and a fixed set of functions and record
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from retrograd._torch.fx import SELF_CONTAINED, is_higher_order, is_operator_overload
+from retrograd._torch.fx import SELF_CONTAINED, is_higher_order, is_operator_overload, lazy_graph_module
 from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import Form, fake_of_form, form_of, know_values
 from retrograd.errors import ExportError, Refusal
@@ -177,14 +178,18 @@ def read_operator(written: Any) -> Any:
         if written["higher_order"] not in SELF_CONTAINED:
             raise ValueError(f"the operator of higher order {written['higher_order']!r} is unknown")
         return getattr(torch.ops.higher_order, written["higher_order"])
-    namespace, _, name = written["name"].partition("::")
-    found: Any = getattr(getattr(getattr(torch.ops, namespace), name, None), written["overload"], None)
+    return _overload(written["name"], written["overload"], written["schema"])
+
+
+@functools.lru_cache(2048)
+def _overload(qualified: str, overload: str, schema: str) -> Any:
+    """To look one up takes longer than to read the rest of a node."""
+    namespace, _, name = qualified.partition("::")
+    found: Any = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
     if not is_operator_overload(found):
-        raise ValueError(
-            f"the operator {written['name']}.{written['overload']} is not registered in this process"
-        )
-    if str(found._schema) != written["schema"]:
-        raise ValueError(f"the operator {written['schema']} is {found._schema} in this process")
+        raise ValueError(f"the operator {qualified}.{overload} is not registered in this process")
+    if str(found._schema) != schema:
+        raise ValueError(f"the operator {schema} is {found._schema} in this process")
     return found
 
 
@@ -262,7 +267,7 @@ def read_graph(
         nodes[entry["name"]] = _read_node(graph, entry, nodes)
         if entry["op"] == "get_attr" and entry["target"] not in written["modules"]:
             root.register_buffer(entry["target"], tensors[prefix + entry["target"]])
-    gm = fx.GraphModule(root, graph, "joint")
+    gm = lazy_graph_module(root, graph, "joint")
     return gm if examples is None else know_values(gm, examples)
 
 
