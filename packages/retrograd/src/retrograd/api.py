@@ -10,6 +10,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -188,14 +189,7 @@ def compile(
         )
     chosen = {**(options or {}), "backend": backend}
     config = config_of(mode, chosen)
-    live = Config(
-        backend=backend,
-        strict=config.strict,
-        dynamic=dynamic,
-        regions=config.regions,
-        cudagraphs=config.cudagraphs,
-        compile_timeout=config.compile_timeout,
-    )
+    live = replace(config, backend=backend, dynamic=dynamic)
     session = Session(live, process_report, is_paced=True)
     check_supported()
     if isinstance(target, torch.nn.Module) and isinstance(find_backend(backend), InductorBackend):

@@ -118,6 +118,15 @@ def test_training_through_several_regions(loss: int, dynamic: bool | None) -> No
     assert [torch.equal(found.gradients[f"args[{i}]"], expected[i]) for i in range(2)] == [True, True]
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_in_a_single_region_zeros_flow_into_other_outputs(dynamic: bool | None) -> None:
+    x, w = leaf(5, 3), leaf(3, 3)
+    joint = aot.capture(aot.create_state(several, (x, w), dynamic=dynamic), single_region=True)
+    found = aot.export(joint, kind="training", loss="output[1]").run({}, x, w)
+    expected = torch.autograd.grad(several(x, w)[1], (x, w))
+    assert [torch.equal(found.gradients[f"args[{i}]"], expected[i]) for i in range(2)] == [True, True]
+
+
 def test_what_the_loss_does_not_reach_has_no_gradient() -> None:
     joint = captured(lambda x, w: ((x * 2).sum(), (w * 3).sum()), leaf(3), leaf(3))
     assert list(aot.export(joint, kind="training", loss="output[1]").run({}, leaf(3), leaf(3)).gradients) == [

@@ -408,3 +408,24 @@ def test_a_context_is_equal_to_its_node() -> None:
     with retrograd.compiled_autograd("eager", strict=True):
         y.sum().backward()
     assert Asking.answers == [(True, False, True, "found", True)]
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_an_unpack_hook_under_a_grad_mode_that_a_hook_left_on(retain: bool) -> None:
+    def run(context: contextlib.AbstractContextManager[Any]) -> Any:
+        seen: list[Any] = []
+        x = torch.tensor([0.25, 0.5], requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda packed: packed):
+            y = x * x
+            z = y.sin()
+        z.grad_fn.register_prehook(lambda grads: torch.set_grad_enabled(True) and None)
+        y.register_hook(
+            lambda grad: seen.append([node.name() for node, _ in grad.grad_fn.next_functions if node])
+        )
+        with context:
+            z.sum().backward(retain_graph=retain)
+        return seen, x.grad.tolist()
+
+    eager, ours = both(run)
+    assert eager == ours
+    assert eager[0] == [["CosBackward0"]]

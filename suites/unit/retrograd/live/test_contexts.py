@@ -14,6 +14,7 @@ from torch._C._dynamo import compiled_autograd as engine_protocol
 from torch._dynamo import compiled_autograd as stock
 
 import retrograd
+from retrograd.events import counters
 from retrograd.live.contexts import is_anything_open
 from unit.retrograd.programs import leaf
 
@@ -307,6 +308,24 @@ def test_ours_inside_stock_wins_also_when_it_falls_back_and_stock_is_restored() 
         assert ran_by() == "stock"
         assert compiler.graphs == 1
         assert stock.compiled_autograd_enabled
+
+
+def test_stock_finds_our_structure_where_a_backward_does_not_come_through_python() -> None:
+    grads = []
+    for number in range(3):
+        x = torch.tensor([0.25, 0.5], requires_grad=True)
+        root = (x.sin() * x).sum()
+        if number < 2:
+            with retrograd.compiled_autograd("eager", strict=True):
+                root.backward()
+        else:
+            with stock._enable(torch.compile(backend="eager")):
+                torch.autograd.Variable._execution_engine.run_backward(
+                    (root,), (torch.ones(()),), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
+        grads.append(x.grad)
+    assert counters["plans"] == 2  # ours, and one that runs as captured
+    assert torch.equal(grads[0], grads[2])
 
 
 def test_three_contexts_deep_each_level_has_its_own() -> None:

@@ -352,9 +352,7 @@ def with_strides(run: Boxed, fakes: Sequence[Any]) -> Boxed:
             return results
         made = [*results]
         for i in places:
-            made[i] = torch.empty_strided(
-                made[i].shape, fakes[i].stride(), dtype=made[i].dtype, device=made[i].device
-            ).copy_(made[i])
+            made[i] = made[i].new_empty_strided(made[i].shape, fakes[i].stride()).copy_(made[i])
         return made
 
     return run_with_strides

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from retrograd._torch.pytree import tree_leaves
 from retrograd.errors import Refusal
 from retrograd.graph.emit import Boxed
 from retrograd.graph.structure import is_same
@@ -115,7 +116,7 @@ def attributes_of(tensor: torch.Tensor, inner: Sequence[str]) -> dict[str, Any]:
 
 def holds_symbols(value: Any) -> bool:
     """Whether a symbolic number is, or may be, somewhere in `value`."""
-    return any(isinstance(leaf, _SYMBOLIC) or not isinstance(leaf, ATOMS) for leaf in _leaves(value))
+    return any(isinstance(leaf, _SYMBOLIC) or not isinstance(leaf, ATOMS) for leaf in tree_leaves(value))
 
 
 def _guards_itself(tensor: torch.Tensor) -> bool:
@@ -142,18 +143,6 @@ def _is_hashable(value: Any) -> bool:
     except Exception:
         return False
     return not isinstance(value, torch.Tensor)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(key)
-            yield from _leaves(item)
-    else:
-        yield value
 
 
 def _copied(value: Any, what: str) -> Any:

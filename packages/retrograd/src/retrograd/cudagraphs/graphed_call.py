@@ -14,7 +14,7 @@ forward saves for its backward): while somebody holds these, the recording that 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import fx
 
 from retrograd._torch.cuda import CudaRecorder
 from retrograd._torch.fx import is_collective, is_higher_order, is_mutating, is_random, is_symbolic, schema_of
+from retrograd._torch.pytree import tree_leaves
 from retrograd._torch.tensor import geometry_of
 from retrograd.cudagraphs.recorded import Recorded
 from retrograd.errors import Reason, first_line
@@ -95,12 +96,8 @@ def _why_not_random(node: fx.Node) -> str | None:
     return "it drops out in attention" if drops_out else None
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 #: how many calls without a recording are remembered.

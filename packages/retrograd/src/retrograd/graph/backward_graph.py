@@ -376,7 +376,7 @@ def readable(backward: BackwardGraph) -> str:
             lines.append(f"  # {backward.node_name(current)}" + (f"  {source}" if source else ""))
         target = getattr(node.target, "__name__", str(node.target))
         kind = f"  # {call.hook.value}" if call.hook else ""
-        lines.append(f"    {node.name} = {target}({', '.join(map(_argument, node.args))}){kind}")
+        lines.append(f"    {node.name} = {target}({', '.join(map(repr, node.args))}){kind}")
     outputs = ", ".join("None" if node is None else node.name for node in backward.outputs())
     lines.append(f"  return ({outputs})")
     return "\n".join(lines)
@@ -396,12 +396,3 @@ def readable_schedule(backward: BackwardGraph, schedule: Schedule) -> str:
         names = ", ".join(map(backward.node_name, calls))
         lines.append(f"{number:4d}  {kind} {names}" + (f"  {source}" if source else ""))
     return "\n".join(lines)
-
-
-def _argument(value: Any) -> str:
-    if isinstance(value, fx.Node):
-        return value.name
-    if not isinstance(value, (list, tuple)):
-        return repr(value)
-    inner = ", ".join(map(_argument, value))
-    return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"

@@ -7,11 +7,12 @@ In: a `LiveGraph`, the autograd graph as it hangs from the roots of one backward
 (``torch/csrc/dynamo/python_compiled_autograd.cpp``). `eager_walk` is the ready queue of
 ``Engine::thread_main`` (``torch/csrc/autograd/engine.cpp``): a ``std::priority_queue`` by sequence number
 with AccumulateGrad on top. Nodes of equal priority (several AccumulateGrad) leave a binary heap in an
-order that depends on how it sifts, so the sift of libstdc++ is followed exactly.
+order that depends on how it sifts: Python's ``heapq`` sifts as libstdc++ does.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -79,13 +80,20 @@ def engine_walk(live: LiveGraph) -> list[int]:
 def eager_walk(live: LiveGraph) -> list[int]:
     """Node indices in the order in which eager executes them; `ROOT` comes first."""
     ready = _Readiness(live)
-    order = [ROOT]
-    heap = _StdHeap([node.sequence for node in live.nodes])
-    ready.release(ROOT, heap.push)
+
+    def difference(one: int, other: int) -> int:
+        return live.nodes[other].sequence - live.nodes[one].sequence
+
+    def push(node: int) -> None:
+        heapq.heappush(heap, entry(node))
+
+    # Entries compare by sequence number alone: where two are equal, the sift decides.
+    order, heap, entry = [ROOT], list[Any](), functools.cmp_to_key(difference)
+    ready.release(ROOT, push)
     while heap:
-        node = heap.pop()
+        node = heapq.heappop(heap).obj
         order.append(node)
-        ready.release(node, heap.push)
+        ready.release(node, push)
     return order
 
 
@@ -159,50 +167,3 @@ class _Readiness:
             self._waiting[edge.node] -= 1
             if self._waiting[edge.node] == 0 and (wanted is None or edge.node in wanted):
                 push(edge.node)
-
-
-class _StdHeap:
-    """``std::priority_queue``, largest first, with the sifting of libstdc++'s ``bits/stl_heap.h``."""
-
-    def __init__(self, priority: list[int]) -> None:
-        self._priority = priority
-        self._heap: list[int] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._heap)
-
-    def push(self, item: int) -> None:
-        self._heap.append(item)
-        self._sift_up(len(self._heap) - 1, 0, item)
-
-    def pop(self) -> int:
-        top, last = self._heap[0], self._heap.pop()
-        if self._heap:
-            self._sift_down(last)
-        return top
-
-    def _sift_up(self, hole: int, top: int, item: int) -> None:
-        heap, priority = self._heap, self._priority
-        while hole > top:
-            parent = (hole - 1) // 2
-            if not priority[heap[parent]] < priority[item]:
-                break
-            heap[hole] = heap[parent]
-            hole = parent
-        heap[hole] = item
-
-    def _sift_down(self, item: int) -> None:
-        """Move the hole at the top to a leaf along the larger children, then sift `item` up into it."""
-        heap, priority = self._heap, self._priority
-        size, hole, child = len(heap), 0, 0
-        while child < (size - 1) // 2:
-            child = 2 * child + 2
-            if priority[heap[child]] < priority[heap[child - 1]]:
-                child -= 1
-            heap[hole] = heap[child]
-            hole = child
-        if size % 2 == 0 and child == (size - 2) // 2:
-            child = 2 * child + 1
-            heap[hole] = heap[child]
-            hole = child
-        self._sift_up(hole, 0, item)

@@ -33,10 +33,9 @@ class Emitter:
         self._head = head
         self._indent = 1
 
-    def line(self, text: str) -> int:
-        """Add a line; returns its number, as tracebacks count."""
+    def line(self, text: str) -> None:
+        """Add a line."""
         self.lines.append("    " * self._indent + text)
-        return len(self.lines)
 
     @contextmanager
     def block(self, head: str) -> Iterator[None]:
@@ -62,10 +61,10 @@ class Emitter:
         """The variables of `values` as a list."""
         return f"[{', '.join(map(self.name, values))}]"
 
-    def unpack(self, values: Iterable[Hashable], source: str) -> int:
+    def unpack(self, values: Iterable[Hashable], source: str) -> None:
         """Bind `values` to what is in `source`."""
         targets = "".join(f"{self.name(value)}, " for value in values)
-        return self.line(f"{targets}= {source}" if targets else source)
+        self.line(f"{targets}= {source}" if targets else source)
 
     def let_go(self, values: Iterable[Hashable]) -> None:
         """Delete the variables of `values`, if they have any."""

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from retrograd.errors import Reason, VerificationError
+from retrograd.graph.reach import bits_reaching
 
 
 class PrimalKind(enum.Enum):
@@ -179,16 +180,10 @@ def cotangents_reaching(graph: fx.Graph, signature: JointSignature) -> Mapping[f
     Raises:
         ValueError: the number of placeholders is not that of the signature's inputs.
     """
-    placeholders = graph.find_nodes(op="placeholder")
-    roles = dict(zip(placeholders, signature.inputs, strict=True))
-    reaching: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        role = roles.get(node)
-        bits = 1 << role.boundary if isinstance(role, Cotangent) else 0
-        for value in node.all_input_nodes:
-            bits |= reaching[value]
-        reaching[node] = bits
-    return reaching
+    roles = zip(graph.find_nodes(op="placeholder"), signature.inputs, strict=True)
+    return bits_reaching(
+        graph, {node: 1 << role.boundary for node, role in roles if isinstance(role, Cotangent)}
+    )
 
 
 def bits_of(boundaries: Iterable[int]) -> int:

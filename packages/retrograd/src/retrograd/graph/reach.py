@@ -1,12 +1,16 @@
-"""What can be reached in a graph of any kind.
+"""What can be reached in a graph of any kind, and from where.
 
 In: where to begin, and what follows each thing. Out: all that is reached, in order of discovery.
+
+In: an FX graph, and a number of one bit for some nodes. Out: for each node the bits of all that lead to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TypeVar
+
+from torch import fx
 
 Thing = TypeVar("Thing", bound=Hashable)
 
@@ -20,4 +24,14 @@ def reached(start: Iterable[Thing], following: Callable[[Thing], Iterable[Thing]
             if other not in found:
                 found[other] = None
                 waiting.append(other)
+    return found
+
+
+def bits_reaching(graph: fx.Graph, bits: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """For each node, its own `bits` and those of all that it depends on."""
+    found: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        found[node] = bits.get(node, 0)
+        for value in node.all_input_nodes:
+            found[node] |= found[value]
     return found

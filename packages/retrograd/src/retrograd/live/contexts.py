@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,14 +45,13 @@ from retrograd.errors import ContextError
 from retrograd.live.session import MOST_NESTED, TOO_DEEP, Grads, Session
 
 
+@dataclass(eq=False, slots=True)
 class _EnteredContext:
     """One time that a session was switched on; `stock` is the stock compiler that was on already."""
 
-    __slots__ = ("owner", "session", "stock")
-
-    def __init__(self, owner: object, session: Session) -> None:
-        self.owner, self.session = owner, session
-        self.stock = installed_compiler()
+    owner: object
+    session: Session
+    stock: Any = field(default_factory=installed_compiler)
 
 
 #: those that are open, on all threads.

@@ -85,14 +85,10 @@ class VariantCache:
         with self._lock:
             variant.used = next(self._clock)
             self._kept[key] = [*self._kept.get(key, ()), variant]
-            while len(self) > self._size:
-                found = ((key, one) for key, variants in self._kept.items() for one in variants)
-                its_key, oldest = min(found, key=lambda each: each[1].used)
-                left = [one for one in self._kept[its_key] if one is not oldest]
-                if left:
-                    self._kept[its_key] = left
-                else:
-                    del self._kept[its_key]
+            if len(self) > self._size:
+                oldest = min(itertools.chain(*self._kept.values()), key=lambda one: one.used)
+                left = {k: [one for one in kept if one is not oldest] for k, kept in self._kept.items()}
+                self._kept = {k: kept for k, kept in left.items() if kept}
 
     def clear(self) -> None:
         """Forget everything."""

@@ -185,8 +185,7 @@ def _laid_out(expected: ProgramInput, given: Any, values: Mapping[str, int]) -> 
     strides = tuple(int(evaluated(tree, values)) for tree in expected.trees[1])
     if given.stride() == strides:
         return given.detach()
-    made = torch.empty_strided(given.shape, strides, dtype=given.dtype, device=given.device)
-    return made.copy_(given.detach())
+    return given.detach().new_empty_strided(given.shape, strides).copy_(given.detach())
 
 
 def _unfit(expected: ProgramInput, found: str) -> ExportError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
@@ -96,18 +95,8 @@ class WholeBackward:
                 node=f"cotangent of boundary {root}",
                 way_out='kind="joint", or return the loss alone',
             )
-        like = next(iter(self.cotangents.values()))
-        return call(like, _aten.new_zeros.default, (like, self._sizes(traced)), {"dtype": traced.dtype})
-
-    def _sizes(self, traced: Any) -> list[int]:
-        if any(isinstance(size, torch.SymInt) for size in traced.shape):
-            raise ExportError.because(
-                "symbolic-zeros",
-                f"the backward needs zeros of symbolic sizes {tuple(traced.shape)}",
-                "aot.export",
-                way_out="return the loss alone, or capture with static sizes",
-            )
-        return [int(size) for size in traced.shape]
+        value = self.made[self.outputs[self.joint.signature.boundaries[root].value][0]]
+        return _laid_out(call(value, _aten.zeros_like.default, (value,)), traced)
 
 
 def _laid_out(cotangent: fx.Node, traced: torch.Tensor) -> fx.Node:

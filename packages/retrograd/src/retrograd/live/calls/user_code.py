@@ -34,16 +34,12 @@ Grad = torch.Tensor | None
 def unpack(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:
     """Call the unpack hook of a built-in node, which unpacks what it saved when it starts.
 
-    If the backward is to be differentiable, the node that saved the tensor is asked: it knows the tensor's
-    history.
+    If a hook has left grad mode on, the node that saved the tensor is asked, if it still has it: it knows the
+    tensor's history.
     """
-    if torch.is_grad_enabled():
-        node = node_under_way()
-        name = saved_name(node, hook, packed)
-        if name is None:
-            raise LookupError(f"{node} does not give what was packed into {packed!r}")
+    if torch.is_grad_enabled() and (name := saved_name(node_under_way(), hook, packed)) is not None:
         # This adds the edge into the graph, or that it is a leaf, which the engine does not hand over.
-        saved: torch.Tensor = getattr(node, name)
+        saved: torch.Tensor = getattr(node_under_way(), name)
         return saved
     tensor = hook(packed)
     if not isinstance(tensor, torch.Tensor):

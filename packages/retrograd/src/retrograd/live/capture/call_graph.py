@@ -86,9 +86,9 @@ class CallGraph:
         """Add one call of the current node call."""
         return self.add(Call(kind, self.current, hook, note=note), target, args)
 
-    def elements(self, result: fx.Node, wanted: Sequence[bool], step: int = 0) -> list[Value]:
+    def elements(self, result: fx.Node, wanted: Sequence[bool]) -> list[Value]:
         """The elements of a call's result; None where they are not wanted."""
-        call = Call(CallKind.PROJECT, call_of(result).node_call, step=step)
+        call = Call(CallKind.PROJECT, call_of(result).node_call)
         return [
             self.add(call, operator.getitem, (result, i)) if want else None for i, want in enumerate(wanted)
         ]

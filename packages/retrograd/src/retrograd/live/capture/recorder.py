@@ -88,21 +88,11 @@ class BackwardRecorder:
         return self._calls.elements(self._calls.call(kind, target, args, note=note), wanted)
 
     def validate(self, fn: Callable[..., Any], outputs: list[Value], args: Any) -> list[Value]:
+        # The engine does not ask for it where AOTAutograd's graph has converted the gradients already.
         name = self._calls.node_calls[-1].name
         check = self._checks.get(name) or self._checks.setdefault(name, gradients.OutputCheck(fn, name))
-        inlined = self._inlined.get(self._calls.current)
-        if inlined is None:
-            result = self._calls.call(CallKind.VALIDATE, check, (outputs, *args))
-            return self._calls.elements(result, [value is not None for value in outputs])
-        checked: list[Value] = [None] * len(outputs)
-        for step, slots in enumerate(inlined.steps):
-            given = [value if i in slots else None for i, value in enumerate(outputs)]
-            if any(value is not None for value in given):
-                call = Call(CallKind.VALIDATE, self._calls.current, step=step)
-                result = self._calls.add(call, check, (given, *args))
-                for i, value in enumerate(self._calls.elements(result, [v is not None for v in given], step)):
-                    checked[i] = checked[i] if value is None else value
-        return checked
+        result = self._calls.call(CallKind.VALIDATE, check, (outputs, *args))
+        return self._calls.elements(result, [value is not None for value in outputs])
 
     def copy_slices_prologue(self, grads: list[Value], base: Any, view: Any) -> list[Value]:
         return self._call_node(CallKind.COPY_SLICES, gradients.prologue, (grads[0], base, view), [True] * 3)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd.graph.reach import reached
+from retrograd.graph.reach import bits_reaching, reached
 
 
 class UndefinedGrads:
@@ -49,7 +49,8 @@ class UndefinedGrads:
         outputs: Sequence[Sequence[fx.Node]],
     ) -> None:
         self._graph, self._tangents, self._outputs = graph, tangents, outputs
-        self._reach = _reached_tangents(graph, tangents)
+        #: for each node, the tangents that it depends on, as bits.
+        self._reach = bits_reaching(graph, {n: 1 << i for i, nodes in enumerate(tangents) for n in nodes})
         self._needed = _with_ancestors(part for parts in outputs for part in parts)
         self.zeros: set[int] = set()
         self._given_undefined = undefined = set(undefined)
@@ -142,18 +143,6 @@ class UndefinedGrads:
             for node in nodes
             if self._reach.get(node) and not all(map(self._reach.get, node.all_input_nodes))
         )
-
-
-def _reached_tangents(graph: fx.Graph, tangents: Sequence[Sequence[fx.Node]]) -> dict[fx.Node, int]:
-    """For each node, the tangents that it depends on, as bits."""
-    reach = {node: 1 << number for number, nodes in enumerate(tangents) for node in nodes}
-    for node in graph.nodes:
-        if node.op != "placeholder":
-            bits = 0
-            for argument in node.all_input_nodes:
-                bits |= reach.get(argument, 0)
-            reach[node] = bits
-    return reach
 
 
 def _total(tangent: fx.Node, bit: int, reach: Mapping[fx.Node, int], needed: Container[fx.Node]) -> fx.Node:

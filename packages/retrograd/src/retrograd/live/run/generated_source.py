@@ -48,21 +48,21 @@ _LISTS = {
 
 @dataclass(frozen=True)
 class Code:
-    """What one segment runs.
+    """What one segment runs: a backend's code.
 
     Attributes:
         run: takes a list of the inputs at `fed` and returns the outputs that are not None.
         fed: positions among the segment's inputs.
         given: for each output of the segment, whether `run` returns it; else it is None.
         check: whether `run` fits the segment's inputs; None if that is known.
-        is_compiled: whether it is a backend's code; if not, it is the segment itself.
+        failed: is told what `run` raised.
     """
 
     run: Callable[[list[Any]], Sequence[Any]]
     fed: tuple[int, ...]
     given: tuple[bool, ...]
     check: Check | None
-    is_compiled: bool
+    failed: Callable[[Exception], None]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class PlanLayout:
         placeholders: where values come from.
         outputs: what is returned.
         saved: placeholders whose version matters after user code has run.
-        codes: what each segment runs, by step.
+        codes: what segments run, by step; the calls of the others stand in the function themselves.
         lengths: of the lists that the engine hands over.
         guard: whether the values of `guarded` fit; None if there is nothing to ask.
     """
@@ -106,14 +106,12 @@ class GeneratedSource:
 
     Attributes:
         emit: its lines and variables.
-        steps: by line number, the step whose code is called there.
         watched: by step, saved tensors with the places of their versions in the local variable `versions`.
     """
 
     def __init__(self, layout: PlanLayout) -> None:
         self._layout = layout
         self.emit = emit = Emitter("run_backward(call, backward, changes, user)")
-        self.steps: dict[int, int] = {}
         self.watched: dict[int, list[tuple[int, fx.Node]]] = {}
         self._begin()
         number = 0
@@ -182,7 +180,7 @@ class GeneratedSource:
         """Steps without user code; returns the number of the step after them."""
         steps = self._layout.schedule.steps
         if self._is_loud(number):
-            self._segment(number, self._layout.codes[number])
+            self._segment(number)
             return number + 1
         with self.emit.block("with quiet():"):
             while number < len(steps):
@@ -192,7 +190,7 @@ class GeneratedSource:
                 if isinstance(step, Accumulation):
                     number = self._accumulations(number)
                     continue
-                self._segment(number, self._layout.codes[number])
+                self._segment(number)
                 number += 1
         return number
 
@@ -200,26 +198,28 @@ class GeneratedSource:
         """Whether the step is a segment that calls Python functions as they are: classes of tensors written
         in Python may take them over."""
         step = self._layout.schedule.steps[number]
-        if not isinstance(step, Segment) or self._layout.codes[number].is_compiled:
+        if not isinstance(step, Segment) or number in self._layout.codes:
             return False
         return any(call_of(node).kind not in _NATIVE for node in step.nodes)
 
-    def _segment(self, number: int, code: Code) -> None:
-        step = self._layout.schedule.steps[number]
+    def _segment(self, number: int) -> None:
+        step, code = self._layout.schedule.steps[number], self._layout.codes.get(number)
         assert isinstance(step, Segment)
         self._leave_if_changed(number)
+        gone = [node for node in step.inputs if node in self._layout.schedule.dying[number]]
+        if code is None:
+            emit_calls(self.emit, step.nodes, [*gone, *(set(step.nodes) - set(step.outputs))])
+            return
         if code.check is not None:
             check = self.emit.refer("check", code.check)
             self.emit.line(f"if not {check}({self.emit.listed(step.inputs)}): return {number}, locals()")
-        if not code.is_compiled and not self._is_loud(number):
-            gone = [node for node in step.inputs if node in self._layout.schedule.dying[number]]
-            emit_calls(self.emit, step.nodes, [*gone, *(set(step.nodes) - set(step.outputs))])
-            return
         self.emit.line(f"args = {self.emit.listed(step.inputs[i] for i in code.fed)}")
-        self.emit.let_go(node for node in step.inputs if node in self._layout.schedule.dying[number])
+        self.emit.let_go(gone)
         pairs = list(zip(step.outputs, code.given, strict=True))
-        made = (node for node, is_given in pairs if is_given)
-        self.steps[self.emit.unpack(made, f"{self.emit.refer('run', code.run)}(args)")] = number
+        run, failed = self.emit.refer("run", code.run), self.emit.refer("failed", code.failed)
+        with self.emit.block("try:"):
+            self.emit.unpack((node for node, is_given in pairs if is_given), f"{run}(args)")
+        self.emit.line(f"except Exception as error: {failed}(error); raise")
         self.emit.line("del args")
         for node, is_given in pairs:
             if not is_given:

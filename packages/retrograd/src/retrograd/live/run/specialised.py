@@ -25,7 +25,6 @@ from retrograd._torch.trace import InputGuard
 from retrograd.backends.base import Boxed
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import Accumulation, OpaqueCall, Schedule, Segment, Source, SourceKind
-from retrograd.live.lower.lowerer import Lowered
 from retrograd.live.run.generated_source import Check, Code, GeneratedSource, PlanLayout
 from retrograd.live.run.segment_runner import LeakedModes, SegmentRunner
 
@@ -60,7 +59,7 @@ class SpecialisedPlan:
 
     def __init__(self, layout: PlanLayout, runners: Runners) -> None:
         counters["specialised_plans"] += 1
-        self.layout, self.runners = layout, runners
+        self.layout = layout
         self._compiled = tuple(runner for runner in runners if runner and not runner.is_interpreted)
         steps = enumerate(layout.schedule.steps)
         self._calls = tuple(number for number, step in steps if isinstance(step, OpaqueCall))
@@ -84,11 +83,7 @@ class SpecialisedPlan:
             if runner.lowerer.interpret_because is not None:  # its code has failed elsewhere
                 return None
         user = UserCode(self._modes) if self._calls else None
-        try:
-            result = self._code(call, backward, changes, user)
-        except Exception as error:
-            self._blame(error)
-            raise
+        result = self._code(call, backward, changes, user)
         if result is None:
             return None
         if type(result) is list:
@@ -111,17 +106,6 @@ class SpecialisedPlan:
         modes = None if left is None else LeakedModes(self.layout.schedule.steps[step - 1].node, left)
         return PlanRun(values, versions, backward, changes, step, modes)
 
-    def _blame(self, error: Exception) -> None:
-        """If compiled code has failed, its segment is interpreted from now on."""
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code is not self._code.__code__:
-            trace = trace.tb_next
-        step = None if trace is None else self._written.steps.get(trace.tb_lineno)
-        if step is not None and self.layout.codes[step].is_compiled:
-            runner = self.runners[step]
-            if runner is not None:
-                runner.failed(error)
-
 
 class Specialising:
     """Watches one run of a plan, to specialise it for values like those of this run.
@@ -135,8 +119,9 @@ class Specialising:
     def __init__(self, layout: PlanLayout, runners: Runners, record: Record | None = None) -> None:
         self._layout, self._runners, self._record = layout, runners, record
         self._known = _known_from_the_start(layout.schedule, runners)
+        self._seen = 0
         self._codes: dict[int, Code] = {}
-        self._lowered: dict[int, Lowered] = {}
+        self._graphs: dict[fx.Graph, None] = {}
         self._failed = False
 
     @without_torch_functions
@@ -155,50 +140,39 @@ class Specialising:
 
     def see(self, number: int, args: list[Any]) -> None:
         """Step `number`, a segment, is about to run with these values."""
-        if self._failed:
+        runner = self._runners[number]
+        self._seen += 1
+        if self._failed or runner is None or runner.is_interpreted:
             return
         try:
-            code = self._code_of(number, args)
+            code = self._code_of(number, runner, args)
         except Exception:  # the run itself says what is wrong with a guard
             code = None
         self._failed = code is None
         if code is not None:
             self._codes[number] = code
 
-    def _code_of(self, number: int, args: list[Any]) -> Code | None:
-        runner, step = self._runners[number], self._layout.schedule.steps[number]
-        assert runner is not None
-        assert isinstance(step, Segment)
-        if runner.is_interpreted:
-            everything = tuple(range(len(step.inputs)))
-            return Code(runner.fn.run, everything, (True,) * len(step.outputs), None, is_compiled=False)
+    def _code_of(self, number: int, runner: SegmentRunner, args: list[Any]) -> Code | None:
         lowered = runner.direct_code(args)
         if lowered is None or (number in self._known and not lowered.guard.is_static):
             return None
-        self._lowered[number] = lowered
+        self._graphs[lowered.graph] = None
         check = None if number in self._known else _answering(lowered.guard.check)
         given = tuple(place is not None for place in lowered.given)
-        return Code(runner.code_of(lowered), lowered.fed, given, check, is_compiled=True)
+        return Code(runner.code_of(lowered), lowered.fed, given, check, runner.failed)
 
     def specialised(self) -> SpecialisedPlan | None:
         """The plan, specialised; None if a segment has to decide in each run what it runs."""
-        segments = self._layout.schedule.segments
-        if self._failed or len(self._codes) < len(segments):  # hooks that came cut it short
+        if self._failed or self._seen < len(self._layout.schedule.segments):  # hooks that came cut it short
             return None
+        layout, record = replace(self._layout, codes=self._codes), self._record
         try:
-            return SpecialisedPlan(self._recorded(replace(self._layout, codes=self._codes)), self._runners)
+            if record is not None:  # one recording of all segments, in place of one for each
+                layout = joined(layout, lambda run: record(run, *self._graphs)) or layout
+            return SpecialisedPlan(layout, self._runners)
         except Exception:
             live_log.exception("a plan is not specialised")
             return None
-
-    def _recorded(self, layout: PlanLayout) -> PlanLayout:
-        """The plan with one recording of all its segments, if there can be one, in place of one for each."""
-        if self._record is None or self._lowered.keys() != layout.codes.keys():
-            return layout
-        codes = {i: replace(code, run=self._lowered[i].run) for i, code in layout.codes.items()}
-        graphs = dict.fromkeys(lowered.graph for lowered in self._lowered.values())
-        record = self._record
-        return joined(replace(layout, codes=codes), lambda run: record(run, *graphs)) or layout
 
 
 def _answering(check: Check) -> Check:
@@ -218,19 +192,17 @@ def _known_from_the_start(schedule: Schedule, runners: Runners) -> frozenset[int
     symbolic size, and nothing that is not compiled."""
     known: list[int] = []
     for number, (step, runner) in enumerate(zip(schedule.steps, runners, strict=True)):
-        if isinstance(step, OpaqueCall):
+        is_dark = runner is not None and (runner.is_interpreted or not runner.lowerer.is_static)
+        if is_dark or isinstance(step, OpaqueCall):
             break
-        if isinstance(step, Segment):
-            assert runner is not None
-            if runner.is_interpreted or not runner.lowerer.is_static:
-                break
+        if runner is not None:
             known.append(number)
     return frozenset(known)
 
 
 def joined(layout: PlanLayout, changed: Callable[[Boxed], Boxed]) -> PlanLayout | None:
     """The plan with one function in place of its segments; None if something has to run between them, or if
-    a segment asks a guard of its own.
+    a segment is not compiled or asks a guard of its own.
 
     Args:
         layout: the plan with its code.
@@ -240,8 +212,8 @@ def joined(layout: PlanLayout, changed: Callable[[Boxed], Boxed]) -> PlanLayout 
             somebody keeps a reference is copied into ``.grad``; others are stolen.
     """
     steps, segments = layout.schedule.steps, layout.schedule.segments
-    codes = [code for _, code in sorted(layout.codes.items())]
-    if any(isinstance(step, OpaqueCall) for step in steps) or any(code.check is not None for code in codes):
+    codes = [code for _, code in sorted(layout.codes.items()) if code.check is None]
+    if any(isinstance(step, OpaqueCall) for step in steps) or len(codes) < len(segments):
         return None
     made = {node for step in segments for node in step.outputs}
     accumulations = [step for step in steps if isinstance(step, Accumulation)]
@@ -263,5 +235,6 @@ def joined(layout: PlanLayout, changed: Callable[[Boxed], Boxed]) -> PlanLayout 
 
     nodes = tuple(node for step in segments for node in step.nodes)
     whole = Segment(nodes, takes, gives, worth_compiling=True)
-    code = Code(changed(run), tuple(range(len(takes))), (True,) * len(gives), None, is_compiled=True)
+    # The segment that raises tells of it.
+    code = Code(changed(run), tuple(range(len(takes))), (True,) * len(gives), None, lambda error: None)
     return layout.with_steps([whole, *accumulations], [code])
