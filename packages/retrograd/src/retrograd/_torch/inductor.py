@@ -306,7 +306,7 @@ def portable_settings() -> Portable:
     return {
         "inductor": config.save_config_portable(ignore_private_configs=False),
         "functorch": functorch_config.save_config_portable(ignore_private_configs=False),
-        "precision": torch.backends.cuda.matmul.fp32_precision,
+        "precision": torch.get_float32_matmul_precision(),
         "device": torch.cuda.current_device() if torch.cuda.is_initialized() else None,
         "environment": repr(environment()),
         "formats_in": _formats_in(),
@@ -339,8 +339,8 @@ def take_settings(portable: Portable) -> None:
     _warm_workers()  # before there is a context on a device, which they would inherit
     config.load_config(portable["inductor"])
     functorch_config.load_config(portable["functorch"])
-    if torch.backends.cuda.matmul.fp32_precision != portable["precision"]:
-        torch.backends.cuda.matmul.fp32_precision = portable["precision"]
+    if torch.get_float32_matmul_precision() != portable["precision"]:
+        torch.set_float32_matmul_precision(portable["precision"])
     _have_formats_in(portable["formats_in"])
     if portable["device"] is not None:
         torch.cuda.set_device(portable["device"])
