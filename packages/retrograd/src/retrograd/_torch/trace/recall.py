@@ -6,8 +6,8 @@ of the graph with their example values, and fake results that stand for them.
 A deep model makes the same calls in each layer, and the mode takes about a millisecond for one: it looks for
 a decomposition, runs it, and asks for the sizes of each result. What comes out depends on the operator, on
 the metadata of its tensors, and on its other arguments, so that it is noted at the first such call and copied
-at the next. Nothing is noted where more could matter: symbolic sizes, random numbers, operators
-that write or whose results depend on data, constants, and operators that are not torch's.
+at the next. Nothing is noted where more could matter: symbolic sizes, random numbers, operators that write or
+whose results depend on data, constants, and operators that are not torch's.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from torch.fx.node import map_aggregate
 
 from retrograd._torch.fx import is_operator_overload, schema_of
 from retrograd._torch.trace.fakes import Form, fake_of_form, form_of
+from retrograd.errors import Refusal
 
 
-class _Unnotable(Exception):
-    """More than can be noted would have to be."""
+def _unnotable() -> Refusal:
+    return Refusal("unnotable", "more than can be noted would have to be")
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class _Memory:
             key = self._key(func, args, kwargs, tensors)
             known = self._known.get(key, _UNKNOWN)
             nodes = [] if known is None else [_node_of(tensor, self._tracer) for tensor in tensors]
-        except _Unnotable:
+        except Refusal:
             return self._run(func, types, args, kwargs)
         if isinstance(known, _Noted):
             with set_original_aten_op(func):
@@ -122,17 +123,17 @@ class _Memory:
         if known is _UNKNOWN:
             try:
                 self._known[key] = _Notes(tensors, nodes, self._tracer).of(before, results)
-            except _Unnotable:
+            except Refusal:
                 self._known[key] = None
         return results
 
     def _key(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[FakeTensor]) -> Hashable:
         """Equal for calls of which the same comes; `tensors` receives those that the call is given."""
         if not _may_be_noted(func) or self._marks_casts:
-            raise _Unnotable
+            raise _unnotable()
         said = _said(args, tensors), tuple([(name, _said(value, tensors)) for name, value in kwargs.items()])
         if not tensors:
-            raise _Unnotable  # its result may be of any fake mode
+            raise _unnotable()  # its result may be of any fake mode
         modes = torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         return func, said, modes
 
@@ -172,26 +173,23 @@ def _said(value: Any, tensors: list[FakeTensor]) -> Hashable:
         return kind, *[_said(one, tensors) for one in value]
     if kind is float or kind is complex:
         return kind, repr(value)
-    raise _Unnotable
+    raise _unnotable()
 
 
 def _tensor_said(value: FakeTensor, tensors: list[FakeTensor]) -> Hashable:
     for number, other in enumerate(tensors):
         if other is value:
             return number
-    if value._has_symbolic_sizes_strides or value.constant is not None or value.layout is not torch.strided:
-        raise _Unnotable
-    if value.is_conj() or value.is_neg():
-        raise _Unnotable
+    if (form := form_of(value)) is None or value.constant is not None:
+        raise _unnotable()
     tensors.append(value)
-    size, stride, offset = tuple(value.shape), value.stride(), value.storage_offset()
-    return value.dtype, value.fake_device, size, stride, offset, value.requires_grad, value.is_inference()
+    return form, value.requires_grad, value.is_inference()
 
 
 def _node_of(value: FakeTensor, tracer: Any) -> fx.Node:
     known = get_proxy_slot(value, tracer, None)
     if known is None or known.constant is not None:
-        raise _Unnotable
+        raise _unnotable()
     node: fx.Node = known.proxy.node
     return node
 
@@ -217,7 +215,7 @@ class _Notes:
             if self._memory.setdefault(_memory_of(tensor), number) != number:
                 self._shared.add(_memory_of(tensor))
         if len(self._numbers) < len(nodes):
-            raise _Unnotable  # one node stands for several tensors
+            raise _unnotable()  # one node stands for several tensors
 
     def of(self, before: fx.Node, results: Any) -> _Noted:
         """Note the nodes that stand behind `before`, and the `results`."""
@@ -225,7 +223,7 @@ class _Notes:
         graph, node = before.graph, before
         while (node := node._next) is not graph._root:
             if node.op != "call_function":
-                raise _Unnotable
+                raise _unnotable()
             args = fx.map_arg(node.args, self._reference)
             kwargs = fx.map_arg(node.kwargs, self._reference)
             value = node.meta.get("val")
@@ -240,7 +238,7 @@ class _Notes:
 
     def _reference(self, node: fx.Node) -> Any:
         if node not in self._numbers:
-            raise _Unnotable
+            raise _unnotable()
         return _Reference(self._numbers[node])
 
     def _name(self, target: Any) -> str | None:
@@ -249,15 +247,13 @@ class _Notes:
             return name
         if target is operator.getitem:
             return None
-        raise _Unnotable
+        raise _unnotable()
 
     def _value(self, value: Any) -> _Value | None:
         if value is None:
             return None
-        form = form_of(value) if type(value) is FakeTensor else None
-        memory = _memory_of(value) if form is not None else 0
-        if form is None or memory in self._shared:
-            raise _Unnotable
+        if (form := form_of(value)) is None or (memory := _memory_of(value)) in self._shared:
+            raise _unnotable()
         return _Value(form, self._memory.setdefault(memory, len(self._tensors) + len(self._memory)))
 
     def _results(self, results: Any) -> tuple[Callable[..., Any] | None, tuple[int | None, ...]]:
@@ -270,12 +266,12 @@ class _Notes:
         for number, tensor in enumerate(self._tensors):
             if tensor is value:
                 return number
-        if type(value) is not FakeTensor or value.requires_grad or (form := form_of(value)) is None:
-            raise _Unnotable
+        if (form := form_of(value)) is None or value.requires_grad:
+            raise _unnotable()
         node = _node_of(value, self._tracer)
         number = self._numbers.get(node, -1)
         if number < len(self._tensors) or form != form_of(node.meta["val"]):
-            raise _Unnotable
+            raise _unnotable()
         return number
 
 
