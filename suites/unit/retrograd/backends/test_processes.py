@@ -5,6 +5,7 @@ One process serves several tests, because it takes seconds to start.
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -157,6 +158,34 @@ def test_reset_ends_them() -> None:
     process = processes._all()["now"]._process
     retrograd.reset()
     assert process.returncode is not None
+    assert not processes._all()
+
+
+def test_a_forked_child_leaves_them_to_its_parent() -> None:
+    processes.start()
+    now = processes._all()["now"]
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    answer = lambda: theirs.send((len(processes._all()), [c.closed for c in now._connections]))  # noqa: E731
+    child = fork.Process(target=answer)
+    child.start()
+    assert ours.poll(60), "the child is stuck"
+    assert ours.recv() == (0, [True])
+    child.join()
+    assert processes._all() == {"now": now}
+    assert not now._connections[0].closed
+
+
+def test_a_machine_that_starts_no_process_compiles_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError("too many open files")
+
+    processes.stop()
+    monkeypatch.setattr(processes, "Pipe", refuse)
+    processes.start()
+    gm, inputs = graph_of(torch.sigmoid, 4)
+    BACKEND.announce(gm, inputs, FORWARD)
+    check(torch.sigmoid, gm, inputs)
     assert not processes._all()
 
 

@@ -47,7 +47,7 @@ from retrograd._torch.trace import new_fake_mode
 from retrograd.backends.base import Half
 from retrograd.errors import Refusal, first_line
 from retrograd.events import AOT_LOGS, counters
-from retrograd.process import forgotten_by_reset
+from retrograd.process import ForkSafeLock, forgotten_by_reset
 from retrograd.serialize import read_examples, read_graph, serialize_examples, serialize_graph
 
 _log = AOT_LOGS["cache"]
@@ -116,15 +116,15 @@ class _Processes:
     def start(self, settings: Portable) -> None:
         """Send the settings, and begin to work."""
         self.settings = settings
-        for connection in self._connections:
-            thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
-            self._threads.append(thread)
+        serve = [threading.Thread(target=self._serve, args=(one,), daemon=True) for one in self._connections]
+        self._threads += serve
+        for thread in serve:
             thread.start()
 
     @property
     def is_usable(self) -> bool:
         """Whether anything that is announced will be begun."""
-        return self.settings is None or any(thread.is_alive() for thread in self._threads)
+        return self.settings is None or bool(self._threads)
 
     def announce(self, job: bytes) -> None:
         """Have one of them begin with `job` as soon as it can."""
@@ -169,6 +169,11 @@ class _Processes:
             pass
         except Exception as error:
             _log.info("a process that compiles has ended: %s", first_line(error))
+        finally:
+            self._threads.remove(threading.current_thread())
+            if not self._threads:
+                self._futures.clear()
+                self._process.wait()
 
 
 def _compile(job: bytes, future: Future[None], connection: Connection) -> None:
@@ -184,6 +189,10 @@ def _compile(job: bytes, future: Future[None], connection: Connection) -> None:
         raise
 
 
+#: held while processes are started or ended.
+_changing = ForkSafeLock()
+
+
 @functools.cache
 def _all() -> dict[str, _Processes]:
     """Those of this process, if there are any."""
@@ -194,8 +203,12 @@ def _all() -> dict[str, _Processes]:
 def boot() -> None:
     """Graphs may be announced in some seconds: have processes start, where there are processors enough."""
     count = how_many()
-    if count and "now" not in _all():
-        _all()["now"] = _Processes(count)
+    with _changing:
+        if count and "now" not in _all():
+            try:
+                _all()["now"] = _Processes(count)
+            except OSError as error:
+                _log.info("no other process compiles: %s", first_line(error))
 
 
 def start() -> None:
@@ -208,13 +221,14 @@ def start() -> None:
     except Exception as error:
         _log.info("no other process compiles: %s", first_line(error))
         return
-    now = _all().get("now")
-    if now is not None and (not now.is_usable or now.settings not in (None, settings)):
-        stop()
-    boot()
-    now = _all()["now"]
-    if now.settings is None:
-        now.start(settings)
+    with _changing:
+        now = _all().get("now")
+        if now is not None and (not now.is_usable or now.settings not in (None, settings)):
+            stop()
+        boot()
+        now = _all().get("now")
+        if now is not None and now.settings is None:
+            now.start(settings)
 
 
 def how_many() -> int:
@@ -227,8 +241,9 @@ def how_many() -> int:
 @forgotten_by_reset
 def stop() -> None:
     """End all processes."""
-    while _all():
-        _all().popitem()[1].stop()
+    with _changing:
+        while _all():
+            _all().popitem()[1].stop()
 
 
 def announce(gm: fx.GraphModule, inputs: Sequence[Any], half: Half, settings: Mapping[str, Any]) -> None:
