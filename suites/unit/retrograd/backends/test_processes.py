@@ -119,6 +119,19 @@ def test_symbolic_sizes_are_not_sent() -> None:
     assert not processes._all()["now"]._futures
 
 
+@pytest.mark.parametrize("name", processes.MEASURING)
+def test_nothing_is_measured_beside_other_work(name: str) -> None:
+    assert name in torch._inductor.config.save_config_portable()
+    processes.start()
+    InductorBackend({name: True}).announce(*graph_of(torch.sin, 3), FORWARD)
+    assert not processes._all()["now"]._futures
+    processes.stop()
+    with torch._inductor.config.patch({name: True}):
+        processes.start()
+        BACKEND.announce(*graph_of(torch.sin, 3), FORWARD)
+        assert not processes._all()["now"]._futures
+
+
 def test_a_process_that_dies_is_no_error_and_another_is_started() -> None:
     gm, inputs = graph_of(torch.tanh, 9)
     processes.start()

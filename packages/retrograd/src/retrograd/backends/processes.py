@@ -58,6 +58,18 @@ MOST, WORKERS_EACH = 4, 4
 FIRST_WORK, IDLE, LONGEST = 120, 15, 600
 
 
+#: settings under which Inductor runs kernels while it compiles, and chooses by the time that they take. That is
+#: another time beside other work.
+MEASURING = (
+    "max_autotune",
+    "max_autotune_gemm",
+    "max_autotune_pointwise",
+    "coordinate_descent_tuning",
+    "benchmark_fusion",
+    "benchmark_combo_kernel",
+)
+
+
 def job_of(gm: fx.GraphModule, inputs: Sequence[Any], half: Half, settings: Mapping[str, Any]) -> bytes:
     """All that compiling `gm` needs, as data.
 
@@ -126,8 +138,15 @@ class _Processes:
         """Whether anything that is announced will be begun."""
         return self.settings is None or bool(self._threads)
 
-    def announce(self, job: bytes) -> None:
-        """Have one of them begin with `job` as soon as it can."""
+    def announce(self, job: bytes, settings: Mapping[str, Any]) -> None:
+        """Have one of them begin with `job` as soon as it can.
+
+        Raises:
+            Refusal: none should, under these settings.
+        """
+        now = {**(self.settings or {}).get("inductor", {}), **settings}
+        if measuring := [name for name in MEASURING if now.get(name)]:
+            raise Refusal("measuring", f"Inductor measures kernels under {', '.join(measuring)}")
         if job not in self._futures:
             self._futures[job] = Future()
             self._waiting.put(job)
@@ -252,7 +271,7 @@ def announce(gm: fx.GraphModule, inputs: Sequence[Any], half: Half, settings: Ma
     if now is None:
         return
     try:
-        now.announce(job_of(gm, inputs, half, settings))
+        now.announce(job_of(gm, inputs, half, settings), settings)
     except Exception as error:
         _log.info("a graph is not sent to another process: %s", first_line(error))
 
