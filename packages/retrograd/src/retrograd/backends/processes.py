@@ -58,8 +58,8 @@ MOST, WORKERS_EACH = 4, 4
 FIRST_WORK, IDLE, LONGEST = 120, 15, 600
 
 
-#: settings under which Inductor runs kernels while it compiles, and chooses by the time that they take. That is
-#: another time beside other work.
+#: settings under which Inductor runs kernels while it compiles, and chooses by their times. Beside other work
+#: they are other times.
 MEASURING = (
     "max_autotune",
     "max_autotune_gemm",
