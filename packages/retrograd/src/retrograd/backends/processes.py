@@ -319,8 +319,9 @@ def work(handle: int) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = settings["folder"]
         try:
             take_settings(settings)
-            same = {**portable_settings(), "folder": cache_folder()} == settings
-            parent.send(None if same else "what code depends on is not the same there")
+            own = {**portable_settings(), "folder": cache_folder()}
+            other = [key for key in settings if settings[key] != own[key]]
+            parent.send(f"it has another {', '.join(other)}" if other else None)
         except Exception as error:
             parent.send(first_line(error))
         while True:

@@ -148,14 +148,15 @@ class Form:
 
 
 def form_of(value: Any) -> Form | None:
-    """The form of a fake; None of anything else, and where it is not strided, has symbolic sizes, or shows
-    other values than stand in its memory."""
+    """The form of a fake; None of anything else, and where it is not strided, has symbolic sizes, is part of
+    memory of a symbolic size, or shows other values than stand in its memory."""
     if type(value) is not FakeTensor or value.layout is not torch.strided:
         return None
     if value._has_symbolic_sizes_strides or is_lazy(value):
         return None
     size, offset, nbytes = tuple(value.shape), value.storage_offset(), value.untyped_storage().nbytes()
-    assert isinstance(offset, int)
+    if type(offset) is not int or type(nbytes) is not int:
+        return None
     return Form(size, value.stride(), offset, value.dtype, value.fake_device, nbytes)
 
 
