@@ -19,6 +19,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import retrograd
+from retrograd._torch.inductor import portable_settings
 from retrograd.backends import processes
 from retrograd.backends.base import Half
 from retrograd.backends.registry import InductorBackend
@@ -164,6 +165,13 @@ def test_a_process_with_other_settings_does_not_work() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert counters["compiled_elsewhere"] == 0
+
+
+def test_what_vmap_registers_is_no_other_setting() -> None:
+    before = portable_settings()
+    torch.vmap(torch.addr)(torch.randn(2, 3, 3), torch.randn(2, 3), torch.randn(2, 3))
+    assert any(name.startswith("aten/addr/FuncTorch") for name in torch.library._impls)
+    assert portable_settings() == before
 
 
 def test_reset_ends_them() -> None:

@@ -303,12 +303,15 @@ def portable_settings() -> Portable:
     Raises:
         Exception: as `environment`.
     """
+    *known, kernels = environment()
+    # torch registers rules of vmap when they are first needed; what is compiled is traced already
+    kernels = [name for name in kernels if "/FuncTorch" not in name]
     return {
         "inductor": config.save_config_portable(ignore_private_configs=False),
         "functorch": functorch_config.save_config_portable(ignore_private_configs=False),
         "precision": torch.get_float32_matmul_precision(),
         "device": torch.cuda.current_device() if torch.cuda.is_initialized() else None,
-        "environment": repr(environment()),
+        "environment": repr([*known, kernels]),
         "formats_in": _formats_in(),
     }
 
