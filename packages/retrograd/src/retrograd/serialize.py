@@ -155,7 +155,7 @@ def read_value(written: Any, nodes: Nodes) -> Any:
 def serialize_operator(target: Any) -> Any:
     """The operator, with its schema if it has one."""
     if is_operator_overload(target):
-        return {"name": target._schema.name, "overload": target._overloadname, "schema": str(target._schema)}
+        return {"name": target._schema.name, "overload": target._overloadname, "schema": _schema_text(target)}
     if is_higher_order(target):
         if target.name() in SELF_CONTAINED:
             return {"higher_order": target.name()}
@@ -178,19 +178,21 @@ def read_operator(written: Any) -> Any:
         if written["higher_order"] not in SELF_CONTAINED:
             raise ValueError(f"the operator of higher order {written['higher_order']!r} is unknown")
         return getattr(torch.ops.higher_order, written["higher_order"])
-    return _overload(written["name"], written["overload"], written["schema"])
+    namespace, _, name = written["name"].partition("::")
+    found: Any = getattr(getattr(getattr(torch.ops, namespace), name, None), written["overload"], None)
+    if not is_operator_overload(found):
+        raise ValueError(
+            f"the operator {written['name']}.{written['overload']} is not registered in this process"
+        )
+    if _schema_text(found) != written["schema"]:
+        raise ValueError(f"the operator {written['schema']} is {found._schema} in this process")
+    return found
 
 
 @functools.lru_cache(2048)
-def _overload(qualified: str, overload: str, schema: str) -> Any:
-    """To look one up takes longer than to read the rest of a node."""
-    namespace, _, name = qualified.partition("::")
-    found: Any = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
-    if not is_operator_overload(found):
-        raise ValueError(f"the operator {qualified}.{overload} is not registered in this process")
-    if str(found._schema) != schema:
-        raise ValueError(f"the operator {schema} is {found._schema} in this process")
-    return found
+def _schema_text(operator: Any) -> str:
+    """The text of its schema, which takes longer to make than the rest of a node to read."""
+    return str(operator._schema)
 
 
 _PLAIN = (bool, int, str, CheckpointPolicy)
