@@ -9,6 +9,8 @@ can run code in this process.
 In: the state of torch in this process. Out: a key that is the same in two processes exactly if Inductor would
 take code from one for the other, and the folder of its cache; or a `Refusal` if nothing is kept on disk here.
 
+Out, and in again in another process: the settings and switches of this one, as data.
+
 In: a joint graph and which of its placeholders are cotangents. Out: the names of the nodes that the backward
 reads, as torch's partitioners choose them.
 """
@@ -217,7 +219,11 @@ class _JointPasses(CustomGraphPass):
         assert gm is not None
         held = {node: (node.args, node.kwargs) for node in graph.nodes}
         joint_graph_passes(gm)
-        stale = {node for node in graph.nodes if node not in held or not _reads(node, *held[node])}
+        stale = {
+            node
+            for node in graph.nodes
+            if node not in held or node.args is not held[node][0] or node.kwargs is not held[node][1]
+        }
         if stale:
             know_values(gm, [node.meta["val"] for node in graph.find_nodes(op="placeholder")], stale)
         for each in self._then:
@@ -227,10 +233,6 @@ class _JointPasses(CustomGraphPass):
         """Tells Inductor's cache what runs here; None (nothing is cached) if the user's pass cannot."""
         theirs = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._then]
         return None if None in theirs else ("retrograd-joint-passes-2", torch.__version__, *map(repr, theirs))
-
-
-def _reads(node: fx.Node, args: Any, kwargs: Any) -> bool:
-    return node.args is args and node.kwargs is kwargs
 
 
 def with_joint_passes() -> AbstractContextManager[Any]:
@@ -301,7 +303,7 @@ def portable_settings() -> Portable:
     """What compiled code depends on besides its graph, and what `take_settings` needs.
 
     Raises:
-        Exception: as `environment`.
+        Exception: as `environment` and `cache_folder`.
     """
     *known, kernels = environment()
     # torch registers rules of vmap when they are first needed; what is compiled is traced already
@@ -313,6 +315,7 @@ def portable_settings() -> Portable:
         "device": torch.cuda.current_device() if torch.cuda.is_initialized() else None,
         "environment": repr([*known, kernels]),
         "formats_in": _formats_in(),
+        "folder": cache_folder(),
     }
 
 
@@ -339,6 +342,7 @@ def _have_formats_in(name: str) -> None:
 
 def take_settings(portable: Portable) -> None:
     """Have the settings of the process from which they came, and what this one needs to compile."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = portable["folder"]
     _warm_workers()  # before there is a context on a device, which they would inherit
     config.load_config(portable["inductor"])
     functorch_config.load_config(portable["functorch"])

@@ -35,7 +35,6 @@ from torch import fx
 from retrograd._torch.cuda import is_memory_scarce
 from retrograd._torch.inductor import (
     Portable,
-    cache_folder,
     compile_graph,
     compile_threads,
     import_everything,
@@ -138,6 +137,11 @@ class _Processes:
         """Whether anything that is announced will be begun."""
         return self.settings is None or bool(self._threads)
 
+    @property
+    def has_announced(self) -> bool:
+        """Whether anything was announced that nobody has waited for."""
+        return bool(self._futures)
+
     def announce(self, job: bytes, settings: Mapping[str, Any]) -> None:
         """Have one of them begin with `job` as soon as it can.
 
@@ -236,7 +240,7 @@ def start() -> None:
     if not how_many() or is_memory_scarce():
         return
     try:
-        settings = {**portable_settings(), "folder": cache_folder()}
+        settings = portable_settings()
     except Exception as error:
         _log.info("no other process compiles: %s", first_line(error))
         return
@@ -279,7 +283,7 @@ def announce(gm: fx.GraphModule, inputs: Sequence[Any], half: Half, settings: Ma
 def wait_for(gm: fx.GraphModule, inputs: Sequence[Any], half: Half, settings: Mapping[str, Any]) -> None:
     """Wait until another process is done with `gm`, if one has begun."""
     now = _all().get("now")
-    if now is None:
+    if now is None or not now.has_announced:
         return
     with contextlib.suppress(Exception):  # what cannot be written was not announced
         now.wait_for(job_of(gm, inputs, half, settings))
@@ -316,10 +320,9 @@ def work(handle: int) -> None:
         if not parent.poll(FIRST_WORK):
             return
         settings = parent.recv()
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = settings["folder"]
         try:
             take_settings(settings)
-            own = {**portable_settings(), "folder": cache_folder()}
+            own = portable_settings()
             other = [key for key in settings if settings[key] != own[key]]
             parent.send(f"it has another {', '.join(other)}" if other else None)
         except Exception as error:
