@@ -7,9 +7,8 @@ even loaded. The cache holds pickles, and reading a pickle runs what it says: wh
 can run code in this process.
 
 In: the state of torch in this process. Out: a key that is the same in two processes exactly if Inductor would
-take code from one for the other, and the folder of its cache; or a `Refusal` if nothing is kept on disk here.
-
-Out, and in again in another process: the settings and switches of this one, as data.
+take code from one for the other, the folder of its cache, and settings and switches as data, which another
+process can take; or a `Refusal` if nothing is kept on disk here.
 
 In: a joint graph and which of its placeholders are cotangents. Out: the names of the nodes that the backward
 reads, as torch's partitioners choose them.
