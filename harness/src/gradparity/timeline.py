@@ -6,7 +6,6 @@ too. `show_unit` runs the case of a `Task` in a worker, and gives its row with t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import zip_longest
 
 import torch
@@ -16,14 +15,12 @@ from gradparity.case import Case
 from gradparity.corpus import registry as corpora
 from gradparity.differential import Comparison, compare
 from gradparity.executors.unit import Emit, Unit
-from gradparity.exhibit import exhibit
 from gradparity.oracles.differences import differs, first_differing_call, payload_differs
 from gradparity.oracles.values import LeafError, errors
 from gradparity.outcome import HookEvent, Payload, TensorRecord
-from gradparity.signature import signature_of
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Verdict
-from gradparity.work import Task, quiet, with_ablation
+from gradparity.work import Task, explained, quiet, with_ablation
 
 MARK = ">>"
 
@@ -39,8 +36,7 @@ def show_unit(unit: Unit, emit: Emit) -> bool:
     quiet()
     emit("start", 0, {"case": case.address, "seed": case.seed, "limit": unit.timeout * (1 + task.ablate)})
     found = compare(program, subject, device)
-    row = replace(found.row, exhibit=exhibit(found))
-    row = replace(row, signature=signature_of(row).digest) if row.is_find else row
+    row = explained(found)
     row = with_ablation(row, program, device) if task.ablate else row
     shown = {"doc": program.doc, "tables": [timelines(found), error_table(found)], "raised": _raised(found)}
     emit("result", 0, row.to_json() | shown)

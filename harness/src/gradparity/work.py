@@ -23,7 +23,7 @@ from gradparity.case import Case, Match
 from gradparity.checks.registry import chosen
 from gradparity.corpus import registry as corpora
 from gradparity.corpus.base import Program
-from gradparity.differential import compare
+from gradparity.differential import Comparison, compare
 from gradparity.errors import CaseTimeout
 from gradparity.executors.unit import Emit, Unit
 from gradparity.exhibit import exhibit
@@ -126,8 +126,12 @@ def _row(program: Program, subject: Subject, task: Task, timeout: float) -> tupl
 
 
 def judged(program: Program, subject: Subject, device: torch.device) -> Row:
+    """The row of a program, with what a report shows of it."""
+    return explained(compare(program, subject, device))
+
+
+def explained(comparison: Comparison) -> Row:
     """The row with what a report shows of it."""
-    comparison = compare(program, subject, device)
     row = replace(comparison.row, exhibit=exhibit(comparison))
     return replace(row, signature=signature_of(row).digest) if row.is_find else row
 
