@@ -135,6 +135,61 @@ def aot_enable_grad_inside_of_no_grad(p: Probe) -> None:
         (kept * cut).sum().backward()
 
 
+@scenario(tags=(*TAGS, "no-grad"))
+def aot_pieces_made_with_grad_inside_of_no_grad(p: Probe) -> None:
+    """Under no_grad a function may switch grad on and give the pieces of one value; each has history."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+
+    def run(a: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            return torch.unbind(a.sin() * 2)
+
+    with torch.no_grad():
+        pieces = p.compile(run)(x)
+    for number, piece in enumerate(pieces):
+        p.event(f"piece {number}", *history(piece), piece._is_view())
+    with p.backward():
+        (pieces[0] * pieces[2]).backward()
+
+
+@scenario(tags=(*TAGS, "no-grad"))
+def aot_views_made_with_grad_inside_of_no_grad(p: Probe) -> None:
+    """Views have the history of the grad mode that they were made in: of a value, and of an input; one in no
+    grad mode shows no history until its base is changed."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+
+    def run(a: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            made = a.cos() * 3
+            inside, of_input = made[1:], a[:2]
+        return made, inside, of_input, made[:2], a.view(3, 1)
+
+    with torch.no_grad():
+        outputs = p.compile(run)(x)
+    for number, output in enumerate(outputs):
+        p.event(f"output {number}", *history(output), output._is_view())
+    with p.backward():
+        (outputs[1] * outputs[2]).sum().backward()
+
+
+@scenario(tags=(*TAGS, "no-grad"))
+def aot_views_made_without_grad_inside(p: Probe) -> None:
+    """Called with grad mode on, a function gives a view of a value, and of an input, made under no_grad."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+
+    def run(a: Tensor) -> tuple[Tensor, ...]:
+        made = a.cos() * 3
+        with torch.no_grad():
+            inside, of_input = made[1:], a[:2]
+        return made, inside, of_input, made[:2]
+
+    outputs = p.compile(run)(x)
+    for number, output in enumerate(outputs):
+        p.event(f"output {number}", *history(output), output._is_view())
+    with p.backward():
+        (outputs[0].sum() + outputs[3].prod()).backward()
+
+
 @scenario(tags=(*TAGS, "inference"))
 def aot_inference_mode_around_a_call(p: Probe) -> None:
     """In inference mode a call gives an inference tensor; a call outside, before and after, does not."""

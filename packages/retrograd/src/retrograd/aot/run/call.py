@@ -204,7 +204,7 @@ class CompiledFunction:
             del self._expected[joint.signature.forward_count :]
         self._finish, self._rebuild = Finish(joint, layout.values), rebuilder(joint.out_spec)
         self._attaching = Attaching(partition, regions, layout, self._finish) if regions else None
-        #: whether the function itself switched autograd on
+        #: whether the function itself may have switched autograd on
         self._records_inside = not joint.state.thread_modes.grad
         self._draws = self._random_devices()
         self._has_effects = any(
@@ -247,13 +247,15 @@ class CompiledFunction:
                 before = {place: primals[place].clone() for place in self._changed}
         if self._finish.begins:
             self._finish.begin(frame)
+        again = self._again(sources, primals, before, generators) if self._attaching else None
+        if not self._records_inside:
+            return self._outputs(sources, frame, again)
+        with torch.enable_grad():  # views that the function made under no_grad say so themselves
+            return self._outputs(sources, frame, again)
+
+    def _outputs(self, sources: Sequence[Any], frame: list[Any], again: RepeatableCall | None) -> Any:
         if self._attaching is not None:
-            again = self._again(sources, primals, before, generators)
-            if self._records_inside:
-                with torch.enable_grad():
-                    self._attaching(frame, again)
-            else:
-                self._attaching(frame, again)
+            self._attaching(frame, again)
         return self._rebuild(self._finish(sources, frame))
 
     def _again(
