@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from retrograd.graph.eager_order import ROOT, Edge, LiveGraph, eager_walk
 from retrograd.graph.joint import BackwardStep, Destination
@@ -81,7 +82,9 @@ def divide(
     region_of: Mapping[int, Hashable] = reached
     if hooked_leaves:
         region_of = cut_into_blocks(graph, primals, order, reached, hooked_leaves)
-    return _Division(graph, primals, order, borders, region_of, sums_apart).structure()
+    blocks = cut_between_contributions(graph, primals, order, region_of) if sums_apart else None
+    is_cut = blocks is not None
+    return _Division(graph, primals, order, borders, blocks or region_of, sums_apart, is_cut).structure()
 
 
 def _reached_by(
@@ -107,6 +110,8 @@ class _Division:
     borders: frozenset[Edge]
     region_of: Mapping[int, Hashable]
     sums_apart: bool
+    #: whether regions that contribute to one sum one after the other run one after the other
+    takes_turns: bool
     boundaries: dict[Edge, int] = field(default_factory=dict)
 
     def structure(self) -> Structure:
@@ -169,6 +174,8 @@ class _Division:
             for there in region.destinations:
                 key = boundary_home[there.index] if there.is_boundary else Destination(there.index)
                 needs.setdefault(key, []).append(number)
+        for before, after in self._turns(regions) if self.takes_turns else ():
+            needs.setdefault(after, []).append(before)
         steps: dict[BackwardStep, None] = {}
 
         def run(number: int) -> None:
@@ -186,6 +193,16 @@ class _Division:
             elif node in roots:
                 run(home[node])
         return list(steps)
+
+    def _turns(self, regions: Sequence[RegionNodes]) -> Iterator[tuple[int, int]]:
+        """Regions that contribute to one sum, one after the other."""
+        givers: dict[Destination, list[int]] = {}
+        for number, region in enumerate(regions):
+            for there in region.sends.values():
+                givers.setdefault(replace(there, number=0), []).append(number)
+        for there, numbers in givers.items():
+            if len(numbers) > (2 if there.is_boundary and there.index >= len(self.graph.roots) else 1):
+                yield from pairwise(dict.fromkeys(numbers))
 
 
 def _numbered(region: RegionNodes, shared: Collection[Destination]) -> RegionNodes:
@@ -211,6 +228,40 @@ def _in_order(
 
 #: most cuts that are made: each costs a node and a call.
 MOST_BLOCKS = 32
+
+
+def cut_between_contributions(
+    graph: LiveGraph, primals: Mapping[int, int], order: Sequence[int], region_of: Mapping[int, Hashable]
+) -> dict[int, Hashable] | None:
+    """For each node that does not accumulate: its region, and the number of its block. None if there would be
+    too many blocks.
+
+    A sum of three or more has eager's bits only if it is made in eager's order; something from outside may be
+    added to what arrives at visible tensors and primals. So where one region contributes to a sum after
+    another, both are cut, and all others too: what eager runs before the cut then runs before what it runs
+    after it.
+    """
+    seen = set(graph.roots)
+    givers: dict[Edge, list[int]] = {}
+    for node in order:
+        for edge in () if node in primals else graph.nodes[node].edges:
+            if edge is not None:
+                givers.setdefault(edge, []).append(node)
+    sums = [
+        nodes
+        for edge, nodes in givers.items()
+        if len(nodes) > (1 if edge in seen or edge.node in primals else 2)
+    ]
+    cuts = {
+        after for nodes in sums for before, after in pairwise(nodes) if region_of[before] != region_of[after]
+    }
+    blocks: dict[int, Hashable] = {}
+    number = 0
+    for node in order:
+        number += node in cuts
+        if node not in primals:
+            blocks[node] = (region_of[node], number)
+    return blocks if len(set(blocks.values())) <= MOST_REGIONS else None
 
 
 def cut_into_blocks(
