@@ -141,3 +141,44 @@ def test_a_tangent_goes_through_and_is_reported():
         out = fast(forward_ad.make_dual(torch.zeros(2), torch.ones(2)))
         assert forward_ad.unpack_dual(out).tangent.tolist() == [2.0] * 2
     assert {reason.code for reason in retrograd.explain().fallbacks} <= {"forward-ad"}, "or Dynamo lets it be"
+
+
+class Tagged(nn.Parameter):
+    """A parameter with something to say to its optimizer."""
+
+    factor = 3.0
+
+
+class Scaled(torch.Tensor):
+    """The same for a tensor whose class has a `__torch_function__`."""
+
+    factor = 3.0
+
+
+class ByClass(torch.optim.Optimizer):
+    """Asks what its parameters are."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            factor = parameter.factor if isinstance(parameter, (Tagged, Scaled)) else 1.0
+            parameter.add_(parameter.grad, alpha=-0.5 * factor)
+            if type(parameter) is nn.Parameter:
+                parameter.mul_(2)
+
+
+@pytest.mark.parametrize("make", [Tagged, nn.Parameter, lambda data: data.as_subclass(Scaled)])
+def test_an_optimizer_sees_the_classes_of_its_parameters(make):
+    parameters = [make(torch.ones(2)).requires_grad_() for _ in range(2)]
+    plain, other = (ByClass([each]) for each in parameters)
+    fast = compiled(lambda: other.step())
+    for _ in range(3):
+        for each in parameters:
+            each.grad = torch.ones(2)
+        plain.step()
+        fast()
+        assert torch.equal(*map(torch.Tensor.detach, parameters))
+    assert [type(each) for each in parameters] == [type(parameters[0])] * 2

@@ -60,6 +60,9 @@ TABLE: Mapping[str, str] = {
     "torch._dynamo.utils:_get_fake_value_impl": (
         "what raises on fake tensors must raise where eager raises, after all that eager does before"
     ),
+    "torch._dynamo.variables.builder:VariableBuilder.wrap_tensor": (
+        "a parameter of an optimizer loses its class, by which the optimizer may tell what to do with it"
+    ),
 }
 
 

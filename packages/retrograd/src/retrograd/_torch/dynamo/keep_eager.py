@@ -8,7 +8,9 @@ wants eager kept, and breaks of the graph for it; and
 - hooks of modules that are set after Dynamo has traced a call of the module are noticed. Dynamo leaves that
   open, to save time. One more guard does for the whole frame, as long as nobody in the process has set a hook
   of a module; from then on, there is one for each module. Guards on modules are dear: Dynamo no longer skips
-  the parts of a module that did not change.
+  the parts of a module that did not change;
+- a parameter of an optimizer keeps its class. Dynamo guards its address and writes it into the graph as a
+  plain tensor, of which ``isinstance`` is false.
 
 `keep_whole` keeps each ``autograd.Function`` whole in this way.
 """
@@ -23,6 +25,7 @@ from typing import Any, NoReturn
 import torch
 from torch._dynamo import exc
 from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.utils import get_static_address_type
 from torch._guards import Guard
 from torch.nn.modules import module as all_modules
 from torch.utils.hooks import RemovableHandle
@@ -77,11 +80,13 @@ def break_graph(what: str, where: str, why: str) -> NoReturn:
 
 
 def watch_dynamo() -> None:
-    """From here on, errors are left to eager, and every hook of a module is counted when it is set."""
+    """From here on, errors are left to eager, tensors keep their class, and every hook of a module is counted
+    when it is set."""
     global _set
     _set = RemovableHandle.next_id
     handle("torch.utils.hooks:RemovableHandle.__init__", _made)
     handle("torch._dynamo.utils:_get_fake_value_impl", _fake_value)
+    handle("torch._dynamo.variables.builder:VariableBuilder.wrap_tensor", _wrap_tensor)
 
 
 def _made(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -124,3 +129,11 @@ def _fake_value(original: Callable[..., Any], node: Any, tx: Any, *args: Any, **
             raise
         text = str(error).partition("\n\n")[0]
     return break_graph("operation that raises on fake tensors", str(node.target), text)
+
+
+def _wrap_tensor(original: Callable[..., Any], builder: Any, value: torch.Tensor) -> Any:
+    """Make a tensor of a class of its own an input of the graph, wherever it is kept."""
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+    if not is_plain and get_static_address_type(value) == "guarded" and keeps_eager(builder.tx):
+        torch._dynamo.mark_static_address(value, guard=False)
+    return original(builder, value)
