@@ -178,3 +178,21 @@ def aot_scaled_sum_in_place(p: Probe) -> None:
 def aot_average_of_a_list(p: Probe) -> None:
     """`torch._foreach_lerp_`, by which an average of weights is kept, is one operator for each tensor."""
     _is_one_operator(p, lambda a, b, c: _averaged(a.detach().clone(), b) + a * c)
+
+
+@scenario(tags=TAGS)
+def aot_tensors_made_of_numbers_in_every_way(p: Probe) -> None:
+    """A function makes tensors of numbers by constructors old and new, changes them, and indexes with them."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+
+    def run(a: Tensor) -> Tensor:
+        scale = torch.FloatTensor([0.5, 1.5, 2.0]).add_(torch.tensor([1.0, 0.0, 2.0])).to(a)
+        order = torch.LongTensor([2, 0, 1]).to(a.device)
+        return a[order] * scale + a.new([1.0, 2.0, 3.0]) * torch.Tensor([2.0]).to(a) + torch.as_tensor(3)
+
+    call = p.compile(run)
+    for step in range(2):
+        out = call(x)
+        p.value(f"out {step}", out)
+        with p.backward():
+            out.square().sum().backward()

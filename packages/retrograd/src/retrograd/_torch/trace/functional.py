@@ -243,6 +243,8 @@ _CHANGES = {
 }
 #: take an offset from the beginning of the memory, as their fourth or fifth argument.
 _STRIDED = {"as_strided": 3, "as_strided_": 3, "as_strided_copy": 3, "as_strided_scatter": 4}
+#: `torch.FloatTensor` and its like make a tensor by it: one of the function's own.
+_LIFT = torch.ops.aten.lift_fresh.default
 #: `torch.tensor` calls it for a symbolic number; without history it does nothing.
 _DETACH = torch.Tensor.detach_
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -282,7 +284,7 @@ class FreeTensors(TorchFunctionMode):
         if name in _BY_VALUE:
             args, kwargs = pytree.tree_map(_known, (args, kwargs))
         free = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_free(leaf)]
-        if not free:
+        if not free or func is _LIFT:
             return func(*args, **kwargs)
         args, kwargs = pytree.tree_map(self._replaced, (args, kwargs))
         result = func(*args, **kwargs)
