@@ -182,13 +182,14 @@ def aot_average_of_a_list(p: Probe) -> None:
 
 @scenario(tags=TAGS)
 def aot_tensors_made_of_numbers_in_every_way(p: Probe) -> None:
-    """A function makes tensors of numbers by constructors old and new, changes them, and indexes with them."""
+    """A function makes tensors of numbers by constructors old and new, changes them, and indexes with one."""
     x = p.leaf("x", p.randn(3, requires_grad=True))
 
     def run(a: Tensor) -> Tensor:
         scale = torch.FloatTensor([0.5, 1.5, 2.0]).add_(torch.tensor([1.0, 0.0, 2.0])).to(a)
         order = torch.LongTensor([2, 0, 1]).to(a.device)
-        return a[order] * scale + a.new([1.0, 2.0, 3.0]) * torch.Tensor([2.0]).to(a) + torch.as_tensor(3)
+        shift = a.new([1.0, 2.0, 3.0]) * torch.Tensor([2.0]).to(a)
+        return a[order] * scale + shift + torch.as_tensor(3)
 
     call = p.compile(run)
     for step in range(2):

@@ -15,6 +15,7 @@ import torch
 
 from gradparity.case import Case
 from gradparity.corpus.base import Program
+from gradparity.corpus.zoo.methods import METHODS
 from gradparity.corpus.zoo.patterns import PATTERNS
 from gradparity.corpus.zoo.recipe import Recipe
 from gradparity.corpus.zoo.science import SCIENCE
@@ -22,7 +23,7 @@ from gradparity.corpus.zoo.transformers import TRANSFORMERS
 from gradparity.corpus.zoo.vision import VISION
 from gradparity.errors import UnavailableError, UnknownNameError
 
-ZOO: Mapping[str, Recipe] = MappingProxyType({**TRANSFORMERS, **VISION, **SCIENCE, **PATTERNS})
+ZOO: Mapping[str, Recipe] = MappingProxyType({**TRANSFORMERS, **VISION, **SCIENCE, **METHODS, **PATTERNS})
 
 
 class ZooCorpus:

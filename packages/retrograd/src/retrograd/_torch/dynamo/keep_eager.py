@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch._dynamo import exc
+from torch._dynamo import exc, mark_static_address
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.utils import get_static_address_type
 from torch._guards import Guard
@@ -135,5 +135,5 @@ def _wrap_tensor(original: Callable[..., Any], builder: Any, value: torch.Tensor
     """Make a tensor of a class of its own an input of the graph, wherever it is kept."""
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     if not is_plain and get_static_address_type(value) == "guarded" and keeps_eager(builder.tx):
-        torch._dynamo.mark_static_address(value, guard=False)
+        mark_static_address(value, guard=False)
     return original(builder, value)
