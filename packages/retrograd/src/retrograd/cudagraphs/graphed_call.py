@@ -23,9 +23,18 @@ import torch
 from torch import fx
 
 from retrograd._torch.cuda import CudaRecorder
-from retrograd._torch.fx import is_collective, is_higher_order, is_mutating, is_random, is_symbolic, schema_of
+from retrograd._torch.fx import (
+    aliased_inputs,
+    depends_on_data,
+    is_collective,
+    is_higher_order,
+    is_mutating,
+    is_random,
+    is_symbolic,
+    schema_of,
+)
 from retrograd._torch.pytree import tree_leaves
-from retrograd._torch.tensor import geometry_of
+from retrograd._torch.tensor import geometry_of, storage_of
 from retrograd.cudagraphs.recorded import Recorded
 from retrograd.errors import Reason, first_line
 from retrograd.events import counters
@@ -36,7 +45,6 @@ from retrograd.report import process_report
 #: codes of reasons that concern one call.
 NOT_NOW, HELD = "cuda-graphs-not-now", "cuda-graphs-held"
 
-_UNSAFE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe}
 #: operators of higher order that only start kernels.
 _KERNELS = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
 
@@ -80,7 +88,7 @@ def _of_call(node: fx.Node) -> str | None:
         return None if node.target.name() in _KERNELS else "it runs other graphs"  # type: ignore[union-attr]
     if is_random(node) and (why := _why_not_random(node)) is not None:
         return why
-    if _UNSAFE & set(getattr(node.target, "tags", ())):
+    if depends_on_data(node) or torch.Tag.cudagraph_unsafe in getattr(node.target, "tags", ()):
         return "what it does depends on values"
     if is_collective(node):
         return "it communicates"
@@ -104,6 +112,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 #: how many calls without a recording are remembered.
 REMEMBERED = 4
+#: so many bytes are always copied.
+LITTLE = 2**20
 
 
 class AddressHistory:
@@ -116,42 +126,22 @@ class AddressHistory:
         copied: places of inputs whose address does not matter any more.
     """
 
-    def __init__(self, held: int = 0) -> None:
+    def __init__(self, held: int) -> None:
         self.copied: frozenset[int] = frozenset()
         self._held = held
         self._last: deque[list[int]] = deque(maxlen=REMEMBERED)
 
     def note(self, addresses: list[int], sizes: Sequence[int]) -> bool:
-        """Note a call that no recording fits, with the bytes of its inputs.
-
-        Returns:
-            whether to record it: its addresses have come before; or so little has changed since the last call
-            that this is copied from now on; or the addresses have been others each time, so that all that
-            changed is copied.
-        """
-        if any(not self._changed(addresses, before) for before in self._last):
-            return True
-        changed = self._changed(addresses, self._last[-1]) if self._last else set()
-        if changed and sum(sizes[i] for i in self.copied | changed) <= self._held:
-            self.copied |= changed
-        elif len(self._last) < REMEMBERED - 1:
-            self._last.append(addresses)
-            return False
-        else:
-            for before in self._last:
-                self.copy_what_differs(addresses, before)
-        self._last.clear()
+        """Note a call that no recording fits, with the bytes of its inputs. Returns whether to record it: its
+        addresses have come before, but for what is copied; and what has changed since the last call is copied
+        from now on, if that is little."""
+        if self._last:
+            changed = self._changed(addresses, self._last[-1])
+            if sum(sizes[i] for i in self.copied | changed) <= self._held:
+                self.copied |= changed
+        is_again = any(not self._changed(addresses, before) for before in self._last)
         self._last.append(addresses)
-        return True
-
-    def forget(self, addresses: list[int]) -> None:
-        """There is a recording for these."""
-        others = [before for before in self._last if self._changed(addresses, before)]
-        self._last = deque(others, maxlen=REMEMBERED)
-
-    def copy_what_differs(self, addresses: list[int], before: list[int]) -> None:
-        """From now on, inputs whose addresses differ between the two are copied."""
-        self.copied |= self._changed(addresses, before)
+        return is_again
 
     def _changed(self, addresses: list[int], before: list[int]) -> set[int]:
         pairs = enumerate(zip(addresses, before, strict=True))
@@ -173,8 +163,8 @@ class SharedMemory:
 
 #: calls that run as they are before one is recorded: they compile, choose kernels and make workspaces.
 WARM_UPS = 2
-#: recordings that are held, the ones used last. One more reads from copies what comes from yet another place.
-MOST_RECORDINGS = 4
+#: recordings that are held, the ones used last.
+MOST_RECORDINGS = 2
 #: recordings that are made before no more are.
 MOST_MADE = 12
 
@@ -266,9 +256,6 @@ class GraphedCall:
         is_again = self._history.note(addresses, sizes)
         if self._calls <= WARM_UPS or not is_again:
             return None
-        if len(self._recordings) >= self._most:
-            self._history.copy_what_differs(addresses, self._recordings[0].addresses)
-        self._history.forget(addresses)
         return self._record(inputs)
 
     def _why_not_replayed(self, recorded: Recorded) -> Reason | None:
@@ -361,16 +348,27 @@ def graphed(
             concerns all calls.
 
     Returns:
-        `code` itself if it is never to be recorded.
+        `code` itself if it is never to be recorded, or does nothing on the device.
     """
     tell = tell or _report
     if (reason := why_not_recorded(graphs, _recorder.device_type)) is not None:
         tell(reason)
         return code
-    outputs = [node.meta.get("val") for graph in graphs for node in graph.output_node().all_input_nodes]
-    held = sum(value.nbytes for value in _tensors(outputs))
-    device = device_of(graphs)
-    return GraphedCall(code, _recorder, device, Values(kept, loose, held), memory, tell)
+    if all(aliased_inputs(node) for graph in graphs for node in graph.nodes if node.op == "call_function"):
+        return code  # views start no kernels
+    values = Values(kept, loose, max(LITTLE, _made_by(graphs)))
+    return GraphedCall(code, _recorder, device_of(graphs), values, memory, tell)
+
+
+def _made_by(graphs: Sequence[fx.Graph]) -> int:
+    """The bytes of the graphs' results that show no input."""
+    given, made = dict[int, int](), dict[int, int]()
+    for graph in graphs:
+        inputs, outputs = graph.find_nodes(op="placeholder"), graph.output_node().all_input_nodes
+        for found, nodes in ((given, inputs), (made, outputs)):
+            for value in _tensors([node.meta.get("val") for node in nodes]):
+                found[storage_of(value)] = value.nbytes
+    return sum(size for storage, size in made.items() if storage not in given)
 
 
 def _report(reason: Reason) -> None:
