@@ -70,7 +70,7 @@ def measure_cold_and_warm(
         return {name: _run(measurement, arguments, one_cache(cache), limit) for name in ("cold", "warm")}
 
 
-def _python_path() -> str:
+def python_path() -> str:
     """Where this process finds modules, this package among them (asv takes the variable itself away)."""
     return os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])
 
@@ -79,7 +79,7 @@ def _run(measurement: str, arguments: dict[str, Any], settings: dict[str, str], 
     try:
         done = subprocess.run(
             [sys.executable, "-m", f"{PACKAGE.name}.measure", measurement, json.dumps(arguments)],
-            env={**os.environ, **SETTINGS, **settings, "PYTHONPATH": _python_path()},
+            env={**os.environ, **SETTINGS, **settings, "PYTHONPATH": python_path()},
             capture_output=True,
             text=True,
             check=False,

@@ -24,7 +24,7 @@ class Part:
 
     Attributes:
         row, name: together its id.
-        measurement, arguments: of `measure`.
+        measurement, arguments: of `measure`, or `turns.in_turns`.
         caches: of compiled code: none, the user's own, or first empty and then filled (two processes).
         devices: where it is measured.
         needs: the name of the model, if it is one that must be installed; "train-NAME" for `trained_models`.
@@ -154,7 +154,8 @@ def real_rows() -> Iterable[Part]:
 
 
 def training_rows() -> Iterable[Part]:
-    """Whole training steps of ten models, each way in a process with empty caches and in one with full."""
+    """Whole training steps of ten models: each way in a process with empty caches and in one with full; all
+    ways in turns."""
     for model in TRAINED:
         for way in WAYS:
             devices = CUDA if way.endswith("-overhead") else BOTH
@@ -162,6 +163,11 @@ def training_rows() -> Iterable[Part]:
             yield Part(
                 f"train-{model}", way, "training", arguments, "filled", devices, f"train-{model}", unit=""
             )
+        for device in BOTH:
+            ways = [way for way in WAYS if device == "cuda" or not way.endswith("-overhead")]
+            arguments = {"ways": ways, "model": model}
+            needs = f"train-{model}"
+            yield Part(f"turns-{model}", device, "in_turns", arguments, "own", (device,), needs, unit="")
 
 
 PARTS: tuple[Part, ...] = (

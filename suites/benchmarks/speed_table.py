@@ -25,6 +25,7 @@ from .fresh import MeasurementError, measure, measure_cold_and_warm
 from .real_models import MODELS, RealModel
 from .speed_rows import PARTS, Part, chosen
 from .trained_models import TRAINED, TrainedModel
+from .turns import in_turns
 
 #: what parts need, by name.
 NEEDED: dict[str, RealModel | TrainedModel] = {
@@ -65,6 +66,8 @@ def _measured(part: Part, device: str, limit: float) -> dict[str, float]:
     arguments = {**part.arguments}
     if part.measurement != "host_time":
         arguments["device"] = device
+    if part.measurement == in_turns.__name__:
+        return in_turns(**arguments)
     if part.caches == "filled":
         return _flat(measure_cold_and_warm(part.measurement, limit=limit / 2, **arguments))
     figures: Any = measure(part.measurement, cold=part.caches == "none", limit=limit, **arguments)

@@ -80,38 +80,53 @@ def step_of(way: Way, made: Trained, device: str) -> Step:
     return way.step(step)
 
 
-def training(subject: str, model: str, device: str = "cpu", seconds: float = 6.0) -> dict[str, float]:
-    """Train `model` by the way `subject`.
+class Training:
+    """A model that is trained by the way `subject`, from the moment it has been warmed up.
 
-    Args:
+    Arguments:
         subject: a name of `WAYS`.
         model: a name of `TRAINED`.
         device: "cpu" or "cuda".
-        seconds: time after which no further steady step begins.
 
-    Returns:
-        "start", of the first three steps together (`compile_step` runs the first one as it is), and "step"
-        (median) in seconds; on a GPU "allocated" and "reserved", the peaks of steady steps in bytes, and
-        "kernels", the seconds that the work of a step takes on the device; "loss" after the warm-up;
-        "fallbacks", the number of reasons in retrograd's report.
+    Attributes:
+        first: "start", the seconds of the first three steps together (`compile_step` runs the first one as it
+            is), and "loss" after the warm-up.
     """
-    made = trained(model, device)
-    _start(made, device)
-    run, batches = _timed(step_of(WAYS[subject], made, device), device), made.batches
-    warming = [run(batches[number % len(batches)]) for number in range(WARM_UP)]
-    found = {"start": sum(took for took, _ in warming[:STARTING]), "loss": float(warming[-1][1])}
-    del warming
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    turns = itertools.cycle(batches)
-    found |= medians({"step": lambda: run(next(turns))[0]}, MOST_ROUNDS, seconds)
-    if device == "cuda":
-        found["allocated"] = float(torch.cuda.max_memory_allocated())
-        found["reserved"] = float(torch.cuda.max_memory_reserved())
-        found["kernels"] = statistics.median(profiled(lambda: run(batches[0])) for _ in range(3))
-    found["fallbacks"] = float(len(compiled_otherwise(subject)))
-    return found
+
+    def __init__(self, subject: str, model: str, device: str = "cpu") -> None:
+        made = trained(model, device)
+        _start(made, device)
+        self._subject, self._device = subject, device
+        self._run = _timed(step_of(WAYS[subject], made, device), device)
+        self._turns = itertools.cycle(made.batches)
+        warming = [self._run(next(self._turns)) for _ in range(WARM_UP)]
+        self.first = {"start": sum(took for took, _ in warming[:STARTING]), "loss": float(warming[-1][1])}
+        del warming
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def step(self) -> float:
+        """Seconds of one steady step."""
+        return self._run(next(self._turns))[0]
+
+    def last(self) -> dict[str, float]:
+        """What the steps took besides: "fallbacks", the number of reasons in retrograd's report; on a GPU
+        "allocated" and "reserved", the peaks of steady steps in bytes, and "kernels", the seconds that the
+        work of a step takes on the device."""
+        found = {"fallbacks": float(len(compiled_otherwise(self._subject)))}
+        if self._device == "cuda":
+            found["allocated"] = float(torch.cuda.max_memory_allocated())
+            found["reserved"] = float(torch.cuda.max_memory_reserved())
+            found["kernels"] = statistics.median(profiled(self.step) for _ in range(3))
+        return found
+
+
+def training(subject: str, model: str, device: str = "cpu", seconds: float = 6.0) -> dict[str, float]:
+    """Train `model` by the way `subject`: the figures of `Training`, and "step", the median of steady steps
+    in seconds. After `seconds` no further step begins."""
+    one = Training(subject, model, device)
+    return one.first | medians({"step": one.step}, MOST_ROUNDS, seconds) | one.last()
 
 
 def _start(made: Trained, device: str) -> None:

@@ -1,12 +1,12 @@
 """The zoo of speed as tables: what each way of training takes, and how ours compares with stock.
 
-In: a `figures.Table` with parts "train-MODEL:WAY". Out: Markdown, which `python -m benchmarks.render FILE`
-shows.
+In: a `figures.Table` with parts "train-MODEL:WAY" and "turns-MODEL:DEVICE". Out: Markdown, which
+`python -m benchmarks.render FILE` shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 
@@ -77,7 +77,7 @@ def ratios(table: Table, comparison: Comparison) -> dict[str, float]:
     found = {}
     for model in TRAINED:
         over, under = (
-            [table.figure(f"train-{model}:{way}/{comparison.figure}") for way in ways]
+            [figure_of(table, model, way, comparison.figure) for way in ways]
             for ways in (comparison.over, comparison.under)
         )
         if None not in over and None not in under:
@@ -87,17 +87,30 @@ def ratios(table: Table, comparison: Comparison) -> dict[str, float]:
 
 def render(table: Table) -> Iterable[str]:
     """The blocks of text; none if no model was trained."""
-    models = [model for model in TRAINED if any(part.startswith(f"train-{model}:") for part in table.parts)]
+    rows = {part.partition(":")[0] for part in table.parts}
+    models = [model for model in TRAINED if rows & {f"train-{model}", f"turns-{model}"}]
     if not models:
         return
-    ways = [way for way in WAYS if any(f"train-{model}:{way}" in table.parts for model in models)]
+    ways = [way for way in WAYS if any(figure_of(table, model, way, "warm step") for model in models)]
     for figure, scale, title in SHOWN:
         rows = [(model, *(_shown(table, model, way, figure, scale) for way in ways)) for model in models]
         if any(text for row in rows for text in row[1:]):
             yield markdown((title, *ways), rows)
+    if shares := list(_of_stock(table, models, ways)):
+        yield markdown(("steady step of stock's, median (quarters) of rounds", *ways), shares)
     yield markdown(("ratio", "mean", "goal", "worst", "goal", "models"), list(_compared(table)))
     if any(_fell_back(table, model, way) for model in models for way in WAYS):
         yield "\\* Some of it ran as eager runs it; `retrograd.explain()` says why."
+
+
+def _of_stock(table: Table, models: Iterable[str], ways: Sequence[str]) -> Iterable[tuple[str, ...]]:
+    for model in models:
+        cells = []
+        for way in ways:
+            share, low, high = (figure_of(table, model, way, name) for name in ("of stock", "low", "high"))
+            cells.append("" if share is None else f"{share:.2f} ({low:.2f}–{high:.2f})")
+        if any(cells):
+            yield (model, *cells)
 
 
 def _compared(table: Table) -> Iterable[tuple[str, ...]]:
@@ -123,11 +136,17 @@ def _goal(limit: float | None, value: float) -> str:
 
 
 def _shown(table: Table, model: str, way: str, figure: str, scale: float) -> str:
-    value = table.figure(f"train-{model}:{way}/{figure}")
+    value = figure_of(table, model, way, figure)
     if value is None:
         return ""
     return f"{value / scale:.3g}" + (r"\*" if _fell_back(table, model, way) else "")
 
 
 def _fell_back(table: Table, model: str, way: str) -> bool:
-    return bool(table.figure(f"train-{model}:{way}/warm fallbacks"))
+    return bool(figure_of(table, model, way, "warm fallbacks"))
+
+
+def figure_of(table: Table, model: str, way: str, figure: str) -> float | None:
+    """A figure, of the run in turns if there was one: what is measured in turns is steady, hence warm."""
+    in_turns = table.figure(f"turns-{model}:{table.machine.device}/{way} {figure.removeprefix('warm ')}")
+    return table.figure(f"train-{model}:{way}/{figure}") if in_turns is None else in_turns

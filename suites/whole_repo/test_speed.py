@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import aot_subjects, host_time, kernels, measure, models, speed, speed_table, subjects
+from benchmarks import aot_subjects, host_time, kernels, measure, models, speed, speed_table, subjects, turns
 from benchmarks.figures import Machine, Measured, Ratio, Table, TableError, merged
 from benchmarks.growth import allocated_bytes, growth
 from benchmarks.real_models import MODELS
@@ -56,11 +56,11 @@ def test_every_goal_compares_parts_that_are_measured_where_it_is() -> None:
 
 @pytest.mark.parametrize("part", PARTS, ids=[part.id for part in PARTS])
 def test_every_part_can_be_called(part: object) -> None:
-    measurement = measure.MEASUREMENTS[part.measurement]
+    measurement = (measure.MEASUREMENTS | {"in_turns": turns.in_turns})[part.measurement]
     inspect.signature(measurement).bind(**part.arguments)
-    if part.measurement == "training":
+    if part.measurement in ("training", "in_turns"):
         assert part.arguments["model"] in TRAINED
-        assert part.arguments["subject"] in WAYS
+        assert {*part.arguments.get("ways", [part.arguments.get("subject")])} <= {*WAYS}
         return
     assert part.arguments["model"] in {*models.WORKLOADS, *MODELS} if "model" in part.arguments else True
     named = part.arguments.get("subjects", [part.arguments.get("subject", "eager")])
@@ -292,6 +292,16 @@ def test_the_best_of_ours_is_compared_with_the_best_of_stock() -> None:
     assert "compile / stock compile | 2.00 |  | 2.00 (gpt2) | ≤ 1.02, **not met** | 1 |" in text
 
 
+def test_what_was_measured_in_turns_counts_before_what_single_processes_say() -> None:
+    table = trained_by(stock=2.0, retrograd_compile=4.0)
+    figures = {"stock step": 1.0, "stock of stock": 1.0, "stock low": 1.0, "stock high": 1.0}
+    ours = {"step": 0.9, "of stock": 0.9, "low": 0.85, "high": 0.95}
+    figures |= {f"retrograd-compile {name}": value for name, value in ours.items()}
+    table.parts["turns-gpt2:cuda"] = Measured(figures, "", "one")
+    assert ratios(table, COMPARISONS[1]) == {"gpt2": 0.9}
+    assert "| gpt2 | 1.00 (1.00–1.00) | 0.90 (0.85–0.95) |" in render(table)
+
+
 def test_a_group_with_a_way_that_was_not_measured_is_not_compared() -> None:
     assert ratios(trained_by(stock=2.0, retrograd_compile=1.0), COMPARISONS[0]) == {}
 
@@ -308,6 +318,20 @@ def test_what_fell_back_is_marked() -> None:
     table = trained_by(stock=2.0, retrograd_compile=1.0)
     table.parts["train-gpt2:retrograd-compile"].figures["warm fallbacks"] = 2.0
     assert r"| 1e+03\* |" in render(table)
+
+
+@pytest.mark.slow
+def test_ways_take_turns_and_one_that_fails_is_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", reason="the model is one of transformers")
+    found = turns.in_turns("gpt2", ["eager", "on foot", "retrograd-live"], rounds=2, steps=2)
+    assert {name.rpartition(" ")[0] for name in found} == {"eager", "retrograd-live"}
+    assert found["eager step"] >= found["eager least"] > 0
+    assert "KeyError: 'on foot'" in capfd.readouterr().err
+
+
+def test_rounds_are_compared_with_the_same_round_of_stock() -> None:
+    found = turns._summary([[2.0, 2.0], [30.0, 30.0]], [[1.0, 1.0], [10.0, 10.0]])
+    assert found == {"step": 16.0, "least": 2.0, "of stock": 2.5, "low": 2.25, "high": 2.75}
 
 
 @pytest.mark.slow

@@ -11,15 +11,15 @@ from torch import nn
 import retrograd
 from retrograd import aot
 from retrograd.cudagraphs import graphed_call
-from retrograd.cudagraphs.graphed_call import WARM_UPS, GraphedCall
+from retrograd.cudagraphs.graphed_call import WARM_UPS, GraphedCall, Values
 
 pytestmark = pytest.mark.gpu
 
 
-def call_of(fn, **options):
+def call_of(fn, **values):
     told = []
     device = torch.device("cuda", torch.cuda.current_device())
-    return GraphedCall(fn, graphed_call._recorder, device, tell=told.append, **options), told
+    return GraphedCall(fn, graphed_call._recorder, device, Values(**values), None, told.append), told
 
 
 def network() -> nn.Module:
@@ -117,3 +117,49 @@ def test_memory_does_not_grow():
     for _ in range(200):
         call([x])
     assert torch.cuda.memory_allocated() == before
+
+
+def test_batches_in_turn_are_trained_on_one_recording_and_in_the_memory_of_one():
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.SiLU()) for _ in range(6)]
+    model = nn.Sequential(*layers).cuda()
+    batches = [torch.randn(1 << 15, 256, device="cuda") for _ in range(3)]
+
+    def reserved(run) -> int:
+        for step in range(12):
+            if step == 9:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            model.zero_grad()
+            run(batches[step % 3]).square().mean().backward()
+        return torch.cuda.max_memory_reserved()
+
+    plain = reserved(aot.module(model, backend="eager"))
+    before = retrograd.counters["cuda_graph_recordings"]
+    recorded = reserved(aot.module(model, backend="eager", cudagraphs=True))
+    assert retrograd.counters["cuda_graph_recordings"] - before <= 4
+    assert recorded <= 2 * plain
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+def test_dropout_in_attention_is_replayed_and_draws_what_eager_draws(backend):
+    def attend(q, k, v):
+        with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
+            return nn.functional.scaled_dot_product_attention(q * 1, k, v, dropout_p=0.5)
+
+    def run(fn):
+        torch.manual_seed(0)
+        q, k, v = (
+            torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"
+        )
+        found = []
+        for _ in range(8):
+            out = fn(q, k, v)
+            found += [out.detach(), *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
+        return [*found, torch.rand(3, device="cuda")]
+
+    expected = run(attend)
+    before = retrograd.counters["cuda_graph_replays"]
+    found = run(aot.function(attend, backend="eager", cudagraphs=True))
+    assert all(map(torch.equal, found, expected))
+    assert retrograd.counters["cuda_graph_replays"] > before

@@ -27,7 +27,7 @@ from retrograd.aot.run.region import RegionCode
 from retrograd.backends.base import Boxed, Half
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
-from retrograd.cudagraphs.graphed_call import graphed
+from retrograd.cudagraphs.graphed_call import SharedMemory, graphed
 from retrograd.errors import CallError, CodeFailedError, NotReadyError
 from retrograd.events import AOT_LOGS
 from retrograd.graph.joint_graph import CaptureState, Leaf, Partition, SavedKind
@@ -83,8 +83,10 @@ def compile_with(
     ahead = find_backend(config.backend)
     behind = ahead if config.backward is None else find_backend(config.backward)
     half = _forward_half(partition, lazy)
+    memory = SharedMemory()
     regions = [
-        RegionCode(partition, number, behind, config, report) for number in range(len(partition.backwards))
+        RegionCode(partition, number, behind, config, report, memory)
+        for number in range(len(partition.backwards))
     ]
     if keep is not None:
         announce(ahead, partition.forward, partition.joint.state, half, config)
@@ -93,18 +95,18 @@ def compile_with(
         keep.write(partition)
     code = lower(ahead, partition.forward, partition.joint.state, half, config)
     if config.cudagraphs and is_ready(code):
-        code = _recorded(code, partition)
+        code = _recorded(code, partition, memory)
     if not lazy:
         for region in regions:
             region.compile_ahead()
     return CompiledFunction(partition, code, regions)
 
 
-def _recorded(code: Boxed, partition: Partition) -> Boxed:
+def _recorded(code: Boxed, partition: Partition, memory: SharedMemory) -> Boxed:
     """The forward's code, recorded; what it gives besides the function's own values may stay where it is."""
     results: Any = partition.forward.graph.output_node().args[0]
     kept = range(partition.joint.signature.forward_count, len(results))
-    return graphed(code, partition.forward.graph, kept=kept)
+    return graphed(code, partition.forward.graph, kept=kept, memory=memory)
 
 
 def _forward_half(partition: Partition, lazy: bool) -> Half:

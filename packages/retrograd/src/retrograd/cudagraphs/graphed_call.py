@@ -6,24 +6,35 @@ where memory comes from torch's allocator and the program repeats itself. Whatev
 the call runs as it is, and the reason is told once. Of some graphs of operators it is known beforehand that
 they are never recorded.
 
-Recordings read their inputs where they were. An input that is given from elsewhere each time is copied to
-a place of its own. Results are copied out of the recording's memory, unless they are declared kept (what a
-forward saves for its backward): while somebody holds these, the recording that wrote them is not replayed.
+Recordings read their inputs where they were. Inputs that come from elsewhere are copied to a place of their
+own, if they are smaller than what a recording holds: else another recording would hold that once more.
+Results are copied out of the recording's memory, unless they are declared kept (what a forward saves for its
+backward): while somebody holds these, the recording that wrote them is not replayed.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from retrograd._torch.cuda import CudaRecorder
-from retrograd._torch.fx import is_collective, is_higher_order, is_mutating, is_random, is_symbolic, schema_of
+from retrograd._torch.fx import (
+    aliased_inputs,
+    depends_on_data,
+    is_collective,
+    is_higher_order,
+    is_mutating,
+    is_random,
+    is_symbolic,
+    schema_of,
+)
 from retrograd._torch.pytree import tree_leaves
-from retrograd._torch.tensor import geometry_of
+from retrograd._torch.tensor import geometry_of, storage_of
 from retrograd.cudagraphs.recorded import Recorded
 from retrograd.errors import Reason, first_line
 from retrograd.events import counters
@@ -34,7 +45,6 @@ from retrograd.report import process_report
 #: codes of reasons that concern one call.
 NOT_NOW, HELD = "cuda-graphs-not-now", "cuda-graphs-held"
 
-_UNSAFE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe}
 #: operators of higher order that only start kernels.
 _KERNELS = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
 
@@ -78,7 +88,7 @@ def _of_call(node: fx.Node) -> str | None:
         return None if node.target.name() in _KERNELS else "it runs other graphs"  # type: ignore[union-attr]
     if is_random(node) and (why := _why_not_random(node)) is not None:
         return why
-    if _UNSAFE & set(getattr(node.target, "tags", ())):
+    if depends_on_data(node) or torch.Tag.cudagraph_unsafe in getattr(node.target, "tags", ()):
         return "what it does depends on values"
     if is_collective(node):
         return "it communicates"
@@ -102,60 +112,85 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 #: how many calls without a recording are remembered.
 REMEMBERED = 4
+#: so many bytes are always copied.
+LITTLE = 2**20
 
 
 class AddressHistory:
     """The addresses of the last calls.
 
+    Args:
+        held: bytes of what a recording holds. So many are copied rather than recorded for once more.
+
     Attributes:
         copied: places of inputs whose address does not matter any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, held: int) -> None:
         self.copied: frozenset[int] = frozenset()
+        self._held = held
         self._last: deque[list[int]] = deque(maxlen=REMEMBERED)
 
-    def note(self, addresses: list[int]) -> bool:
-        """Note a call that no recording fits; whether to record it: its addresses have come before, or they
-        have been others each time, so that those which changed are copied from now on."""
-        if any(not self._changed(addresses, before) for before in self._last):
-            return True
-        if len(self._last) < REMEMBERED - 1:
-            self._last.append(addresses)
-            return False
-        for before in self._last:
-            self.copy_what_differs(addresses, before)
-        self._last.clear()
-        return True
-
-    def forget(self, addresses: list[int]) -> None:
-        """There is a recording for these."""
-        others = [before for before in self._last if self._changed(addresses, before)]
-        self._last = deque(others, maxlen=REMEMBERED)
-
-    def copy_what_differs(self, addresses: list[int], before: list[int]) -> None:
-        """From now on, inputs whose addresses differ between the two are copied."""
-        self.copied |= self._changed(addresses, before)
+    def note(self, addresses: list[int], sizes: Sequence[int]) -> bool:
+        """Note a call that no recording fits, with the bytes of its inputs. Returns whether to record it: its
+        addresses have come before, but for what is copied; and what has changed since the last call is copied
+        from now on, if that is little."""
+        if self._last:
+            changed = self._changed(addresses, self._last[-1])
+            if sum(sizes[i] for i in self.copied | changed) <= self._held:
+                self.copied |= changed
+        is_again = any(not self._changed(addresses, before) for before in self._last)
+        self._last.append(addresses)
+        return is_again
 
     def _changed(self, addresses: list[int], before: list[int]) -> set[int]:
         pairs = enumerate(zip(addresses, before, strict=True))
         return {i for i, (now, then) in pairs if now != then and i not in self.copied}
 
 
+@dataclass
+class SharedMemory:
+    """Where a forward was recorded last. Its backwards are recorded there as well: they run when all that the
+    forward did not keep is done with, and it runs when they are.
+
+    Attributes:
+        pool, stream: of the forward's recording; no pool if there is none.
+    """
+
+    pool: Any = None
+    stream: int = -1
+
+
 #: calls that run as they are before one is recorded: they compile, choose kernels and make workspaces.
 WARM_UPS = 2
-#: recordings that are held, the ones used last. One more reads from copies what comes from yet another place.
-MOST_RECORDINGS = 4
+#: recordings that are held, the ones used last.
+MOST_RECORDINGS = 2
 #: recordings that are made before no more are.
 MOST_MADE = 12
+
+
+@dataclass(frozen=True)
+class Values:
+    """What is known of a function's inputs and results.
+
+    Attributes:
+        kept: places of results that may stay in the recording's memory. Of such a function one recording is
+            held.
+        loose: places of inputs that may have other strides in another call; those of others must not change.
+        held: bytes of the results.
+    """
+
+    kept: Collection[int] = ()
+    loose: Sequence[int] = ()
+    held: int = 0
 
 
 class GraphedCall:
     """`fn`, which must not write to its inputs, recorded and replayed.
 
     Args:
-        kept: places of results that may stay in the recording's memory.
-        loose: places of inputs that may have other strides in another call; those of others must not change.
+        values: of `fn`.
+        memory: of a forward and its backwards.
         tell: told, once each, why a call runs as it is.
     """
 
@@ -164,17 +199,17 @@ class GraphedCall:
         fn: Boxed,
         recorder: CudaRecorder,
         device: torch.device,
-        *,
-        kept: Collection[int] = (),
-        loose: Sequence[int] = (),
+        values: Values,
+        memory: SharedMemory | None = None,
         tell: Callable[[Reason], None] = lambda reason: None,
     ) -> None:
         self._fn, self._recorder, self._device = fn, recorder, device
-        self._kept, self._loose, self._tell = frozenset(kept), tuple(loose), tell
+        self._kept, self._loose, self._tell = frozenset(values.kept), tuple(values.loose), tell
+        self._most = 1 if self._kept else MOST_RECORDINGS
+        self._history, self._memory = AddressHistory(values.held), memory or SharedMemory()
         self._lock = ForkSafeLock()
         self._told: set[Reason] = set()
         self._recordings: list[Recorded] = []
-        self._history = AddressHistory()
         self._calls = self._made = 0
         self._stream: int | None = None
         self._refused = False
@@ -186,7 +221,8 @@ class GraphedCall:
         try:
             recorded = self._recorded_for(inputs)
             if recorded is not None:
-                results = recorded(inputs)
+                with self._recorder.replaying:
+                    results = recorded(inputs)
                 inputs.clear()
                 counters["cuda_graph_replays"] += 1
                 return results
@@ -216,12 +252,10 @@ class GraphedCall:
             self._say(reason)
             return None
         addresses = [0 if value is None else value.data_ptr() for value in inputs]
-        is_again = self._history.note(addresses)
+        sizes = [0 if value is None else value.nbytes for value in inputs]
+        is_again = self._history.note(addresses, sizes)
         if self._calls <= WARM_UPS or not is_again:
             return None
-        if len(self._recordings) >= MOST_RECORDINGS:
-            self._history.copy_what_differs(addresses, self._recordings[0].addresses)
-        self._history.forget(addresses)
         return self._record(inputs)
 
     def _why_not_replayed(self, recorded: Recorded) -> Reason | None:
@@ -249,20 +283,30 @@ class GraphedCall:
         return None
 
     def _record(self, inputs: list[Any]) -> Recorded | None:
-        """A new recording, made without running anything; None if there can be none."""
+        """A new recording, made without running anything; None if there can be none. Older ones go if they
+        read from where something came that is copied now, or lie where a forward no longer is recorded."""
+        stream, copied, memory = self._recorder.stream(self._device), self._history.copied, self._memory
+        shared = memory.pool if not self._kept and memory.stream == stream else None
+        self._recordings = [
+            old for old in self._recordings if old.copied == copied and (self._kept or old.pool == shared)
+        ][: self._most - 1]
+        pool = self._recorder.new_pool() if self._kept else shared
+
+        def record(given: Sequence[Any]) -> Any:
+            return self._recorder.record(self._fn, given, self._device, pool)
+
         try:
-            recorded = Recorded(
-                self._recorder, self._device, self._fn, inputs, self._history.copied, self._kept
-            )
+            recorded = Recorded(record, inputs, copied, self._kept, pool)
         except Exception as error:
             self._made, self._refused = MOST_MADE, not self._recordings  # older recordings stay good
             self._say(refusal("cuda-graphs-failed", first_line(error)))
             return None
-        self._stream = self._recorder.stream(self._device)
+        self._stream = stream
+        if self._kept:
+            memory.pool, memory.stream = pool, stream
         self._made += 1
         counters["cuda_graph_recordings"] += 1
         self._recordings.insert(0, recorded)
-        del self._recordings[MOST_RECORDINGS:]
         return recorded
 
     def _say(self, reason: Reason) -> None:
@@ -292,24 +336,39 @@ def graphed(
     *graphs: fx.Graph,
     kept: Collection[int] = (),
     loose: Sequence[int] = (),
+    memory: SharedMemory | None = None,
     tell: Callable[[Reason], None] | None = None,
 ) -> Boxed:
     """`code`, replayed where that is safe.
 
     Args:
         graphs: all that it was compiled from, with the fakes of their values.
-        kept, loose: as `GraphedCall` takes them.
+        kept, loose: as in `Values`. memory: as in `GraphedCall`.
         tell: told, once each, why a call is not replayed; by default the report is, with a warning of what
             concerns all calls.
 
     Returns:
-        `code` itself if it is never to be recorded.
+        `code` itself if it is never to be recorded, or does nothing on the device.
     """
     tell = tell or _report
     if (reason := why_not_recorded(graphs, _recorder.device_type)) is not None:
         tell(reason)
         return code
-    return GraphedCall(code, _recorder, device_of(graphs), kept=kept, loose=loose, tell=tell)
+    if all(aliased_inputs(node) for graph in graphs for node in graph.nodes if node.op == "call_function"):
+        return code  # views start no kernels
+    values = Values(kept, loose, max(LITTLE, _made_by(graphs)))
+    return GraphedCall(code, _recorder, device_of(graphs), values, memory, tell)
+
+
+def _made_by(graphs: Sequence[fx.Graph]) -> int:
+    """The bytes of the graphs' results that show no input."""
+    given, made = dict[int, int](), dict[int, int]()
+    for graph in graphs:
+        inputs, outputs = graph.find_nodes(op="placeholder"), graph.output_node().all_input_nodes
+        for found, nodes in ((given, inputs), (made, outputs)):
+            for value in _tensors([node.meta.get("val") for node in nodes]):
+                found[storage_of(value)] = value.nbytes
+    return sum(size for storage, size in made.items() if storage not in given)
 
 
 def _report(reason: Reason) -> None:
