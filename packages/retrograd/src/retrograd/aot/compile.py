@@ -86,12 +86,13 @@ def compile_with(
     regions = [
         RegionCode(partition, number, behind, config, report) for number in range(len(partition.backwards))
     ]
+    division = None
     if keep is not None:
-        announce(ahead, partition.forward, partition.joint.state, half, config)
+        division = announce(ahead, partition.forward, partition.joint.state, half, config)
         for region in regions:
             region.announce()
         keep.write(partition)
-    code = lower(ahead, partition.forward, partition.joint.state, half, config)
+    code = lower(ahead, partition.forward, partition.joint.state, half, config, division)
     if config.cudagraphs and is_ready(code):
         code = _recorded(code, partition)
     if not lazy:

@@ -1,13 +1,14 @@
 """Compile a graph in parts: each different one once.
 
-In: an ATen graph, its example inputs, and a function that compiles one. Out: a boxed callable, in
-straight-line Python: a value is let go before the call that reads it last, which then has the only reference.
+In: an ATen graph, its example inputs, and a function that compiles one. Out: a `Division`; a boxed callable,
+in straight-line Python: a value is let go before the call that reads it last, which then has the only
+reference.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -26,64 +27,48 @@ CompilePart = Callable[[fx.GraphModule, Sequence[Any], int | None], Boxed]
 CALLS_PER_NODE = 3
 
 
-def compile_in_regions(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    compile_part: CompilePart,
-    least: int,
-    visible: int | None,
-    copies: int = 2,
-) -> Boxed:
-    """Compile `gm`, which stays as it is.
+class Division:
+    """A graph, which stays as it is, and the parts in which it is compiled.
 
     Args:
         gm: a functional ATen graph that returns a tuple; ``meta["val"]`` of its nodes are example values.
         inputs: fakes of its inputs.
-        compile_part: compiles the whole, if nothing in it repeats itself, or each different part of it.
         least: calls that a part that repeats has at least; 0: the graph is not divided.
         visible: how many results, from the first, must have the strides that they were traced with; None:
-            `compile_part` knows.
+            who compiles knows.
         copies: of a part that repeats, at least.
+
+    Attributes:
+        inputs: as given.
+        graphs: what is to be compiled: each different part, or the whole, if nothing in it repeats itself.
     """
-    parts, symbols = _divided(gm, inputs, least, visible, copies)
-    if not parts:
-        return compile_part(gm, inputs, visible)
-    codes = {key: compile_part(*graph) for key, graph in _graphs(gm, parts, symbols).items()}
-    steps = []
-    for part in parts:
-        reads = (*part.inputs, *(symbols.sources[name] for name in symbols.missing[part]))
-        steps.append(_Step(codes[part.key], reads, part.outputs))
-    counters["region_compiles"] += len(codes)
-    counters["region_calls"] += len(steps)
-    return _straight_line(gm, symbols.sizes, steps)
 
+    def __init__(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], least: int, visible: int | None, copies: int = 2
+    ) -> None:
+        parts = divided(gm.graph, least, visible, copies) if least else []
+        symbols = _Symbols(gm, inputs, parts)
+        self._gm, self._parts, self._symbols = gm, [] if symbols.is_any_hidden else parts, symbols
+        self.inputs = inputs
+        self.graphs: dict[Hashable, ToCompile] = {} if self._parts else {None: (gm, inputs, visible)}
+        for part in self._parts:
+            if part.key not in self.graphs:
+                sizes = [symbols.values[name] for name in symbols.missing[part]]
+                examples = [*(node.meta["val"] for node in part.inputs), *sizes]
+                self.graphs[part.key] = graph_of(gm, part, sizes), examples, part.pinned
 
-def graphs_in_regions(
-    gm: fx.GraphModule, inputs: Sequence[Any], least: int, visible: int | None, copies: int = 2
-) -> Iterable[ToCompile]:
-    """What `compile_in_regions` has compiled, in that order."""
-    parts, symbols = _divided(gm, inputs, least, visible, copies)
-    return _graphs(gm, parts, symbols).values() if parts else [(gm, inputs, visible)]
-
-
-def _divided(
-    gm: fx.GraphModule, inputs: Sequence[Any], least: int, visible: int | None, copies: int
-) -> tuple[Sequence[Outline], _Symbols]:
-    """The parts, none if the graph is compiled as a whole, and their symbols."""
-    parts = divided(gm.graph, least, visible, copies) if least else []
-    symbols = _Symbols(gm, inputs, parts)
-    return ([] if symbols.is_any_hidden else parts), symbols
-
-
-def _graphs(gm: fx.GraphModule, parts: Sequence[Outline], symbols: _Symbols) -> Mapping[Hashable, ToCompile]:
-    """The different graphs among the parts, by their keys."""
-    graphs: dict[Hashable, ToCompile] = {}
-    for part in parts:
-        if part.key not in graphs:
-            sizes = [symbols.values[name] for name in symbols.missing[part]]
-            examples = [*(node.meta["val"] for node in part.inputs), *sizes]
-            graphs[part.key] = graph_of(gm, part, sizes), examples, part.pinned
-    return graphs
+    def code(self, compile_part: CompilePart) -> Boxed:
+        """What runs the graph, of what `compile_part` makes of each of `graphs`."""
+        codes = {key: compile_part(*graph) for key, graph in self.graphs.items()}
+        if not self._parts:
+            return codes[None]
+        steps = []
+        for part in self._parts:
+            reads = (*part.inputs, *(self._symbols.sources[name] for name in self._symbols.missing[part]))
+            steps.append(_Step(codes[part.key], reads, part.outputs))
+        counters["region_compiles"] += len(codes)
+        counters["region_calls"] += len(steps)
+        return _straight_line(self._gm, self._symbols.sizes, steps)
 
 
 class _Symbols:
