@@ -47,13 +47,28 @@ class Division:
         self, gm: fx.GraphModule, inputs: Sequence[Any], least: int, visible: int | None, copies: int = 2
     ) -> None:
         parts = divided(gm.graph, least, visible, copies) if least else []
-        symbols = _Symbols(gm, inputs, parts)
-        self._gm, self._parts, self._symbols = gm, [] if symbols.is_any_hidden else parts, symbols
-        self.inputs = inputs
-        self.graphs: dict[Hashable, ToCompile] = {} if self._parts else {None: (gm, inputs, visible)}
-        for part in self._parts:
+        placeholders, places = gm.graph.find_nodes(op="placeholder"), places_of_symbols(inputs)
+        is_symbolic = any(map(symbols_in, inputs))
+        #: by part, symbols that no input of it has as a size: they are inputs of their own.
+        missing = {part: sorted(_missing(part)) if is_symbolic else [] for part in parts}
+        wanted = sorted({name for names in missing.values() for name in names})
+        if not places.keys() >= set(wanted):  # nobody could read one that is a size of no input of the whole
+            parts, wanted = [], []
+        self._gm, self._parts, self._missing, self.inputs = gm, parts, missing, inputs
+        #: by symbol, what it is read as: a placeholder, or its name; these are sizes of placeholders.
+        self._sources: dict[str, Hashable] = {}
+        self._sizes: list[tuple[str, fx.Node, int]] = []
+        values: dict[str, Any] = {}
+        for name in wanted:
+            place, dim = places[name]
+            self._sources[name] = placeholders[place] if dim is None else name
+            values[name] = inputs[place] if dim is None else inputs[place].shape[dim]
+            if dim is not None:
+                self._sizes.append((name, placeholders[place], dim))
+        self.graphs: dict[Hashable, ToCompile] = {} if parts else {None: (gm, inputs, visible)}
+        for part in parts:
             if part.key not in self.graphs:
-                sizes = [symbols.values[name] for name in symbols.missing[part]]
+                sizes = [values[name] for name in missing[part]]
                 examples = [*(node.meta["val"] for node in part.inputs), *sizes]
                 self.graphs[part.key] = graph_of(gm, part, sizes), examples, part.pinned
 
@@ -64,39 +79,11 @@ class Division:
             return codes[None]
         steps = []
         for part in self._parts:
-            reads = (*part.inputs, *(self._symbols.sources[name] for name in self._symbols.missing[part]))
+            reads = (*part.inputs, *(self._sources[name] for name in self._missing[part]))
             steps.append(_Step(codes[part.key], reads, part.outputs))
         counters["region_compiles"] += len(codes)
         counters["region_calls"] += len(steps)
-        return _straight_line(self._gm, self._symbols.sizes, steps)
-
-
-class _Symbols:
-    """Symbols in the sizes of parts that no input of the part has as a size: they are inputs of their own.
-
-    Attributes:
-        missing: by part, their names.
-        sources, values: by symbol, what it is read as (a placeholder, or its name), and the symbolic integer.
-        sizes: those that are sizes of placeholders: name, placeholder and dimension.
-        is_any_hidden: whether one is a size of no input of the whole either, so that nobody could read it.
-    """
-
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], parts: Sequence[Outline]) -> None:
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        places = places_of_symbols(inputs)
-        is_symbolic = any(map(symbols_in, inputs))
-        self.missing = {part: sorted(_missing(part)) if is_symbolic else [] for part in parts}
-        wanted = {name for names in self.missing.values() for name in names}
-        self.is_any_hidden = not wanted <= places.keys()
-        self.sources: dict[str, Hashable] = {}
-        self.values: dict[str, Any] = {}
-        self.sizes: list[tuple[str, fx.Node, int]] = []
-        for name in sorted(wanted & places.keys()):
-            place, dim = places[name]
-            self.sources[name] = placeholders[place] if dim is None else name
-            self.values[name] = inputs[place] if dim is None else inputs[place].shape[dim]
-            if dim is not None:
-                self.sizes.append((name, placeholders[place], dim))
+        return _straight_line(self._gm, self._sizes, steps)
 
 
 def _missing(part: Outline) -> frozenset[str]:
