@@ -44,7 +44,6 @@ class EagerBackend(AtenBackend):
     name = "eager"
     traces = False
     takes_parts = False
-    for_speed = False
 
 
 #: calls of a graph from which on other processes take part. Fewer are compiled before these have begun.
