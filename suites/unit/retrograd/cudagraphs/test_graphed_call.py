@@ -10,10 +10,19 @@ import pytest
 import torch
 
 from retrograd.cudagraphs import graphed_call
-from retrograd.cudagraphs.graphed_call import MOST_RECORDINGS, WARM_UPS, AddressHistory, GraphedCall
+from retrograd.cudagraphs.graphed_call import (
+    MOST_RECORDINGS,
+    WARM_UPS,
+    AddressHistory,
+    GraphedCall,
+    SharedMemory,
+    Values,
+)
 from unit.retrograd.cudagraphs.without_device import Recorder
 
 CPU = torch.device("cpu")
+#: bytes of two inputs.
+SIZES = [16, 16]
 
 
 def double(inputs):
@@ -22,9 +31,9 @@ def double(inputs):
     return [x * 2]
 
 
-def call_of(fn, recorder, **options):
+def call_of(fn, recorder, memory=None, **values):
     told = []
-    return GraphedCall(fn, recorder, CPU, tell=told.append, **options), told
+    return GraphedCall(fn, recorder, CPU, Values(**values), memory, told.append), told
 
 
 def warmed(call, *inputs):
@@ -231,7 +240,7 @@ def test_a_kept_result_stays_in_place_and_blocks_its_recording_while_it_is_held(
     del saved, other_saved
     assert call([x])[1].data_ptr() == where
     assert recorder.replays == 2
-    assert recorder.common == [False]
+    assert recorder.pools == [1]
 
 
 def test_a_view_of_a_kept_result_blocks_too():
@@ -299,7 +308,7 @@ def test_beyond_the_most_recordings_what_comes_from_elsewhere_is_copied():
     for x in held:
         for _ in range(3):  # again from the same place: worth recording
             assert torch.equal(call([x, weight])[0], x + 1)
-    assert recorder.records == len(call._recordings) + 1 == MOST_RECORDINGS + 1
+    assert (recorder.records, len(call._recordings)) == (MOST_RECORDINGS + 1, 1)
     assert told == []
 
 
@@ -331,12 +340,103 @@ def test_the_recordings_used_last_are_held():
 
 def test_addresses_that_come_again_are_recorded_and_those_that_never_do_are_copied():
     history = AddressHistory()
-    assert [history.note([1, i]) for i in (1, 2, 1)] == [False, False, True]
+    assert [history.note([1, i], SIZES) for i in (1, 2, 1)] == [False, False, True]
     assert history.copied == frozenset()
     history = AddressHistory()
-    assert [history.note([1, i]) for i in (1, 2, 3, 4)] == [False, False, False, True]
+    assert [history.note([1, i], SIZES) for i in (1, 2, 3, 4)] == [False, False, False, True]
     assert history.copied == {1}
-    assert [history.note([1, i]) for i in (5, 6)] == [False, True]
+    assert [history.note([1, i], SIZES) for i in (5, 6)] == [True, True]
+
+
+def test_what_changes_is_copied_at_once_if_a_recording_holds_more():
+    history = AddressHistory(held=20)
+    assert [history.note([1, i], SIZES) for i in (1, 2, 3)] == [False, True, True]
+    assert history.copied == {1}
+    assert not history.note([2, 4], SIZES)  # both together are more
+    assert history.copied == {1}
+    assert history.note([2, 5], SIZES)
+
+
+def test_batches_in_turn_share_one_recording_of_a_forward():
+    recorder, weight = Recorder(), torch.full((8,), 3.0)
+    fn = lambda inputs: [inputs[0][0] * inputs[1], inputs[1] * 2]  # noqa: E731
+    call, told = call_of(fn, recorder, kept=[1], held=64)
+    batches = [torch.full((2,), float(i)) for i in range(3)]
+    for step in range(12):
+        x = batches[step % 3]
+        out, saved = call([x, weight])
+        assert torch.equal(out, x[0] * weight)
+        assert torch.equal(saved, weight * 2)
+        del saved
+    assert (recorder.records, recorder.replays) == (1, 12 - WARM_UPS)
+    assert told == []
+
+
+def pair(recorder, size=8):
+    """A forward that keeps a result, and a backward that reads it, in one memory."""
+    memory = SharedMemory()
+    forward, _ = call_of(lambda inputs: [inputs[0] * 2], recorder, kept=[0], held=4 * size, memory=memory)
+    backward, _ = call_of(lambda inputs: [inputs[0].sum()], recorder, held=4, memory=memory)
+    return forward, backward
+
+
+def test_a_backward_is_recorded_once_its_forward_is_and_in_its_memory():
+    recorder = Recorder()
+    forward, backward = pair(recorder)
+    held = []  # so that each forward that runs as it is saves elsewhere
+    for step in range(8):
+        (saved,) = forward([torch.full((8,), float(step))])
+        assert backward([saved])[0] == 16 * step
+        if step < WARM_UPS:
+            held.append(saved)
+        del saved
+    assert recorder.pools == [1, 1]
+    assert not backward._history.copied
+
+
+def test_a_forward_that_is_recorded_anew_frees_what_was_recorded_before():
+    recorder = Recorder()
+    forward, backward = pair(recorder, size=4)  # a batch and what it keeps are of one size: copied, then two
+    here, there = torch.ones(8), torch.full((8,), 2.0)
+    for x in (here,) * 5 + (there, here) * 4:
+        (saved,) = forward([x])
+        assert backward([saved])[0] == 2 * x.sum()
+        del saved
+    assert len(forward._recordings) == len(backward._recordings) == 1
+    assert forward._recordings[0].pool == backward._recordings[0].pool == recorder.made > 1
+
+
+def test_a_backward_on_another_stream_is_recorded_apart():
+    recorder = Recorder()
+    forward, backward = pair(recorder)
+    x = torch.ones(8)
+    for _ in range(6):
+        recorder.current = 0
+        (saved,) = forward([x])
+        recorder.current = 1
+        backward([saved])
+        del saved
+    assert recorder.pools == [1, None]
+
+
+def test_results_are_copied_before_another_thread_replays():
+    recorder, x = Recorder(), torch.ones(3)
+    one, _ = call_of(double, recorder)
+    other, _ = call_of(double, recorder)
+    for call in (one, other):
+        warmed(call, x)
+        call([x])
+    replay, free = one._recordings[0]._replay, []
+
+    def replay_and_look():
+        replay()
+        thread = threading.Thread(target=lambda: free.append(recorder.replaying.take_if_free()))
+        thread.start()
+        thread.join()
+
+    one._recordings[0]._replay = replay_and_look
+    one([x])
+    assert free == [False]
 
 
 def test_a_recording_holds_none_of_the_inputs():
@@ -352,8 +452,8 @@ def test_a_recording_holds_none_of_the_inputs():
 class _Forgetful(Recorder):
     """Holds no memory, as a CUDA graph holds none."""
 
-    def record(self, fn, inputs, device, is_common):
-        recording = super().record(fn, inputs, device, is_common)
+    def record(self, fn, inputs, device, pool):
+        recording = super().record(fn, inputs, device, pool)
         recording._memory = []
         recording.replay = lambda: None
         return recording
@@ -404,7 +504,7 @@ def test_inputs_that_are_no_tensors_of_the_device(value, text):
 
 
 class _Refusing(Recorder):
-    def record(self, fn, inputs, device, is_common):
+    def record(self, fn, inputs, device, pool):
         self.records += 1
         raise RuntimeError("operation not permitted when stream is capturing")
 

@@ -11,15 +11,15 @@ from torch import nn
 import retrograd
 from retrograd import aot
 from retrograd.cudagraphs import graphed_call
-from retrograd.cudagraphs.graphed_call import WARM_UPS, GraphedCall
+from retrograd.cudagraphs.graphed_call import WARM_UPS, GraphedCall, Values
 
 pytestmark = pytest.mark.gpu
 
 
-def call_of(fn, **options):
+def call_of(fn, **values):
     told = []
     device = torch.device("cuda", torch.cuda.current_device())
-    return GraphedCall(fn, graphed_call._recorder, device, tell=told.append, **options), told
+    return GraphedCall(fn, graphed_call._recorder, device, Values(**values), None, told.append), told
 
 
 def network() -> nn.Module:
@@ -117,3 +117,25 @@ def test_memory_does_not_grow():
     for _ in range(200):
         call([x])
     assert torch.cuda.memory_allocated() == before
+
+
+def test_batches_in_turn_are_trained_on_one_recording_and_in_the_memory_of_one():
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.SiLU()) for _ in range(6)]
+    model = nn.Sequential(*layers).cuda()
+    batches = [torch.randn(1 << 15, 256, device="cuda") for _ in range(3)]
+
+    def reserved(run) -> int:
+        for step in range(12):
+            if step == 9:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            model.zero_grad()
+            run(batches[step % 3]).square().mean().backward()
+        return torch.cuda.max_memory_reserved()
+
+    plain = reserved(aot.module(model, backend="eager"))
+    before = retrograd.counters["cuda_graph_recordings"]
+    recorded = reserved(aot.module(model, backend="eager", cudagraphs=True))
+    assert retrograd.counters["cuda_graph_recordings"] - before <= 4
+    assert recorded <= 1.5 * plain

@@ -63,6 +63,20 @@ def test_the_halves_of_a_module_are_replayed(recorder):
     assert recorder.replays >= 2 * (16 - graphed_call.WARM_UPS - 8)
 
 
+def test_batches_in_turn_take_one_recording_of_each_half(recorder):
+    model = network()
+    other, batches = copy.deepcopy(model), [torch.randn(5, 4) for _ in range(3)]
+    run = aot.module(other, backend="eager", cudagraphs=True)
+    for step in range(12):
+        kept = []
+        for module, forward in ((model, model), (other, run)):
+            module.zero_grad()
+            forward(batches[step % 3]).square().sum().backward()
+            kept.append([p.grad for p in module.parameters()])
+        torch.testing.assert_close(*kept)
+    assert recorder.records == 2
+
+
 def test_the_mode_reduce_overhead_replays(recorder):
     chosen = functools.partial(backend, mode="reduce-overhead", options={"backend": "aten"})
     as_eager(lambda model: torch.compile(model, backend=chosen))

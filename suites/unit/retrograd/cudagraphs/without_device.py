@@ -7,16 +7,20 @@ wrong numbers, as they would on a GPU.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from retrograd.process import ForkSafeLock
+
 
 class Replayed:
     def __init__(self, fn, inputs: Sequence[Any], outputs: Sequence[Any], recorder: Recorder) -> None:
-        # Aliases: replays read this memory whoever else holds it.
-        self._memory = [value.data if isinstance(value, torch.Tensor) else value for value in inputs]
+        self._memory = [
+            recorder.unheld(value) if isinstance(value, torch.Tensor) else value for value in inputs
+        ]
         self._fn, self._recorder = fn, recorder
         given = {value.untyped_storage()._cdata for value in inputs if isinstance(value, torch.Tensor)}
         self._written = [
@@ -24,6 +28,7 @@ class Replayed:
             for place, output in enumerate(outputs)
             if isinstance(output, torch.Tensor) and output.untyped_storage()._cdata not in given
         ]
+        recorder.written.update(output.untyped_storage().data_ptr() for _, output in self._written)
         for _, output in self._written:
             if output.is_floating_point() and output.numel():
                 _row(output).fill_(float("nan"))  # nothing has been computed yet
@@ -42,7 +47,10 @@ class Recorder:
 
     def __init__(self) -> None:
         self.records = self.replays = 0
-        self.common: list[bool] = []
+        self.replaying = ForkSafeLock()
+        self.written: set[int] = set()
+        self.made = 0
+        self.pools: list[int | None] = []
         self.now: str | None = None
         self.current = 0
 
@@ -52,12 +60,26 @@ class Recorder:
     def stream(self, device: torch.device) -> int:
         return self.current
 
+    def unheld(self, value: torch.Tensor) -> torch.Tensor:
+        """The same memory. It is held, so that replays can read it whoever else lets it go, unless a
+        recording has made it: then that one holds it, and counts who else does."""
+        memory = value.untyped_storage()
+        if memory.data_ptr() not in self.written or not memory.nbytes():
+            return value.data
+        bytes_ = (ctypes.c_char * memory.nbytes()).from_address(memory.data_ptr())
+        whole = torch.frombuffer(bytes_, dtype=value.dtype)
+        return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    def new_pool(self) -> int:
+        self.made += 1
+        return self.made
+
     def record(
-        self, fn, inputs: Sequence[Any], device: torch.device, is_common: bool
+        self, fn, inputs: Sequence[Any], device: torch.device, pool: int | None
     ) -> tuple[Replayed, Any]:
         outputs = fn(list(inputs))
         self.records += 1
-        self.common.append(is_common)
+        self.pools.append(pool)
         return Replayed(fn, inputs, outputs, self), outputs
 
 

@@ -7,7 +7,8 @@ waits between streams.
 What is recorded allocates from a *pool*. Recordings in the common pool (one for each device and stream) hold
 their results; the rest of it any of them may write. That is safe as long as their replays run one after the
 other, on one stream, and none has results that others must leave alone, because they did not exist when these
-were recorded. What has such results gets a pool of its own.
+were recorded. What has such results gets a pool of its own, and what runs only between two of its replays
+may share that.
 
 Eager runs each node of a backward on the stream of its forward, and has the caller's stream wait for those of
 the leaves. No Python interface tells a node's stream, so a plan runs on the stream that is current where
@@ -52,6 +53,8 @@ class CudaRecorder:
     device_type = "cuda"
 
     def __init__(self) -> None:
+        #: held from a replay until its results are copied: what shares the pool may write to them.
+        self.replaying = ForkSafeLock()
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         #: the common pools, each with a graph that keeps it alive.
         self._common: dict[tuple[torch.device, int], tuple[_Pool, torch.cuda.CUDAGraph]] = {}
@@ -74,8 +77,12 @@ class CudaRecorder:
             return int(torch._C._cuda_getCurrentRawStream(device.index))
         return int(torch.cuda.current_stream(device).cuda_stream)
 
+    def new_pool(self) -> _Pool:
+        """A pool for one recording, and for others that respect it."""
+        return torch.cuda.graph_pool_handle()
+
     def record(
-        self, fn: Boxed, inputs: Sequence[Any], device: torch.device, is_common: bool
+        self, fn: Boxed, inputs: Sequence[Any], device: torch.device, pool: _Pool | None
     ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
         """Record `fn`, called with a list of `inputs`, without running it.
 
@@ -83,7 +90,7 @@ class CudaRecorder:
             fn: allocates on `device` only, and writes to none of its inputs.
             inputs: read by each replay, from where they are now.
             device: of everything.
-            is_common: whether it may share its pool.
+            pool: where it allocates; None: in the common pool.
 
         Returns:
             What replays it, and its results. Tensors among these that belong to no input are written by each
@@ -95,7 +102,8 @@ class CudaRecorder:
         """
         with _one_at_a_time, torch.cuda.device(device), _quiet():
             torch.cuda.synchronize()
-            pool = self._common_pool(device) if is_common else _new_pool()
+            torch.cuda.empty_cache()  # what it ran in so far, and what an older recording lay in
+            pool = pool or self._common_pool(device)
             graph, outputs = self._capture(fn, inputs, device, pool)
             _refuse_foreign(outputs, inputs, pool)
         return graph, outputs
@@ -127,7 +135,7 @@ class CudaRecorder:
     def _common_pool(self, device: torch.device) -> _Pool:
         key = device, self.stream(device)
         if key not in self._common:
-            pool = _new_pool()
+            pool = self.new_pool()
             tiny, _ = self._capture(lambda _: [torch.zeros(1, device=device)], [], device, pool)
             self._common[key] = pool, tiny
         return self._common[key][0]
@@ -151,15 +159,11 @@ class CudaRecorder:
                 clean(device.index, pool)
             except RuntimeError:
                 continue  # torch has done it
-        graph, other = torch.cuda.CUDAGraph(), _new_pool()
+        graph, other = torch.cuda.CUDAGraph(), self.new_pool()
         graph.capture_begin(pool=other, capture_error_mode="thread_local")
         kept = torch.zeros(1, device=device)
         graph.capture_end()
         del kept
-
-
-def _new_pool() -> _Pool:
-    return torch.cuda.graph_pool_handle()
 
 
 @contextmanager

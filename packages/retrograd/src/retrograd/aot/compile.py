@@ -27,7 +27,7 @@ from retrograd.aot.run.region import RegionCode
 from retrograd.backends.base import Half
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
-from retrograd.cudagraphs.graphed_call import graphed
+from retrograd.cudagraphs.graphed_call import SharedMemory, graphed
 from retrograd.errors import CallError, CodeFailedError, NotReadyError
 from retrograd.events import AOT_LOGS
 from retrograd.graph.joint import output_values
@@ -84,8 +84,10 @@ def compile_with(
     ahead = find_backend(config.backend)
     behind = ahead if config.backward is None else find_backend(config.backward)
     half = _forward_half(partition, lazy)
+    memory = SharedMemory()
     regions = [
-        RegionCode(partition, number, behind, config, report) for number in range(len(partition.backwards))
+        RegionCode(partition, number, behind, config, report, memory)
+        for number in range(len(partition.backwards))
     ]
     division = None
     if keep is not None:
@@ -98,7 +100,7 @@ def compile_with(
         # What it gives besides the function's own values may stay where it is.
         results = len(output_values(partition.forward.graph))
         kept = range(partition.joint.signature.forward_count, results)
-        code = graphed(code, partition.forward.graph, kept=kept)
+        code = graphed(code, partition.forward.graph, kept=kept, memory=memory)
     if not lazy:
         for region in regions:
             region.compile_ahead()

@@ -6,15 +6,17 @@ where memory comes from torch's allocator and the program repeats itself. Whatev
 the call runs as it is, and the reason is told once. Of some graphs of operators it is known beforehand that
 they are never recorded.
 
-Recordings read their inputs where they were. An input that is given from elsewhere each time is copied to
-a place of its own. Results are copied out of the recording's memory, unless they are declared kept (what a
-forward saves for its backward): while somebody holds these, the recording that wrote them is not replayed.
+Recordings read their inputs where they were. Inputs that come from elsewhere are copied to a place of their
+own, if they are smaller than what a recording holds: else another recording would hold that once more.
+Results are copied out of the recording's memory, unless they are declared kept (what a forward saves for its
+backward): while somebody holds these, the recording that wrote them is not replayed.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,25 +109,39 @@ REMEMBERED = 4
 class AddressHistory:
     """The addresses of the last calls.
 
+    Args:
+        held: bytes of what a recording holds. So many are copied rather than recorded for once more.
+
     Attributes:
         copied: places of inputs whose address does not matter any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, held: int = 0) -> None:
         self.copied: frozenset[int] = frozenset()
+        self._held = held
         self._last: deque[list[int]] = deque(maxlen=REMEMBERED)
 
-    def note(self, addresses: list[int]) -> bool:
-        """Note a call that no recording fits; whether to record it: its addresses have come before, or they
-        have been others each time, so that those which changed are copied from now on."""
+    def note(self, addresses: list[int], sizes: Sequence[int]) -> bool:
+        """Note a call that no recording fits, with the bytes of its inputs.
+
+        Returns:
+            whether to record it: its addresses have come before; or so little has changed since the last call
+            that this is copied from now on; or the addresses have been others each time, so that all that
+            changed is copied.
+        """
         if any(not self._changed(addresses, before) for before in self._last):
             return True
-        if len(self._last) < REMEMBERED - 1:
+        changed = self._changed(addresses, self._last[-1]) if self._last else set()
+        if changed and sum(sizes[i] for i in self.copied | changed) <= self._held:
+            self.copied |= changed
+        elif len(self._last) < REMEMBERED - 1:
             self._last.append(addresses)
             return False
-        for before in self._last:
-            self.copy_what_differs(addresses, before)
+        else:
+            for before in self._last:
+                self.copy_what_differs(addresses, before)
         self._last.clear()
+        self._last.append(addresses)
         return True
 
     def forget(self, addresses: list[int]) -> None:
@@ -142,6 +158,19 @@ class AddressHistory:
         return {i for i, (now, then) in pairs if now != then and i not in self.copied}
 
 
+@dataclass
+class SharedMemory:
+    """Where a forward was recorded last. Its backwards are recorded there as well: they run when all that the
+    forward did not keep is done with, and it runs when they are.
+
+    Attributes:
+        pool, stream: of the forward's recording; no pool if there is none.
+    """
+
+    pool: Any = None
+    stream: int = -1
+
+
 #: calls that run as they are before one is recorded: they compile, choose kernels and make workspaces.
 WARM_UPS = 2
 #: recordings that are held, the ones used last. One more reads from copies what comes from yet another place.
@@ -150,12 +179,28 @@ MOST_RECORDINGS = 4
 MOST_MADE = 12
 
 
+@dataclass(frozen=True)
+class Values:
+    """What is known of a function's inputs and results.
+
+    Attributes:
+        kept: places of results that may stay in the recording's memory. Of such a function one recording is
+            held.
+        loose: places of inputs that may have other strides in another call; those of others must not change.
+        held: bytes of the results.
+    """
+
+    kept: Collection[int] = ()
+    loose: Sequence[int] = ()
+    held: int = 0
+
+
 class GraphedCall:
     """`fn`, which must not write to its inputs, recorded and replayed.
 
     Args:
-        kept: places of results that may stay in the recording's memory.
-        loose: places of inputs that may have other strides in another call; those of others must not change.
+        values: of `fn`.
+        memory: of a forward and its backwards.
         tell: told, once each, why a call runs as it is.
     """
 
@@ -164,17 +209,17 @@ class GraphedCall:
         fn: Boxed,
         recorder: CudaRecorder,
         device: torch.device,
-        *,
-        kept: Collection[int] = (),
-        loose: Sequence[int] = (),
+        values: Values,
+        memory: SharedMemory | None = None,
         tell: Callable[[Reason], None] = lambda reason: None,
     ) -> None:
         self._fn, self._recorder, self._device = fn, recorder, device
-        self._kept, self._loose, self._tell = frozenset(kept), tuple(loose), tell
+        self._kept, self._loose, self._tell = frozenset(values.kept), tuple(values.loose), tell
+        self._most = 1 if self._kept else MOST_RECORDINGS
+        self._history, self._memory = AddressHistory(values.held), memory or SharedMemory()
         self._lock = ForkSafeLock()
         self._told: set[Reason] = set()
         self._recordings: list[Recorded] = []
-        self._history = AddressHistory()
         self._calls = self._made = 0
         self._stream: int | None = None
         self._refused = False
@@ -186,7 +231,8 @@ class GraphedCall:
         try:
             recorded = self._recorded_for(inputs)
             if recorded is not None:
-                results = recorded(inputs)
+                with self._recorder.replaying:
+                    results = recorded(inputs)
                 inputs.clear()
                 counters["cuda_graph_replays"] += 1
                 return results
@@ -216,10 +262,11 @@ class GraphedCall:
             self._say(reason)
             return None
         addresses = [0 if value is None else value.data_ptr() for value in inputs]
-        is_again = self._history.note(addresses)
+        sizes = [0 if value is None else value.nbytes for value in inputs]
+        is_again = self._history.note(addresses, sizes)
         if self._calls <= WARM_UPS or not is_again:
             return None
-        if len(self._recordings) >= MOST_RECORDINGS:
+        if len(self._recordings) >= self._most:
             self._history.copy_what_differs(addresses, self._recordings[0].addresses)
         self._history.forget(addresses)
         return self._record(inputs)
@@ -249,20 +296,30 @@ class GraphedCall:
         return None
 
     def _record(self, inputs: list[Any]) -> Recorded | None:
-        """A new recording, made without running anything; None if there can be none."""
+        """A new recording, made without running anything; None if there can be none. Older ones go if they
+        read from where something came that is copied now, or lie where a forward no longer is recorded."""
+        stream, copied, memory = self._recorder.stream(self._device), self._history.copied, self._memory
+        shared = memory.pool if not self._kept and memory.stream == stream else None
+        self._recordings = [
+            old for old in self._recordings if old.copied == copied and (self._kept or old.pool == shared)
+        ][: self._most - 1]
+        pool = self._recorder.new_pool() if self._kept else shared
+
+        def record(given: Sequence[Any]) -> Any:
+            return self._recorder.record(self._fn, given, self._device, pool)
+
         try:
-            recorded = Recorded(
-                self._recorder, self._device, self._fn, inputs, self._history.copied, self._kept
-            )
+            recorded = Recorded(record, inputs, copied, self._kept, pool)
         except Exception as error:
             self._made, self._refused = MOST_MADE, not self._recordings  # older recordings stay good
             self._say(refusal("cuda-graphs-failed", first_line(error)))
             return None
-        self._stream = self._recorder.stream(self._device)
+        self._stream = stream
+        if self._kept:
+            memory.pool, memory.stream = pool, stream
         self._made += 1
         counters["cuda_graph_recordings"] += 1
         self._recordings.insert(0, recorded)
-        del self._recordings[MOST_RECORDINGS:]
         return recorded
 
     def _say(self, reason: Reason) -> None:
@@ -292,13 +349,14 @@ def graphed(
     *graphs: fx.Graph,
     kept: Collection[int] = (),
     loose: Sequence[int] = (),
+    memory: SharedMemory | None = None,
     tell: Callable[[Reason], None] | None = None,
 ) -> Boxed:
     """`code`, replayed where that is safe.
 
     Args:
         graphs: all that it was compiled from, with the fakes of their values.
-        kept, loose: as `GraphedCall` takes them.
+        kept, loose: as in `Values`. memory: as in `GraphedCall`.
         tell: told, once each, why a call is not replayed; by default the report is, with a warning of what
             concerns all calls.
 
@@ -309,7 +367,10 @@ def graphed(
     if (reason := why_not_recorded(graphs, _recorder.device_type)) is not None:
         tell(reason)
         return code
-    return GraphedCall(code, _recorder, device_of(graphs), kept=kept, loose=loose, tell=tell)
+    outputs = [node.meta.get("val") for graph in graphs for node in graph.output_node().all_input_nodes]
+    held = sum(value.nbytes for value in _tensors(outputs))
+    device = device_of(graphs)
+    return GraphedCall(code, _recorder, device, Values(kept, loose, held), memory, tell)
 
 
 def _report(reason: Reason) -> None:

@@ -9,12 +9,11 @@ go of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from retrograd._torch.cuda import CudaRecorder
 from retrograd._torch.tensor import (
     addresses_are,
     copy_each,
@@ -27,28 +26,26 @@ from retrograd._torch.tensor import (
     whole_of,
 )
 from retrograd.errors import Refusal
-from retrograd.graph.emit import Boxed
+
+#: records a function for these inputs; returns what replays it, and its results.
+Record = Callable[[Sequence[Any]], tuple[Any, Sequence[Any]]]
 
 
 class Recorded:
     """A recording, the addresses of the inputs that it reads where they are, and buffers for the others.
 
     Attributes:
-        addresses: of the inputs that it was recorded for; 0 for None. results: how they are handed out.
+        addresses: of the inputs that it was recorded for; 0 for None. copied: the places of those that are
+            copied. pool: as given. results: how they are handed out.
 
     Raises:
         Exception: it cannot be recorded; nothing was run.
     """
 
     def __init__(
-        self,
-        recorder: CudaRecorder,
-        device: torch.device,
-        fn: Boxed,
-        inputs: Sequence[Any],
-        copied: Collection[int],
-        kept: Collection[int],
+        self, record: Record, inputs: Sequence[Any], copied: Collection[int], kept: Collection[int], pool: Any
     ) -> None:
+        self.copied, self.pool = copied, pool
         tensors = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
         self._copied = [_Copied.of(i, inputs[i]) for i in tensors if i in copied]
         buffers = {one.place: one.buffer for one in self._copied}
@@ -56,7 +53,7 @@ class Recorded:
         self._layouts = {i: geometry_of(inputs[i]) for i in tensors}
         self.addresses = [v.data_ptr() if isinstance(v, torch.Tensor) else 0 for v in inputs]
         given = [buffers.get(i, value) for i, value in enumerate(inputs)]
-        graph, outputs = recorder.record(fn, given, device, is_common=not kept)
+        graph, outputs = record(given)
         self._replay = graph.replay
         self.results = Results(outputs, given, kept)
         del outputs  # who holds one from now on is told from that

@@ -1,8 +1,10 @@
 """Is compiled code worth it?
 
 In: the times of some calls, compiled and eager in turn, taken after the last compilation. Out: whether they
-stay compiled. Long calls are not measured: they spend their time in kernels, and running one eagerly might
-need more memory than there is. Under deterministic algorithms nothing is decided by a clock.
+stay compiled. A machine may be busy for a while, and what runs eagerly does so for good. So the median and
+the shortest time both have to say it, and to say it again some calls later. Long calls are not measured: they
+spend their time in kernels, and running one eagerly might need more memory than there is. Under deterministic
+algorithms nothing is decided by a clock.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ SHORT, SHORT_STEP = 0.02, 1.0
 STEADY = 3
 #: how many calls of each kind are measured.
 SAMPLES = 6
+#: calls between a measurement that speaks against the compiled code and the one that has to confirm it.
+UNTIL_CONFIRMED = 50
 #: how much slower than eager compiled calls may be.
 TOLERANCE = 1.02
 
@@ -43,7 +47,7 @@ class Pace:
         self._samples: dict[bool, list[float]] = {True: [], False: []}
         self._compilations = -1
         self._calm = 0
-        self._is_decided = False
+        self._is_decided = self._is_suspected = False
 
     def is_worth_compiling(self) -> bool:
         """Whether the next call runs compiled."""
@@ -58,10 +62,13 @@ class Pace:
         if self._is_decided:
             yield
             return
-        _finish_pending_work()
+        measures = self._calm >= STEADY
+        if measures:
+            _finish_pending_work()
         start = time.perf_counter()
         yield
-        _finish_pending_work()
+        if measures:
+            _finish_pending_work()
         self._note(is_compiled, time.perf_counter() - start, compilations())
 
     def _note(self, is_compiled: bool, seconds: float, compilations: int) -> None:
@@ -78,12 +85,18 @@ class Pace:
                 self._decide()
 
     def _decide(self) -> None:
+        compiled, eager = self._samples[True], self._samples[False]
+        is_slower = all(of(compiled) > TOLERANCE * of(eager) for of in (statistics.median, min))
+        if is_slower and not self._is_suspected:
+            self._is_suspected, self._calm = True, -UNTIL_CONFIRMED
+            self._samples = {True: [], False: []}
+            return
         self._is_decided = True
-        compiled, eager = (statistics.median(self._samples[kind]) for kind in (True, False))
-        if compiled > TOLERANCE * eager:
+        if is_slower:
+            medians = [statistics.median(samples) * 1e3 for samples in (compiled, eager)]
             self.aside = Reason(
                 "slower-than-eager",
-                f"{self._name} takes {compiled * 1e3:.2f} ms compiled and {eager * 1e3:.2f} ms eager",
+                f"{self._name} takes {medians[0]:.2f} ms compiled and {medians[1]:.2f} ms eager",
                 self._stage,
                 way_out="nothing to do: it runs eagerly from now on; reset() measures again",
             )

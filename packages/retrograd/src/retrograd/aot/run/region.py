@@ -24,7 +24,7 @@ from retrograd.aot.run.lower_half import LateCode, announce, is_ready, lower, st
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, EagerBackend
 from retrograd.config import Config
-from retrograd.cudagraphs.graphed_call import graphed
+from retrograd.cudagraphs.graphed_call import SharedMemory, graphed
 from retrograd.events import counters
 from retrograd.graph.joint_graph import Partition
 from retrograd.report import MOST_FAILURES, Report, why_failed
@@ -54,13 +54,19 @@ class _Code:
 
 
 class RegionCode:
-    """Code for the backward of region `number`, compiled when it is first needed."""
+    """Code for the backward of region `number`, compiled when it is first needed; recorded in `memory`."""
 
     def __init__(
-        self, partition: Partition, number: int, backend: Backend, config: Config, report: Report
+        self,
+        partition: Partition,
+        number: int,
+        backend: Backend,
+        config: Config,
+        report: Report,
+        memory: SharedMemory,
     ) -> None:
         self._partition, self._number, self._backend, self._config = partition, number, backend, config
-        self._report = report
+        self._report, self._memory = report, memory
         joint, self._graphs = partition.joint, partition.backwards[number]
         region = joint.signature.regions[number]
         self.roots, self.destinations = region.roots, region.destinations
@@ -242,7 +248,7 @@ class RegionCode:
         if not self._config.cudagraphs or isinstance(code, LateCode):
             return code
         cotangents = range(len(self._graphs.saved), len(examples))
-        return graphed(code, gm.graph, loose=cotangents)
+        return graphed(code, gm.graph, loose=cotangents, memory=self._memory)
 
     def _results(self, results: Sequence[Any]) -> list[Any]:
         if self._plain:
