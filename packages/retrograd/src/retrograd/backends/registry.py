@@ -44,6 +44,7 @@ class EagerBackend(AtenBackend):
     name = "eager"
     traces = False
     takes_parts = False
+    for_speed = False
 
 
 #: calls of a graph from which on other processes take part. Fewer are compiled before these have begun.
