@@ -9,7 +9,6 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -61,8 +60,28 @@ class CompiledAutograd:
         leave(self)
 
     def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn` (a function, generator function or coroutine function) inside this context."""
-        return decorated(self, fn)
+        """`fn` (a function, generator function or coroutine function) inside this context. A generator's
+        caller must not find itself inside it while the generator is suspended, so it is entered anew each
+        time that the generator goes on.
+
+        Raises:
+            TypeError: `fn` is an asynchronous generator function.
+            RuntimeError: `fn` is a class.
+        """
+        if inspect.isasyncgenfunction(fn):
+            raise TypeError(
+                f"compiled_autograd cannot decorate the asynchronous generator {fn.__qualname__}\n"
+                "  try    a with statement around the backward inside it"
+            )
+        if not inspect.iscoroutinefunction(fn):
+            return context_decorator(lambda: self, fn)
+
+        @functools.wraps(fn)
+        async def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return await fn(*args, **kwargs)
+
+        return run
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all contexts have compiled what they compile in the background (``background=True``,
@@ -130,17 +149,7 @@ def compiled_autograd(  # noqa: PLR0913 - as many parameters as there are choice
         >>> with retrograd.compiled_autograd(backend="eager"):
         ...     loss.backward()
     """
-    config = Config(
-        backend=backend,
-        strict=strict,
-        dynamic=dynamic,
-        recompile_limit=recompile_limit,
-        opaque=opaque,
-        regions=regions,
-        background=background,
-        cudagraphs=cudagraphs,
-        compile_timeout=compile_timeout,
-    )
+    config = Config(**locals())  # every parameter is an option
     find_backend(backend)
     watch_compiled_forwards(is_anything_open)
     side_streams.watch()
@@ -288,30 +297,3 @@ def reset() -> None:
     What `enable` set stays set, and open contexts stay open: their next backwards are captured anew.
     """
     forget_everything()
-
-
-# a context around a function, also one that is suspended in between
-
-
-def decorated(context: AbstractContextManager[Any], fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` inside `context`. A generator's caller must not find itself inside it while the generator is
-    suspended, so it is entered anew each time that the generator goes on.
-
-    Raises:
-        TypeError: `fn` is an asynchronous generator function.
-        RuntimeError: `fn` is a class.
-    """
-    if inspect.isasyncgenfunction(fn):
-        raise TypeError(
-            f"compiled_autograd cannot decorate the asynchronous generator {fn.__qualname__}\n"
-            "  try    a with statement around the backward inside it"
-        )
-    if not inspect.iscoroutinefunction(fn):
-        return context_decorator(lambda: context, fn)
-
-    @functools.wraps(fn)
-    async def run(*args: Any, **kwargs: Any) -> Any:
-        with context:
-            return await fn(*args, **kwargs)
-
-    return run

@@ -74,11 +74,9 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, int) and value >= 0,
         "True, False, or the smallest number of autograd nodes",
     ),
-    "strict": (_is_switch, "True or False"),
-    "single_region": (_is_switch, "True or False"),
-    "background": (_is_switch, "True or False"),
-    "cudagraphs": (_is_switch, "True or False"),
-    "stock_dynamo": (_is_switch, "True or False"),
+    **dict.fromkeys(
+        ("strict", "single_region", "background", "cudagraphs", "stock_dynamo"), (_is_switch, "True or False")
+    ),
     "compile_timeout": (
         lambda value: value is None or (type(value) in (int, float) and value >= 0),
         "None, or a number of seconds, at least 0",

@@ -298,10 +298,8 @@ class PlanLog:
     def laid_out(self) -> None:
         """The plan is made."""
         graph, schedule = self._report.graph, self._report.schedule
-        _tell(self.compile_id, "graph", "retrograd_backward_graph", lambda: readable(graph))
-        _tell(
-            self.compile_id, "schedule", "retrograd_hook_schedule", lambda: readable_schedule(graph, schedule)
-        )
+        self._tell("graph", "retrograd_backward_graph", lambda: readable(graph))
+        self._tell("schedule", "retrograd_hook_schedule", lambda: readable_schedule(graph, schedule))
 
     def lowered(self, lowering: LoweringReport) -> None:
         """A segment was compiled, or given up."""
@@ -309,19 +307,24 @@ class PlanLog:
         segment, name = f"segment {lowering.segment}", f"retrograd_segment_{lowering.segment}"
         if lowering.graph is not None:
             artifact(f"{name}_graph", lowering.code, self.compile_id)
-            _tell(self.compile_id, "guards", f"{name}_guards", lambda: f"{segment}: {lowering.guards}")
+            self._tell("guards", f"{name}_guards", lambda: f"{segment}: {lowering.guards}")
         if lowering.recompile:
             text = f"{segment} is lowered again: {lowering.because}"
-            _tell(self.compile_id, "recompiles", f"{name}_recompile_reason", lambda: text, logging.INFO)
+            self._tell("recompiles", f"{name}_recompile_reason", lambda: text, logging.INFO)
         elif lowering.graph is None:
             text = f"{segment} is interpreted: {lowering.because}"
-            _tell(self.compile_id, "recompiles", f"{name}_interpreted", lambda: text, logging.INFO)
+            self._tell("recompiles", f"{name}_interpreted", lambda: text, logging.INFO)
 
     def noted(self, reason: Reason) -> None:
         """Something runs otherwise than asked."""
         if reason not in self._report.notes:
             self._report.notes.append(reason)
             live_log.info("backward %s: %s", self.compile_id, reason)
+
+    def _tell(self, log: str, name: str, text: Callable[[], str], level: int = logging.DEBUG) -> None:
+        if LOGS[log].isEnabledFor(level):
+            LOGS[log].log(level, "backward %s\n%s", self.compile_id, text())
+        artifact(name, text, self.compile_id)
 
     # spans
 
@@ -366,11 +369,3 @@ class PlanLog:
 
 def _node_call(report: BackwardReport, node: fx.Node) -> NodeCall:
     return report.graph.node_calls[call_of(node).node_call]
-
-
-def _tell(
-    compile_id: CompileId, log: str, name: str, text: Callable[[], str], level: int = logging.DEBUG
-) -> None:
-    if LOGS[log].isEnabledFor(level):
-        LOGS[log].log(level, "backward %s\n%s", compile_id, text())
-    artifact(name, text, compile_id)

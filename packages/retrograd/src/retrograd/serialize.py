@@ -235,9 +235,7 @@ def _write_attribute(
 ) -> None:
     tensors, prefix, modules = to
     name = str(node.target)
-    value: Any = gm
-    for part in name.split("."):
-        value = getattr(value, part)
+    value: Any = operator.attrgetter(name)(gm)
     if isinstance(value, fx.GraphModule) and "." not in name:
         modules[name] = serialize_graph(value, tensors, f"{prefix}{name}/")
     elif type(value) in (torch.Tensor, torch.nn.Parameter) and "." not in name:

@@ -62,7 +62,7 @@ def begun(gm: torch.fx.GraphModule, inputs: list[Any], half: Half = FORWARD) -> 
     """Announce the graph, and wait until the process has begun with it."""
     processes.start()
     BACKEND.announce(gm, inputs, half)
-    (future,) = processes._all()["now"]._futures.values()
+    (future,) = processes._now._futures.values()
     until = time.monotonic() + 120
     while not (future.running() or future.done()):
         assert time.monotonic() < until, "the process does not begin"
@@ -91,7 +91,7 @@ def test_code_that_another_process_made_is_found() -> None:
 def test_a_graph_that_no_process_has_begun_with_is_compiled_here() -> None:
     gm, inputs = graph_of(torch.cos, 5)
     processes.start()
-    now = processes._all()["now"]
+    now = processes._now
     job = processes.job_of(gm, inputs, FORWARD, {})
     now._futures[job] = Future()
     check(torch.cos, gm, inputs)
@@ -117,7 +117,7 @@ def test_symbolic_sizes_are_not_sent() -> None:
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     processes.start()
     BACKEND.announce(gm, inputs, FORWARD)
-    assert not processes._all()["now"]._futures
+    assert not processes._now._futures
 
 
 @pytest.mark.parametrize("name", processes.MEASURING)
@@ -125,18 +125,18 @@ def test_nothing_is_measured_beside_other_work(name: str) -> None:
     assert name in torch._inductor.config.save_config_portable()
     processes.start()
     InductorBackend({name: True}).announce(*graph_of(torch.sin, 3), FORWARD)
-    assert not processes._all()["now"]._futures
+    assert not processes._now._futures
     processes.stop()
     with torch._inductor.config.patch({name: True}):
         processes.start()
         BACKEND.announce(*graph_of(torch.sin, 3), FORWARD)
-        assert not processes._all()["now"]._futures
+        assert not processes._now._futures
 
 
 def test_a_process_that_dies_is_no_error_and_another_is_started() -> None:
     gm, inputs = graph_of(torch.tanh, 9)
     processes.start()
-    before = processes._all()["now"]
+    before = processes._now
     before._process.send_signal(9)
     before.stop()
     BACKEND.announce(gm, inputs, FORWARD)
@@ -147,7 +147,7 @@ def test_a_process_that_dies_is_no_error_and_another_is_started() -> None:
         assert time.monotonic() < until
         time.sleep(0.01)
     processes.start()
-    assert processes._all()["now"] is not before
+    assert processes._now is not before
 
 
 def test_a_process_with_other_settings_does_not_work() -> None:
@@ -155,7 +155,7 @@ def test_a_process_with_other_settings_does_not_work() -> None:
     torch.use_deterministic_algorithms(True)  # is not among what is set there
     try:
         processes.start()
-        now = processes._all()["now"]
+        now = processes._now
         BACKEND.announce(gm, inputs, FORWARD)
         until = time.monotonic() + 120
         while now.is_usable:
@@ -176,24 +176,24 @@ def test_what_vmap_registers_is_no_other_setting() -> None:
 
 def test_reset_ends_them() -> None:
     processes.start()
-    process = processes._all()["now"]._process
+    process = processes._now._process
     retrograd.reset()
     assert process.returncode is not None
-    assert not processes._all()
+    assert processes._now is None
 
 
 def test_a_forked_child_leaves_them_to_its_parent() -> None:
     processes.start()
-    now = processes._all()["now"]
+    now = processes._now
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
-    answer = lambda: theirs.send((len(processes._all()), [c.closed for c in now._connections]))  # noqa: E731
+    answer = lambda: theirs.send((processes._now, [c.closed for c in now._connections]))  # noqa: E731
     child = fork.Process(target=answer)
     child.start()
     assert ours.poll(60), "the child is stuck"
-    assert ours.recv() == (0, [True])
+    assert ours.recv() == (None, [True])
     child.join()
-    assert processes._all() == {"now": now}
+    assert processes._now is now
     assert not now._connections[0].closed
 
 
@@ -207,14 +207,14 @@ def test_a_machine_that_starts_no_process_compiles_alone(monkeypatch: pytest.Mon
     gm, inputs = graph_of(torch.sigmoid, 4)
     BACKEND.announce(gm, inputs, FORWARD)
     check(torch.sigmoid, gm, inputs)
-    assert not processes._all()
+    assert processes._now is None
 
 
 def test_none_is_started_without_a_cache_on_disk() -> None:
     processes.stop()
     with torch._inductor.config.patch(fx_graph_cache=False):
         processes.start()
-    assert not processes._all()
+    assert processes._now is None
 
 
 def test_there_is_one_for_every_four_of_inductors_own(monkeypatch: pytest.MonkeyPatch) -> None:

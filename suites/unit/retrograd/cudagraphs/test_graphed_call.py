@@ -11,6 +11,7 @@ import torch
 
 from retrograd.cudagraphs import graphed_call
 from retrograd.cudagraphs.graphed_call import (
+    MOST_LARGE,
     MOST_RECORDINGS,
     WARM_UPS,
     AddressHistory,
@@ -382,14 +383,24 @@ def test_a_backward_is_recorded_once_its_forward_is_and_in_its_memory():
 
 def test_a_forward_that_is_recorded_anew_frees_what_was_recorded_before():
     recorder = Recorder()
-    forward, backward = pair(recorder, size=4)  # a batch is more than a recording is said to hold
+    forward, backward = pair(recorder)
     here, there = torch.ones(8), torch.full((8,), 2.0)
-    for x in (here,) * 5 + (there,) * 4:
+    for x in (here,) * 5 + (there,) * 4:  # from then on, `x` is copied
         (saved,) = forward([x])
         assert backward([saved])[0] == 2 * x.sum()
         del saved
     assert len(forward._recordings) == len(backward._recordings) == 1
-    assert forward._recordings[0].pool == backward._recordings[0].pool == recorder.made > 1
+    assert forward._recordings[0].pool == backward._recordings[0].pool == recorder.made == 2
+
+
+def test_of_what_holds_much_fewer_recordings_are_held(monkeypatch):
+    monkeypatch.setattr(graphed_call, "MUCH", 16)
+    for held, most in ((16, MOST_RECORDINGS), (17, MOST_LARGE)):
+        call, _ = call_of(lambda inputs: [inputs[0] * 2], Recorder(), held=held)
+        for x in [torch.ones(8) for _ in range(MOST_RECORDINGS + 1)]:
+            for _ in range(WARM_UPS + 1):
+                call([x])
+        assert len(call._recordings) == most
 
 
 def test_a_backward_on_another_stream_is_recorded_apart():

@@ -72,24 +72,16 @@ def filled_in_place(operator: Any, value: torch.Tensor, *args: Any, **kwargs: An
     return operator(made, *args, **kwargs)
 
 
-def _filled_and_state(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    return run_and_save_rng_state(partial(filled_in_place, operator), *args, **kwargs)
-
-
-def _filled_from_state(state: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    return run_with_rng_state(state, partial(filled_in_place, operator), *args, **kwargs)
-
-
 def fill_in_place(graph: fx.Graph) -> None:
     """Have the calls that were made in place draw their numbers so again; changes `graph`."""
     for node in graph.nodes:
-        operator = node.meta.get("fills_by")
-        if operator is None:
+        if (operator := node.meta.get("fills_by")) is None:
             continue
+        fill: Any = partial(filled_in_place, operator)
         if node.target is run_and_save_rng_state:
-            node.target, node.args = _filled_and_state, (operator, *node.args[1:])
+            node.args = (fill, *node.args[1:])
         elif node.target is run_with_rng_state:
-            node.target, node.args = _filled_from_state, (node.args[0], operator, *node.args[2:])
+            node.args = (node.args[0], fill, *node.args[2:])
         elif is_operator_overload(node.target) and is_random(node):
             node.target, node.args = filled_in_place, (operator, *node.args)
 

@@ -53,11 +53,9 @@ register_pytree_node(
 def tree_flatten(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[Any], TreeSpec]:
     """The leaves of `tree`, and how they are nested."""
     leaves, spec = _flatten(tree, is_leaf=is_leaf)
-    return (
-        _flatten(_with_records(tree, is_leaf), is_leaf=is_leaf)
-        if any(map(_is_dataclass, leaves))
-        else (leaves, spec)
-    )
+    if any(map(_is_dataclass, leaves)):
+        leaves, spec = _flatten(_with_records(tree, is_leaf), is_leaf=is_leaf)
+    return leaves, spec
 
 
 def tree_leaves(tree: Any) -> list[Any]:

@@ -24,12 +24,13 @@ from retrograd.aot.partition import partition
 from retrograd.aot.run.call import CompiledFunction
 from retrograd.aot.run.lower_half import announce, is_ready, lower
 from retrograd.aot.run.region import RegionCode
-from retrograd.backends.base import Boxed, Half
+from retrograd.backends.base import Half
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_call import SharedMemory, graphed
 from retrograd.errors import CallError, CodeFailedError, NotReadyError
 from retrograd.events import AOT_LOGS
+from retrograd.graph.joint import output_values
 from retrograd.graph.joint_graph import CaptureState, Leaf, Partition, SavedKind
 from retrograd.graph.structure import is_same
 from retrograd.passes.aten import pass_named
@@ -88,25 +89,22 @@ def compile_with(
         RegionCode(partition, number, behind, config, report, memory)
         for number in range(len(partition.backwards))
     ]
+    division = None
     if keep is not None:
-        announce(ahead, partition.forward, partition.joint.state, half, config)
+        division = announce(ahead, partition.forward, partition.joint.state, half, config)
         for region in regions:
             region.announce()
         keep.write(partition)
-    code = lower(ahead, partition.forward, partition.joint.state, half, config)
+    code = lower(ahead, partition.forward, partition.joint.state, half, config, division)
     if config.cudagraphs and is_ready(code):
-        code = _recorded(code, partition, memory)
+        # What it gives besides the function's own values may stay where it is.
+        results = len(output_values(partition.forward.graph))
+        kept = range(partition.joint.signature.forward_count, results)
+        code = graphed(code, partition.forward.graph, kept=kept, memory=memory)
     if not lazy:
         for region in regions:
             region.compile_ahead()
     return CompiledFunction(partition, code, regions)
-
-
-def _recorded(code: Boxed, partition: Partition, memory: SharedMemory) -> Boxed:
-    """The forward's code, recorded; what it gives besides the function's own values may stay where it is."""
-    results: Any = partition.forward.graph.output_node().args[0]
-    kept = range(partition.joint.signature.forward_count, len(results))
-    return graphed(code, partition.forward.graph, kept=kept, memory=memory)
 
 
 def _forward_half(partition: Partition, lazy: bool) -> Half:

@@ -103,7 +103,6 @@ class AotFunction:
         form, _, roots, _, split_at_leaf_grads, _ = key
         state = self._states[roots]
         try:
-            state.note()
             spec = pytree.tree_structure(((0,) * form, {})) if isinstance(form, int) else form
             call = FlatCall(self.fn, state, spec)
             described = state_of_flat(
@@ -115,8 +114,10 @@ class AotFunction:
                 dynamic=self._dynamic(leaves, known),
                 decompositions=find_backend(self.config.backend).decompositions(),
             )
-            code = run_stages(described, self.config, self._report, split_at_leaf_grads=split_at_leaf_grads)
-            state.refuse_changes()
+            with state.unchanged():
+                code = run_stages(
+                    described, self.config, self._report, split_at_leaf_grads=split_at_leaf_grads
+                )
             guard = CallGuard.for_joint(leaves, code.partition.joint)
             self._tell(guard, leaves, known)
             return Variant(guard, code)
@@ -128,7 +129,7 @@ class AotFunction:
     def _tell(self, guard: CallGuard, leaves: Sequence[Any], known: Sequence[Variant]) -> None:
         AOT_LOGS["guards"].debug("%s: %s", self.__name__, guard.inputs)
         if known and AOT_LOGS["recompiles"].isEnabledFor(logging.INFO):
-            assert isinstance(known[-1].guard, CallGuard)
+            assert known[-1].guard is not None
             why = known[-1].guard.why_not(leaves)
             AOT_LOGS["recompiles"].info("%s is compiled again: %s", self.__name__, why)
 
@@ -138,7 +139,7 @@ class AotFunction:
             return self.config.dynamic
         changed: dict[int, frozenset[int]] = {}
         for variant in known:
-            assert isinstance(variant.guard, CallGuard)
+            assert variant.guard is not None
             for i, dims in changed_sizes(variant.guard.inputs.args_metadata[: len(leaves)], leaves).items():
                 if isinstance(leaves[i], torch.Tensor):
                     changed[i] = changed.get(i, frozenset()) | dims
@@ -220,20 +221,7 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
     """
     if not callable(fn):
         raise OptionError("fn", f"got {fn!r}", "a function or another callable")
-    config = Config(
-        backend=backend,
-        backward=backward,
-        partitioner=partitioner,
-        dynamic=dynamic,
-        passes=passes,
-        strict=strict,
-        recompile_limit=recompile_limit,
-        single_region=single_region,
-        cache_size=cache_size,
-        cudagraphs=cudagraphs,
-        regions=regions,
-        compile_timeout=compile_timeout,
-    )
+    config = Config(**{name: value for name, value in locals().items() if name != "fn"})
     find_named(config)
     return AotFunction(fn, config)
 

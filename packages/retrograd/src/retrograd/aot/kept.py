@@ -34,7 +34,7 @@ from torch import fx
 from retrograd._torch.fx import is_operator_overload
 from retrograd._torch.inductor import cache_folder, environment, patched
 from retrograd._torch.subclass import PLAIN
-from retrograd._torch.trace import is_fake
+from retrograd._torch.trace import form_of
 from retrograd.aot.export.save import read_trace, serialize_trace
 from retrograd.aot.partition import partition
 from retrograd.backends import processes
@@ -117,7 +117,7 @@ def kept_partition(state: CaptureState, gm: fx.GraphModule, config: Config) -> K
         config: the choices.
     """
     try:
-        name = key_of(state, gm, config)
+        name = hashlib.sha256("\n".join(_said(state, gm, config)).encode()).hexdigest()
         return KeptPartition(state, Path(cache_folder(), "retrograd", name[:2], f"{name}.json"))
     except Exception as error:
         counters["kept_partition_refusals"] += 1
@@ -175,17 +175,13 @@ def _graphs(made: Partition) -> list[str]:
 # what a partition depends on
 
 
-def key_of(state: CaptureState, gm: fx.GraphModule, config: Config) -> str:
-    """The hash.
+def _said(state: CaptureState, gm: fx.GraphModule, config: Config) -> Iterator[str]:
+    """All of it, as texts.
 
     Raises:
         Refusal: something has no name.
         Exception: whatever Inductor says against keeping something.
     """
-    return hashlib.sha256("\n".join(_said(state, gm, config)).encode()).hexdigest()
-
-
-def _said(state: CaptureState, gm: fx.GraphModule, config: Config) -> Iterator[str]:
     backend = find_backend(config.backend)
     if type(backend) is not InductorBackend or config.passes or not isinstance(config.partitioner, str):
         raise Refusal("choices", "a backend, a partitioner or passes of the user's")
@@ -212,11 +208,9 @@ def _described(value: Any) -> str:
     """A leaf of a state, as far as a capture depends on it."""
     if not isinstance(value, torch.Tensor):
         return _plain(value)
-    if not is_fake(value):
+    if (form := form_of(value)) is None:
         raise Refusal("input", f"a {type(value).__name__}")
-    kind = [type(value).__qualname__, isinstance(value, torch.nn.Parameter), value._is_view()]
-    kind += [value.layout, value.dtype, value.device, value.untyped_storage().nbytes()]
-    return _plain([*kind, list(value.shape), list(value.stride()), value.storage_offset()])
+    return f"{isinstance(value, torch.nn.Parameter)} {value._is_view()} {form}"
 
 
 def _table(decompositions: Any) -> list[str]:

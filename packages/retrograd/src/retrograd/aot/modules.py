@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,7 +47,6 @@ class ModuleState:
     _modules: tuple[nn.Module, ...] = ()
     _structure: tuple[Any, ...] = ()
     _plain: tuple[tuple[dict[str, Any], str, Any], ...] = ()
-    _attributes: list[dict[str, Any]] = field(default_factory=list)
     _hooks_seen: int = -1
     _has_hooks: bool = False
 
@@ -137,13 +136,16 @@ class ModuleState:
 
     # capture
 
-    def note(self) -> None:
-        """Remember what `refuse_changes` compares with."""
-        self._attributes = [_attributes(module) for module in self._modules]
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Inside, the function is captured. Attributes that it has set are as before afterwards.
 
-    def refuse_changes(self) -> None:
-        """Look for attributes that the function set while it was captured; they are as before afterwards."""
-        for module, before in zip(self._modules, self._attributes, strict=True):
+        Raises:
+            CaptureError: there are some.
+        """
+        noted = [_attributes(module) for module in self._modules]
+        yield
+        for module, before in zip(self._modules, noted, strict=True):
             now = _attributes(module)
             changed = [key for key in {*now, *before} if now.get(key, _ASIDE) is not before.get(key, _ASIDE)]
             for key in changed:

@@ -32,6 +32,7 @@ from retrograd.config import Policy
 from retrograd.errors import VerificationError
 from retrograd.graph.joint import Cotangent, Gradient
 from retrograd.graph.joint_graph import Choice, JointValues, Partition, RegionBackward, Saved, SavedKind
+from retrograd.graph.reach import reached
 
 
 def partition(joint: JointValues, policy: Policy | Choice = "min_cut") -> Partition:
@@ -73,12 +74,8 @@ class _Division:
         gm, signature = self.joint.gm, self.joint.signature
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         results: Sequence[Any] = gm.graph.output_node().args[0]  # type: ignore[assignment]
-        self.primals = [
-            n
-            for n, role in zip(placeholders, signature.inputs, strict=True)
-            if not isinstance(role, Cotangent)
-        ]
-        self.cotangents = placeholders[len(self.primals) :]
+        count = len(signature.primals)
+        self.primals, self.cotangents = placeholders[:count], placeholders[count:]
         self.forward_results = list(results[: signature.forward_count])
         wanted: list[list[Any]] = [[] for _ in signature.regions]
         for node, role in zip(results, signature.outputs, strict=True):
@@ -96,19 +93,19 @@ class _Division:
 
     def _read(self, wanted: Sequence[Any]) -> set[fx.Node]:
         """The saved nodes that a region reads; numbers are saved, never computed again."""
-        found, border = set[fx.Node](), self.chosen | set(self.primals)
-        seen, stack = set[fx.Node](), [node for node in wanted if isinstance(node, fx.Node)]
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if node in border or (is_number(node) and not is_backward(node) and node not in self.cotangents):
-                found.add(node)
-            elif node not in self.cotangents:
-                _refuse_effect(node)
-                stack.extend(self.instead.get(node, node).all_input_nodes)
-        return found
+        border, cotangents = self.chosen | set(self.primals), set(self.cotangents)
+
+        def is_saved(node: fx.Node) -> bool:
+            return node in border or (is_number(node) and not is_backward(node) and node not in cotangents)
+
+        def computed_of(node: fx.Node) -> Sequence[fx.Node]:
+            if node in cotangents or is_saved(node):
+                return ()
+            _refuse_effect(node)
+            return self.instead.get(node, node).all_input_nodes
+
+        found = reached((node for node in wanted if isinstance(node, fx.Node)), computed_of)
+        return set(filter(is_saved, found))
 
     def _replay_random_numbers(self, wanted: Sequence[Any]) -> None:
         """Random numbers that the backward would draw again are drawn from the state that the forward had."""

@@ -34,7 +34,7 @@ from retrograd._torch.fx import (
 from retrograd._torch.inductor import cut_by, memory_budget
 from retrograd.config import PARTITIONERS, Policy
 from retrograd.errors import OptionError, VerificationError
-from retrograd.graph.joint import Gradient, JointSignature, Primal, cotangents_reaching, output_values
+from retrograd.graph.joint import JointSignature, cotangents_reaching, output_values
 from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.reach import reached
 
@@ -95,21 +95,14 @@ def memory_of(gm: fx.GraphModule, signature: JointSignature) -> Memory:
         base = _viewed(node)
         owner[node] = owner[base] if base is not None else node
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    primals = {
-        node: i
-        for i, (node, role) in enumerate(zip(placeholders, signature.inputs, strict=True))
-        if isinstance(role, Primal)
-    }
-    results: Any = gm.graph.output_node().args[0]
-    forward = [
-        node for node, role in zip(results, signature.outputs, strict=True) if not isinstance(role, Gradient)
-    ]
+    primals = {node: i for i, node in enumerate(placeholders[: len(signature.primals)])}
+    results, count = output_values(gm.graph), signature.forward_count
     outputs: dict[fx.Node, int] = {}
-    for i, node in enumerate(forward):
+    for i, node in enumerate(results[:count]):
         if isinstance(node, fx.Node):
             outputs.setdefault(node, i)
     kept = {owner[value] for value in read_by_backward(gm)}
-    kept |= {owner[node] for node in results[len(forward) :] if isinstance(node, fx.Node)}
+    kept |= {owner[node] for node in results[count:] if isinstance(node, fx.Node)}
     return Memory(owner, primals, outputs, frozenset(kept))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -111,16 +110,12 @@ def state_of_flat(  # noqa: PLR0913 - what a `CaptureState` is made of
     )
 
 
-@dataclass
 class _Fakes:
     """Makes leaves of the inputs of one function."""
 
-    function: str
-    given: Any
-    dynamic: Dynamic
-
-    def __post_init__(self) -> None:
-        self.mode = self.given or new_fake_mode(bool(self.dynamic))
+    def __init__(self, function: str, given: Any, dynamic: Dynamic) -> None:
+        self.function, self.given, self.dynamic = function, given, dynamic
+        self.mode = given or new_fake_mode(bool(dynamic))
         self._first: dict[int, int] = {}
 
     def leaf(self, index: int, value: Any, name: str, kind: PrimalKind) -> Leaf:

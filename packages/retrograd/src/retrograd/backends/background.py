@@ -1,7 +1,7 @@
 """Compile on another thread, while calls run as eager runs them.
 
-In: something to compile, and how long to wait for it. Out: `Later`, which holds the code once it is there.
-One thread compiles, in the order of asking; Inductor's own worker processes do most of the work.
+In: something to compile, and how long to wait for it. Out: a future, whose code may run once it is taken. One
+thread compiles, in the order of asking; Inductor's own worker processes do most of the work.
 """
 
 from __future__ import annotations
@@ -16,58 +16,43 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from retrograd.backends.base import Boxed
 from retrograd.process import ForkSafeLock
 
+#: code, or what went wrong while it was compiled.
+Later = Future[Boxed]
 
-class Later:
-    """Code that may not be there yet.
-
-    Attributes:
-        code: the code, if it was there in time, or once a step border has been passed since.
-        error: why there will be none.
-    """
-
-    def __init__(self, future: Future[Boxed]) -> None:
-        self.future = future
-        self.code: Boxed | None = None
-        self.error: BaseException | None = None
-
-    def take(self) -> None:
-        """Take the code, or what went wrong."""
-        self.error = self.future.exception()
-        if self.error is None:
-            self.code = self.future.result()
-
-
-#: what has begun and was not taken yet.
+#: what has begun and was not taken yet; what was taken.
 pending: weakref.WeakSet[Later] = weakref.WeakSet()
+_taken: weakref.WeakSet[Later] = weakref.WeakSet()
 _lock = ForkSafeLock()
 
 
 def begin(compile: Callable[[], Boxed], seconds: float) -> Later:
-    """Compile on another thread, and wait for it for at most `seconds`."""
-    later = Later(_thread().submit(contextvars.copy_context().run, compile))
-    if seconds and wait([later.future], seconds).done:
-        later.take()
-        if later.error is not None:
-            raise later.error
-        return later
+    """Compile on another thread, and wait for it for at most `seconds`. What is there in time is taken."""
+    later = _thread().submit(contextvars.copy_context().run, compile)
+    in_time = bool(seconds and wait([later], seconds).done)
+    if in_time:
+        later.result()
     with _lock:
-        pending.add(later)
+        (_taken if in_time else pending).add(later)
     return later
 
 
+def is_taken(later: Later) -> bool:
+    """Whether the code was there in time, or a backward has begun since: it may run."""
+    return later in _taken
+
+
 def take_finished() -> None:
-    """A backward begins: what is finished becomes code. Within one backward, segments do not change."""
+    """A backward begins: what is finished is taken. Within one backward, segments do not change."""
     with _lock:
-        finished = [later for later in pending if later.future.done()]
-        for later in finished:
-            later.take()
+        for later in [later for later in pending if later.done()]:
             pending.remove(later)
+            _taken.add(later)
 
 
 def wait_for_all(timeout: float | None = None) -> bool:
     """Wait until everything that has begun is finished, for at most `timeout` seconds; whether it is."""
     with _lock:
-        futures = [later.future for later in pending]
+        futures = list(pending)
     return not wait(futures, timeout).not_done
 
 

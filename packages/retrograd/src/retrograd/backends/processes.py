@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import json
 import os
 import signal
@@ -212,24 +211,19 @@ def _compile(job: bytes, future: Future[None], connection: Connection) -> None:
         raise
 
 
-#: held while processes are started or ended.
+#: those of this process, if there are any; and what is held while they are started or ended.
+_now: _Processes | None = None
 _changing = ForkSafeLock()
-
-
-@functools.cache
-def _all() -> dict[str, _Processes]:
-    """Those of this process, if there are any."""
-    atexit.register(stop)
-    return {}
 
 
 def boot() -> None:
     """Graphs may be announced in some seconds: have processes start, where there are processors enough."""
+    global _now
     count = how_many()
     with _changing:
-        if count and "now" not in _all():
+        if count and _now is None:
             try:
-                _all()["now"] = _Processes(count)
+                _now = _Processes(count)
             except OSError as error:
                 _log.info("no other process compiles: %s", first_line(error))
 
@@ -245,13 +239,11 @@ def start() -> None:
         _log.info("no other process compiles: %s", first_line(error))
         return
     with _changing:
-        now = _all().get("now")
-        if now is not None and (not now.is_usable or now.settings not in (None, settings)):
+        if _now is not None and (not _now.is_usable or _now.settings not in (None, settings)):
             stop()
         boot()
-        now = _all().get("now")
-        if now is not None and now.settings is None:
-            now.start(settings)
+        if _now is not None and _now.settings is None:
+            _now.start(settings)
 
 
 def how_many() -> int:
@@ -261,38 +253,38 @@ def how_many() -> int:
     return min(MOST, compile_threads() // WORKERS_EACH)
 
 
+@atexit.register
 @forgotten_by_reset
 def stop() -> None:
     """End all processes."""
+    global _now
     with _changing:
-        while _all():
-            _all().popitem()[1].stop()
+        ended, _now = _now, None
+        if ended is not None:
+            ended.stop()
 
 
 def announce(gm: fx.GraphModule, inputs: Sequence[Any], half: Half, settings: Mapping[str, Any]) -> None:
     """This process will soon compile `gm`: another one may begin."""
-    now = _all().get("now")
-    if now is None:
-        return
     try:
-        now.announce(job_of(gm, inputs, half, settings), settings)
+        if (now := _now) is not None:
+            now.announce(job_of(gm, inputs, half, settings), settings)
     except Exception as error:
         _log.info("a graph is not sent to another process: %s", first_line(error))
 
 
 def wait_for(gm: fx.GraphModule, inputs: Sequence[Any], half: Half, settings: Mapping[str, Any]) -> None:
     """Wait until another process is done with `gm`, if one has begun."""
-    now = _all().get("now")
-    if now is None or not now.has_announced:
-        return
-    with contextlib.suppress(Exception):  # what cannot be written was not announced
-        now.wait_for(job_of(gm, inputs, half, settings))
+    if (now := _now) is not None and now.has_announced:
+        with contextlib.suppress(Exception):  # what cannot be written was not announced
+            now.wait_for(job_of(gm, inputs, half, settings))
 
 
 def _after_fork() -> None:
-    for processes in _all().values():
-        processes.abandon()
-    _all.cache_clear()
+    global _now
+    if _now is not None:
+        _now.abandon()
+    _now = None
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -109,53 +109,38 @@ class CustomBackend(Backend):
                 f"backend {self.name!r} returned {type(compiled).__name__}, "
                 "expected a callable that runs the graph"
             )
-        if getattr(compiled, "_boxed_call", False):
-            return _Checked(self.name, compiled, expected)
+        is_boxed, is_proven = bool(getattr(compiled, "_boxed_call", False)), False
 
         def run(args: list[Any]) -> Sequence[Any]:
-            values = tuple(args)
-            args.clear()
-            result = compiled(*values)
-            return result if isinstance(result, (tuple, list)) else (result,)
+            nonlocal is_proven
+            if is_boxed:
+                results = compiled(args)
+            else:
+                values = tuple(args)
+                args.clear()
+                result = compiled(*values)
+                results = result if isinstance(result, (tuple, list)) else (result,)
+            if not is_proven:
+                self._check(results, expected)
+                is_proven = True
+            return results
 
-        return _Checked(self.name, run, expected)
+        return run
 
-
-class _Checked:
-    """A user's code, whose results are looked at when it runs for the first time.
-
-    Args:
-        name: of the backend.
-        run: the code.
-        expected: what `_described` says of each result that was traced.
-    """
-
-    def __init__(self, name: str, run: Boxed, expected: Sequence[Any]) -> None:
-        self._name, self._run, self._expected = name, run, expected
-        self._is_proven = False
-
-    def __call__(self, args: list[Any]) -> Sequence[Any]:
-        """Run it.
+    def _check(self, results: Sequence[Any], expected: Sequence[Any]) -> None:
+        """Look at the results of a first run.
 
         Raises:
             BackendError: it gave another number of results, or results of another shape or dtype.
         """
-        results = self._run(args)
-        if not self._is_proven:
-            self._check(results)
-            self._is_proven = True
-        return results
-
-    def _check(self, results: Sequence[Any]) -> None:
         found = [_described(result) for result in results]
-        if len(found) != len(self._expected):
+        if len(found) != len(expected):
             raise BackendError(
-                f"code of backend {self._name!r} returned {len(found)} results, "
-                f"expected {len(self._expected)}"
+                f"code of backend {self.name!r} returned {len(found)} results, expected {len(expected)}"
             )
-        for i, (one, wanted) in enumerate(zip(found, self._expected, strict=True)):
+        for i, (one, wanted) in enumerate(zip(found, expected, strict=True)):
             if wanted is not None and one != wanted:
-                raise BackendError(f"result {i} of backend {self._name!r} is {one}, expected {wanted}")
+                raise BackendError(f"result {i} of backend {self.name!r} is {one}, expected {wanted}")
 
 
 def _described(value: Any) -> str | None:

@@ -99,7 +99,8 @@ def _of_call(node: fx.Node) -> str | None:
 
 def _why_not_random(node: fx.Node) -> str | None:
     """What speaks against random numbers in a recording. It counts on the device's own generator, whose state
-    each replay takes up and moves on; fused attention hands that state out as a value."""
+    each replay takes up and moves on. Fused attention hands that state out as a value: in a recording it lies
+    on the device, and a backward that is not recorded reads it on the host."""
     if node.kwargs.get("generator") is not None:
         return "it draws random numbers from a generator of its own"
     drops_out = any(argument.name == "dropout_p" for argument in schema_of(node.target).arguments)
@@ -163,8 +164,9 @@ class SharedMemory:
 
 #: calls that run as they are before one is recorded: they compile, choose kernels and make workspaces.
 WARM_UPS = 2
-#: recordings that are held, the ones used last.
-MOST_RECORDINGS = 2
+#: recordings that are held, the ones used last: of a function whose results take much memory, and of others.
+MOST_LARGE, MOST_RECORDINGS = 2, 4
+MUCH = 2**26
 #: recordings that are made before no more are.
 MOST_MADE = 12
 
@@ -174,8 +176,7 @@ class Values:
     """What is known of a function's inputs and results.
 
     Attributes:
-        kept: places of results that may stay in the recording's memory. Of such a function one recording is
-            held.
+        kept: places of results that may stay in the recording's memory.
         loose: places of inputs that may have other strides in another call; those of others must not change.
         held: bytes of the results.
     """
@@ -205,7 +206,7 @@ class GraphedCall:
     ) -> None:
         self._fn, self._recorder, self._device = fn, recorder, device
         self._kept, self._loose, self._tell = frozenset(values.kept), tuple(values.loose), tell
-        self._most = 1 if self._kept else MOST_RECORDINGS
+        self._most = MOST_LARGE if values.held > MUCH else MOST_RECORDINGS
         self._history, self._memory = AddressHistory(values.held), memory or SharedMemory()
         self._lock = ForkSafeLock()
         self._told: set[Reason] = set()

@@ -68,7 +68,9 @@ class GraphFunction:
         self._inner = [i for i, item in enumerate(inputs) if _may_have_history(item)]
         with traced_in(self._mode):
             self._state = state_of_graph(gm, inputs, self._module, self._mode, config)
-            self._guard_duplicates(inputs)
+            for item, leaf in zip(inputs, self._state.leaves[self._offset :], strict=True):
+                if leaf.same_as is not None and leaf.same_as >= self._offset:
+                    guard_same(inputs[leaf.same_as - self._offset], item)
             code = self._compiled(self._state)
         # If an input is changed in place, inputs must keep sharing memory as they did. Dynamo does not guard
         # that: its ``StorageOverlap`` compares offsets only.
@@ -102,11 +104,6 @@ class GraphFunction:
         """Run the graph itself. Function modes and classes are off: Dynamo has traced their effect."""
         with torch_functions_off():
             return self._gm(*args)
-
-    def _guard_duplicates(self, inputs: Sequence[GraphInput]) -> None:
-        for item, leaf in zip(inputs, self._state.leaves[self._offset :], strict=True):
-            if leaf.same_as is not None and leaf.same_as >= self._offset:
-                guard_same(inputs[leaf.same_as - self._offset], item)
 
     def _leafness(self, args: Sequence[Any]) -> tuple[bool, ...]:
         """Which inputs are leaves. Eager's order depends on it, and Dynamo does not guard it."""

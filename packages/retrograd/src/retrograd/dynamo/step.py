@@ -64,13 +64,6 @@ class StepReport:
         lowerings = sum(len(backward.lowerings) for backward in self.pieces.backwards)
         return len(self.pieces.graphs) + len(self.pieces.backwards) + lowerings
 
-    def called(self, is_compiled: bool) -> None:
-        """A call begins."""
-        if is_compiled:
-            self.compiled += 1
-        else:
-            self.eager += 1
-
     def __str__(self) -> str:
         parts = [f"step {self.name}: {self.compiled} calls compiled, {self.eager} eager"]
         parts += [f"{what}: runs as it is; traced, it would round otherwise" for what in self.left_to_python]
@@ -133,7 +126,8 @@ class CompiledStep:
             leave(self)
 
     def _run(self, run: Callable[..., Any], args: Any, kwargs: Any, is_compiled: bool) -> Any:
-        self._report.called(is_compiled)
+        self._report.compiled += is_compiled
+        self._report.eager += not is_compiled
         with self._pace.timed(is_compiled, lambda: self._report.compilations):
             result = run(*args, **kwargs)
         self._report.aside = self._pace.aside
@@ -223,16 +217,7 @@ def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
         ...     opt.step()
         ...     return loss
     """
-    config = Config(
-        backend=backend,
-        dynamic=dynamic,
-        strict=strict,
-        recompile_limit=recompile_limit,
-        regions=regions,
-        cudagraphs=cudagraphs,
-        compile_timeout=compile_timeout,
-        stock_dynamo=stock_dynamo,
-    )
+    config = Config(**{name: value for name, value in locals().items() if name != "step"})
     find_backend(backend)
     check_supported()
     if step is None:

@@ -1,13 +1,14 @@
 """Compile a graph in parts: each different one once.
 
-In: an ATen graph, its example inputs, and a function that compiles one. Out: a boxed callable, in
-straight-line Python: a value is let go before the call that reads it last, which then has the only reference.
+In: an ATen graph, its example inputs, and a function that compiles one. Out: a `Division`; a boxed callable,
+in straight-line Python: a value is let go before the call that reads it last, which then has the only
+reference.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -26,92 +27,63 @@ CompilePart = Callable[[fx.GraphModule, Sequence[Any], int | None], Boxed]
 CALLS_PER_NODE = 3
 
 
-def compile_in_regions(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    compile_part: CompilePart,
-    least: int,
-    visible: int | None,
-    copies: int = 2,
-) -> Boxed:
-    """Compile `gm`, which stays as it is.
+class Division:
+    """A graph, which stays as it is, and the parts in which it is compiled.
 
     Args:
         gm: a functional ATen graph that returns a tuple; ``meta["val"]`` of its nodes are example values.
         inputs: fakes of its inputs.
-        compile_part: compiles the whole, if nothing in it repeats itself, or each different part of it.
         least: calls that a part that repeats has at least; 0: the graph is not divided.
         visible: how many results, from the first, must have the strides that they were traced with; None:
-            `compile_part` knows.
+            who compiles knows.
         copies: of a part that repeats, at least.
-    """
-    parts, symbols = _divided(gm, inputs, least, visible, copies)
-    if not parts:
-        return compile_part(gm, inputs, visible)
-    codes = {key: compile_part(*graph) for key, graph in _graphs(gm, parts, symbols).items()}
-    steps = []
-    for part in parts:
-        reads = (*part.inputs, *(symbols.sources[name] for name in symbols.missing[part]))
-        steps.append(_Step(codes[part.key], reads, part.outputs))
-    counters["region_compiles"] += len(codes)
-    counters["region_calls"] += len(steps)
-    return _straight_line(gm, symbols.sizes, steps)
-
-
-def graphs_in_regions(
-    gm: fx.GraphModule, inputs: Sequence[Any], least: int, visible: int | None, copies: int = 2
-) -> Iterable[ToCompile]:
-    """What `compile_in_regions` has compiled, in that order."""
-    parts, symbols = _divided(gm, inputs, least, visible, copies)
-    return _graphs(gm, parts, symbols).values() if parts else [(gm, inputs, visible)]
-
-
-def _divided(
-    gm: fx.GraphModule, inputs: Sequence[Any], least: int, visible: int | None, copies: int
-) -> tuple[Sequence[Outline], _Symbols]:
-    """The parts, none if the graph is compiled as a whole, and their symbols."""
-    parts = divided(gm.graph, least, visible, copies) if least else []
-    symbols = _Symbols(gm, inputs, parts)
-    return ([] if symbols.is_any_hidden else parts), symbols
-
-
-def _graphs(gm: fx.GraphModule, parts: Sequence[Outline], symbols: _Symbols) -> Mapping[Hashable, ToCompile]:
-    """The different graphs among the parts, by their keys."""
-    graphs: dict[Hashable, ToCompile] = {}
-    for part in parts:
-        if part.key not in graphs:
-            sizes = [symbols.values[name] for name in symbols.missing[part]]
-            examples = [*(node.meta["val"] for node in part.inputs), *sizes]
-            graphs[part.key] = graph_of(gm, part, sizes), examples, part.pinned
-    return graphs
-
-
-class _Symbols:
-    """Symbols in the sizes of parts that no input of the part has as a size: they are inputs of their own.
 
     Attributes:
-        missing: by part, their names.
-        sources, values: by symbol, what it is read as (a placeholder, or its name), and the symbolic integer.
-        sizes: those that are sizes of placeholders: name, placeholder and dimension.
-        is_any_hidden: whether one is a size of no input of the whole either, so that nobody could read it.
+        inputs: as given.
+        graphs: what is to be compiled: each different part, or the whole, if nothing in it repeats itself.
     """
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], parts: Sequence[Outline]) -> None:
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        places = places_of_symbols(inputs)
+    def __init__(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], least: int, visible: int | None, copies: int = 2
+    ) -> None:
+        parts = divided(gm.graph, least, visible, copies) if least else []
+        placeholders, places = gm.graph.find_nodes(op="placeholder"), places_of_symbols(inputs)
         is_symbolic = any(map(symbols_in, inputs))
-        self.missing = {part: sorted(_missing(part)) if is_symbolic else [] for part in parts}
-        wanted = {name for names in self.missing.values() for name in names}
-        self.is_any_hidden = not wanted <= places.keys()
-        self.sources: dict[str, Hashable] = {}
-        self.values: dict[str, Any] = {}
-        self.sizes: list[tuple[str, fx.Node, int]] = []
-        for name in sorted(wanted & places.keys()):
+        #: by part, symbols that no input of it has as a size: they are inputs of their own.
+        missing = {part: sorted(_missing(part)) if is_symbolic else [] for part in parts}
+        wanted = sorted({name for names in missing.values() for name in names})
+        if not places.keys() >= set(wanted):  # nobody could read one that is a size of no input of the whole
+            parts, wanted = [], []
+        self._gm, self._parts, self._missing, self.inputs = gm, parts, missing, inputs
+        #: by symbol, what it is read as: a placeholder, or its name; these are sizes of placeholders.
+        self._sources: dict[str, Hashable] = {}
+        self._sizes: list[tuple[str, fx.Node, int]] = []
+        values: dict[str, Any] = {}
+        for name in wanted:
             place, dim = places[name]
-            self.sources[name] = placeholders[place] if dim is None else name
-            self.values[name] = inputs[place] if dim is None else inputs[place].shape[dim]
+            self._sources[name] = placeholders[place] if dim is None else name
+            values[name] = inputs[place] if dim is None else inputs[place].shape[dim]
             if dim is not None:
-                self.sizes.append((name, placeholders[place], dim))
+                self._sizes.append((name, placeholders[place], dim))
+        self.graphs: dict[Hashable, ToCompile] = {} if parts else {None: (gm, inputs, visible)}
+        for part in parts:
+            if part.key not in self.graphs:
+                sizes = [values[name] for name in missing[part]]
+                examples = [*(node.meta["val"] for node in part.inputs), *sizes]
+                self.graphs[part.key] = graph_of(gm, part, sizes), examples, part.pinned
+
+    def code(self, compile_part: CompilePart) -> Boxed:
+        """What runs the graph, of what `compile_part` makes of each of `graphs`."""
+        codes = {key: compile_part(*graph) for key, graph in self.graphs.items()}
+        if not self._parts:
+            return codes[None]
+        steps = []
+        for part in self._parts:
+            reads = (*part.inputs, *(self._sources[name] for name in self._missing[part]))
+            steps.append(_Step(codes[part.key], reads, part.outputs))
+        counters["region_compiles"] += len(codes)
+        counters["region_calls"] += len(steps)
+        return _straight_line(self._gm, self._sizes, steps)
 
 
 def _missing(part: Outline) -> frozenset[str]:

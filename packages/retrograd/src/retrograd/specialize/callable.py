@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,13 +25,7 @@ from retrograd.errors import (
 )
 from retrograd.process import ForkSafeLock
 from retrograd.report import MOST_FAILURES, Report, reason_of, why_failed
-
-
-class Guard(Protocol):
-    """What must hold for a variant to be used."""
-
-    def fits(self, values: Sequence[Any]) -> bool:
-        """Whether it holds for `values`."""
+from retrograd.specialize.guard import CallGuard
 
 
 @dataclass(eq=False)
@@ -45,7 +39,7 @@ class Variant:
         used: when it was used last, on the clock of its cache.
     """
 
-    guard: Guard | None
+    guard: CallGuard | None
     run: Callable[[Sequence[Any]], Any] | None
     reason: Reason | None = None
     failures: int = 0

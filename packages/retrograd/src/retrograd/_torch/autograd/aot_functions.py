@@ -7,6 +7,7 @@ with the reason why this backward is better left to the function itself. Read fr
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -136,7 +137,8 @@ def _tangents(metadata: Any) -> tuple[Tangent, ...]:
     slots = _slots_with_tangent(metadata)
     if len(slots) != len(metas):
         raise Refusal("not-inlined", f"it takes {len(metas)} tangents, {len(slots)} outputs have one")
-    return tuple(Tangent(slot, _leaves(meta), _reader(meta)) for slot, meta in zip(slots, metas, strict=True))
+    pairs = zip(slots, metas, strict=True)
+    return tuple(Tangent(slot, _leaves(meta), functools.partial(_read_tangent, meta)) for slot, meta in pairs)
 
 
 def _slots_with_tangent(metadata: Any) -> list[int]:
@@ -163,12 +165,9 @@ def _leaves(meta: Any) -> int:
     return 1 if inner is None else sum(map(_leaves, inner.values()))
 
 
-def _reader(meta: Any) -> Callable[[Any], list[Any]]:
-    def read_tangent(grad: Any) -> list[Any]:
-        leaves: list[Any] = runtime_wrappers.AOTDispatchAutograd.process_runtime_tangent(grad, meta)[1]
-        return leaves
-
-    return read_tangent
+def _read_tangent(meta: Any, grad: Any) -> list[Any]:
+    leaves: list[Any] = runtime_wrappers.AOTDispatchAutograd.process_runtime_tangent(grad, meta)[1]
+    return leaves
 
 
 # gradients

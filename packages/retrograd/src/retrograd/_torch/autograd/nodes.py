@@ -16,10 +16,11 @@ import ctypes
 import functools
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import fx
 from torch.autograd.graph import GradientEdge
 
 from retrograd._torch.autograd.collection import run_stock, window
@@ -48,21 +49,18 @@ def _is(saved: Any, hook: Callable[..., Any], packed: Any) -> bool:
     return is_one and saved.unpack_hook is hook and saved.data is packed
 
 
-Key = TypeVar("Key", bound=Hashable)
+class Versions:
+    """The versions of tensors at one time, by the nodes that stand for them."""
 
-
-class Versions(Generic[Key]):
-    """The versions of tensors at one time."""
-
-    def __init__(self, versions: Iterable[tuple[Key, int | None]]) -> None:
+    def __init__(self, versions: Iterable[tuple[fx.Node, int | None]]) -> None:
         self._versions = {key: version for key, version in versions if version is not None}
 
-    def renamed(self, names: Iterable[tuple[Key, Key]]) -> Versions[Key]:
+    def renamed(self, names: Iterable[tuple[fx.Node, fx.Node]]) -> Versions:
         """The same versions under other keys, given as (old, new); keys without a new one are dropped."""
         return Versions((new, self._versions.get(old)) for old, new in names)
 
     @without_torch_functions
-    def changed(self, keys: Iterable[Key], tensors: Mapping[Key, Any]) -> dict[Key, str]:
+    def changed(self, keys: Iterable[fx.Node], tensors: Mapping[fx.Node, Any]) -> dict[fx.Node, str]:
         """Of `keys`, those whose tensor was changed in place since, with eager's error text."""
         return {
             key: modified_error(tensors[key], self._versions[key])

@@ -111,14 +111,13 @@ class EngineProtocol:
         values = self._recorder.begin(len(inputs), len(sizes), len(scalars))
         if not sizes and not scalars:
             return "0", [self._stand_in(value) for value in values[0]], [], []
-        symbols = _Symbols()
-        fake_sizes = [symbols.integer(size) for size in sizes]
-        fake_scalars = [symbols.number(scalar) for scalar in scalars]
-        for fake, value in zip([*fake_sizes, *fake_scalars], [*values[1], *values[2]], strict=True):
-            self._symbols[_symbol(fake)] = value
+        numbers, env = _symbolic([*sizes, *scalars])
+        for number, value in zip(numbers, [*values[1], *values[2]], strict=True):
+            self._symbols[_symbol(number)] = value
         # The engine makes zeros of a symbolic size for an undefined gradient of a custom Function.
-        self._modes.enter_context(symbols.fake_mode())
-        return "0", [self._stand_in(value) for value in values[0]], fake_sizes, fake_scalars
+        self._modes.enter_context(FakeTensorMode(shape_env=env, allow_non_fake_inputs=True))
+        stand_ins = [self._stand_in(value) for value in values[0]]
+        return "0", stand_ins, numbers[: len(sizes)], numbers[len(sizes) :]
 
     def set_node_origin(self, name: str, index: int, function: Any) -> None:
         self._raise_failure()
@@ -263,34 +262,21 @@ def _symbol(number: Any) -> Any:
     return number.node.expr
 
 
-class _Symbols:
+def _symbolic(numbers: Sequence[Any]) -> tuple[list[Any], ShapeEnv]:
     """Symbolic numbers that the engine passes on in place of lifted sizes and scalars.
 
     They have hints: a few C++ checks compare sizes while the engine walks, and must get an answer. The
     guards that such a check would leave are of no use here; segments are guarded when they are lowered.
     """
-
-    def __init__(self) -> None:
-        self._env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
-        self._count = 0
-
-    def integer(self, value: int) -> torch.SymInt | int:
-        return self._env.create_unspecified_symint_and_symbol(value, self._source(), DimDynamic.DYNAMIC)
-
-    def number(self, value: float) -> torch.SymInt | torch.SymFloat | float:
-        if isinstance(value, int):
-            return self.integer(value)
-        source = self._source()
-        symbol = self._env.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
-        return self._env.create_symfloatnode(symbol, hint=value, source=source)
-
-    def fake_mode(self) -> FakeTensorMode:
-        """A mode in which a tensor of symbolic size can be made."""
-        return FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
-
-    def _source(self) -> LocalSource:
-        self._count += 1
-        return LocalSource(f"lifted_{self._count}")
+    env, made = ShapeEnv(specialize_zero_one=False, duck_shape=False), list[Any]()
+    for i, number in enumerate(numbers):
+        source = LocalSource(f"lifted_{i}")
+        if isinstance(number, int):
+            made.append(env.create_unspecified_symint_and_symbol(number, source, DimDynamic.DYNAMIC))
+        else:
+            symbol = env.create_unspecified_symbol(number, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+            made.append(env.create_symfloatnode(symbol, hint=number, source=source))
+    return made, env
 
 
 #: names under which C++ autograd functions that are not traceable were bound.

@@ -142,10 +142,8 @@ def _differentiate(
         create_graph=True,
         allow_unused=True,
     )
-    result: list[torch.Tensor | None] = [None] * len(values)
-    for i, grad in zip(wanted, found, strict=True):
-        result[i] = grad
-    return tuple(result)
+    gradients = dict(zip(wanted, found, strict=True))
+    return tuple(gradients.get(i) for i in range(len(values)))
 
 
 def _is_repeatable(graph: fx.GraphModule, metadata: Any, n_inputs: int) -> bool:

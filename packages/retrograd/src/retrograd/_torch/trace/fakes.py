@@ -353,8 +353,5 @@ def shown(tree: Tree, names: Mapping[str, str]) -> int | str:
     """The tree for people; symbols by other names, which do not depend on the process."""
     if type(tree) is int:
         return tree
-    return str(
-        decoded(
-            tree, {name: sympy.Symbol(short, integer=True, positive=True) for name, short in names.items()}
-        )
-    )
+    short = {name: sympy.Symbol(new, integer=True, positive=True) for name, new in names.items()}
+    return str(decoded(tree, short))

@@ -50,9 +50,14 @@ class InputGuard:
         ]
         self._are_all_tensors = len(self._tensors) == len(args)
         unique = [args[i] for i in self._tensors]
-        sizes = [_open(args[i].shape, symbolic.get(i)) for i in self._tensors]
+        sizes = [
+            [None if d in symbolic.get(i, ()) else size for d, size in enumerate(args[i].shape)]
+            for i in self._tensors
+        ]
+        # The shape environment guards only strides that were not static in the trace.
         fakes = dict(zip(fed, example_inputs, strict=True))
-        strides = [_open_strides(fakes.get(i, args[i])) for i in self._tensors]
+        laid_out = [fakes.get(i, args[i]).stride() for i in self._tensors]
+        strides = [[None if _is_open(stride) else int(stride) for stride in one] for one in laid_out]
         self._guards = TensorGuards(
             *unique,
             dynamic_dims_sizes=sizes,  # type: ignore[arg-type]
@@ -154,15 +159,6 @@ def _sizes(value: Any) -> tuple[int, ...] | None:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape)
     return (value,) if type(value) is int else None
-
-
-def _open(sizes: Sequence[int], dims: frozenset[int] | None) -> list[Any]:
-    return [None if dims and d in dims else size for d, size in enumerate(sizes)]
-
-
-def _open_strides(fake: torch.Tensor) -> list[Any]:
-    """The strides that were static in the trace; the shape environment guards only those that were not."""
-    return [None if _is_open(stride) else int(stride) for stride in fake.stride()]
 
 
 def _describe(value: Any) -> str:

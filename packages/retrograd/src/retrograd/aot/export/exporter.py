@@ -190,11 +190,9 @@ def _loss(joint: JointValues, names: dict[int, str], given: str | None) -> tuple
     if given in scalars:
         return scalars[given], given
     known = ", ".join(scalars) or "none"
-    found = (
-        f"{given!r} is no differentiable scalar output"
-        if given
-        else f"{len(scalars)} outputs could be the loss"
-    )
+    found = f"{len(scalars)} outputs could be the loss"
+    if given:
+        found = f"{given!r} is no differentiable scalar output"
     raise ExportError.because(
         "loss",
         f"{found} of {joint.state.name}; there are: {known}",

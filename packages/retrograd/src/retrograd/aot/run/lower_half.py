@@ -14,14 +14,14 @@ from torch import fx
 
 from retrograd._torch.state import autocast_off
 from retrograd._torch.trace import decomposed, guard_count
-from retrograd.backends.background import Later, begin
+from retrograd.backends.background import Later, begin, is_taken
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.fallible import compile_fallible
 from retrograd.config import Config
 from retrograd.errors import Reason
 from retrograd.events import counters
 from retrograd.graph.joint_graph import CaptureState
-from retrograd.repeats.compile import CALLS_PER_NODE, compile_in_regions, graphs_in_regions
+from retrograd.repeats.compile import CALLS_PER_NODE, Division
 
 
 @autocast_off()
@@ -31,17 +31,17 @@ def lower(
     state: CaptureState,
     half: Half,
     config: Config,
-    example_inputs: Sequence[Any] | None = None,
+    given: Sequence[Any] | Division | None = None,
 ) -> Boxed:
     """Compile `gm`, after the decompositions that the backend asks for unless `capture` applied them.
-    Repeated structure is compiled once, where `config` says so and the backend takes parts of graphs."""
-    inputs = example_inputs or [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+    Repeated structure is compiled once, where `config` says so and the backend takes parts of graphs.
+    `given` are example inputs, or what `announce` gave for the same."""
+    division = given if isinstance(given, Division) else None
+    inputs = given.inputs if isinstance(given, Division) else given or _examples(gm)
     table = backend.decompositions()
     if table and not state.decompositions:
         gm = decomposed(gm, inputs, state.fake_mode, table)
     counters["aot_compiles"] += 1
-    least = config.smallest_repeat * CALLS_PER_NODE if backend.takes_parts else 0
-
     for_parts = backend.for_parts_of(gm, half)
 
     def compile_part(part: fx.GraphModule, examples: Sequence[Any], visible: int | None) -> Boxed:
@@ -49,26 +49,38 @@ def lower(
         return compile_fallible(how, part, examples, replace(half, visible=visible), strict=config.strict)
 
     def compile_graph() -> Boxed:
-        return compile_in_regions(gm, inputs, compile_part, least, half.visible, config.fewest_copies)
+        return (division or _divided(backend, gm, inputs, half, config)).code(compile_part)
 
     if config.patience is None:
         return compile_graph()
     later = begin(compile_graph, config.patience)
-    if later.code is not None:
-        return later.code
-    return LateCode(later, lambda: guard_count(state.fake_mode))
+    return later.result() if is_taken(later) else LateCode(later, lambda: guard_count(state.fake_mode))
 
 
-def announce(backend: Backend, gm: fx.GraphModule, state: CaptureState, half: Half, config: Config) -> None:
-    """Tell the backend of the graphs that `lower` will have it compile."""
+def announce(
+    backend: Backend, gm: fx.GraphModule, state: CaptureState, half: Half, config: Config
+) -> Division | None:
+    """Tell the backend of the graphs that `lower` will have it compile, and give them; None if decompositions
+    come before."""
     if backend.decompositions() and not state.decompositions:
-        return
-    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    least = config.smallest_repeat * CALLS_PER_NODE if backend.takes_parts else 0
+        return None
     for_parts = backend.for_parts_of(gm, half)
-    for part, examples, visible in graphs_in_regions(gm, inputs, least, half.visible, config.fewest_copies):
+    division = _divided(backend, gm, _examples(gm), half, config)
+    for part, examples, visible in division.graphs.values():
         how = backend if part is gm else for_parts
         how.announce(part, examples, replace(half, visible=visible))
+    return division
+
+
+def _examples(gm: fx.GraphModule) -> list[Any]:
+    return [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+
+
+def _divided(
+    backend: Backend, gm: fx.GraphModule, inputs: Sequence[Any], half: Half, config: Config
+) -> Division:
+    least = config.smallest_repeat * CALLS_PER_NODE if backend.takes_parts else 0
+    return Division(gm, inputs, least, half.visible, config.fewest_copies)
 
 
 class LateCode:
@@ -86,11 +98,11 @@ class LateCode:
     @property
     def is_ready(self) -> bool:
         """Whether it may be called, if only to say why it cannot run."""
-        return self._later.future.done() and self._guards() == self._guards_then
+        return self._later.done() and self._guards() == self._guards_then
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run it."""
-        return self._later.future.result()(args)
+        return self._later.result()(args)
 
 
 def is_ready(code: Boxed) -> bool:

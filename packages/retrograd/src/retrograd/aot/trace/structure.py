@@ -123,7 +123,11 @@ class _Division:
                 for edge in self._crossing(node):
                     self.boundaries.setdefault(edge, len(self.boundaries))
         regions = self._apart([self._region(nodes) for nodes in members.values()])
-        return _in_order(regions, self._steps(regions), tuple(self.boundaries))
+        steps = self._steps(regions)
+        run = [step.index for step in steps if not step.is_leaf]
+        place = {number: i for i, number in enumerate(run)}  # regions are numbered as they run
+        order = tuple(step if step.is_leaf else BackwardStep(place[step.index]) for step in steps)
+        return Structure(tuple(self.boundaries), tuple(regions[number] for number in run), order)
 
     def _crossing(self, node: int) -> Iterator[Edge]:
         """Edges of the node that lead into another region."""
@@ -214,16 +218,6 @@ def _numbered(region: RegionNodes, shared: Collection[Destination]) -> RegionNod
         sends[place] = replace(there, number=seen[there]) if there in shared else there
         seen[there] += 1
     return replace(region, destinations=tuple(dict.fromkeys(sends.values())), sends=sends)
-
-
-def _in_order(
-    regions: Sequence[RegionNodes], steps: Sequence[BackwardStep], boundaries: tuple[Edge, ...]
-) -> Structure:
-    """Regions numbered as they run."""
-    run = [step.index for step in steps if not step.is_leaf]
-    place = {number: i for i, number in enumerate(run)}
-    order = tuple(step if step.is_leaf else BackwardStep(place[step.index]) for step in steps)
-    return Structure(boundaries, tuple(regions[number] for number in run), order)
 
 
 #: most cuts that are made: each costs a node and a call.

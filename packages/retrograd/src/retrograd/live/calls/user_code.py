@@ -182,7 +182,24 @@ def _call(
 ) -> list[Grad]:
     grads = [_zeros(ctx, i, zeros[i]) if grad is None else grad for i, grad in enumerate(grads)]
     result = BackwardCFunction.apply(given, *grads)
-    return _checked_gradients(ctx, result if type(result) is tuple else (result,), is_tensor)
+    found = result if type(result) is tuple else (result,)
+    expected = len(is_tensor)
+    if len(found) > expected and all(grad is None for grad in found[expected:]):
+        found = found[:expected]
+    if len(found) != expected:
+        raise RuntimeError(
+            f"function {ctx.name()} returned an incorrect number of gradients "
+            f"(expected {expected}, got {len(found)})"
+        )
+    for i, (grad, tensor) in enumerate(zip(found, is_tensor, strict=True)):
+        if grad is not None and not tensor:
+            raise RuntimeError(
+                f"function {ctx.name()} returned a gradient different than None at position {i + 1}, "
+                "but the corresponding forward input was not a Variable"
+            )
+        if grad is not None and not isinstance(grad, torch.Tensor):
+            raise RuntimeError(f"expected Variable or None (got {type(grad).__name__})")
+    return list(found)
 
 
 def _zeros(ctx: Any, slot: int, made: Any) -> Grad:
@@ -193,28 +210,6 @@ def _zeros(ctx: Any, slot: int, made: Any) -> Grad:
         return None
     sizes, dtype, device, layout = made
     return torch.zeros(sizes, dtype=dtype, device=device, layout=layout)
-
-
-def _checked_gradients(ctx: Any, grads: tuple[Any, ...], is_tensor: Sequence[bool]) -> list[Grad]:
-    expected = len(is_tensor)
-    if len(grads) > expected and all(grad is None for grad in grads[expected:]):
-        grads = grads[:expected]
-    if len(grads) != expected:
-        raise RuntimeError(
-            f"function {ctx.name()} returned an incorrect number of gradients "
-            f"(expected {expected}, got {len(grads)})"
-        )
-    for i, (grad, tensor) in enumerate(zip(grads, is_tensor, strict=True)):
-        if grad is None:
-            continue
-        if not tensor:
-            raise RuntimeError(
-                f"function {ctx.name()} returned a gradient different than None at position {i + 1}, "
-                "but the corresponding forward input was not a Variable"
-            )
-        if not isinstance(grad, torch.Tensor):
-            raise RuntimeError(f"expected Variable or None (got {type(grad).__name__})")
-    return list(grads)
 
 
 Grads = tuple[Grad, ...]

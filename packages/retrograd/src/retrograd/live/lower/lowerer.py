@@ -26,7 +26,7 @@ from retrograd._torch.state import (
 )
 from retrograd._torch.subclass import SubclassBorder, is_wrapper
 from retrograd._torch.trace import InputGuard, Traced, changed_sizes, is_not_in_memory, trace
-from retrograd.backends.background import Later, begin
+from retrograd.backends.background import Later, begin, is_taken
 from retrograd.backends.base import Backend, Boxed
 from retrograd.backends.fallible import compile_fallible
 from retrograd.config import Config
@@ -252,10 +252,11 @@ class Lowerer:
     def has_code(self, lowered: Lowered) -> bool:
         """Whether the code is there, also if it was to be compiled in the background."""
         later = lowered.later
-        if later is not None and later.error is not None:
-            self.give_up(first_line(later.error), later.error)
-        elif later is not None and later.code is not None:
-            lowered.run, lowered.later = later.code, None
+        if later is not None and is_taken(later):
+            if (error := later.exception()) is not None:
+                self.give_up(first_line(error), error)
+            else:
+                lowered.run, lowered.later = later.result(), None
         return lowered.later is None
 
     def stop(self, because: str) -> None:
@@ -294,7 +295,7 @@ def _code(how: SegmentFunction, traced: Traced) -> tuple[Boxed, Later | None]:
     patience = how.config.patience
     if patience is not None and not torch.get_deterministic_debug_mode():
         later = begin(compile, patience)
-        return (_not_there, later) if later.code is None else (later.code, None)
+        return (later.result(), None) if is_taken(later) else (_not_there, later)
     with how.log.stage("compile"):
         return compile(), None
 

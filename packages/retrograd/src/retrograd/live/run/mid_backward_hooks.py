@@ -56,14 +56,10 @@ def rest_with_changes(
         if call.kind is CallKind.HOOK and node not in finished and not _same_hooks(node, current.node):
             hook: Any = node.args[0]
             if any(values.get(hook) is one for one in removed):
-                values[hook] = _changes_nothing
+                values[hook] = lambda *_: None
     rest = _Rest(graph, list(values), finished, came)
     hooks = [late.hook for waiting in came.values() for late in waiting]
     return rest.laid_out(), dict(zip(rest.placeholders, [*values.values(), *hooks], strict=True))
-
-
-def _changes_nothing(*_: Any) -> None:
-    """Stands for a hook that was removed."""
 
 
 def _by_node_call(

@@ -253,7 +253,7 @@ def _accumulate(step: Accumulation, dying: frozenset[fx.Node], values: Values) -
 
 
 def _call(
-    step: OpaqueCall, dying: frozenset[fx.Node], values: Values, versions: Versions[fx.Node]
+    step: OpaqueCall, dying: frozenset[fx.Node], values: Values, versions: Versions
 ) -> LeakedModes | None:
     """Run an opaque call; returns the modes that it left switched, if it did."""
     counters["opaque_calls"] += 1

@@ -22,6 +22,7 @@ from retrograd._torch.state import (
     why_interpreted_now,
     without_torch_functions,
 )
+from retrograd.backends.background import is_taken
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_call import graphed
@@ -67,7 +68,7 @@ class SegmentRunner:
     def is_waiting(self) -> bool:
         """Whether it is interpreted for the time being, and will have code."""
         coming = [lowered.later for lowered in self.lowerer.lowered if lowered.later is not None]
-        return self._postponed[1] > 0 or any(later.code is None and later.error is None for later in coming)
+        return self._postponed[1] > 0 or not all(map(is_taken, coming))
 
     @without_torch_functions
     def direct_code(self, args: list[Any]) -> Lowered | None:

@@ -46,7 +46,7 @@ class PlanRun:
     """
 
     values: Values
-    versions: Versions[fx.Node]
+    versions: Versions
     backward: LiveBackward
     changes: HookChanges
     start: int = 0
