@@ -319,7 +319,7 @@ def test_the_recordings_used_last_are_held():
     call, _ = call_of(double, recorder)
     held = [torch.full((2,), float(i)) for i in range(MOST_RECORDINGS)]
     for x in held:
-        for _ in range(WARM_UPS + 1):
+        for _ in range(2**MOST_RECORDINGS):
             call([x])
     made, replays = recorder.records, recorder.replays
     for x in held:
@@ -393,12 +393,21 @@ def test_a_forward_that_is_recorded_anew_frees_what_was_recorded_before():
     assert forward._recordings[0].pool == backward._recordings[0].pool == recorder.made == 2
 
 
+def test_where_inputs_move_without_end_recordings_become_rare():
+    recorder = Recorder()
+    call, _ = call_of(double, recorder)
+    for x in [torch.ones(8) for _ in range(32)]:
+        for _ in range(2):  # each address comes twice
+            assert call([x])[0].tolist() == [2] * 8
+    assert recorder.records <= 6
+
+
 def test_of_what_holds_much_fewer_recordings_are_held(monkeypatch):
     monkeypatch.setattr(graphed_call, "MUCH", 16)
     for held, most in ((16, MOST_RECORDINGS), (17, MOST_LARGE)):
         call, _ = call_of(lambda inputs: [inputs[0] * 2], Recorder(), held=held)
         for x in [torch.ones(8) for _ in range(MOST_RECORDINGS + 1)]:
-            for _ in range(WARM_UPS + 1):
+            for _ in range(2 * 2**MOST_RECORDINGS):
                 call([x])
         assert len(call._recordings) == most
 

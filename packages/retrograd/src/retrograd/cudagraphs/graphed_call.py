@@ -167,7 +167,8 @@ WARM_UPS = 2
 #: recordings that are held, the ones used last: of a function whose results take much memory, and of others.
 MOST_LARGE, MOST_RECORDINGS = 2, 4
 MUCH = 2**26
-#: recordings that are made before no more are.
+#: recordings that are made before no more are. Between one and the next come twice as many calls each time:
+#: where inputs move without end, recording costs more than it saves.
 MOST_MADE = 12
 
 
@@ -211,7 +212,8 @@ class GraphedCall:
         self._lock = ForkSafeLock()
         self._told: set[Reason] = set()
         self._recordings: list[Recorded] = []
-        self._calls = self._made = 0
+        #: calls that no recording fitted, recordings, and the number of the call of the last one
+        self._calls = self._made = self._recorded_at = 0
         self._stream: int | None = None
         self._refused = False
 
@@ -255,7 +257,7 @@ class GraphedCall:
         addresses = [0 if value is None else value.data_ptr() for value in inputs]
         sizes = [0 if value is None else value.nbytes for value in inputs]
         is_again = self._history.note(addresses, sizes)
-        if self._calls <= WARM_UPS or not is_again:
+        if self._calls <= WARM_UPS or self._calls - self._recorded_at < 2**self._made - 1 or not is_again:
             return None
         return self._record(inputs)
 
@@ -305,7 +307,7 @@ class GraphedCall:
         self._stream = stream
         if self._kept:
             memory.pool, memory.stream = pool, stream
-        self._made += 1
+        self._made, self._recorded_at = self._made + 1, self._calls
         counters["cuda_graph_recordings"] += 1
         self._recordings.insert(0, recorded)
         return recorded
