@@ -154,8 +154,7 @@ def aot_pieces_made_with_grad_inside_of_no_grad(p: Probe) -> None:
 
 @scenario(tags=(*TAGS, "no-grad"))
 def aot_views_made_with_grad_inside_of_no_grad(p: Probe) -> None:
-    """Views have the history of the grad mode that they were made in: of a value, and of an input; one in no
-    grad mode shows no history until its base is changed."""
+    """Views of a value and of an input have the history of the grad mode that they were made in."""
     x = p.leaf("x", p.randn(3, requires_grad=True))
 
     def run(a: Tensor) -> tuple[Tensor, ...]:
