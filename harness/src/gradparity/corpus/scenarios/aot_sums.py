@@ -71,8 +71,7 @@ def aot_sum_at_a_returned_value_from_two_outputs(p: Probe) -> None:
 
 @scenario(tags=TAGS)
 def aot_sum_of_two_at_a_returned_value_and_its_use(p: Probe) -> None:
-    """A returned value gets a gradient from the caller, and one by way of each of two other outputs. That of
-    the output which is built last, and goes back first, comes last."""
+    """A returned value gets a gradient from the caller, and one by way of each of two other outputs."""
     x, scale = _inputs(p)
 
     def run(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
