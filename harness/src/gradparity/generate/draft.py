@@ -27,6 +27,8 @@ LONGEST = 1 << 13
 """No tensor has more elements."""
 LARGEST = 1e4
 """No value is larger, so that gradients stay well conditioned."""
+HUBS = 3
+"""So many tensors, the first ones that are made, are taken more often than others where a policy says so."""
 VARIABLE = re.compile(r"[a-z]\d+")
 Wanted = Callable[[torch.Tensor], bool]
 
@@ -36,7 +38,10 @@ class Rejected(Exception):
 
 
 class Draft:
-    """What all scopes of one drawing share: choices, names, definitions, inputs, settings."""
+    """What all scopes of one drawing share: choices, names, definitions, inputs, settings.
+
+    `modules`: the text of each layer that is a parameter; `around`: the head of a with block around the call.
+    """
 
     def __init__(self, chance: Chance, policy: Policy) -> None:
         self.chance, self.policy = chance, policy
@@ -48,6 +53,8 @@ class Draft:
         self.intends: set[str] = set()
         self.scopes: list[Scope] = []
         self.opened: list[Scope] = []
+        self.modules: dict[str, str] = {}
+        self.around = ""
         self.fp64 = self.with_grad = True
         self._taken: dict[str, int] = {}
 
@@ -96,16 +103,18 @@ class Draft:
     def outer(self) -> Scope:
         """A new scope: a function at module level, whose parameters are the inputs."""
         hidden = {name for name in self.env if VARIABLE.fullmatch(name)} - set(self.params)
-        return Scope(self, {name: value for name, value in self.env.items() if name not in hidden})
+        env = {name: value for name, value in self.env.items() if name not in hidden}
+        return Scope(self, env, (self.around,) if self.around else ())
 
 
 class Scope:
-    """A list of statements in the making. `env`: the values of all names seen here. `keen`: in which share of
-    choices the newest tensor is taken, so that statements go on from each other.
+    """A list of statements in the making. `env`: the values of all names seen here. `headers`: of the with
+    blocks in which they run, the outermost first. `keen`: in which share of choices the newest tensor is
+    taken, so that statements go on from each other.
     """
 
-    def __init__(self, draft: Draft, env: dict[str, Any], header: str = "") -> None:
-        self.draft, self.env, self.header = draft, env, header
+    def __init__(self, draft: Draft, env: dict[str, Any], headers: tuple[str, ...] = ()) -> None:
+        self.draft, self.env, self.headers = draft, env, headers
         self.lines: list[str] = []
         self.keen = 0.4
         draft.scopes.append(self)
@@ -120,7 +129,7 @@ class Scope:
         """Executes one statement and keeps it if it went well."""
         before = self.env.copy()
         try:
-            exec(f"{self.header}\n{indent(text, '    ')}" if self.header else text, self.env)
+            exec(self._inside(text), self.env)
         except Exception:
             self._forget(before)
             return False
@@ -133,19 +142,25 @@ class Scope:
         self.lines.append(text)
         return True
 
+    def value(self, text: str) -> Any:
+        """What an expression gives here."""
+        seen = self.env.copy()
+        exec(self._inside(f"found = {text}"), seen)
+        return seen["found"]
+
     def block(self, header: str) -> Scope:
         """A scope whose statements run inside a with block; its names are seen here too."""
-        return Scope(self.draft, self.env, header)
+        return Scope(self.draft, self.env, (*self.headers, header))
 
     def nested(self, params: dict[str, Any]) -> Scope:
         """The inside of a nested function with these parameters; it sees the names of this scope."""
-        return Scope(self.draft, self.env | params)
+        return Scope(self.draft, self.env | params, self.headers)
 
     def close(self, inner: Scope) -> bool:
         """Takes a with block's statements over. False if there are none."""
         self.draft.scopes.remove(inner)
         if inner.lines:
-            self.lines.append(f"{inner.header}\n{indent(chr(10).join(inner.lines), '    ')}")
+            self.lines.append(f"{inner.headers[-1]}\n{indent(chr(10).join(inner.lines), '    ')}")
         return bool(inner.lines)
 
     def close_function(self, inner: Scope, head: str, result: str) -> bool:
@@ -168,9 +183,17 @@ class Scope:
         if not names:
             return None
         last = len(names) - 1
+        if self.chance.flip(self.draft.policy.hub):
+            made = [name for name in names if name not in self.draft.params]
+            return self.chance.pick((made or names)[:HUBS])
         if self.chance.flip(self.keen):
             return names[last]
         return names[max(self.chance.between(0, last), self.chance.between(0, last))]
+
+    def _inside(self, text: str) -> str:
+        for header in reversed(self.headers):
+            text = f"{header}\n{indent(text, '    ')}"
+        return text
 
     def _forget(self, before: dict[str, Any]) -> None:
         self.env.clear()

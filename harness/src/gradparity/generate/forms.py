@@ -10,11 +10,11 @@ from textwrap import indent
 
 import torch
 
-from gradparity.generate.around.calls import calls, compiled
+from gradparity.generate.around.calls import calls, compiled, mode_around
 from gradparity.generate.around.changes import between
 from gradparity.generate.around.hooks import hooks
 from gradparity.generate.around.losses import losses
-from gradparity.generate.around.outputs import Outputs, observed, outputs
+from gradparity.generate.around.outputs import Outputs, outputs
 from gradparity.generate.around.settings import settings
 from gradparity.generate.draft import Draft, Rejected, Scope, is_float
 from gradparity.generate.inputs import add_alias, add_input, shape
@@ -28,6 +28,7 @@ from gradparity.generate.steps.training import training
 def function(draft: Draft) -> Script:
     """A function of tensors, called once or a few times."""
     _inputs(draft)
+    draft.around = mode_around(draft)
     scope = draft.outer()
     grow(scope, draft.chance.between(*draft.policy.length))
     _root(scope)
@@ -45,6 +46,7 @@ def module(draft: Draft) -> Script:
     head = drawn.head("Model")
     draft.define(f"{head}\n")
     draft.put("m = p.module(Model())")
+    draft.around = mode_around(draft)
     scope = draft.outer()
     scope.env["self"] = draft.env["m"]
     current = name
@@ -79,7 +81,10 @@ def _root(scope: Scope) -> None:
         source = scope.choose(lambda tensor: tensor.requires_grad)
         if source is None:
             raise Rejected("nothing requires grad")
-        scope.add(f"{draft.name('v')} = {source} * 2")
+        inner = scope if scope.value("torch.is_grad_enabled()") else scope.block("with torch.enable_grad():")
+        inner.add(f"{draft.name('v')} = {source} * 2")
+        if inner is not scope:
+            scope.close(inner)
 
 
 def _inputs(draft: Draft) -> None:
@@ -96,17 +101,17 @@ def _inputs(draft: Draft) -> None:
 
 def _finished(draft: Draft, found: Outputs, definition: str, target: str) -> Script:
     """The script around a compiled function whose inside is drawn."""
-    roots = [each for each in found.tensors if each.is_root]
-    if draft.with_grad and not roots:
+    if draft.with_grad and not any(each.is_root for each in found.tensors):
         raise Rejected("nothing requires grad")
-    call = f"{found.target} = f({', '.join(draft.params)})"
-    forward = [f"f = p.compile({compiled(draft, target)})", *calls(draft, call), *observed(found)]
-    later = [*hooks(draft, found.tensors), *between(draft, found.tensors)] if roots else []
+    call, given = calls(draft, found)
+    roots = [each for each in given if each.is_root]
+    forward = [f"f = p.compile({compiled(draft, target)})", *call]
+    later = [*hooks(draft, given), *between(draft, given)] if roots else []
     backward = losses(draft, roots)
     names = [name for name in python_state.OBJECTS if name in draft.params]
     last = [line for name in names for line in python_state.observed(name)]
     if backward and draft.chance.flip(0.3):
-        last += [f'p.value("{each.name} after", {each.name})' for each in found.tensors]
+        last += [f'p.value("{each.name} after", {each.name})' for each in given]
     steps = (
         Step(title="inputs", lines=tuple(draft.inputs)),
         Step(title="forward", lines=tuple(forward)),

@@ -37,7 +37,7 @@ DTYPES: Mapping[str, float] = {"float32": 12, "float64": 1, "bfloat16": 1, "floa
 
 LOSSES: Mapping[str, float] = {
     "sum": 4, "cotangents": 4, "weighted": 2, "square": 1.5, "grad": 1, "some": 0.4, "twice": 0.3,
-    "two_backwards": 0.15, "double": 0.15, "inputs": 0.2,
+    "each": 0.5, "double": 0.4, "inputs": 0.5,
 }  # fmt: skip
 
 COTANGENTS: Mapping[str, float] = {
@@ -47,6 +47,7 @@ COTANGENTS: Mapping[str, float] = {
 
 OUTPUTS: Mapping[str, float] = {
     "one": 5, "some": 4, "views": 1, "inputs": 0.7, "nested": 0.7, "twice": 0.3, "family": 0.7, "shared": 0.3,
+    "all": 1,
 }  # fmt: skip
 
 
@@ -56,7 +57,8 @@ class Policy:
 
     `kinds`: of statements, by the names in `statements.py`. `length`: how many statements. `aliased`: share
     of inputs that share memory with another. `changed`: share of inputs that may be changed in place.
-    `without_grad`: share of programs in which nothing requires grad. `hooks`: how many, on average.
+    `without_grad`: share of programs in which nothing requires grad. `hub`: share of operands that are one of
+    the first few results, so that these have many uses. `hooks`: how many, on average.
     `between`: share of programs that change something between forward and backward. `calls`: how often the
     function is called. `called`: how, by the names in `around/calls.py`, each in this share of programs.
     `areas`: of changes between two steps, by the names in `steps/changes.py`. `form`: of
@@ -79,6 +81,7 @@ class Policy:
     aliased: float = 0.05
     changed: float = 0.05
     without_grad: float = 0.03
+    hub: float = 0.05
     hooks: float = 0.3
     between: float = 0.03
     calls: tuple[int, int] = (1, 1)

@@ -11,6 +11,7 @@ from functools import partial
 
 from gradparity.generate.draft import Scope
 from gradparity.generate.kinds import (
+    braids,
     functions,
     islands,
     modules,
@@ -27,6 +28,7 @@ TRIES = 6
 KINDS: dict[str, Maker] = {
     **{name: partial(add_from, table=name) for name in TABLES},
     "overwritten": add_overwritten,
+    "braid": braids.braid,
     "function": functions.apply_function,
     "no_grad": islands.no_grad,
     "autocast": islands.autocast,

@@ -1,14 +1,18 @@
 """Calls: how the run compiles and calls the function.
 
-In: a draft and the text of a call. Out: what is compiled, and the lines of the call: under a mode that ends
-before the backward, with the whole function under a checkpoint, or as a region. Inside the function,
-`kinds/islands.py` does the same for a part of it.
+In: a draft and what is returned. Out: what is compiled, and the lines of one call or of two: under a mode
+that ends before the backward, with the whole function under a checkpoint, or as a region. Inside the
+function, `kinds/islands.py` does the same for a part of it.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from textwrap import indent
 
+import torch
+
+from gradparity.generate.around.outputs import Output, Outputs, observed
 from gradparity.generate.draft import Draft
 
 MODES: dict[str, tuple[str, ...]] = {
@@ -28,6 +32,7 @@ MODES: dict[str, tuple[str, ...]] = {
         "with torch.enable_grad():",
         "with torch.autograd.set_multithreading_enabled(False):",
     ),
+    "grad": ("with torch.no_grad():", "with torch.set_grad_enabled(False):"),
 }
 """By kind, what may stand around the call only."""
 
@@ -35,6 +40,15 @@ WHOLE = "checkpoint"
 """The kind that runs the whole function again in the backward."""
 REGION = "region"
 """The kind that makes the whole function a region, which a compiler compiles once for all its calls."""
+AGAIN = "again"
+"""The kind that calls the function once more, often with a result of the first, and uses what both give."""
+
+
+def mode_around(draft: Draft) -> str:
+    """The head of a with block around the call: a mode that the policy weighs, or nothing."""
+    shares = draft.policy.called
+    kinds = [kind for kind in shares if kind in MODES and draft.chance.flip(shares[kind])]
+    return draft.chance.pick(MODES[kinds[0]]) if kinds else ""
 
 
 def compiled(draft: Draft, target: str) -> str:
@@ -47,11 +61,26 @@ def compiled(draft: Draft, target: str) -> str:
     return f"lambda *args: checkpoint({target}, *args, use_reentrant=False)"
 
 
-def calls(draft: Draft, call: str) -> list[str]:
-    """The call, as often as the policy says, under one of the modes that it weighs."""
-    lines = [call] * draft.chance.between(*draft.policy.calls)
-    for kind, share in draft.policy.called.items():
-        if kind in MODES and draft.chance.flip(share):
-            head = draft.chance.pick(MODES[kind])
-            return [f"{head}\n{indent(line, '    ')}" for line in lines]
-    return lines
+def calls(draft: Draft, found: Outputs) -> tuple[list[str], tuple[Output, ...]]:
+    """The calls, as often as the policy says, with what is observed of them; all tensors that they give."""
+    chance = draft.chance
+    lines = [f"{found.target} = f({', '.join(draft.params)})"] * chance.between(*draft.policy.calls)
+    shown, given = observed(found.tensors), found.tensors
+    if chance.flip(draft.policy.called.get(AGAIN, 0)):
+        second = tuple(replace(each, name=each.name.replace("y", "z")) for each in found.tensors)
+        target = found.target.replace("y", "z")
+        arguments = [_passed_on(draft, name, found.tensors) for name in draft.params]
+        shown += [f"{target} = f({', '.join(arguments)})", *observed(second)]
+        given += second
+    if draft.around:
+        lines = [f"{draft.around}\n{indent(line, '    ')}" for line in lines]
+    return [*lines, *shown], given
+
+
+def _passed_on(draft: Draft, name: str, given: tuple[Output, ...]) -> str:
+    """A parameter, or an output of the first call that may stand for it."""
+    value = draft.env[name]
+    if type(value) is not torch.Tensor or draft.chance.flip(0.5):
+        return name
+    fitting = [each.name for each in given if each.shape == value.shape and each.value.dtype is value.dtype]
+    return draft.chance.pick(fitting) if fitting else name

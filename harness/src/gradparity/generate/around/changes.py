@@ -25,7 +25,7 @@ def between(draft: Draft, found: tuple[Output, ...]) -> list[str]:
     """Changes in the share of programs that the policy says."""
     if not draft.chance.flip(draft.policy.between):
         return []
-    forms = _of_inputs(draft) + _of_outputs(found) + ["torch.rand(3)"]
+    forms = _of_inputs(draft) + _of_outputs(draft, found) + ["torch.rand(3)"]
     return draft.chance.some(draft.chance.shuffled(forms)[:2])
 
 
@@ -48,8 +48,10 @@ def _of_inputs(draft: Draft) -> list[str]:
     return forms
 
 
-def _of_outputs(found: tuple[Output, ...]) -> list[str]:
+def _of_outputs(draft: Draft, found: tuple[Output, ...]) -> list[str]:
+    draft.intends.update(("version", "views"))
     forms = []
     for each in found:
         forms += [f"{each.name}.detach().mul_(2)", f"with torch.no_grad():\n    {each.name}.add_(1)"]
+        forms += [f"{each.name}.mul_(2)"]
     return forms

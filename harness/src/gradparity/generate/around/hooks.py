@@ -65,7 +65,8 @@ def _of_root(draft: Draft, name: str, root: str) -> list[list[str]]:
         f'{root}.grad_fn.register_prehook(p.hook("{name} {root}", kind="node_pre"))',
         f'{root}.grad_fn.register_hook(p.hook("{name} {root}", kind="node_post"))',
     ]
-    return [hooked, hooked, outside]
+    kept = [f"{root}.retain_grad()", f'p.leaf("{name} {root}", {root})']
+    return [hooked, hooked, outside, kept]
 
 
 def _accumulated(name: str, leaf: str) -> str:
@@ -73,8 +74,10 @@ def _accumulated(name: str, leaf: str) -> str:
 
 
 def _crashes(tensor: torch.Tensor) -> bool:
-    """Eager 2.13 has a segmentation fault in `register_hook` of a view that was changed under no_grad."""
-    return tensor._is_view() and tensor._version > 0
+    """Eager 2.13 has a segmentation fault in `register_hook` of a view that was changed under no_grad, and
+    never calls a hook of one that was made there.
+    """
+    return tensor._is_view() and (tensor._version > 0 or tensor.grad_fn is None)
 
 
 def _leaves(draft: Draft) -> list[str]:

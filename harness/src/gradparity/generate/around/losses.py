@@ -8,6 +8,9 @@ by a bit only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from textwrap import indent
+
+import torch
 
 from gradparity.generate.around.outputs import Output
 from gradparity.generate.draft import Draft
@@ -54,9 +57,22 @@ def _sizes(maker: str, sizes: Shape) -> str:
 
 
 def _sum_of(draft: Draft, roots: Roots) -> str:
-    """One number that depends on all roots."""
-    text = " + ".join(_number(draft, root) for root in roots)
-    return f"({text})" if len(roots) > 1 else text
+    """One number that depends on all roots, and now and then on what went into the function too."""
+    parts = [_number(draft, root) for root in roots]
+    used = [name for name in draft.params if _is_real_root(draft.env[name])]
+    if used and draft.chance.flip(0.15):
+        before = draft.name("b")
+        draft.put(f"{before} = {draft.chance.pick(used)}.cos()")
+        parts += draft.chance.some([f"{before}.sum()", f"{draft.chance.pick(used)}.sin().sum()"])
+    return f"({' + '.join(parts)})" if len(parts) > 1 else parts[0]
+
+
+def _is_real_root(value: object) -> bool:
+    return type(value) is torch.Tensor and value.requires_grad and value.is_floating_point()
+
+
+def _leaves(draft: Draft) -> list[str]:
+    return [name for name in draft.params if getattr(draft.env[name], "requires_grad", False)]
 
 
 def _number(draft: Draft, root: Output) -> str:
@@ -106,8 +122,7 @@ def _some(draft: Draft, roots: Roots) -> list[str]:
 
 
 def _grad(draft: Draft, roots: Roots) -> list[str]:
-    leaves = [name for name in draft.params if getattr(draft.env[name], "requires_grad", False)]
-    if not leaves:
+    if not (leaves := _leaves(draft)):
         return _sum(draft, roots)
     draft.intends.add("unused")
     given = ", ".join(_given(draft, root) for root in roots)
@@ -116,13 +131,15 @@ def _grad(draft: Draft, roots: Roots) -> list[str]:
     return [f'with p.backward():\n    p.value("grads", {text})']
 
 
-def _two_backwards(draft: Draft, roots: Roots) -> list[str]:
+def _each(draft: Draft, roots: Roots) -> list[str]:
+    """A backward for each root."""
     if len(roots) < 2:
         return _twice(draft, roots)
     draft.intends.add("freed")
     retain = draft.chance.pick(("retain_graph=True", "", "retain_graph=True"))
-    first, second = _number(draft, roots[0]), _number(draft, roots[1])
-    return _backward(f"{first}.backward({retain})") + _backward(f"{second}.backward()")
+    losses = [_number(draft, root) for root in draft.chance.shuffled(roots)[:4]]
+    lines = [_backward(f"{loss}.backward({retain})") for loss in losses[:-1]]
+    return [*(line for each in lines for line in each), *_backward(f"{losses[-1]}.backward()")]
 
 
 def _twice(draft: Draft, roots: Roots) -> list[str]:
@@ -133,19 +150,29 @@ def _twice(draft: Draft, roots: Roots) -> list[str]:
 
 
 def _double(draft: Draft, roots: Roots) -> list[str]:
-    leaves = [name for name in draft.params if getattr(draft.env[name], "requires_grad", False)]
-    if not leaves:
+    """A derivative of the first leaf's gradient, or a loss with the gradients of all leaves as a penalty."""
+    if not (leaves := _leaves(draft)):
         return _sum(draft, roots)
     draft.intends.update(("unused", "double"))
-    first = f"torch.autograd.grad({_sum_of(draft, roots)}, {leaves[0]}, create_graph=True)[0]"
-    return [f"with p.backward():\n    slope = {first}\n    slope.abs().pow(2).sum().backward()"]
+    loss = _sum_of(draft, roots)
+    if draft.chance.flip(0.75):
+        first = f"torch.autograd.grad({loss}, {leaves[0]}, create_graph=True)[0]"
+        return [f"with p.backward():\n    slope = {first}\n    slope.abs().pow(2).sum().backward()"]
+    slopes = f"torch.autograd.grad(loss, [{', '.join(leaves)}], create_graph=True, allow_unused=True)"
+    penalty = "sum(slope.abs().pow(2).sum() for slope in slopes if slope is not None)"
+    lines = [f"loss = {loss}", f"slopes = {slopes}", f"(loss + {penalty}).backward()"]
+    return [f"with p.backward():\n{indent(chr(10).join(lines), '    ')}"]
 
 
 def _inputs(draft: Draft, roots: Roots) -> list[str]:
-    leaves = [name for name in draft.params if getattr(draft.env[name], "requires_grad", False)]
-    if not leaves:
+    """Gradients of some leaves only, now and then of an output on the way."""
+    if not (leaves := _leaves(draft)):
         return _sum(draft, roots)
-    return _backward(f"{_sum_of(draft, roots)}.backward(inputs=[{draft.chance.pick(leaves)}])")
+    chosen = draft.chance.shuffled(leaves)[: draft.chance.between(1, 2)]
+    between = draft.chance.flip(0.2) and len(roots) > 1
+    chosen += [roots[0].name] if between else []
+    lines = _backward(f"{_sum_of(draft, roots)}.backward(inputs=[{', '.join(chosen)}])")
+    return [*lines, f'p.value("grad of {roots[0].name}", {roots[0].name}.grad)'] if between else lines
 
 
 def _names(roots: Roots) -> str:
@@ -159,7 +186,7 @@ LOSSES: dict[str, Callable[[Draft, Roots], list[str]]] = {
     "cotangents": _cotangents,
     "some": _some,
     "grad": _grad,
-    "two_backwards": _two_backwards,
+    "each": _each,
     "twice": _twice,
     "double": _double,
     "inputs": _inputs,

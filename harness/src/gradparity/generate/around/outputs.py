@@ -47,7 +47,7 @@ def outputs(scope: Scope) -> Outputs:
     names = _chosen(scope)
     if not names:
         raise Rejected("nothing to return")
-    tensors = tuple(Output(scope.draft.name("y"), eval(name, scope.env)) for name in names)
+    tensors = tuple(Output(scope.draft.name("y"), scope.value(name)) for name in names)
     target = ", ".join(each.name for each in tensors)
     if len(names) > 1 and scope.draft.chance.flip(scope.draft.policy.outputs.get("nested", 0) / 8):
         rest = ", ".join(names[1:])
@@ -68,6 +68,9 @@ def _chosen(scope: Scope) -> list[str]:
     how = chance.weighted(draft.policy.outputs)
     if how == "some" and made:
         return list(dict.fromkeys([*first, *chance.some(made)]))[:4]
+    if how == "all":
+        ends = [name for name in roots if _is_unread(scope, name)]
+        return list(dict.fromkeys([*first, *ends, *chance.some(roots)]))[:6]
     if how == "views":
         given = scope.tensors() if chance.flip(0.3) else []
         source = chance.pick([name for name in given if name in draft.params] or made or first)
@@ -124,6 +127,6 @@ def _is_unread(scope: Scope, name: str) -> bool:
     return sum(len(re.findall(rf"\b{name}\b", line)) for line in scope.lines) == 1
 
 
-def observed(found: Outputs) -> list[str]:
+def observed(tensors: tuple[Output, ...]) -> list[str]:
     """Lines that show the outputs. What becomes of the inputs is watched anyway."""
-    return [f'p.value("{each.name}", {each.name})' for each in found.tensors]
+    return [f'p.value("{each.name}", {each.name})' for each in tensors]

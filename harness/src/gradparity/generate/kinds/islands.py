@@ -8,10 +8,11 @@ from __future__ import annotations
 from gradparity.generate.draft import Scope, is_float
 from gradparity.generate.rows import add_from, add_some, tables_of
 
+ON = "with torch.enable_grad():"
 GRAD_MODES = (
     "with torch.no_grad():",
     "with torch.no_grad():",
-    "with torch.enable_grad():",
+    ON,
     "with torch.set_grad_enabled(False):",
 )
 AUTOCASTS = (
@@ -38,9 +39,12 @@ HOOKS = (
 
 
 def no_grad(scope: Scope) -> bool:
-    """A block under another grad mode, with views and changes in place."""
-    inner = scope.block(scope.chance.pick(GRAD_MODES))
+    """A block under another grad mode, with views and changes in place, and often one more in it."""
+    is_off = not scope.value("torch.is_grad_enabled()")
+    inner = scope.block(ON if is_off and scope.chance.flip(0.7) else scope.chance.pick(GRAD_MODES))
     add_some(inner, scope.chance.between(1, 2), ("view", *tables_of(scope)))
+    if scope.chance.flip(0.3):
+        no_grad(inner)
     return scope.close(inner)
 
 

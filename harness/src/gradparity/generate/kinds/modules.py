@@ -35,6 +35,7 @@ CALLS = {
 MEMBERS = {
     "weight": "self.weight = torch.nn.Parameter(torch.randn({d}))",
     "table": "self.table = torch.nn.Parameter(torch.randn({d}, {d}))",
+    "own": "self.own = Weight(torch.randn({d}))",
     "scale": 'self.register_buffer("scale", torch.ones({d}))',
     "count": 'self.register_buffer("count", torch.zeros(()))',
     "rate": "self.rate = 0.5",
@@ -51,6 +52,12 @@ USES = {
         "{out} = F.linear({x}, self.table)",
         "{out} = {x} @ self.table[:, :1]",
     ),
+    "own": (
+        "{out} = {x} * self.own",
+        "{out} = self.own.times({x})",
+        "{out} = {x} * (self.own if type(self.own) is Weight else 2)",
+        "{out} = {x} + self.own.rate",
+    ),
     "scale": (
         "{out} = {x} * self.scale",
         "self.scale.mul_(0.9)",
@@ -65,19 +72,32 @@ USES = {
     "calls": ("self.calls += 1", "{out} = {x} * (self.calls + 1)"),
 }
 """By member, the lines that may stand in a forward."""
+OWN = """class Weight(torch.nn.Parameter):
+    rate = 3.0
+
+    def times(self, other):
+        return other * self.rate * self"""
+"""A parameter of a class of its own."""
 
 
 def call_module(scope: Scope) -> bool:
-    """A layer that is a parameter of the function, and its call on a tensor whose last size fits."""
+    """A layer that is a parameter of the function, a new one or one that is called already, and its call on a
+    tensor whose last size fits.
+    """
     name = scope.choose(
         lambda t: is_float(t) and t.dtype is scope.draft.probe.dtype and t.ndim == 2 and t.numel() > 0
     )
     if name is None:
         return False
-    draft, layer = scope.draft, scope.draft.name("m")
-    text = scope.chance.pick(LAYERS).replace("{d}", str(scope.env[name].shape[-1]))
+    draft, width = scope.draft, str(scope.env[name].shape[-1])
+    there = [key for key, text in draft.modules.items() if f"({width}" in text and key in scope.env]
+    if there and scope.chance.flip(0.5):
+        layer = scope.chance.pick(there)
+        return scope.add(f"{draft.name('v')} = {call_of(draft.modules[layer], layer, name)}")
+    layer, text = draft.name("m"), scope.chance.pick(LAYERS).replace("{d}", width)
     draft.put(f'{layer} = p.module({text}, "{layer}")')
     draft.add_param(layer)
+    draft.modules[layer] = text
     return scope.add(f"{draft.name('v')} = {call_of(text, layer, name)}")
 
 
@@ -98,6 +118,8 @@ class ModuleClass:
             for place in range(chance.between(1, 3))
         }
         self.members = chance.some(list(MEMBERS), 0)
+        if "own" in self.members:
+            draft.define(OWN)
         self.ties = self._ties(draft)
 
     def _ties(self, draft: Draft) -> list[str]:

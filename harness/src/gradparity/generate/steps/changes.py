@@ -92,6 +92,12 @@ REQUIRES_GRAD: Rows = (
 PARAMETERS: Rows = (
     ("a parameter is replaced", "m.{l}.weight = torch.nn.Parameter(m.{l}.weight.detach() * 2)"),
     ("two parameters are tied", "m.{l}.weight = m.{k}.weight"),
+    (
+        "a parameter of a class of its own",
+        "class Own(torch.nn.Parameter):\n    rate = 0.5\n\n"
+        "m.{l}.weight = Own(m.{l}.weight.detach())\nm.{l}.register_forward_hook("
+        "lambda module, args, result: result * getattr(module.weight, 'rate', 1))",
+    ),
     ("two layers change places", "m.{l}, m.{k} = m.{k}, m.{l}"),
     ("a layer is used twice", "m.{l} = m.{k}"),
     ("a layer is replaced", "m.{l} = torch.nn.Linear({d}, {d}).to(p.device, p.dtype)"),
@@ -223,6 +229,14 @@ OPTIMIZER: Rows = (
         "another group",
         "extra = torch.nn.Parameter(torch.ones({d}, device=p.device, dtype=p.dtype))\n"
         'optimizer.add_param_group({"params": [extra], "lr": 0.5})',
+    ),
+    (
+        "an optimizer that looks at the classes of parameters",
+        "class Own(torch.nn.Parameter):\n    rate = 0.5\n\nclass Careful(torch.optim.SGD):\n"
+        "    @torch.no_grad()\n    def step(self):\n        for group in self.param_groups:\n"
+        "            for each in group['params']:\n                if each.grad is not None:\n"
+        "                    each.add_(each.grad, alpha=-each.rate if isinstance(each, Own) else -0.1)\n\n"
+        "m.{l}.weight = Own(m.{l}.weight.detach())\noptimizer = Careful(m.parameters(), lr=0.1)",
     ),
     ("another optimizer", "optimizer = torch.optim.AdamW(m.parameters(), lr=0.01)"),
     ("its state is reset", "optimizer.state.clear()"),

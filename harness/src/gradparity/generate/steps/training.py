@@ -1,7 +1,7 @@
 """Training in several steps: the program around the changes.
 
-In: a draft. Out: a script: a module, an optimizer, a function that runs one step, and steps with a change
-between two of them.
+In: a draft. Out: a script: a module, an optimizer, a function that runs one step (often a whole step, which a
+subject may compile), and steps with a change between two of them.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ OPTIMIZERS = (
     "torch.optim.Adam(m.parameters(), lr=0.01, foreach=True)",
     "torch.optim.RMSprop(m.parameters(), lr=0.01)",
 )
+WHOLE = 0.5
+"""The share of programs with a whole step."""
 ZEROING = ("m.zero_grad()", "optimizer.zero_grad()", "m.zero_grad(set_to_none=False)", "pass")
 
 
@@ -116,21 +118,20 @@ def _module(draft: Draft, layers: dict[str, str], width: int) -> str:
 def _beginning(draft: Draft, width: int) -> list[str]:
     chance = draft.chance
     update = ["optimizer.step()"] if chance.flip(0.6) else []
-    loss = chance.pick(LOSSES)
-    step = [
-        chance.pick(ZEROING),
-        "result = f(x)",
-        f"with p.backward():\n    {loss}.backward()",
-        *update,
-        "p.value(name, (result, *(each.grad for each in m.parameters())))",
-    ]
-    return [
-        "m = p.module(Model())",
-        "f = p.compile(m)",
-        f"optimizer = {chance.pick(OPTIMIZERS)}",
-        f"x = p.randn(4, {width})",
-        f"def step(name, x):\n{indent(chr(10).join(step), '    ')}",
-    ]
+    loss, zeroing = chance.pick(LOSSES), chance.pick(ZEROING)
+    lines = ["m = p.module(Model())", "f = p.compile(m)", f"optimizer = {chance.pick(OPTIMIZERS)}"]
+    if chance.flip(WHOLE):
+        whole = [zeroing, "result = f(x)", f"backward({loss})", *update, "return result"]
+        lines += [_function("whole(backward, x)", whole), "run_whole = p.training_step(whole)"]
+        step = ["result = run_whole(x)"]
+    else:
+        step = [zeroing, "result = f(x)", f"with p.backward():\n    {loss}.backward()", *update]
+    step.append("p.value(name, (result, *(each.grad for each in m.parameters())))")
+    return [*lines, f"x = p.randn(4, {width})", _function("step(name, x)", step)]
+
+
+def _function(head: str, lines: list[str]) -> str:
+    return f"def {head}:\n{indent(chr(10).join(lines), '    ')}"
 
 
 def _change(draft: Draft, width: int, layers: dict[str, str], linear: list[str]) -> tuple[str, str]:

@@ -152,3 +152,41 @@ torch.mm({x:2d}.to({dtype}), {y:shape (x.shape[1], n)}.to({dtype}))
 F.linear({x:2d}.to({dtype}), {y:shape (n, x.shape[-1])}.to({dtype})).to({x}.dtype)
 F.layer_norm({x:2d+}.to({dtype}), ({x}.shape[-1],))
 """
+
+FACTORY = """
+torch.tensor([{s}, {s2}]).sum() * {x}
+torch.tensor({s}) * {x}
+torch.tensor([[{s}], [{s2}]]) * {x:1d}
+torch.tensor([{s}] * {x:1d+}.shape[-1]) + {x}
+torch.tensor([2, 3, {place}])[:1] + {x:1d+}
+torch.FloatTensor([{s}, {s2}]).sum() * {x}
+torch.FloatTensor([{s}] * {x:1d+}.shape[-1]) * {x}
+torch.FloatTensor({x:1d}.shape[0]).fill_({s}) * {x}
+torch.Tensor([{s}]) * {x}
+torch.LongTensor([1, 2]).sum() * {x}
+torch.DoubleTensor([{s}]).to({x}.dtype) * {x}
+{x:1d+}[torch.LongTensor([0, 0])]
+{x:1d+}[torch.BoolTensor([True] * {x}.shape[0])]
+torch.as_tensor([{s}, {s2}]).mean() + {x}
+torch.scalar_tensor({s}) * {x}
+torch.asarray([{s}]) * {x}
+torch.from_numpy(np.full((1,), {s}, dtype="float32")) * {x}
+torch.tensor(np.float32({s})) * {x}
+{x}.new_tensor([{s}]) * {x}
+{x}.new_full((1,), {s}) + {x}
+{x}.new_ones({x}.shape).mul_({s}) * {x}
+{x:1d+}.new({x}.shape).fill_({s}) * {x}
+torch.linspace(0, 1, {total}).reshape({x}.shape) * {x}
+torch.eye({x:2d}.shape[0]) @ {x}
+torch.ones_like({x}, memory_format=torch.preserve_format) * {x}
+torch.empty({x}.shape).fill_({s}) * {x}
+torch.full((), {s}) * {x}
+torch.stack([torch.tensor({s}), torch.tensor({s2})]).prod() * {x}
+torch.cat([torch.tensor([{s}]), {x:1d}])
+torch.tensor([{x}.shape[0], 2]).sum() * {x:1d+}
+torch.nn.Parameter(torch.full((1,), {s})).detach() * {x}
+!{out} = torch.tensor([{s}], requires_grad=True); {out2} = {out} * {x}
+!{out} = torch.zeros({x:1d+}.shape); {out}[0] = 1; {out2} = {out} * {x}
+!{out} = torch.zeros({x:1d+}.shape); {out}[0] = {x}[0]
+!{out} = torch.zeros_like({x}); {out} += {x}; {out2} = {out} * {x}
+"""

@@ -22,6 +22,8 @@ torch.addr({x:2d}, {y:shape (x.shape[0],)}, {z:shape (x.shape[1],)})
 F.linear({x:1d+}, {y:shape (n, x.shape[-1])})
 F.linear({x:1d+}, {y:shape (3, x.shape[-1])}, {z:shape (3,)})
 F.linear({x:1d+}, {y:shape (3, x.shape[-1])}, {z:shape (3,)}).relu()
+F.linear(F.linear({x:2d}, {y:shape (x.shape[-1], x.shape[-1])}).tanh(), {y})
+{x:2d} @ {y:shape (x.shape[-1], x.shape[-1])} + {x}.tanh() @ {y}.mT
 F.bilinear({x:2d}, {y:as x}, {z:shape (2, x.shape[-1], x.shape[-1])})
 torch.einsum("ij,jk->ik", {x:2d}, {y:shape (x.shape[-1], n)})
 torch.einsum("ij,ij->i", {x:2d}, {y:as x})

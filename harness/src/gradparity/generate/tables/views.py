@@ -107,3 +107,28 @@ torch.unfold_copy({x:1d+}, {dim}, {unfold})
 torch.diagonal_copy({x:2d})
 torch.as_strided_copy({x:1d+}, {strided})
 """
+
+FORMAT = """
+{x:4d}.contiguous(memory_format=torch.channels_last)
+{x:4d}.to(memory_format=torch.channels_last)
+{x:4d}.clone(memory_format=torch.channels_last) * 2
+{x:4d}.clone(memory_format=torch.preserve_format)
+{x:4d}.contiguous(memory_format=torch.channels_last).contiguous()
+{x:4d}.to(torch.float64, memory_format=torch.channels_last).float()
+torch.empty_like({x:4d}, memory_format=torch.channels_last).copy_({x})
+torch.zeros_like({x:4d}, memory_format=torch.channels_last) + {x}
+{x:4d}.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) * {s}
+{x:4d}.permute(0, 2, 3, 1).reshape(-1, {x}.shape[1])
+{x:4d}.permute(0, 2, 3, 1).contiguous().view(-1)
+{x:4d}.is_contiguous(memory_format=torch.channels_last) * {x} + {x}
+torch.cat([{x:4d}.contiguous(memory_format=torch.channels_last), {x}], 1)
+F.conv2d({x:4d}.contiguous(memory_format=torch.channels_last), {y:shape (2, x.shape[1], 1, 1)})
+F.conv2d({x:4d}, {y:shape (2, x.shape[1], 1, 1)}.contiguous(memory_format=torch.channels_last))
+F.interpolate({x:4d}, scale_factor=2.0)
+F.pixel_shuffle(torch.cat([{x:4d}] * 4, 1), 2)
+F.adaptive_avg_pool2d({x:4d}.contiguous(memory_format=torch.channels_last), 1)
+F.batch_norm({x:4d}.contiguous(memory_format=torch.channels_last), None, None, training=True)
+F.group_norm({x:4d}.contiguous(memory_format=torch.channels_last), 1)
+torch.channel_shuffle({x:4d}, 1)
+!{x:4d leafless} = {x}.contiguous(memory_format=torch.channels_last); {out} = {x}.flatten(1)
+"""

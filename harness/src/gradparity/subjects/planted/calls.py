@@ -100,6 +100,71 @@ def _bundled(target: Target) -> Target:
     return call
 
 
+class _Alone(torch.autograd.Function):
+    """One output, differentiated by itself: what it sends to an input is added up before anything else."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        """The same values."""
+        ctx.output, ctx.inputs = output, inputs
+        return output.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+        """The gradients of this output alone."""
+        options = {"retain_graph": True, "allow_unused": True, "create_graph": torch.is_grad_enabled()}
+        return None, *torch.autograd.grad(ctx.output, ctx.inputs, cotangent, **options)
+
+
+def _each_alone(target: Target) -> Target:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = [n for n, arg in enumerate(args) if type(arg) is torch.Tensor and arg.requires_grad]
+        if not given:
+            return target(*args, **kwargs)
+        inner = list(args)
+        for place in given:
+            inner[place] = args[place].view_as(args[place])
+
+        def alone(output: torch.Tensor) -> torch.Tensor:
+            if not output.requires_grad or output._is_view() or output.is_leaf:
+                return output
+            return _Alone.apply(output.view_as(output), *(inner[place] for place in given))
+
+        return pytree.tree_map_only(torch.Tensor, alone, target(*inner, **kwargs))
+
+    return call
+
+
+def _without_history_in_no_grad(target: Target) -> Target:
+    def forget(output: torch.Tensor) -> torch.Tensor:
+        return output.detach() if output._is_view() and output.requires_grad else output
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = target(*args, **kwargs)
+        return result if torch.is_grad_enabled() else pytree.tree_map_only(torch.Tensor, forget, result)
+
+    return call
+
+
+def _with_plain_parameters(target: Target) -> Target:
+    """Inside the call, a parameter of a class of its own is a plain one."""
+    if not isinstance(target, torch.nn.Module):
+        return target
+    plain = torch.nn.Parameter
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        own = {each: type(each) for each in target.parameters() if type(each) is not plain}
+        for each in own:
+            each.__class__ = plain
+        try:
+            return target(*args, **kwargs)
+        finally:
+            for each, kind in own.items():
+                each.__class__ = kind
+
+    return call
+
+
 def _own_copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) and not value.requires_grad else value
 
@@ -274,6 +339,11 @@ FAULTS = (
           compiled_by(on_outputs(_hooked(lambda grad: grad.conj() if grad.is_complex() else grad))), GRAD, ("complex",)),
     Fault("unused-output-zeros", "an output that the loss does not use sends zeros back",
           compiled_by(_bundled), ("grad-none", "hook-count", "event-none"), ("outputs", "hooks", "functions")),
+    Fault("outputs-one-by-one", "each output is differentiated by itself, so that sums are made in another order", compiled_by(_each_alone), GRAD, ("shared",)),
+    Fault("history-lost-in-no-grad", "a view made with grad inside of no_grad has no history", compiled_by(_without_history_in_no_grad),
+          ("value-requires_grad", "raises RuntimeError"), ("grad_modes",)),
+    Fault("parameter-class-lost", "a parameter of a class of its own is a plain one", compiled_by(_with_plain_parameters),
+          (*VALUES, "raises AttributeError"), ("modules",)),
     Fault("input-mutation-lost", "an input changed in place is not written",
           compiled_by(on_inputs(_own_copy)), ("state-values-bits", "state-version", "values-bits", "state-values"), ("mutation", "aliasing")),
     Fault("input-mutation-unversioned", "a change in place is hidden from autograd",
