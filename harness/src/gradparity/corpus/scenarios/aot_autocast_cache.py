@@ -94,7 +94,10 @@ def _register(use: str, where: str) -> None:
         def step(backward: Any, x: Tensor, w: Tensor) -> Tensor:
             with _autocast(enabled=where != "inside", cache_enabled=where != "without_cache"):
                 loss = call(x, w)
-            backward(loss)
+                if where == "around_the_backward_too":
+                    backward(loss)
+            if where != "around_the_backward_too":
+                backward(loss)
             return loss.detach()
 
         run = p.training_step(step)
@@ -109,7 +112,7 @@ def _register(use: str, where: str) -> None:
 
 
 for _use in USES:
-    for _where in ("around", "inside", "without_cache"):
+    for _where in ("around", "inside", "without_cache", "around_the_backward_too"):
         _register(_use, _where)
 
 

@@ -56,4 +56,4 @@ from retrograd._torch.trace.graph_tracer import (
     trace,
 )
 from retrograd._torch.trace.input_guards import InputGuard, changed_sizes
-from retrograd._torch.trace.interpret import checkpoints_marked, run_graph
+from retrograd._torch.trace.interpret import checkpoints_inlined, checkpoints_marked, run_graph

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -55,21 +55,37 @@ def checkpoints_marked(given: Sequence[Any]) -> Iterator[None]:
         with _repeatable(args, repeats_draws), marking:
             yield
 
-    def reentrant(original: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        """In place of ``CheckpointFunction.apply``: gradients only if an argument requires grad."""
-        wanted = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+    @contextmanager
+    def reentrant(args: Sequence[Any], repeats_draws: bool) -> Iterator[None]:
         marking = Marking(None, CheckpointPolicy.MUST_RECOMPUTE, next(groups))
-        with torch.set_grad_enabled(wanted), _repeatable(args, preserve_rng_state), marking:
-            return function(*args)
+        with _repeatable(args, repeats_draws), marking:
+            yield
 
     try:
-        with (
-            handled_here(CHECKPOINT, without_reentry),
-            handled_here("torch.utils.checkpoint:CheckpointFunction.apply", reentrant),
-        ):
+        with handled_here(CHECKPOINT, without_reentry), checkpoints_inlined(reentrant):
             yield
     finally:
         _GIVEN.reset(token)
+
+
+@contextmanager
+def checkpoints_inlined(
+    around: Callable[[Sequence[Any], bool], AbstractContextManager[None]] = lambda args, draws: nullcontext(),
+) -> Iterator[None]:
+    """Reentrant checkpoints that run inside, on this thread, are part of the autograd graph around them.
+
+    Args:
+        around: a context for each, given its arguments and whether it draws the same numbers again.
+    """
+
+    def run(original: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        """In place of ``CheckpointFunction.apply``: gradients only if an argument requires grad."""
+        wanted = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+        with torch.set_grad_enabled(wanted), around(args, preserve_rng_state):
+            return function(*args)
+
+    with handled_here("torch.utils.checkpoint:CheckpointFunction.apply", run):
+        yield
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from retrograd._torch.fx import has_effect, is_symbolic
 from retrograd._torch.state import with_generator_states
 from retrograd._torch.subclass import PLAIN, Layout, fits, parts_of
 from retrograd._torch.tensor import common_base, is_lazy
-from retrograd._torch.trace import FreeTensors, guard_count, hint_of
+from retrograd._torch.trace import FreeTensors, checkpoints_inlined, guard_count, hint_of
 from retrograd.aot.capture import capture
 from retrograd.aot.parts import extract, finished_backward, is_backward, needed_between
 from retrograd.aot.trace.differentiate import Walk
@@ -222,14 +222,16 @@ def rerun_region(
             raise RuntimeError(modified_error(primal, version))
     differentiable = torch.is_grad_enabled()
     with torch.enable_grad():
-        entries = {
-            number: primal[...] for number, primal in primals.items() if joint.primals[number].differentiable
-        }
-        given = {number: primals[number].clone() for number in call.changed} | entries
-        given |= {number: entries[number].clone() for number in call.changed if number in entries}
+        given = {n: primal.clone() if n in call.changed else primal for n, primal in primals.items()}
+        entries = {n: primal[...] for n, primal in primals.items() if joint.primals[n].differentiable}
+        for n in entries if not differentiable else ():
+            if joint.primals[n].is_leaf and not primals[n]._is_view():
+                entries[n] = given[n].detach().requires_grad_()  # autocast casts a leaf once for all its uses
+        given = {n: one for n, one in given.items() if n in call.changed} | entries
+        given |= {n: entries[n].clone() for n in call.changed if n in entries and entries[n].grad_fn}
         outputs = _again(joint, call, given)  # kept: they own their autograd nodes
         visible = _values(joint, outputs, given)
-    ends = {entry.grad_fn: number for number, entry in entries.items()}
+    ends = {edge_of(entry)[0]: number for number, entry in entries.items()}
     graph = graph_below(visible, ends)
     known = {i: ends[node.handle] for i, node in enumerate(graph.nodes) if node.handle in ends}
     # At capture these ends were nodes that accumulate, and the graph must be divided in the same way now.
@@ -245,7 +247,23 @@ def rerun_region(
 
     found: dict[Destination, Any] = outside_of_graph_task(run, differentiable)
     del outputs, given
-    return found
+    return _as_divided(found, joint.signature.regions[number].destinations)
+
+
+def _as_divided(
+    found: Mapping[Destination, Any], destinations: Sequence[Destination]
+) -> dict[Destination, Any]:
+    """The gradients for the destinations that were captured. Where a run has other contributions than the
+    trace, as of casts that autocast does not share, they are added up here.
+    """
+    if found.keys() == set(destinations):
+        return dict(found)
+    made: dict[Destination, Any] = dict.fromkeys(destinations)
+    for there, grad in found.items():
+        if grad is not None:
+            to = next(one for one in destinations if replace(one, number=there.number) == there)
+            made[to] = grad if made[to] is None else made[to] + grad
+    return made
 
 
 def _again(joint: JointValues, call: RepeatableCall, given: Mapping[int, Any]) -> list[Any]:
@@ -268,6 +286,7 @@ def _again(joint: JointValues, call: RepeatableCall, given: Mapping[int, Any]) -
         joint.state.thread_modes.restored(),
         with_generator_states(dict(call.generators)),
         FreeTensors(lambda tensor: found.get(id(tensor), tensor)),
+        checkpoints_inlined(),
     ):
         return pytree.tree_leaves(joint.state.call(leaves))
 
@@ -284,7 +303,10 @@ def _values(joint: JointValues, outputs: Sequence[Any], given: Mapping[int, Any]
     for plan, output in zip(joint.outputs, outputs, strict=True):
         if isinstance(plan, ComputedOutput):
             tensors[plan.value] = output
-        elif isinstance(plan, AliasOf) and plan.value is not None and plan.value not in tensors:
-            tensors[plan.value] = common_base([output])
+        elif isinstance(plan, AliasOf):
+            if plan.value is not None and plan.value not in tensors:
+                tensors[plan.value] = common_base([output])
+            if plan.made is not None:
+                tensors[plan.made] = output
     edges = [edge_of(tensors[j.value]) for j in joint.signature.boundaries if j.is_visible]
     return [edge for edge in edges if edge[0] is not None]
