@@ -158,3 +158,35 @@ def aot_checkpoint_in_a_kept_graph(p: Probe) -> None:
     with p.backward():
         for step in range(3):
             p.value(f"grad{step}", torch.autograd.grad(out.sum(), x, retain_graph=True))
+
+
+@scenario(tags=(*TAGS, "in-place"))
+def aot_checkpoint_whose_result_the_caller_changes(p: Probe) -> None:
+    """What a checkpoint computes again is not kept, so that the caller may change it."""
+    x = p.leaf("x", p.randn(3, 3, requires_grad=True))
+
+    def run(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        whole = checkpoint(lambda h: (h @ h).tanh(), a, use_reentrant=False)
+        part = checkpoint(lambda h: h.relu(), whole + 1, use_reentrant=False)
+        return whole, part, checkpoint(lambda h: h.exp().view(-1), a, use_reentrant=False)
+
+    outputs = p.compile(run)(x)
+    for output in outputs:
+        output.mul_(2)
+    with p.backward():
+        sum(output.sum() for output in outputs).backward()
+
+
+@scenario(tags=(*TAGS, "in-place", "errors"))
+def aot_checkpoint_whose_result_is_kept_outside(p: Probe) -> None:
+    """What is computed from a checkpoint's result keeps it, so that the caller may not change it."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+
+    def run(a: Tensor) -> tuple[Tensor, Tensor]:
+        inner = checkpoint(lambda h: (h * h).tanh(), a, use_reentrant=False)
+        return inner, inner.sin()
+
+    inner, outer = p.compile(run)(x)
+    inner.mul_(2)
+    with p.backward():
+        outer.sum().backward()

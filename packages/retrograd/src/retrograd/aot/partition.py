@@ -206,7 +206,7 @@ class _Division:
         covered = {memory.owner[node] for node in read if node in memory.primals or node in memory.outputs}
         checked = []
         for owner, value in kept.items():
-            if owner in covered or owner in changed:
+            if owner in covered or owner in changed or owner not in memory.kept_by_eager:
                 continue
             example = value.meta.get("val")
             if owner in memory.primals:

@@ -101,7 +101,14 @@ def memory_of(gm: fx.GraphModule, signature: JointSignature) -> Memory:
     for i, node in enumerate(results[:count]):
         if isinstance(node, fx.Node):
             outputs.setdefault(node, i)
-    kept = {owner[value] for value in read_by_backward(gm)}
+    inside = {node for node in gm.graph.nodes if _is_again(node) and "ac_graph_id" in node.meta}
+    numbers = {node.meta.get("seq_nr") for node in inside}
+    kept = {
+        owner[value]
+        for value in read_by_backward(gm)
+        if value not in inside  # what a checkpoint computes is kept for what is outside of it only
+        or any(is_backward(user) and user.meta.get("seq_nr") not in numbers for user in value.users)
+    }
     kept |= {owner[node] for node in results[count:] if isinstance(node, fx.Node)}
     return Memory(owner, primals, outputs, frozenset(kept))
 
@@ -335,12 +342,13 @@ def _read(joint: JointValues) -> set[fx.Node]:
 
 def _without_marked(saved: set[fx.Node]) -> set[fx.Node]:
     """In place of values that the user wants to be computed again, what they are computed of."""
+    found = reached(saved, lambda node: node.all_input_nodes if _is_again(node) else ())
+    return {node for node in found if not _is_again(node)}
 
-    def is_again(node: fx.Node) -> bool:
-        return node.meta.get("recompute") in _AGAIN and node.op == "call_function"
 
-    found = reached(saved, lambda node: node.all_input_nodes if is_again(node) else ())
-    return {node for node in found if not is_again(node)}
+def _is_again(node: fx.Node) -> bool:
+    """Whether the user wants it to be computed again."""
+    return node.op == "call_function" and node.meta.get("recompute") in _AGAIN
 
 
 def _pinned(joint: JointValues, memory: Memory) -> frozenset[str]:
