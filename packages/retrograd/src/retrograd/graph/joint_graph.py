@@ -171,11 +171,17 @@ class SameAs:
 
 @dataclass(frozen=True)
 class AliasOf:
-    """An output that shares memory with a source (`SameAs.source`) or with a value of the graph."""
+    """An output that shares memory with a source (`SameAs.source`) or with a value of the graph.
+
+    Attributes:
+        made: the number of the value that it is, if it has a place in the order of the regions; others may be
+            reached by way of it.
+    """
 
     view: View
     source: int | None = None
     value: int | None = None
+    made: int | None = None
 
 
 OutputPlan = ConstantOutput | ComputedOutput | SizeOutput | SameAs | AliasOf

@@ -35,7 +35,7 @@ from retrograd.aot.run.region import RegionCode
 from retrograd.backends.base import Boxed
 from retrograd.errors import CodeFailedError, NotReadyError, UnlikeTracedError
 from retrograd.graph.joint import BackwardStep, Destination, output_examples
-from retrograd.graph.joint_graph import JointValues, Partition
+from retrograd.graph.joint_graph import AliasOf, JointValues, Partition
 
 
 class RegionNode(torch.autograd.Function):
@@ -111,15 +111,22 @@ class Attaching:
         take_roots = picker(roots)
         take_inputs = picker(
             [
-                first + value_of[there.index]
-                if there.is_boundary
-                else self._barriers.get((number, there), self._barriers.get(there.index, there.index))
+                first + value_of[there.index] if there.is_boundary else self._place_of(number, there)
                 for there in region.destinations
             ]
         )
         written = [value_of[root] for root in region.roots if self._finish.writes(value_of[root])]
+        views = [self._view(partition.joint, number, value_of[root]) for root in region.roots]
+        made = [view for view in views if view is not None]
+        code_runs = len(made) < len(views)
 
         def attach_region(frame: Frame, again: Any) -> None:
+            if code_runs:
+                attach_code(frame, again)
+            for make in made:
+                make(frame)
+
+        def attach_code(frame: Frame, again: Any) -> None:
             fresh = tuple([value.detach() if value._is_view() else value for value in take_roots(frame)])
             attached = attach(
                 code, take_tensors(frame), take_numbers(frame), again, fresh, *take_inputs(frame)
@@ -129,7 +136,32 @@ class Attaching:
             for root in written:
                 self._finish.write(root, frame)
 
-        return attach_region
+        return attach_region if made else attach_code
+
+    def _view(self, joint: JointValues, region: int, value: int) -> Callable[[Frame], None] | None:
+        """How the view that a value stands for is made of a real tensor with its history; None if it stands
+        for none."""
+        plan = next((p for p in joint.outputs if isinstance(p, AliasOf) and p.made == value), None)
+        if plan is None:
+            return None
+        finish, view, place = self._finish, plan.view, self._layout.values + value
+        if plan.value is not None:
+            base = self._layout.values + plan.value
+        else:
+            base = next(i for i, primal in enumerate(joint.primals) if primal.leaf == plan.source)
+            for there in joint.signature.regions[region].destinations[::-1]:
+                if there.index == base and not there.is_boundary:
+                    base = self._place_of(region, there)
+                    break
+
+        def make_view(frame: Frame) -> None:
+            frame[place] = finish.viewed(view, frame[base], frame)
+
+        return make_view
+
+    def _place_of(self, region: int, there: Destination) -> int:
+        """Where the primal or its barrier stands."""
+        return self._barriers.get((region, there), self._barriers.get(there.index, there.index))
 
 
 def _barriers_of(joint: JointValues, primal: int) -> list[Any]:

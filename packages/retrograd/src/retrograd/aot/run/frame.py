@@ -206,18 +206,20 @@ class Finish:
                 return torch.Size([self._number(size, frame) for size in sizes])
             case SameAs(source):
                 return sources[source]
-            case AliasOf(view, source, value):
+            case AliasOf(view, source, value, made):
+                if made is not None:
+                    return frame[self._first + made]
                 if source is not None:
-                    return self._viewed(view, sources[source], frame)
+                    return self.viewed(view, sources[source], frame)
                 assert value is not None
-                return self._viewed(view, frame[self._first + value], frame)
+                return self.viewed(view, frame[self._first + value], frame)
 
-    def _viewed(self, view: View, base: torch.Tensor, frame: Sequence[Any]) -> torch.Tensor:
+    def viewed(self, view: View, base: torch.Tensor, frame: Sequence[Any]) -> torch.Tensor:
         """The view of a real tensor that the function made of the traced one."""
+        seen = base if view.differentiable or not base.requires_grad else base.detach()
         if view.origin is not None:
-            made = with_view_origin(lambda: self._strided(view, base, frame), view.origin)
+            made = with_view_origin(lambda: self._strided(view, seen, frame), view.origin)
         else:
-            seen = base if view.differentiable or not base.requires_grad else base.detach()
             made = self._strided(view, seen, frame)
         return made.requires_grad_() if view.is_new_leaf else made
 

@@ -6,13 +6,13 @@ graph has to compute, the changes to make after a call, and a plan for every out
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from retrograd._torch.autograd import leads_to, passes_through_function, versions_of
+from retrograd._torch.autograd import edge_of, leads_to, nodes_below, passes_through_function, versions_of
 from retrograd._torch.subclass import ATOMS, Layout, is_wrapper, layout_of, parts_of
 from retrograd._torch.tensor import lies_within, shares_elements, view_origin
 from retrograd._torch.trace import changes_of, is_traced, lost_layout, plain, storage_key
@@ -43,11 +43,13 @@ class TracedValue:
         value: functional tensor, or number.
         is_visible: whether the user gets it.
         is_seen: whether autograd sees it: false for a change that was made without autograd.
+        view: the view that it stands for, which is made in the call instead of in the graph.
     """
 
     value: Any
     is_visible: bool = True
     is_seen: bool = True
+    view: torch.Tensor | None = None
 
     @property
     def wrapping(self) -> Layout:
@@ -129,7 +131,11 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
             )
         view = _view(analysis, tensor, primal.fake, True) if changes.shape else None
         value = analysis.add(TracedValue(tensor, False, not unseen)) if changes.elements else None
-        updates.append(Update(number, value, view, unseen, _version(tensor)))
+        members = inputs.state.aliases[primal.group].members if primal.group is not None else ()
+        seen = [tensor, *(inputs.entries[member.leaf] for member in members)]
+        # Functionalization does not count changes by operators on lists.
+        version = max(int(changes.elements), *map(_version, seen))
+        updates.append(Update(number, value, view, unseen, version))
     return updates
 
 
@@ -183,8 +189,36 @@ class _Outputs:
             if isinstance(output, torch.Tensor) and is_traced(output):
                 self._sharing.setdefault(storage_key(output), {})[id(output)] = output
         # A tensor that is returned twice has one plan: the caller gets one tensor too.
-        plans = {id(output): self._plan(output) for output in self.outputs}
+        outputs = {id(output): output for output in self.outputs}
+        plans = {key: self._plan(output) for key, output in outputs.items()}
+        views = [outputs[key] for key, plan in plans.items() if self._has_place(outputs[key], plan)]
+        above = {id(view): [other for other in views if _passes_by(view, other)] for view in views}
+        for view in sorted(views, key=lambda view: len(above[id(view)])):
+            nearest = max(above[id(view)], key=lambda other: len(above[id(other)]), default=None)
+            plans[id(view)] = self._placed(view, plans, nearest)
         return [plans[id(output)] for output in self.outputs]
+
+    def _has_place(self, output: Any, plan: OutputPlan) -> bool:
+        """Whether it is a view with a history of what stays as it is: then others may be reached by way of
+        it."""
+        if not isinstance(plan, AliasOf) or output.grad_fn is None or is_wrapper(output):
+            return False
+        if plan.source is None:
+            return plan.view.differentiable
+        numbers = [number for number, primal in enumerate(self.inputs.primals) if primal.leaf == plan.source]
+        changed = [update.primal for update in self.analysis.updates]
+        return any(self.inputs.primals[n].differentiable and n not in changed for n in numbers)
+
+    def _placed(
+        self, output: torch.Tensor, plans: Mapping[int, OutputPlan], above: torch.Tensor | None
+    ) -> OutputPlan:
+        """The plan of a view with a place of its own: a view of the one `above` it, if that can be."""
+        made = self.analysis.add(TracedValue(stand_in(output), is_visible=False, view=output))
+        plan, base = plans[id(output)], plans.get(id(above))
+        assert isinstance(plan, AliasOf)
+        if above is None or not isinstance(base, AliasOf) or not _is_window(output, above):
+            return replace(plan, made=made)
+        return AliasOf(_view(self.analysis, output, above, True), value=base.made, made=made)
 
     def _plan(self, output: Any) -> OutputPlan:
         if isinstance(output, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -251,10 +285,33 @@ class _Outputs:
         return _view(self.analysis, output, base, differentiable, replay)
 
 
+def _is_window(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether all of a view is seen in its base, whose elements are apart."""
+    return view.dtype == base.dtype and not shares_elements(base) and lies_within(view, base)
+
+
+def _passes_by(view: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the history of `view` goes through that of `other`."""
+    end = edge_of(other)
+    return view is not other and any(
+        end in node.next_functions for node in nodes_below([edge_of(view)], (end[0],)) if node is not end[0]
+    )
+
+
+def stand_in(like: Any) -> torch.Tensor:
+    """A tensor without elements that has a shape, type and place."""
+    shape = tuple(like.shape)
+    return torch.empty_strided(shape, (0,) * len(shape), dtype=like.dtype, device=like.device)
+
+
 def _is_static_view(output: torch.Tensor, base: torch.Tensor) -> bool:
     """Whether torch made `output` as a view of `base`, and can make it again whatever the call."""
     sizes = (*output.shape, *output.stride(), *base.shape)
-    return output._is_view() and output._base is base and all(type(size) is int for size in sizes)
+    if not output._is_view() or output._base is not base or any(type(size) is not int for size in sizes):
+        return False
+    with torch.no_grad():
+        again = output._view_func_unsafe(base)  # it does not know what changed the shape of the view since
+    return again.shape == output.shape and again.stride() == output.stride()
 
 
 def _is_empty(tensor: torch.Tensor) -> bool:

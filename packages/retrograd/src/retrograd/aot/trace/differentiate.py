@@ -28,7 +28,7 @@ from retrograd._torch.autograd import (
 )
 from retrograd._torch.subclass import Layout, built, layout_of, parts_of
 from retrograd._torch.trace import JointTracer, is_traced, plain, to_functional
-from retrograd.aot.trace.analyse import Analysis, TracedValue
+from retrograd.aot.trace.analyse import Analysis, TracedValue, stand_in
 from retrograd.aot.trace.enter import Inputs
 from retrograd.aot.trace.structure import Structure, divide
 from retrograd.errors import Refusal, not_representable
@@ -191,7 +191,12 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
         primal for primal in primals.values() if manner.split_at_leaf_grads and inputs.primals[primal].is_leaf
     )
     structure = divide(graph, primals, manner.single_region, hooked_leaves, manner.sums_apart)
-    stand_ins = [_stand_in(graph, edge) for edge in structure.boundaries[len(edges) :]]
+    if any(region.nodes and not region.destinations for region in structure.regions):
+        raise not_representable("a result requires grad, and its gradient goes nowhere")
+    stand_ins = [
+        TracedValue(stand_in(graph.nodes[edge.node].handle._input_metadata[edge.slot]), is_visible=False)
+        for edge in structure.boundaries[len(edges) :]
+    ]
     count = len(analysis.values)
     values = (*edges, *range(count, count + len(stand_ins)))
     made = Differentiated(structure, tuple(edges), values, stand_ins, hooked_leaves=hooked_leaves)
@@ -224,7 +229,7 @@ def _refuse_effects(graph: LiveGraph) -> None:
 def _edge(value: TracedValue) -> tuple[Any, int] | None:
     if not isinstance(value.value, torch.Tensor) or not value.is_seen or value.is_new_leaf:
         return None
-    edge = edge_of(value.value)
+    edge = edge_of(value.value if value.view is None else value.view)
     return None if edge[0] is None else edge
 
 
@@ -238,14 +243,6 @@ def _accumulated(graph: LiveGraph, inputs: Inputs) -> dict[int, int]:
                 raise not_representable("it makes a leaf that requires grad and computes with it")
             found[index] = numbers[id(leaf)]
     return found
-
-
-def _stand_in(graph: LiveGraph, edge: Edge) -> TracedValue:
-    """A tensor without elements that looks like what flows through a hidden boundary."""
-    metadata = graph.nodes[edge.node].handle._input_metadata[edge.slot]
-    shape = tuple(metadata.shape)
-    made = torch.empty_strided(shape, (0,) * len(shape), dtype=metadata.dtype, device=metadata.device)
-    return TracedValue(made, is_visible=False)
 
 
 def _cotangents(

@@ -1,0 +1,209 @@
+"""Views among the outputs of a function compiled ahead, by way of which others are reached.
+
+In: a probe, whose `compile` is the identity for eager. Out: gradients of the views themselves, what hooks on
+them see, and sums whose last bits say by which way gradients came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gradparity.corpus.scenario import scenario
+from gradparity.corpus.scenarios.storages import history, layout
+from gradparity.probe import Probe
+
+TAGS = ("compiled", "aot", "aliasing", "views")
+Map = Callable[[Tensor], Tensor]
+VIEWS: dict[str, Map] = {
+    "view": lambda t: t.view(-1),
+    "transposed": lambda t: t.transpose(0, 1),
+    "a part": lambda t: t[1:],
+    "gaps": lambda t: t[:, ::2],
+    "expanded": lambda t: t[:1].expand(3, 4),
+    "diagonal": lambda t: t.diagonal(),
+    "strided": lambda t: t.as_strided((2, 3), (1, 2), 1),
+    "a piece": lambda t: t.split(2, 1)[1],
+    "a row": lambda t: t.unbind()[1],
+    "twice": lambda t: t.t().unsqueeze(0),
+}
+BASES: dict[str, Map] = {
+    "the input": lambda t: t,
+    "a hidden value": lambda t: t.sin() * 2,
+}
+
+
+def _show(p: Probe, name: str, output: Tensor) -> None:
+    p.event(name, *layout(output), *history(output))
+
+
+@scenario(tags=TAGS)
+def aot_gradient_of_a_view_that_is_used(p: Probe) -> None:
+    """A gradient with respect to a returned view is that of everything that was computed from the view."""
+    leaf = p.leaf("x", p.randn(3, 4, requires_grad=True))
+    for of, base in BASES.items():
+
+        def run(x: Tensor, base: Map = base) -> tuple[list[Tensor], list[Tensor]]:
+            seen = [view(base(x)) for view in VIEWS.values()]
+            return seen, [each.cos() * 3 for each in seen]
+
+        for x in (leaf, leaf.exp()):
+            views, results = p.compile(run)(x)
+            for kind, seen, made in zip(VIEWS, views, results, strict=True):
+                _show(p, f"{kind} of {of}", seen)
+                with p.backward():
+                    loss = (made * p.rand(*made.shape)).sum()
+                    grads = torch.autograd.grad(loss, (seen, x), retain_graph=True)
+                p.value(f"{kind} of {of}", tuple(grad.contiguous() for grad in grads))
+
+
+@scenario(tags=(*TAGS, "hooks"))
+def aot_hook_on_a_view_that_is_used(p: Probe) -> None:
+    """A hook on a returned view sees the sum of the caller's gradient and of what was computed inside."""
+    x = p.leaf("x", p.randn(3, 4, requires_grad=True))
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        hidden = x.tanh()
+        rows, columns = x.view(-1), hidden.mT
+        return rows, rows.sin() * 2, columns, columns.exp(), hidden
+
+    outputs = p.compile(run)(x)
+    for number, output in enumerate(outputs):
+        output.register_hook(p.hook(f"output {number}"))
+    outputs[0].retain_grad()
+    with p.backward():
+        sum((output * output).sum() for output in outputs).backward()
+    p.value("kept", outputs[0].grad)
+
+
+@scenario(tags=TAGS)
+def aot_view_of_a_view_output(p: Probe) -> None:
+    """Of two returned views one may be made of the other: then its gradient goes there first."""
+    x = p.leaf("x", p.randn(3, 4, requires_grad=True))
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        flat, hidden = x.view(-1), x.cos()
+        part, turned = flat[2:], hidden.t()
+        return flat, part, part[::2], hidden, turned, turned[1:]
+
+    outputs = p.compile(run)(x)
+    for number, output in enumerate(outputs):
+        _show(p, f"output {number}", output)
+    with p.backward():
+        for base, parts in ((0, (1, 2)), (1, (2,)), (3, (4, 5)), (4, (5,))):
+            loss = sum(outputs[part].square().sum() for part in parts)
+            grad = torch.autograd.grad(loss, outputs[base], retain_graph=True)[0]
+            p.value(f"{base}", grad.contiguous())
+        sum(output.square().sum() for output in outputs).backward()
+
+
+@scenario(tags=(*TAGS, "order"))
+def aot_sum_at_a_view_output(p: Probe) -> None:
+    """What is computed from a returned view is added there first, and then to what came by other ways."""
+    x = p.leaf("x", p.rand(64, requires_grad=True))
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        hidden = (x + 0.5).log()
+        one, two = hidden.view(8, 8).chunk(2)
+        seen = x.unsqueeze(0)
+        return seen, seen.sin(), torch.addcmul(seen, x, x), one, one.half().float() * one, two[1:], two.exp()
+
+    outputs = p.compile(run)(x)
+    with p.backward():
+        sum((output * p.rand(*output.shape)).sum() for output in outputs).backward()
+
+
+@scenario(tags=(*TAGS, "order", "hooks"))
+def aot_views_of_inputs_have_their_turn(p: Probe) -> None:
+    """Where a returned view was made first, its input is complete last."""
+    leaves = [p.leaf(f"leaf {i}", p.rand(4, requires_grad=True)) for i in range(3)]
+    for number, leaf in enumerate(leaves):
+        leaf.register_post_accumulate_grad_hook(p.hook(f"leaf {number}", kind="post_acc"))
+
+    def run(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+        first, second = a.view(2, 2), b * 2
+        return second, c[1:], first
+
+    for _ in range(2):
+        outputs = p.compile(run)(*leaves)
+        with p.backward():
+            sum(output.sum() for output in outputs).backward()
+
+
+@scenario(tags=(*TAGS, "in-place"))
+def aot_view_that_is_used_changed_by_the_caller(p: Probe) -> None:
+    """The caller writes into a returned view, after something was computed from it that saved nothing."""
+    x = p.leaf("x", p.randn(3, 4, requires_grad=True))
+    h = x * 2
+
+    def run(h: Tensor) -> tuple[Tensor, Tensor]:
+        seen = h.view(-1)
+        return seen, seen + 1
+
+    seen, made = p.compile(run)(h)
+    seen.mul_(3)
+    p.value("h", h.detach())
+    with p.backward():
+        (made.sum() + h.square().sum()).backward()
+
+
+@scenario(tags=TAGS)
+def aot_view_whose_shape_changed_in_place(p: Probe) -> None:
+    """A returned view has the shape that the function gave it last."""
+    x = p.leaf("x", p.randn(2, 3, requires_grad=True))
+    h = x * 2
+
+    def run(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        one, two, three = a.permute(1, 0), b[1:], (a + 1).mT
+        one.transpose_(0, 1)
+        two.squeeze_(0)
+        three.unsqueeze_(0)
+        return one, two, three
+
+    outputs = p.compile(run)(h, x * 3)
+    for number, output in enumerate(outputs):
+        _show(p, f"output {number}", output)
+    with p.backward():
+        sum((output * p.rand(*output.shape)).sum() for output in outputs).backward()
+
+
+@scenario(tags=(*TAGS, "no-grad"))
+def aot_views_without_grad_that_are_computed_with(p: Probe) -> None:
+    """What is computed from a view that was made under no_grad requires grad, but its gradient goes nowhere."""
+    x = p.leaf("x", p.randn(3, 2, requires_grad=True))
+
+    def alone(x: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            seen, (piece, _, _) = x.view(-1), x.detach().unbind()
+        return seen * 2, piece
+
+    def both(x: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            seen = x.view(-1)
+        return seen * 2, seen * x.sum()
+
+    for name, function in (("alone", alone), ("both", both)):
+        outputs = p.compile(function)(x)
+        for number, output in enumerate(outputs):
+            _show(p, f"{name} {number}", output)
+        with p.backward():
+            sum(output.sum() for output in outputs if output.requires_grad).backward()
+
+
+@scenario(tags=("compiled", "aot", "in-place"))
+def aot_changes_by_operators_on_lists(p: Probe) -> None:
+    """Operators on lists of tensors change each of them once, as its version counter says."""
+    first, second, third = (p.watch(f"t{i}", p.rand(3)) for i in range(3))
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+
+    def run(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
+        torch._foreach_mul_([a, h], 2)
+        torch._foreach_zero_([b])
+        torch._foreach_copy_([c], [a])
+        return h + c
+
+    h = p.watch("h", x * 1)
+    with p.backward():
+        p.compile(run)(first, second, third, h).sum().backward()
