@@ -171,7 +171,7 @@ def aot_view_whose_shape_changed_in_place(p: Probe) -> None:
 
 @scenario(tags=(*TAGS, "no-grad"))
 def aot_views_without_grad_that_are_computed_with(p: Probe) -> None:
-    """What is computed from a view that was made under no_grad requires grad, but its gradient goes nowhere."""
+    """What is computed from a view made under no_grad requires grad, but its gradient goes nowhere."""
     x = p.leaf("x", p.randn(3, 2, requires_grad=True))
 
     def alone(x: Tensor) -> tuple[Tensor, ...]:
