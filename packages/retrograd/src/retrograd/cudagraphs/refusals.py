@@ -51,7 +51,7 @@ def why_not_recorded(graphs: Sequence[fx.Graph], device_type: str = "cuda") -> R
 
 
 def values_of(graphs: Sequence[fx.Graph]) -> Iterator[torch.Tensor]:
-    """The tensors in `graphs`, without constant numbers on the host: kernels are given their value."""
+    """The tensors in `graphs`, without constant numbers on the host, whose value kernels are given."""
     for graph in graphs:
         numbers: set[fx.Node] = set()
         for node in graph.nodes:
@@ -62,7 +62,7 @@ def values_of(graphs: Sequence[fx.Graph]) -> Iterator[torch.Tensor]:
 
 
 def _is_constant_number(node: fx.Node, known: Collection[fx.Node]) -> bool:
-    """Whether the value lies on the host, has no dimensions, is made of others in `known` only, and is read by
+    """Whether the value is on the host, has no dimensions, is made of others in `known` only, and is read by
     calls that are done with it when they return."""
     value = node.meta.get("val")
     return (
