@@ -143,9 +143,12 @@ class Scope:
         return True
 
     def value(self, text: str) -> Any:
-        """What an expression gives here."""
+        """What an expression gives here. Raises Rejected if it raises."""
         seen = self.env.copy()
-        exec(self._inside(f"found = {text}"), seen)
+        try:
+            exec(self._inside(f"found = {text}"), seen)
+        except Exception as error:
+            raise Rejected(f"value: {error}") from error
         return seen["found"]
 
     def block(self, header: str) -> Scope:

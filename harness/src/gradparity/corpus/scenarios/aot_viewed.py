@@ -99,6 +99,24 @@ def aot_view_of_a_view_output(p: Probe) -> None:
         sum(output.square().sum() for output in outputs).backward()
 
 
+@scenario(tags=TAGS)
+def aot_view_of_what_was_computed_from_a_view(p: Probe) -> None:
+    """Of two returned views one may be a view of what was computed from the other: it is no part of that."""
+    x = p.leaf("x", p.randn(4, requires_grad=True))
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        seen = x[...]
+        made = seen * 2
+        one, two = made.chunk(2)
+        turned = (one + 1).unsqueeze(0)
+        return one, seen, made, turned, turned.exp(), two[1:]
+
+    outputs = p.compile(run)(x)
+    with p.backward():
+        for number, output in enumerate(outputs):
+            p.value(f"{number}", torch.autograd.grad(output.square().sum(), x, retain_graph=True)[0])
+
+
 @scenario(tags=(*TAGS, "order"))
 def aot_sum_at_a_view_output(p: Probe) -> None:
     """What is computed from a returned view is added there first, and then to what came by other ways."""
@@ -153,20 +171,21 @@ def aot_view_that_is_used_changed_by_the_caller(p: Probe) -> None:
 def aot_view_whose_shape_changed_in_place(p: Probe) -> None:
     """A returned view has the shape that the function gave it last."""
     x = p.leaf("x", p.randn(2, 3, requires_grad=True))
-    h = x * 2
 
-    def run(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        one, two, three = a.permute(1, 0), b[1:], (a + 1).mT
-        one.transpose_(0, 1)
-        two.squeeze_(0)
-        three.unsqueeze_(0)
-        return one, two, three
+    def turned(a: Tensor) -> Tensor:
+        return a.permute(1, 0).transpose_(0, 1)
 
-    outputs = p.compile(run)(h, x * 3)
-    for number, output in enumerate(outputs):
+    def shorter(a: Tensor) -> Tensor:
+        return a[1:].squeeze_(0)
+
+    def longer(a: Tensor) -> Tensor:
+        return (a + 1).mT.unsqueeze_(0)
+
+    for number, function in enumerate((turned, shorter, longer)):
+        output = p.compile(function)(x * 2)
         _show(p, f"output {number}", output)
-    with p.backward():
-        sum((output * p.rand(*output.shape)).sum() for output in outputs).backward()
+        with p.backward():
+            (output * p.rand(*output.shape)).sum().backward()
 
 
 @scenario(tags=(*TAGS, "no-grad"))

@@ -291,10 +291,16 @@ def _is_window(view: torch.Tensor, base: torch.Tensor) -> bool:
 
 
 def _passes_by(view: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the history of `view` goes through that of `other`."""
+    """Whether `view` was made of `other`, another view of the same memory."""
     end = edge_of(other)
-    return view is not other and any(
-        end in node.next_functions for node in nodes_below([edge_of(view)], (end[0],)) if node is not end[0]
+    return (
+        view is not other
+        and storage_key(view) == storage_key(other)
+        and any(
+            end in node.next_functions
+            for node in nodes_below([edge_of(view)], (end[0],))
+            if node is not end[0]
+        )
     )
 
 
