@@ -27,8 +27,10 @@ AXES = {
     "a backward for each of several outputs": ("outputs", r"(?s)\.backward\(.*?\.backward\(", 0.15),
     "gradients of some inputs only": ("hooks", r"backward\(inputs=", 0.03),
     "a gradient penalty": ("second_order", r"create_graph=True", 0.2),
-    "one grad mode in another": ("grad_modes", r"with torch\.\w*grad.*\n( {8}.*\n)*? {8,}with torch\.\w*grad", 0.1),
-    "a call under no_grad": ("grad_modes", r"with torch\.(no_grad|set_grad_enabled)\(\w*\):\n +y\d.* = f\(", 0.2),
+    "one grad mode in another":
+        ("grad_modes", r"with torch\.\w*grad.*\n( {8}.*\n)*? {8,}with torch\.\w*grad", 0.1),
+    "a call under no_grad":
+        ("grad_modes", r"with torch\.(no_grad|set_grad_enabled)\(\w*\):\n +y\d.* = f\(", 0.2),
     "results that go into another call": ("shared", r"z\d.* = f\([^)]*\by\d", 0.05),
     "a parameter of a class of its own": ("modules", r"class Weight", 0.2),
     "a class of parameters that an optimizer sees": ("steps_optimizer", r"isinstance\(each, Own\)", 0.03),
