@@ -12,7 +12,7 @@ from torch import fx, nn
 from retrograd import aot
 from retrograd.aot import JointGraph
 from retrograd.errors import PassError, VerificationError
-from retrograd.passes.aten import accumulate_in_fp32, recompute_by_policy, remove_dead_code
+from retrograd.passes.aten import recompute_by_policy, remove_dead_code
 
 
 def linear() -> JointGraph:
@@ -60,13 +60,13 @@ def test_what_a_pass_changes_is_compiled() -> None:
 
 
 def test_our_passes_go_by_name() -> None:
-    changed = linear().apply("remove_dead_code", "order_collectives")
-    assert [report.name for report in changed.reports] == ["remove_dead_code", "order_collectives"]
+    changed = linear().apply("remove_dead_code", "remove_dead_code")
+    assert [report.name for report in changed.reports] == ["remove_dead_code", "remove_dead_code"]
 
 
 def test_options_for_several_passes_are_refused() -> None:
-    with pytest.raises(PassError, match=r"\(many\) were given for 2 passes(.|\n)*try +one apply for each"):
-        linear().apply(accumulate_in_fp32, remove_dead_code, many=8)
+    with pytest.raises(PassError, match=r"\(policy\) were given for 2 passes(.|\n)*try +one apply for each"):
+        linear().apply(recompute_by_policy, remove_dead_code, policy=lambda node: "save")
 
 
 def test_the_second_pass_that_breaks_the_law_is_named() -> None:

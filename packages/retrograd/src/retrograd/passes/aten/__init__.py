@@ -18,9 +18,7 @@ from torch import fx
 
 from retrograd.errors import OptionError, PassError, VerificationError
 from retrograd.graph.joint import JointSignature, output_kinds, verify_joint
-from retrograd.passes.aten.accumulate_in_fp32 import accumulate_in_fp32
 from retrograd.passes.aten.edit import signature_of
-from retrograd.passes.aten.order_collectives import order_collectives
 from retrograd.passes.aten.recompute_by_policy import recompute_by_policy
 from retrograd.passes.aten.remove_dead_code import remove_dead_code
 
@@ -139,9 +137,9 @@ def _named(target: Any) -> Any:
 
 
 #: these give bitwise the same results. This is the order in which they are applied.
-NUMERICS_PRESERVING: tuple[JointPass, ...] = (remove_dead_code, order_collectives)
+NUMERICS_PRESERVING: tuple[JointPass, ...] = (remove_dead_code,)
 #: these change results, or need arguments, which `functools.partial` gives them.
-OPT_IN: tuple[AnyPass, ...] = (recompute_by_policy, accumulate_in_fp32)
+OPT_IN: tuple[AnyPass, ...] = (recompute_by_policy,)
 
 
 def pass_named(name: str) -> AnyPass:
