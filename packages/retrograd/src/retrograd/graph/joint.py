@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd.errors import Reason, VerificationError
+from retrograd.errors import PassError, Reason, VerificationError
 from retrograd.graph.reach import bits_reaching
 
 
@@ -157,21 +157,23 @@ class JointSignature:
         return tuple(role for role in self.inputs if isinstance(role, Primal))
 
     @property
-    def parameter_gradients(self) -> list[int]:
-        """Which outputs are gradients of parameters, in the order of the parameters."""
-        primals = self.primals
-        found = [
-            (role.of.index, place)
-            for place, role in enumerate(self.outputs)
-            if isinstance(role, Gradient) and not role.of.is_boundary
-            if primals[role.of.index].kind is PrimalKind.PARAMETER
-        ]
-        return [place for _, place in sorted(found)]
-
-    @property
     def forward_count(self) -> int:
         """How many outputs belong to the forward."""
         return sum(not isinstance(role, Gradient) for role in self.outputs)
+
+
+def signature_of(gm: fx.GraphModule, name: str) -> JointSignature:
+    """What the inputs and outputs of a joint graph mean, as the pass `name` needs to know it.
+
+    Raises:
+        PassError: the graph has no signature.
+    """
+    signature = gm.meta.get("signature")
+    if not isinstance(signature, JointSignature):
+        text = f"{name} needs to know what the graph's inputs and outputs mean, and gm.meta has no signature"
+        way_out = "give it a joint graph (retrograd.aot.capture), and keep gm.meta in passes before it"
+        raise PassError.because("no-signature", text, f"passes.{name}", way_out=way_out)
+    return signature
 
 
 def cotangents_reaching(graph: fx.Graph, signature: JointSignature) -> Mapping[fx.Node, int]:

@@ -347,11 +347,3 @@ def size_of(tree: Tree, mode: FakeTensorMode, sizes: Mapping[str, torch.SymInt])
 def evaluated(tree: Tree, values: Mapping[str, int]) -> Any:
     """The number that a size gives for these values of its symbols; of a guard, whether it holds."""
     return decoded(tree, {name: sympy.Integer(value) for name, value in values.items()})
-
-
-def shown(tree: Tree, names: Mapping[str, str]) -> int | str:
-    """The tree for people; symbols by other names, which do not depend on the process."""
-    if type(tree) is int:
-        return tree
-    short = {name: sympy.Symbol(new, integer=True, positive=True) for name, new in names.items()}
-    return str(decoded(tree, short))

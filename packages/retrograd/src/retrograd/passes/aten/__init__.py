@@ -17,8 +17,7 @@ from typing import Any
 from torch import fx
 
 from retrograd.errors import OptionError, PassError, VerificationError
-from retrograd.graph.joint import JointSignature, output_kinds, verify_joint
-from retrograd.passes.aten.edit import signature_of
+from retrograd.graph.joint import JointSignature, output_kinds, signature_of, verify_joint
 from retrograd.passes.aten.recompute_by_policy import recompute_by_policy
 from retrograd.passes.aten.remove_dead_code import remove_dead_code
 

@@ -19,8 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from retrograd._torch.fx import has_effect, is_operator_overload
 from retrograd._torch.releases import policy_context
 from retrograd.errors import PassError
-from retrograd.graph.joint import cotangents_reaching
-from retrograd.passes.aten.edit import signature_of
+from retrograd.graph.joint import cotangents_reaching, signature_of
 
 Policy = Callable[[fx.Node], Literal["save", "recompute"] | None]
 SelectivePolicy = Callable[..., CheckpointPolicy | bool]

@@ -1,9 +1,9 @@
-"""Programs in files.
+"""Joint graphs in files.
 
-In: an `Exported` and a file. Out: a zip archive of JSON and tensors; of such an archive, the program again,
-without its function: what needs the function again says so. Loading runs nothing that stands in the file: no
-pickle of code, no text that is evaluated. torch's own archives of programs are not used, because loading them
-does both.
+In: a `JointGraph` and a file. Out: a zip archive of JSON and tensors; of such an archive, the joint graph
+again, without its function: what needs the function again says so. What cannot be written is refused by its
+name. Loading runs nothing that stands in the file: no pickle of code, no text that is evaluated. torch's own
+archives of programs are not used, because loading them does both.
 """
 
 from __future__ import annotations
@@ -24,13 +24,19 @@ from retrograd._torch.state import ThreadModes
 from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import Symbol, encoded, guards_of, size_of, symbolic_mode, symbols_of
 from retrograd.aot.capture import JointGraph
-from retrograd.aot.export.exporter import program_of, refuse_unrepresentable
-from retrograd.aot.export.program import Exported, ProgramKind
-from retrograd.errors import CaptureError, LoadError, VerificationError, first_line
+from retrograd.errors import CaptureError, ExportError, LoadError, Refusal, VerificationError, first_line
 from retrograd.graph.joint import verify_joint
 from retrograd.graph.joint_graph import CaptureState, JointValues, Leaf
+from retrograd.passes.aten import PassReport
 from retrograd.serialize import read_graph, read_value, serialize_graph, serialize_value
 from retrograd.version import VERSION
+
+#: of the files that are written; files of another one are refused.
+SCHEMA = 3
+
+_FORMAT = "retrograd-joint-graph"
+_MANIFEST, _JOINT, _TENSORS = "manifest.json", "joint.json", "tensors.pt"
+File = str | os.PathLike[str] | IO[bytes]
 
 _FOUND = "found/"
 #: what of a `JointGraph` is written as it is.
@@ -50,46 +56,83 @@ def serialize_joint(joint: JointValues) -> tuple[dict[str, Any], dict[str, torch
     """All of `joint`, and the tensors that it holds, by name.
 
     Raises:
-        ValueError: something cannot be written; see `refuse_unrepresentable`.
+        ExportError: something cannot be written.
     """
     tensors: dict[str, torch.Tensor] = {}
-    examples = [node.meta["val"] for node in joint.gm.graph.find_nodes(op="placeholder")]
-    sizes = [
-        size for value in examples for size in (value.shape if isinstance(value, torch.Tensor) else [value])
-    ]
-    env, state = joint.state.fake_mode.shape_env, joint.state
     for number, primal in enumerate(joint.primals):
+        if primal.found is not None and primal.differentiable:
+            text = f"{joint.state.name} uses a tensor that requires grad and is not given to it"
+            way_out = "make it an argument, or a parameter of the module that is captured"
+            _refuse("found-tensor", text, f"primal {number}", way_out)
         if primal.found is not None:
             tensors[f"{_FOUND}{number}"] = primal.found.detach()
-    data = {
+    state = joint.state
+    leaves = [replace(leaf, value=None) if leaf.kind else leaf for leaf in state.leaves]
+    return {
         "name": state.name,
-        "ambient": {
-            "grad": state.thread_modes.grad,
-            "autocast": [[device, serialize_value(dtype)] for device, dtype in state.thread_modes.autocast],
-            "caches": state.thread_modes.autocast_caches,
-        },
-        "symbols": {name: asdict(symbol) for name, symbol in symbols_of(env, sizes).items()},
-        "guards": guards_of(env),
-        "examples": [_serialize_example(value) for value in examples],
-        "leaves": [
-            serialize_value(replace(leaf, value=None) if leaf.kind else leaf) for leaf in state.leaves
-        ],
+        "modes": serialize_value(tuple(state.thread_modes)),
+        "leaves": [_written(leaf.name, leaf) for leaf in leaves],
         "in_spec": None if state.in_spec is None else pytree.treespec_dumps(state.in_spec),
+        **_serialize_sizes(joint),
         **serialize_trace(joint, tensors),
-    }
-    return data, tensors
+    }, tensors
 
 
 def serialize_trace(joint: JointValues, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """What tracing found: the graph, and what its inputs and outputs mean. Tensors that the graph holds are
-    added to `tensors`."""
+    added to `tensors`.
+
+    Raises:
+        ExportError: something cannot be written.
+    """
+    if joint.offsets_matter:
+        text = f"{joint.state.name} reads where its inputs begin in their memory"
+        _refuse("storage-offset", text, "inputs", "as_strided and storage_offset depend on it: use slices")
+    if any(primal.group is not None for primal in joint.primals):
+        text = "inputs share memory, and one of them is changed in place"
+        _refuse("aliased-inputs", text, "inputs", "clone one of them before the call")
+    if any(wrapping is not PLAIN for wrapping in joint.gradients.values()):
+        _refuse("subclass", "a gradient is a tensor subclass", "gradients", _WAY_OUT)
+    for number, plan in enumerate(joint.outputs):
+        _written(f"output {number}", plan)
     return {
         "out_spec": pytree.treespec_dumps(joint.out_spec),
-        "primals": [serialize_value(replace(primal, fake=None, found=None)) for primal in joint.primals],
+        "primals": [_written(one.name, replace(one, fake=None, found=None)) for one in joint.primals],
         "gradients": [serialize_value(place) for place in joint.gradients],
-        **{name: serialize_value(getattr(joint, name)) for name in FIELDS},
+        **{name: _written(name, getattr(joint, name)) for name in FIELDS},
         "graph": serialize_graph(joint.gm, tensors),
     }
+
+
+_WAY_OUT = "return clones of views, and plain constants; unwrap tensor subclasses before the call"
+
+
+def _written(name: str, value: Any) -> Any:
+    try:
+        return serialize_value(value)
+    except Refusal as error:
+        return _refuse("unwritable", f"{name} has {error}, which no file can hold", name, _WAY_OUT)
+
+
+def _refuse(code: str, text: str, node: str, way_out: str) -> NoReturn:
+    raise ExportError.because(code, text, "aot.export", node=node, way_out=way_out)
+
+
+def _serialize_sizes(joint: JointValues) -> dict[str, Any]:
+    """What the inputs of the graph are like, and what is known of the sizes that may differ."""
+    examples = [node.meta["val"] for node in joint.gm.graph.find_nodes(op="placeholder")]
+    sizes = [
+        size for value in examples for size in (value.shape if isinstance(value, torch.Tensor) else [value])
+    ]
+    env = joint.state.fake_mode.shape_env
+    try:
+        return {
+            "symbols": {name: asdict(symbol) for name, symbol in symbols_of(env, sizes).items()},
+            "guards": guards_of(env),
+            "examples": [_serialize_example(value) for value in examples],
+        }
+    except Refusal as error:
+        return _refuse("size", f"{error} cannot be represented", "sizes", "capture with static sizes")
 
 
 def _serialize_example(value: Any) -> dict[str, Any]:
@@ -113,7 +156,9 @@ def read_joint(data: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
     mode, sizes = symbolic_mode(symbols, data["guards"])
     examples = [_read_example(one, mode, sizes) for one in data["examples"]]
     gm = read_graph(data["graph"], tensors, examples)
-    return read_trace(data, gm, tensors, lambda fakes: _read_state(data, mode, fakes))
+    joint = read_trace(data, gm, tensors, lambda fakes: _read_state(data, mode, fakes))
+    # As after a pass, nothing can trace the graph again for cotangents laid out otherwise: they are copied.
+    return replace(joint, reports=(PassReport("load", 0.0),))
 
 
 def read_trace(
@@ -155,13 +200,11 @@ def _read_state(data: Mapping[str, Any], mode: Any, fakes: Mapping[int | None, A
         leaf: Leaf = read_value(one, {})
         fake = fakes.get(number if leaf.same_as is None else leaf.same_as)
         leaves.append(replace(leaf, value=fake) if leaf.kind else leaf)
-    thread_modes = data["ambient"]
-    autocast = tuple((device, read_value(dtype, {})) for device, dtype in thread_modes["autocast"])
     return CaptureState(
         name=data["name"],
         call=_Absent(data["name"]),
         leaves=tuple(leaves),
-        thread_modes=ThreadModes(thread_modes["grad"], autocast, thread_modes["caches"]),
+        thread_modes=ThreadModes(*read_value(data["modes"], {})),
         fake_mode=mode,
         in_spec=None if data["in_spec"] is None else _read_spec(data["in_spec"]),
     )
@@ -194,30 +237,28 @@ def _read_spec(text: str) -> Any:
         raise ValueError(f"{error} Import what registers it before loading") from error
 
 
-#: of the files that are written; files of another one are refused.
-SCHEMA = 2
+def export(joint: JointGraph, file: File) -> None:
+    """Write `joint` to `file`, a path or an open binary file.
 
-_FORMAT = "retrograd-aot-program"
-_MANIFEST, _JOINT, _TENSORS = "manifest.json", "joint.json", "tensors.pt"
-File = str | os.PathLike[str] | IO[bytes]
+    Parameters and buffers are inputs of the graph, so they are not in the file. Tensors that the function
+    found by itself, and that do not require grad, are kept by value.
 
-
-def save(exported: Exported, file: File) -> None:
-    """Write `exported` to `file`, a path or an open binary file.
+    Args:
+        joint: from ``capture``, perhaps changed by passes.
+        file: is written anew.
 
     Raises:
-        ExportError: the program holds what cannot be written.
+        ExportError: it refers to something of this process, such as a function or a tensor that is trained.
+        VerificationError: the graph breaks a law of joint graphs.
         OSError: the file cannot be written.
     """
-    refuse_unrepresentable(exported.joint)
-    data, tensors = serialize_joint(exported.joint)
+    verify_joint(joint.gm, joint.signature, "aot.export", [report.name for report in joint.reports])
+    data, tensors = serialize_joint(joint)
     manifest = {
         "format": _FORMAT,
         "schema": SCHEMA,
         "retrograd": VERSION,
         "torch": torch.__version__,
-        "kind": exported.kind.value,
-        "loss": exported.loss,
     }
     kept = io.BytesIO()
     torch.save(tensors, kept)
@@ -227,15 +268,16 @@ def save(exported: Exported, file: File) -> None:
         archive.writestr(_TENSORS, kept.getvalue())
 
 
-def load(file: File) -> Exported:
-    """The program in `file`, as `save` wrote it.
+def load(file: File) -> JointGraph:
+    """The joint graph in `file`, as `export` wrote it.
 
-    Its ``joint`` can be partitioned and compiled here. The function itself is not in the file: what needs it
-    again raises `CaptureError` (second derivatives, a backward under autocast, cotangents of another kind).
+    It can be changed, partitioned and compiled; ``Compiled.with_state`` calls it with a module's state. The
+    function itself is not in the file: what needs it again raises `CaptureError` (second derivatives, a
+    backward under autocast, cotangents of another kind). A cotangent of another layout is copied.
 
     Raises:
-        LoadError: the file is damaged, no such program, of a newer version, or does not fit the installed
-            torch.
+        LoadError: the file is damaged, holds no joint graph, is of another version, or does not fit the
+            installed torch.
         OSError: the file cannot be read.
     """
     manifest, data, tensors = _contents(file)
@@ -243,8 +285,7 @@ def load(file: File) -> Exported:
     try:
         joint = read_joint(data, tensors)
         verify_joint(joint.gm, joint.signature, "aot.load")
-        refuse_unrepresentable(joint)
-        return program_of(joint, ProgramKind(manifest["kind"]), manifest["loss"])
+        return joint
     except VerificationError as error:
         raise _refused(
             "law", f"the joint graph in {_name(file)} breaks a law: {error.reason.text}", writer
@@ -268,7 +309,7 @@ def _contents(file: File) -> tuple[dict[str, Any], dict[str, Any], dict[str, tor
     except Exception as error:
         raise _refused(
             "damaged",
-            f"{_name(file)} is damaged, or no exported program: {first_line(error)}",
+            f"{_name(file)} is damaged, or no joint graph: {first_line(error)}",
             "export it again",
         ) from error
     if not isinstance(data, dict) or not isinstance(tensors, dict):
@@ -280,7 +321,7 @@ def _contents(file: File) -> tuple[dict[str, Any], dict[str, Any], dict[str, tor
 def _check_manifest(file: File, manifest: Any) -> None:
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise _refused(
-            "foreign", f"{_name(file)} is no program that aot.save wrote", "aot.save(aot.export(joint), file)"
+            "foreign", f"{_name(file)} is no joint graph that aot.export wrote", "aot.export(joint, file)"
         )
     schema = manifest.get("schema")
     if type(schema) is not int or schema < 1:
