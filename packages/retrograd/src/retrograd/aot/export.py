@@ -13,7 +13,7 @@ import json
 import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import IO, Any, NoReturn
 
 import torch
@@ -22,13 +22,20 @@ from torch import fx
 from retrograd._torch import pytree
 from retrograd._torch.state import ThreadModes
 from retrograd._torch.subclass import PLAIN
-from retrograd._torch.trace import Symbol, encoded, guards_of, size_of, symbolic_mode, symbols_of
+from retrograd._torch.trace import new_fake_mode
 from retrograd.aot.capture import JointGraph
 from retrograd.errors import CaptureError, ExportError, LoadError, Refusal, VerificationError, first_line
 from retrograd.graph.joint import verify_joint
 from retrograd.graph.joint_graph import CaptureState, JointValues, Leaf
 from retrograd.passes.aten import PassReport
-from retrograd.serialize import read_graph, read_value, serialize_graph, serialize_value
+from retrograd.serialize import (
+    read_examples,
+    read_graph,
+    read_value,
+    serialize_examples,
+    serialize_graph,
+    serialize_value,
+)
 from retrograd.version import VERSION
 
 #: of the files that are written; files of another one are refused.
@@ -73,7 +80,7 @@ def serialize_joint(joint: JointValues) -> tuple[dict[str, Any], dict[str, torch
         "modes": serialize_value(tuple(state.thread_modes)),
         "leaves": [_written(leaf.name, leaf) for leaf in leaves],
         "in_spec": None if state.in_spec is None else pytree.treespec_dumps(state.in_spec),
-        **_serialize_sizes(joint),
+        "examples": _examples(joint),
         **serialize_trace(joint, tensors),
     }, tensors
 
@@ -107,6 +114,15 @@ def serialize_trace(joint: JointValues, tensors: dict[str, torch.Tensor]) -> dic
 _WAY_OUT = "return clones of views, and plain constants; unwrap tensor subclasses before the call"
 
 
+def _examples(joint: JointValues) -> list[Any]:
+    try:
+        return serialize_examples(node.meta.get("val") for node in joint.gm.graph.nodes)
+    except Refusal as error:
+        return _refuse(
+            "unwritable", str(error), "values", "capture with static sizes, and without subclasses"
+        )
+
+
 def _written(name: str, value: Any) -> Any:
     try:
         return serialize_value(value)
@@ -118,44 +134,14 @@ def _refuse(code: str, text: str, node: str, way_out: str) -> NoReturn:
     raise ExportError.because(code, text, "aot.export", node=node, way_out=way_out)
 
 
-def _serialize_sizes(joint: JointValues) -> dict[str, Any]:
-    """What the inputs of the graph are like, and what is known of the sizes that may differ."""
-    examples = [node.meta["val"] for node in joint.gm.graph.find_nodes(op="placeholder")]
-    sizes = [
-        size for value in examples for size in (value.shape if isinstance(value, torch.Tensor) else [value])
-    ]
-    env = joint.state.fake_mode.shape_env
-    try:
-        return {
-            "symbols": {name: asdict(symbol) for name, symbol in symbols_of(env, sizes).items()},
-            "guards": guards_of(env),
-            "examples": [_serialize_example(value) for value in examples],
-        }
-    except Refusal as error:
-        return _refuse("size", f"{error} cannot be represented", "sizes", "capture with static sizes")
-
-
-def _serialize_example(value: Any) -> dict[str, Any]:
-    if not isinstance(value, torch.Tensor):
-        return {"number": encoded(value)}
-    return {
-        "size": [encoded(size) for size in value.shape],
-        "stride": [encoded(stride) for stride in value.stride()],
-        "dtype": serialize_value(value.dtype),
-        "device": str(value.device),
-    }
-
-
 def read_joint(data: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> JointGraph:
     """What `serialize_joint` wrote.
 
     Raises:
         ValueError, KeyError, TypeError: it is nothing that was written so, or does not fit this torch.
     """
-    symbols = {name: Symbol(**one) for name, one in data["symbols"].items()}
-    mode, sizes = symbolic_mode(symbols, data["guards"])
-    examples = [_read_example(one, mode, sizes) for one in data["examples"]]
-    gm = read_graph(data["graph"], tensors, examples)
+    mode, gm = new_fake_mode(False), read_graph(data["graph"], tensors)
+    read_examples(gm, data["examples"], mode)
     joint = read_trace(data, gm, tensors, lambda fakes: _read_state(data, mode, fakes))
     # As after a pass, nothing can trace the graph again for cotangents laid out otherwise: they are copied.
     return replace(joint, reports=(PassReport("load", 0.0),))
@@ -184,14 +170,6 @@ def read_trace(
         gradients={read_value(place, {}): PLAIN for place in data["gradients"]},
         **fields,
     )
-
-
-def _read_example(one: Mapping[str, Any], mode: Any, sizes: Mapping[str, Any]) -> Any:
-    if "number" in one:
-        return size_of(one["number"], mode, sizes)
-    shape, stride = ([size_of(tree, mode, sizes) for tree in one[key]] for key in ("size", "stride"))
-    with mode:
-        return torch.empty_strided(shape, stride, dtype=read_value(one["dtype"], {}), device=one["device"])
 
 
 def _read_state(data: Mapping[str, Any], mode: Any, fakes: Mapping[int | None, Any]) -> CaptureState:
@@ -248,7 +226,8 @@ def export(joint: JointGraph, file: File) -> None:
         file: is written anew.
 
     Raises:
-        ExportError: it refers to something of this process, such as a function or a tensor that is trained.
+        ExportError: it has symbolic sizes, or refers to something of this process, such as a function or a
+            tensor that is trained.
         VerificationError: the graph breaks a law of joint graphs.
         OSError: the file cannot be written.
     """

@@ -158,7 +158,7 @@ def _read(data: bytes, state: CaptureState) -> Partition:
     if hashlib.sha256(body).hexdigest().encode() != said:
         raise ValueError("it is damaged, or was not written here")
     written = json.loads(body)
-    gm = read_graph(written["graph"], {}, None)
+    gm = read_graph(written["graph"], {})
     read_examples(gm, written["examples"], state.fake_mode)
     joint = read_trace(written, gm, {}, lambda _: state)
     return partition(joint, Choice(frozenset(written["saved"]), frozenset(written["copies"])))
