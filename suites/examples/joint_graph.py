@@ -15,15 +15,16 @@ import functools
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd import aot
 from retrograd.aot import JointGraph
-from retrograd.passes.aten import recompute_by_policy
 
 STEPS, RATE = 20, 0.05
 #: products of matrices are kept; all between them is computed again in the backward.
@@ -51,15 +52,20 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.stack([x.sum(1).sin(), x[:, 0] * x[:, 1]], 1)
 
 
-def policy(node: fx.Node) -> str:
-    """What the pass asks about each call of the forward."""
-    return "save" if node.target in KEPT else "recompute"
+def recompute_between(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    """A pass: marks each call of the forward half."""
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and not node.meta.get("is_backward"):
+            is_kept = node.target in KEPT
+            policy = CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["recompute"] = policy
+    return gm
 
 
 def captured(model: nn.Module) -> JointGraph:
     """The joint graph, with the pass applied."""
     joint = aot.capture(aot.create_state(model, batch(0)))
-    return joint.apply(recompute_by_policy, policy=policy)
+    return joint.apply(recompute_between)
 
 
 def train(

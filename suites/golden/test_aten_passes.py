@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import Any
 
@@ -13,11 +12,10 @@ from torch.nn import Parameter
 
 from retrograd.passes.aten import (
     JointPass,
-    recompute_by_policy,
     remove_dead_code,
     run_passes,
 )
-from unit.retrograd.aot.joint_graphs import Joint, joint, joint_by_hand, text
+from unit.retrograd.aot.joint_graphs import Joint, joint_by_hand, text
 
 aten = torch.ops.aten
 
@@ -83,61 +81,5 @@ rand_like_default_1 = rand_like(primal0)
 mul_tensor = mul.Tensor(primal0, rand_like_default_1)
 mul_tensor_1 = mul.Tensor(cotangent0, rand_like_default_1)
 return (mul_tensor, mul_tensor_1)
-""",
-    )
-
-
-def test_recompute_by_policy() -> None:
-    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return torch.native_dropout((x @ w).sigmoid(), 0.5, True)[0].exp()
-
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> torch.utils.checkpoint.CheckpointPolicy:
-        kinds = torch.utils.checkpoint.CheckpointPolicy
-        return kinds.MUST_SAVE if op is aten.mm.default else kinds.PREFER_RECOMPUTE
-
-    graph = joint(fn, leaf(2, 3), parameter(3, 3))
-    marked = functools.partial(recompute_by_policy, selective=policy)
-    assert_expected_inline(
-        ALIASED.sub(r"detach\1", before_and_after(graph, marked)),
-        """\
-mm = mm(arg0_1, arg1_1)
-sigmoid = sigmoid(mm)
-detach = detach(sigmoid)
-native_dropout = native_dropout(sigmoid, 0.5, True)
-getitem = getitem(native_dropout, 0)
-getitem_1 = getitem(native_dropout, 1)
-exp = exp(getitem)
-detach_1 = detach(exp)
-detach_2 = detach(detach_1)
-mul = mul.Tensor(arg2_1, detach_2)
-native_dropout_backward = native_dropout_backward(mul, getitem_1, 2.0)
-detach_3 = detach(detach)
-sigmoid_backward = sigmoid_backward(native_dropout_backward, detach_3)
-t = t(arg0_1)
-mm_1 = mm(t, sigmoid_backward)
-t_1 = t(arg1_1)
-mm_2 = mm(sigmoid_backward, t_1)
-return (exp, mm_2, mm_1)
-
-=>
-
-mm = mm(arg0_1, arg1_1)  # MUST_SAVE
-sigmoid = sigmoid(mm)  # PREFER_RECOMPUTE
-detach = detach(sigmoid)  # PREFER_RECOMPUTE
-native_dropout = native_dropout(sigmoid, 0.5, True)  # MUST_SAVE
-getitem = getitem(native_dropout, 0)  # MUST_SAVE
-getitem_1 = getitem(native_dropout, 1)  # MUST_SAVE
-exp = exp(getitem)  # PREFER_RECOMPUTE
-detach_1 = detach(exp)  # PREFER_RECOMPUTE
-detach_2 = detach(detach_1)  # PREFER_RECOMPUTE
-mul = mul.Tensor(arg2_1, detach_2)
-native_dropout_backward = native_dropout_backward(mul, getitem_1, 2.0)
-detach_3 = detach(detach)  # PREFER_RECOMPUTE
-sigmoid_backward = sigmoid_backward(native_dropout_backward, detach_3)
-t = t(arg0_1)  # PREFER_RECOMPUTE
-mm_1 = mm(t, sigmoid_backward)
-t_1 = t(arg1_1)  # PREFER_RECOMPUTE
-mm_2 = mm(sigmoid_backward, t_1)
-return (exp, mm_2, mm_1)
 """,
     )

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd import aot
 from retrograd.aot import JointGraph
 from retrograd.errors import CallError, CaptureError, ExportError, LoadError
-from retrograd.passes.aten import recompute_by_policy
+from unit.retrograd.aot.joint_graphs import marking
 
 
 def returned(joint: JointGraph) -> JointGraph:
@@ -104,7 +105,7 @@ def test_a_loaded_joint_graph_is_compiled(backend: str) -> None:
 def test_marks_of_a_policy_are_kept() -> None:
     x = leaf(64)
     joint = aot.capture(aot.create_state(lambda x: x.sin().cos().exp().sum(), (x,)))
-    marked = joint.apply(recompute_by_policy, policy=lambda node: "recompute")
+    marked = joint.apply(marking(lambda node: CheckpointPolicy.MUST_RECOMPUTE))
     loaded = returned(marked)
     assert aot.partition(joint, "save_all").saved_bytes > 0
     assert aot.partition(loaded, "min_cut").saved_bytes == 0
@@ -253,8 +254,9 @@ class Training(nn.Module):
         return (self.body(x) - target).square().mean()
 
 
-def all_but_random(node: fx.Node) -> str:
-    return "save" if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) else "recompute"
+def all_but_random(node: fx.Node) -> CheckpointPolicy:
+    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return CheckpointPolicy.MUST_SAVE if is_random else CheckpointPolicy.MUST_RECOMPUTE
 
 
 def test_another_process_trains_as_eager_to_the_bit(tmp_path: Path) -> None:
@@ -264,7 +266,7 @@ def test_another_process_trains_as_eager_to_the_bit(tmp_path: Path) -> None:
     torch.save({name: value.clone() for name, value in model.state_dict().items()}, tmp_path / "state")
     torch.save(inputs, tmp_path / "inputs")
     joint = aot.capture(aot.create_state(model, inputs))
-    joint = joint.apply(recompute_by_policy, policy=all_but_random)
+    joint = joint.apply(marking(all_but_random))
     aot.export(joint, tmp_path / "joint")
 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

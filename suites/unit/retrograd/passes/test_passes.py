@@ -10,15 +10,12 @@ import pytest
 import torch
 from torch import fx
 from torch.nn import Parameter
-from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd.errors import PassError
 from retrograd.graph.joint import JointSignature
 from retrograd.passes.aten import (
     NUMERICS_PRESERVING,
-    OPT_IN,
     pass_named,
-    recompute_by_policy,
     remove_dead_code,
     run_passes,
 )
@@ -152,46 +149,14 @@ def reverse_gradients(gm: fx.GraphModule) -> None:
     gm.meta["signature"] = replace(signature, outputs=roles)
 
 
-def test_a_pass_that_needs_roles_refuses_a_graph_without() -> None:
+def test_a_graph_without_roles_is_refused() -> None:
     gm = joint(lambda x: x * 2, leaf(3)).gm
     del gm.meta["signature"]
-    with pytest.raises(
-        PassError, match="recompute_by_policy needs to know what the graph's inputs and outputs mean"
-    ):
-        recompute_by_policy(gm, policy=lambda node: "save")
-
-
-def test_a_policy_by_node() -> None:
-    graph = joint(lambda x, w: (x @ w).sigmoid().exp(), leaf(2, 3), parameter(3, 3))
-    answers = {aten.mm.default: "save", aten.sigmoid.default: "recompute"}
-    recompute_by_policy(graph.gm, policy=lambda node: answers.get(node.target))  # type: ignore[arg-type, return-value]
-    marks = {node.name: node.meta["recompute"] for node in graph.gm.graph.nodes if "recompute" in node.meta}
-    assert marks["mm"] is CheckpointPolicy.MUST_SAVE
-    assert marks["sigmoid"] is CheckpointPolicy.MUST_RECOMPUTE
-    assert not {"exp", "mm_1", "mm_2"} & set(marks)  # no opinion; the backward is not asked about
-
-
-@pytest.mark.parametrize(
-    ("policies", "message"),
-    [
-        ({}, "it takes either `policy` or `selective`"),
-        ({"policy": lambda node: "keep"}, "the policy answers 'keep'"),
-        ({"policy": lambda node: "recompute"}, "wants aten.native_dropout.default to be made again"),
-        ({"selective": lambda ctx, op, *args, **kwargs: 3}, "the policy answers 3"),
-        (
-            {"selective": lambda *args, **kwargs: CheckpointPolicy.MUST_RECOMPUTE},
-            "native_dropout.default to be made",
-        ),
-    ],
-)
-def test_bad_policies_are_refused(policies: dict[str, Any], message: str) -> None:
-    graph = joint(lambda x: torch.native_dropout(x.sin(), 0.5, True)[0], leaf(3))
-    with pytest.raises(PassError) as raised:
-        recompute_by_policy(graph.gm, **policies)
-    assert message in str(raised.value)
+    with pytest.raises(PassError, match="which says what the graph's inputs and outputs mean"):
+        run_passes(gm, (), [remove_dead_code])
 
 
 def test_passes_are_found_by_name() -> None:
-    assert all(pass_named(one.__name__) is one for one in (*NUMERICS_PRESERVING, *OPT_IN))
+    assert all(pass_named(one.__name__) is one for one in NUMERICS_PRESERVING)
     with pytest.raises(ValueError, match="unknown pass 'fuse'"):
         pass_named("fuse")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd.errors import PassError, Reason, VerificationError
+from retrograd.errors import Reason, VerificationError
 from retrograd.graph.reach import bits_reaching
 
 
@@ -160,20 +160,6 @@ class JointSignature:
     def forward_count(self) -> int:
         """How many outputs belong to the forward."""
         return sum(not isinstance(role, Gradient) for role in self.outputs)
-
-
-def signature_of(gm: fx.GraphModule, name: str) -> JointSignature:
-    """What the inputs and outputs of a joint graph mean, as the pass `name` needs to know it.
-
-    Raises:
-        PassError: the graph has no signature.
-    """
-    signature = gm.meta.get("signature")
-    if not isinstance(signature, JointSignature):
-        text = f"{name} needs to know what the graph's inputs and outputs mean, and gm.meta has no signature"
-        way_out = "give it a joint graph (retrograd.aot.capture), and keep gm.meta in passes before it"
-        raise PassError.because("no-signature", text, f"passes.{name}", way_out=way_out)
-    return signature
 
 
 def cotangents_reaching(graph: fx.Graph, signature: JointSignature) -> Mapping[fx.Node, int]:
