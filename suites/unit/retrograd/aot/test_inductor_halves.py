@@ -96,3 +96,21 @@ def test_a_partition_stays_as_it_is_when_inductor_compiles_it() -> None:
     before = [str(gm.graph) for gm in (parts.forward, parts.backwards[0].gm)]
     aot.compile(parts, "inductor", lazy=False).flat([x]).sum().backward()
     assert [str(gm.graph) for gm in (parts.forward, parts.backwards[0].gm)] == before
+
+
+def scored(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    made = logits * 2
+    return nn.functional.cross_entropy(made.float(), targets), made
+
+
+def test_what_a_user_gets_and_what_is_saved_have_memory_of_their_own() -> None:
+    """Eager keeps what became of half-precision logits; here a user may change them, not what is kept."""
+    compiled = aot.function(scored, backend="inductor", strict=True)
+    found = []
+    for call in (scored, compiled):
+        x = torch.linspace(-2, 2, 64).view(4, 16).bfloat16().requires_grad_()
+        loss, logits = call(x, torch.arange(4))
+        with torch.no_grad():
+            logits.mul_(3)
+        found.append((logits.detach().clone(), torch.autograd.grad(loss, x)[0]))
+    torch.testing.assert_close(found[1], found[0])

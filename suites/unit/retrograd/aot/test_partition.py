@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from retrograd import aot
 from retrograd._torch.inductor import decompositions
+from retrograd.aot.parts import overwritten_unread
 from retrograd.errors import OptionError, VerificationError
 from retrograd.graph.joint import Gradient
 from retrograd.graph.joint_graph import Partition, SavedKind
@@ -290,7 +291,6 @@ def test_no_copy_is_made_where_less_is_kept_without_one() -> None:
     joint = captured(lambda x, w: x.float().mean(1) * w, tensor(4, 6, dtype=torch.bfloat16), leaf(4))
     parts = aot.partition(joint)
     assert saved(parts) == ["mean intermediate"]
-    assert parts.copied == ()
     assert aten.clone.default not in calls(parts.forward)
 
 
@@ -349,3 +349,13 @@ def test_under_a_memory_budget_gradients_are_eagers(budget: float) -> None:
     with torch._functorch.config.patch(activation_memory_budget=budget):
         found = step(compiled, aot.module(compiled, backend="eager", strict=True))
     assert all(map(torch.equal, found, expected))
+
+
+def test_statistics_are_written_and_not_read() -> None:
+    """The old mean and variance of a normalisation make no gradient; what else is changed in place may."""
+    norm = nn.BatchNorm1d(4)
+    joint = captured(norm, leaf(3, 4), decompositions=decompositions())
+    names = [joint.primals[number].name for number in sorted(overwritten_unread(joint))]
+    assert names == ["running_mean", "running_var", "num_batches_tracked"]
+    joint = captured(lambda x, y: y.mul_(x), leaf(3), tensor(3))
+    assert overwritten_unread(joint) == set()

@@ -651,3 +651,18 @@ def test_a_call_that_changed_inputs_is_run_again_where_eager_must(name: str, use
         x = leaf(3, 3)
         results.append(use(call(*make(x)), x))
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("use", [second_derivative, under_autocast])
+def test_a_normalisation_is_run_again_and_counts_once(use: Any) -> None:
+    """Its statistics have changed since; no gradient is made of them, so no copy of them was kept."""
+    results = []
+    for compiled in (False, True):
+        norm = nn.BatchNorm1d(3)
+        call = aot.module(norm, backend="aten") if compiled else norm
+        x = leaf(4, 3)
+        out = call(x).sin()
+        with torch.no_grad():
+            call(x * 2)
+        results.append([use(out, x), norm.running_mean, norm.running_var, norm.num_batches_tracked])
+    torch.testing.assert_close(results[1], results[0])

@@ -189,8 +189,17 @@ def with_view_origin(make: Callable[[], torch.Tensor], origin: Any) -> torch.Ten
     return view
 
 
-#: with one call for all: write, or add, each of the second list into the tensor at its place in the first.
+#: with one call for all: write, or add, each of the second list into the tensor at its place in the first. A
+#: device needs only a few kernels for it if they have one dtype.
 copy_each, add_each = torch._foreach_copy_, torch._foreach_add_
+
+
+def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The places of the tensors of each dtype."""
+    groups: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        groups.setdefault(tensor.dtype, []).append(place)
+    return list(groups.values())
 
 
 def lies_within(view: torch.Tensor, base: torch.Tensor) -> bool:

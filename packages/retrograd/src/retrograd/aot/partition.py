@@ -17,6 +17,7 @@ from retrograd.aot.parts import (
     Memory,
     backward_nodes,
     choose_saved,
+    copied_call,
     draws_random_numbers,
     extract,
     finished_backward,
@@ -68,7 +69,6 @@ class _Division:
     chosen: set[fx.Node]
     copies: frozenset[fx.Node]
     instead: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    copied: list[int] = field(default_factory=list)
 
     def partition(self) -> Partition:
         gm, signature = self.joint.gm, self.joint.signature
@@ -89,7 +89,7 @@ class _Division:
             self._backward(number, [n for n in saved if n in read], saved, nodes)
             for number, (read, nodes) in enumerate(zip(reads, wanted, strict=True))
         )
-        return Partition(self.joint, forward, described, backwards, tuple(self.copied))
+        return Partition(self.joint, forward, described, backwards)
 
     def _read(self, wanted: Sequence[Any]) -> set[fx.Node]:
         """The saved nodes that a region reads; numbers are saved, never computed again."""
@@ -137,13 +137,15 @@ class _Division:
             elif node in places and not is_copy:
                 entry = Saved(node.name, SavedKind.OUTPUT, places[node], value, by_eager)
             else:
-                if is_copy or self.memory.owner.get(node) in changed:
-                    self.copied.append(len(results) + len(extra))
                 place, owner = len(results) + len(extra), self.memory.owner.get(node, node)
-                is_view = owner in owners and place not in self.copied
+                is_own = is_copy or owner in changed
+                if node in places:
+                    results[places[node]] = copied_call(node)
+                extra.append(copied_call(node) if is_own and node not in places else node)
+                entry = Saved(
+                    node.name, SavedKind.INTERMEDIATE, place, value, by_eager, owner in owners and not is_own
+                )
                 owners.add(owner)
-                entry = Saved(node.name, SavedKind.INTERMEDIATE, place, value, by_eager, is_view)
-                extra.append(node)
             described.append(entry)
         effects = [node for node in graph.nodes if not is_backward(node) and has_effect(node)]
         forward = extract(self.joint.gm, self.primals, [*results, *extra], "forward", also=effects)
@@ -155,15 +157,16 @@ class _Division:
         return {node for node, place in self.memory.primals.items() if roles[place].index in numbers}  # type: ignore[union-attr]
 
     def _own_memory(self) -> list[Any]:
-        """Forward results; notes which of them are a primal itself, or one another."""
+        """Forward results; those that are a primal itself, or one another, are copied."""
         taken = {self.memory.owner[node] for node in self.primals}
-        for place, node in enumerate(self.forward_results):
+        results = list(self.forward_results)
+        for place, node in enumerate(results):
             if isinstance(node, fx.Node) and not is_number(node):
                 owner = self.memory.owner[node]
                 if owner in taken:
-                    self.copied.append(place)
+                    results[place] = copied_call(node)
                 taken.add(owner)
-        return self.forward_results
+        return results
 
     def _backward(
         self, number: int, read: list[fx.Node], saved: Sequence[fx.Node], wanted: Sequence[Any]

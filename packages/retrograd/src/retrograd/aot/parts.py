@@ -119,6 +119,19 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     return None
 
 
+def overwritten_unread(joint: JointValues) -> set[int]:
+    """Numbers of the primals that a call writes, and of whose elements before that no gradient is made, such
+    as the statistics of a normalisation: whatever is in them, the call has the same gradients again."""
+    graph, signature = joint.gm.graph, joint.signature
+    wanted = [node for node in output_values(graph)[signature.forward_count :] if isinstance(node, fx.Node)]
+    wanted += [node for node in graph.nodes if has_effect(node)]
+    read = reached(wanted, lambda node: node.all_input_nodes)
+    placeholders = graph.find_nodes(op="placeholder")[: len(signature.primals)]
+    matter = {role.index for node, role in zip(placeholders, signature.primals, strict=True) if node in read}
+    written = {update.primal for update in joint.updates if update.view is None}
+    return {i for i in written - matter if joint.primals[i].group is None}
+
+
 _NOTHING: Mapping[fx.Node, fx.Node] = MappingProxyType({})
 
 
@@ -166,6 +179,17 @@ def extract(
             made[node] = graph.node_copy(node, copied)
     graph.output(tuple(copied(node) if isinstance(node, fx.Node) else node for node in wanted))
     return lazy_graph_module(gm, graph, name)
+
+
+def copied_call(value: fx.Node, before: fx.Node | None = None) -> fx.Node:
+    """A call that copies `value`; it stands before a node, or where the value is made."""
+    graph = value.graph
+    if before is None:
+        before = (graph.find_nodes(op="placeholder")[-1] if value.op == "placeholder" else value).next
+    with graph.inserting_before(before):
+        copy = graph.call_function(torch.ops.aten.clone.default, (value,))
+    copy.meta["val"] = value.meta["val"].clone()
+    return copy
 
 
 def finished_forward(gm: fx.GraphModule, count: int) -> fx.GraphModule:
@@ -308,9 +332,7 @@ def _copies_offered(joint: JointValues, memory: Memory, of_all: bool) -> Iterato
             read = node.all_input_nodes
         for value in read:
             if value not in first:
-                with graph.inserting_before(node):
-                    first[value] = copy = graph.call_function(torch.ops.aten.clone.default, (value,))
-                copy.meta["val"] = value.meta["val"].clone()
+                first[value] = copy = copied_call(value, node)
                 copied[copy] = value
             node.replace_input_with(value, first[value])
     try:

@@ -16,6 +16,7 @@ import torch
 
 from retrograd._torch.tensor import (
     addresses_are,
+    by_dtype,
     copy_each,
     geometry_of,
     holders,
@@ -58,7 +59,7 @@ class Recorded:
         self.results = Results(outputs, given, kept)
         del outputs  # who holds one from now on is told from that
         self.results.settle()
-        groups = _by_dtype([one.target for one in self._copied])
+        groups = by_dtype([one.target for one in self._copied])
         self._groups = [[self._copied[i] for i in group] for group in groups]
 
     def fits(self, inputs: list[Any], loose: Sequence[int]) -> bool:
@@ -136,7 +137,7 @@ class Results:
         handed_out = {id(output) for place, output in enumerate(outputs) if place not in kept}
         self._divide(outputs, inputs, {place for place in kept if id(outputs[place]) not in handed_out})
         self._layouts = [(tuple(s.shape), tuple(s.stride()), s.dtype) for s in self._sources]
-        self._by_dtype = _by_dtype(self._sources)
+        self._by_dtype = by_dtype(self._sources)
         self._storages = sorted({storage_of(tensor) for _, tensor in self._kept})
         self._at_rest: list[int] = []
 
@@ -230,12 +231,3 @@ def _has_memory(value: Any) -> bool:
 def _view(place: int, of: int, tensor: torch.Tensor, base: torch.Tensor) -> _View:
     further = int(tensor.storage_offset() - base.storage_offset())
     return _View(place, of, tuple(tensor.shape), tuple(tensor.stride()), further)
-
-
-def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Places of tensors by dtype: one call copies only tensors of one dtype at once."""
-    groups: dict[torch.dtype, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        if tensor.numel():
-            groups.setdefault(tensor.dtype, []).append(i)
-    return list(groups.values())

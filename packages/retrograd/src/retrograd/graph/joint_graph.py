@@ -372,12 +372,10 @@ class Partition:
 
     Attributes:
         joint: what was divided.
-        forward: takes the primals; gives the forward outputs of the signature, then the saved intermediates.
+        forward: takes the primals; gives the forward outputs of the signature, then the saved intermediates,
+            each in memory of its own where that matters.
         saved: what is kept.
         backwards: one per region.
-        copied: places among the forward's results whose memory belongs to a primal, or to a result before
-            them: they are copied before anything is written. (Not in the graph, where a backend would leave
-            the copy out.)
         choice: what the policy chose.
     """
 
@@ -385,7 +383,6 @@ class Partition:
     forward: fx.GraphModule
     saved: tuple[Saved, ...]
     backwards: tuple[RegionBackward, ...]
-    copied: tuple[int, ...] = ()
     choice: Choice = Choice()
 
     @property

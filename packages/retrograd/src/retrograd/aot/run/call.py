@@ -27,7 +27,7 @@ from retrograd._torch.fx import has_effect
 from retrograd._torch.state import generator_states, restore_generator_states, undifferentiated
 from retrograd._torch.subclass import built, parts_of
 from retrograd._torch.tensor import common_base
-from retrograd.aot.parts import draws_random_numbers
+from retrograd.aot.parts import draws_random_numbers, overwritten_unread
 from retrograd.aot.run.cotangents import RepeatableCall
 from retrograd.aot.run.frame import Finish, Layout, picker, rebuilder
 from retrograd.aot.run.lower_half import is_ready, still_compiling
@@ -196,7 +196,6 @@ class CompiledFunction:
         self._primals = _primals_of(joint)
         self._layout = layout = Layout.of(partition)
         self._value_count = len(joint.values)
-        self._copied = partition.copied
         #: what the graph is expected to give, with what is saved if code is made for that; looked at in the
         #: first call.
         self._expected: list[Any] | None = output_examples(partition.forward.graph)
@@ -210,8 +209,10 @@ class CompiledFunction:
         self._has_effects = any(
             has_effect(node) and not draws_random_numbers(node) for node in partition.forward.graph.nodes
         )
+        changed = {update.primal for update in joint.updates} if regions else set()
+        self._unread = overwritten_unread(joint) if changed else set()
         #: primals of which a copy is kept as they were, to run the call again.
-        self._changed = sorted({update.primal for update in joint.updates}) if regions else []
+        self._changed = sorted(changed - self._unread)
 
     def _random_devices(self) -> tuple[torch.device, ...]:
         """Devices whose generators the forward uses."""
@@ -272,7 +273,10 @@ class CompiledFunction:
                 return None
         if before:
             primals = [before.get(i, primal) for i, primal in enumerate(primals)]
-        return RepeatableCall(sources, primals, versions_of(primals), generators, tuple(before))
+        versions = versions_of(primals)
+        for place in self._unread:
+            versions[place] = None
+        return RepeatableCall(sources, primals, versions, generators, (*before, *self._unread))
 
     def _frame(self, primals: Sequence[Any]) -> list[Any]:
         """The frame, with what the graph gives. Nothing of the user's has changed yet."""
@@ -287,15 +291,11 @@ class CompiledFunction:
         return frame
 
     def _results(self, parts: list[Any]) -> Sequence[Any]:
-        """What the graph gives for `parts`, each in memory of its own where that matters."""
+        """What the graph gives for `parts`."""
         results = self._run(parts)
         if self._expected is not None:
             refuse_unlike_traced(results, self._expected, self._joint.state.name)
             self._expected = None
-        if self._copied:
-            results = [*results]
-            for place in self._copied:
-                results[place] = results[place].detach().clone()
         return results
 
     def _run_on_parts(self, primals: Sequence[Any], frame: list[Any]) -> None:

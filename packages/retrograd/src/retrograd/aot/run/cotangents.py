@@ -187,9 +187,10 @@ class RepeatableCall(NamedTuple):
     Attributes:
         sources: the flat inputs.
         primals: the primals made of them.
-        versions: of each primal; None of what tracks none.
+        versions: of each primal; None of what tracks none, and of what may have changed.
         generators: states of the random number generators before the call.
-        changed: numbers of the primals that the call changes; `primals` has copies, as they were.
+        changed: numbers of the primals that the call changes; `primals` has copies, as they were, unless it
+            does not matter what is in them.
     """
 
     sources: Sequence[Any]

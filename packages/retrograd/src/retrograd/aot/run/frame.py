@@ -16,7 +16,7 @@ import torch
 
 from retrograd._torch import pytree
 from retrograd._torch.subclass import PLAIN
-from retrograd._torch.tensor import copy_each, set_versions, with_view_origin
+from retrograd._torch.tensor import by_dtype, copy_each, set_versions, with_view_origin
 from retrograd.graph.joint_graph import (
     AliasOf,
     ComputedOutput,
@@ -134,6 +134,15 @@ class Finish:
                 self._written.setdefault(update.value, []).append(update)
         unseen = [u for u in joint.updates if u.value is not None and joint.values[u.value].boundary is None]
         self._at_once = [u for u in unseen if u.view is None and not joint.primals[u.primal].wrapping.cls]
+        grouped = by_dtype([joint.primals[u.primal].fake for u in self._at_once])
+        #: places that are written by one call, and of what is written there.
+        self._together = [
+            (
+                picker([self._at_once[i].primal for i in group]),
+                picker([first + self._at_once[i].value for i in group]),  # type: ignore[operator]
+            )
+            for group in grouped
+        ]
         self._uncounted = [(u.primal, u.uncounted) for u in self._at_once if u.uncounted]
         written = {update.value for update in joint.updates}
         #: of fresh values that eager changes in place: their places, and how often.
@@ -160,10 +169,8 @@ class Finish:
             set_versions([frame[i] for i, _ in self._changed_fresh], [n for _, n in self._changed_fresh])
         if self._at_once:
             with torch.no_grad():
-                copy_each(
-                    [frame[u.primal] for u in self._at_once],
-                    [frame[self._first + u.value] for u in self._at_once],  # type: ignore[operator]
-                )
+                for targets, sources in self._together:
+                    copy_each(targets(frame), sources(frame))
             if self._uncounted:
                 changed = [frame[place] for place, _ in self._uncounted]
                 more = [by for _, by in self._uncounted]
