@@ -142,7 +142,8 @@ class Compiled:
         return self.flat([*(call.state.current() if isinstance(call, FlatCall) else ()), *flat])
 
     def with_state(self, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Call it with parameters and buffers by name, such as ``module.state_dict()``.
+        """Call it with parameters and buffers by name, such as ``module.state_dict(keep_vars=True)``: what
+        required grad at capture has to require it now.
 
         Raises:
             CallError: a name is missing, or inputs are unlike those of the capture.

@@ -250,7 +250,7 @@ def export(joint: JointGraph, file: File) -> None:
 def load(file: File) -> JointGraph:
     """The joint graph in `file`, as `export` wrote it.
 
-    It can be changed, partitioned and compiled; ``Compiled.with_state`` calls it with a module's state. The
+    It can be changed, partitioned and compiled; ``Compiled.with_state`` takes a module's state by name. The
     function itself is not in the file: what needs it again raises `CaptureError` (second derivatives, a
     backward under autocast, cotangents of another kind). A cotangent of another layout is copied.
 
