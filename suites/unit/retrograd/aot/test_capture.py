@@ -219,3 +219,22 @@ def test_a_check_that_raises_in_eager_raises() -> None:
     compiled(leaf(2, 2))
     with pytest.raises(torch.linalg.LinAlgError, match="singular"):
         compiled(singular)
+
+
+@pytest.mark.parametrize("number", [2, 2.5, -0.0, float("inf"), 2**60 + 1, True])
+@pytest.mark.parametrize("to", [None, torch.float32, torch.bfloat16, torch.int64, torch.float64])
+def test_a_tensor_that_holds_a_number_is_made_where_it_is_needed(number: Any, to: torch.dtype | None) -> None:
+    """The graph holds no tensor on the host, which would be copied in each call."""
+
+    def scaled(x: Tensor) -> Tensor:
+        factor = torch.tensor(number, dtype=to) if to is None else torch.tensor(number).to(to)
+        factor = factor.mul_(1) if factor.dtype is torch.float32 else factor
+        return x * factor
+
+    assert not captured(scaled, leaf(3)).gm.graph.find_nodes(op="get_attr")
+    agree(scaled, plain(leaf(3)))
+
+
+def test_a_tensor_of_several_numbers_stays_what_it_is() -> None:
+    joint = captured(lambda x: x * torch.tensor([1.0, 2.0, 3.0]), leaf(3))
+    assert len(joint.gm.graph.find_nodes(op="get_attr")) == 1

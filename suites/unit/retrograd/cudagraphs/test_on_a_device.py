@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -139,3 +140,75 @@ def test_batches_in_turn_are_trained_on_one_recording_and_in_the_memory_of_one()
     recorded = reserved(aot.module(model, backend="eager", cudagraphs=True))
     assert retrograd.counters["cuda_graph_recordings"] - before <= 4
     assert recorded <= 2 * plain
+
+
+@pytest.mark.parametrize("dtype", [torch.uint64, torch.uint8, torch.bool, torch.complex64])
+@pytest.mark.parametrize("cudagraphs", [False, True])
+def test_buffers_of_any_dtype_are_written(dtype, cudagraphs):
+    def counted(x, a, b):
+        a.copy_((a.float() + 1).to(dtype) if dtype.is_complex else a.flip(0))
+        b.copy_(a)
+        return x * 2
+
+    results = []
+    for run in (counted, aot.function(counted, backend="eager", cudagraphs=cudagraphs)):
+        x = torch.ones(3, device="cuda", requires_grad=True)
+        a, b = (torch.tensor([1, 0, 1], device="cuda").to(dtype) for _ in range(2))
+        for _ in range(6):
+            run(x, a, b).sum().backward()
+        results.append((x.grad.tolist(), a.tolist(), b.tolist()))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("kernel", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_dropout_in_attention_is_replayed_and_draws_what_eager_draws(kernel, backend):
+    """Recorded and plain calls alternate: a forward and its backward need not be of one kind."""
+    attend = nn.functional.scaled_dot_product_attention
+
+    def mixed(q, k, v):
+        return attend(q * 2, k, v, dropout_p=0.3).sin()
+
+    def train(run):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, 4, 64, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        found, held = [], []
+        with nn.attention.sdpa_kernel(getattr(nn.attention.SDPBackend, kernel)):
+            for step in range(14):
+                inputs = [value.detach().requires_grad_() for value in (q, k, v)]
+                out = run(*inputs)
+                if step == 9:
+                    held.append(run(*inputs))  # the recording's results are in use: this one runs as it is
+                found += torch.autograd.grad(out.float().square().sum(), inputs)
+                if held:
+                    found += torch.autograd.grad(held.pop().float().sum(), inputs)
+        return [out, *found, torch.rand(3, device="cuda")]
+
+    expected = train(mixed)
+    before = retrograd.counters["cuda_graph_replays"]
+    with torch._inductor.config.patch(fallback_random=True):
+        found = train(aot.function(mixed, backend=backend, cudagraphs=True))
+    assert retrograd.counters["cuda_graph_replays"] >= before + 10
+    exact = {"rtol": 0, "atol": 0} if backend == "eager" else {"rtol": 5e-2, "atol": 5e-2}
+    torch.testing.assert_close(found, expected, **exact)
+
+
+@pytest.mark.parametrize("kernel", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+def test_dropout_in_attention_of_an_eager_forward(kernel):
+    """Its state lies where that kernel's eager forward puts it: on the host, the backward is not recorded."""
+
+    def train(context):
+        torch.manual_seed(0)
+        inputs = [
+            torch.randn(2, 4, 64, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for _ in range(3)
+        ]
+        with nn.attention.sdpa_kernel(getattr(nn.attention.SDPBackend, kernel)):
+            for _ in range(8):
+                out = nn.functional.scaled_dot_product_attention(*inputs, dropout_p=0.3)
+                with context:
+                    out.sum().backward()
+        return [value.grad for value in inputs]
+
+    found = train(retrograd.compiled_autograd(backend="eager", cudagraphs=True))
+    torch.testing.assert_close(found, train(nullcontext()), rtol=0, atol=0)

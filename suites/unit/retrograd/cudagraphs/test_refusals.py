@@ -7,7 +7,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from retrograd.cudagraphs import graphed_call
-from retrograd.cudagraphs.graphed_call import GraphedCall, device_of, graphed, why_not_recorded
+from retrograd.cudagraphs.graphed_call import GraphedCall, graphed
+from retrograd.cudagraphs.refusals import why_not_recorded
 from unit.retrograd.cudagraphs.without_device import Recorder
 
 
@@ -19,7 +20,6 @@ def test_a_graph_of_one_device_and_static_sizes_is_recorded(monkeypatch):
     monkeypatch.setattr(graphed_call, "_recorder", Recorder())
     graph = traced(lambda a, b: (a @ b).relu(), torch.ones(3, 3), torch.ones(3, 3))
     assert why_not_recorded([graph], "cpu") is None
-    assert device_of([graph]) == torch.device("cpu")
     assert isinstance(graphed(lambda inputs: inputs, graph, tell=print), GraphedCall)
 
 
@@ -38,6 +38,27 @@ def test_what_is_not_recorded(fn, text):
     reason = why_not_recorded([traced(fn, torch.ones(3))], "cpu")
     assert reason is not None
     assert text in reason.text
+
+
+def filled(a):
+    return torch.where(a > 0, a, torch.tensor(-1.0).exp()) * torch.tensor(2.0)
+
+
+@pytest.mark.parametrize(
+    ("fn", "is_recorded"),
+    [
+        (filled, True),
+        (lambda a: a * torch.tensor([1.0, 2.0, 3.0]).to("meta"), False),
+        (lambda a: a * torch.rand(()), False),
+        (lambda a: (a * 2, torch.tensor(2.0)), False),
+        (lambda a: a * torch.tensor(2.0).to("meta", non_blocking=True), False),
+    ],
+    ids=["numbers", "a vector", "drawn", "a result", "copied later"],
+)
+def test_constant_numbers_on_the_host_are_recorded(fn, is_recorded):
+    """A kernel is given their value, which stays the same."""
+    reason = why_not_recorded([traced(fn, torch.empty(3, device="meta"))], "meta")
+    assert reason is None if is_recorded else "it has tensors on cpu" in reason.text
 
 
 def test_random_numbers_are_recorded_but_for_those_of_another_generator():
@@ -69,20 +90,13 @@ def test_tensors_on_another_type_of_device_are_not_recorded_and_the_code_stays_a
     assert [reason.text for reason in told] == ["no CUDA graph is recorded: it has tensors on cpu"]
 
 
-@pytest.mark.parametrize(("probability", "is_recorded"), [(0.0, True), (0.1, False)])
-def test_attention_is_recorded_only_if_it_drops_nothing(probability, is_recorded):
+def test_attention_that_drops_out_is_recorded():
     graph = torch.fx.Graph()
     value = graph.placeholder("a")
     value.meta["val"] = torch.ones(1)
     op = torch.ops.aten._scaled_dot_product_flash_attention.default
-    graph.output((graph.call_function(op, (value, value, value, probability)),))
-    assert (why_not_recorded([graph], "cpu") is None) is is_recorded
-    if is_recorded:
-        graph = torch.fx.Graph()
-        value = graph.placeholder("a")
-        value.meta["val"] = torch.ones(1)
-        graph.output((graph.call_function(op, (value, value, value)),))
-        assert why_not_recorded([graph], "cpu") is None
+    graph.output((graph.call_function(op, (value, value, value, 0.1)),))
+    assert why_not_recorded([graph], "cpu") is None
 
 
 def test_one_of_several_graphs_is_enough_to_refuse_them():

@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -429,3 +430,42 @@ def test_an_unpack_hook_under_a_grad_mode_that_a_hook_left_on(retain: bool) -> N
     eager, ours = both(run)
     assert eager == ours
     assert eager[0] == [["CosBackward0"]]
+
+
+class LetsGo(torch.autograd.Function):
+    """Says whether what it saved is free once it has let it go, in the middle of its backward."""
+
+    freed: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(ctx, x, keeps_none):
+        ctx.save_for_backward(x.exp(), None if keeps_none else x.sin())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        saved = [weakref.ref(value) for value in ctx.saved_tensors if value is not None]
+        ctx.maybe_clear_saved_tensors()
+        LetsGo.freed.append(all(one() is None for one in saved))
+        return grad * 2, None
+
+
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("keeps_none", [False, True])
+def test_what_a_backward_lets_go_is_free_while_it_runs(retain, keeps_none):
+    """Else the backward of a compiled model would hold all that it saved until it returns."""
+
+    def steps(context):
+        LetsGo.freed = []
+        with context:
+            for _ in range(5):  # the first runs of a plan are not specialised
+                x = torch.ones(3, requires_grad=True)
+                loss = (LetsGo.apply(x.sin(), keeps_none) * LetsGo.apply(x.cos(), True)).sum()
+                loss.backward(retain_graph=retain)
+                if retain:
+                    loss.backward()
+        return LetsGo.freed, x.grad.tolist()
+
+    eager, ours = both(steps)
+    assert ours == eager
+    assert eager[0][-1]

@@ -189,9 +189,21 @@ def with_view_origin(make: Callable[[], torch.Tensor], origin: Any) -> torch.Ten
     return view
 
 
-#: with one call for all: write, or add, each of the second list into the tensor at its place in the first. A
-#: device needs only a few kernels for it if they have one dtype.
-copy_each, add_each = torch._foreach_copy_, torch._foreach_add_
+#: with one call for all: add each of the second list to the tensor at its place in the first.
+add_each = torch._foreach_add_
+#: dtypes for which torch's kernels that copy many tensors are not made.
+_ONE_BY_ONE = frozenset({torch.uint16, torch.uint32, torch.uint64})
+Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
+
+
+def copy_each(targets: Tensors, sources: Tensors) -> None:
+    """Write each of `sources` into the tensor at its place in `targets`. If they have one dtype, a device
+    needs only a few kernels for it."""
+    if targets[0].dtype in _ONE_BY_ONE:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+    else:
+        torch._foreach_copy_(targets, sources)
 
 
 def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

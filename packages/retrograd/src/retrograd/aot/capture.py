@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -230,9 +231,10 @@ _ALIASES = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 
 
 def _tidy(gm: fx.GraphModule) -> None:
-    """Leave out what only tracing needed: aliases that stand for the very tensor, running statistics that a
-    batch norm in training does not read, and calls that nothing reads."""
+    """Leave out what only tracing needed: aliases that stand for the very tensor, tensors that hold a number,
+    running statistics that a batch norm in training does not read, and calls that nothing reads."""
     without_tokens(gm.graph)
+    _write_numbers(gm)
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in _ALIASES:
             node.replace_all_uses_with(node.args[0])
@@ -241,3 +243,28 @@ def _tidy(gm: fx.GraphModule) -> None:
                 node.update_arg(place, None)
     remove_dead_code(gm)
     gm.recompile()
+
+
+_NUMBERS = frozenset(
+    {torch.bool, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64}
+)
+
+
+def _write_numbers(gm: fx.GraphModule) -> None:
+    """``torch.tensor(2.0, device=...)`` is made on its device at once. As traced, it was a tensor on the host
+    that the graph holds, and a copy, for which the device has to be waited for in each call."""
+    for fresh in gm.graph.find_nodes(op="call_function", target=_aten.lift_fresh_copy.default):
+        held: Any = fresh.args[0]
+        value = attrgetter(held.target)(gm) if held.op == "get_attr" else None
+        if type(value) is not torch.Tensor or value.dim() or not value.is_cpu or value.dtype not in _NUMBERS:
+            continue
+        for node in (*fresh.users, fresh):
+            made = node.meta["val"]
+            is_copy = node.target is _aten._to_copy.default and made.dtype in _NUMBERS
+            if node is not fresh and not (is_copy and made.is_floating_point() == value.is_floating_point()):
+                continue
+            options = {"dtype": made.dtype, "device": made.device, "pin_memory": False}
+            with gm.graph.inserting_before(node):
+                number = gm.graph.call_function(_aten.full.default, ([], value.item()), options)
+            number.meta = dict(node.meta)
+            node.replace_all_uses_with(number)

@@ -15,27 +15,18 @@ backward): while somebody holds these, the recording that wrote them is not repl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
 from retrograd._torch.cuda import CudaRecorder
-from retrograd._torch.fx import (
-    aliased_inputs,
-    depends_on_data,
-    is_collective,
-    is_higher_order,
-    is_mutating,
-    is_random,
-    is_symbolic,
-    schema_of,
-)
-from retrograd._torch.pytree import tree_leaves
+from retrograd._torch.fx import aliased_inputs
 from retrograd._torch.tensor import geometry_of, storage_of
 from retrograd.cudagraphs.recorded import Recorded
+from retrograd.cudagraphs.refusals import refusal, tensors_in, values_of, why_not_recorded
 from retrograd.errors import Reason, first_line
 from retrograd.events import counters
 from retrograd.graph.emit import Boxed
@@ -44,72 +35,6 @@ from retrograd.report import process_report
 
 #: codes of reasons that concern one call.
 NOT_NOW, HELD = "cuda-graphs-not-now", "cuda-graphs-held"
-
-#: operators of higher order that only start kernels.
-_KERNELS = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
-
-
-def why_not_recorded(graphs: Sequence[fx.Graph], device_type: str = "cuda") -> Reason | None:
-    """Why calls of code that was compiled from these graphs are not recorded; None if nothing speaks against
-    it."""
-    nodes = [node for graph in graphs for node in graph.nodes]
-    for node in nodes:
-        if (text := _of_call(node) if node.op == "call_function" else None) is not None:
-            return refusal("cuda-graphs-operator", f"{text} ({node.name})")
-    values = [value for node in nodes for value in _tensors(node.meta.get("val"))]
-    inputs = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
-    has_numbers = any(value is not None and not isinstance(value, torch.Tensor) for value in inputs)
-    if has_numbers or any(map(is_symbolic, values)):
-        return refusal("cuda-graphs-dynamic", "its sizes are symbolic", "dynamic=False")
-    if any(value.layout is not torch.strided for value in values):
-        return refusal("cuda-graphs-layout", "it has tensors that are not strided")
-    devices = {value.device for value in values}
-    if others := sorted(str(device) for device in devices if device.type != device_type):
-        return refusal("cuda-graphs-device", f"it has tensors on {', '.join(others)}")
-    if len(devices) != 1:
-        found = ", ".join(sorted(map(str, devices))) or "no device"
-        return refusal("cuda-graphs-device", f"its tensors are on {found}, and not on one device")
-    return None
-
-
-def device_of(graphs: Sequence[fx.Graph]) -> torch.device:
-    """The device of graphs that have only one."""
-    values = (node.meta.get("val") for graph in graphs for node in graph.nodes)
-    return next(tensor.device for value in values for tensor in _tensors(value))
-
-
-def refusal(code: str, text: str, way_out: str = "nothing to do: results are the same") -> Reason:
-    """A reason for running without a CUDA graph."""
-    return Reason(code, f"no CUDA graph is recorded: {text}", "cudagraphs", way_out=way_out)
-
-
-def _of_call(node: fx.Node) -> str | None:
-    if is_higher_order(node.target):
-        return None if node.target.name() in _KERNELS else "it runs other graphs"  # type: ignore[union-attr]
-    if is_random(node) and (why := _why_not_random(node)) is not None:
-        return why
-    if depends_on_data(node) or torch.Tag.cudagraph_unsafe in getattr(node.target, "tags", ()):
-        return "what it does depends on values"
-    if is_collective(node):
-        return "it communicates"
-    if is_mutating(node) and any(value.op == "placeholder" for value in node.all_input_nodes):
-        return "it writes to an input"
-    return None
-
-
-def _why_not_random(node: fx.Node) -> str | None:
-    """What speaks against random numbers in a recording. It counts on the device's own generator, whose state
-    each replay takes up and moves on. Fused attention hands that state out as a value: in a recording it lies
-    on the device, and a backward that is not recorded reads it on the host."""
-    if node.kwargs.get("generator") is not None:
-        return "it draws random numbers from a generator of its own"
-    drops_out = any(argument.name == "dropout_p" for argument in schema_of(node.target).arguments)
-    return "it drops out in attention" if drops_out else None
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
 
 #: how many calls without a recording are remembered.
 REMEMBERED = 4
@@ -156,10 +81,21 @@ class SharedMemory:
 
     Attributes:
         pool, stream: of the forward's recording; no pool if there is none.
+        elsewhere: by place, the device of results that the forward, run as it is, gives on another one than
+            in a recording. Fused attention hands out the state of the generator so; its backward, run as it
+            is, reads it there.
     """
 
     pool: Any = None
     stream: int = -1
+    elsewhere: dict[int, torch.device] = field(default_factory=dict)
+
+    def put_back(self, inputs: list[Any], results: Mapping[int, int]) -> None:
+        """Move `inputs` of a backward that is not replayed to where it reads them. `results` as in
+        `Values`."""
+        for place, of in results.items():
+            if of in self.elsewhere:
+                inputs[place] = inputs[place].to(self.elsewhere[of])
 
 
 #: calls that run as they are before one is recorded: they compile, choose kernels and make workspaces.
@@ -179,11 +115,13 @@ class Values:
     Attributes:
         kept: places of results that may stay in the recording's memory.
         loose: places of inputs that may have other strides in another call; those of others must not change.
+        results: by place of an input, the place among the forward's results where it comes from.
         held: bytes of the results.
     """
 
     kept: Collection[int] = ()
     loose: Sequence[int] = ()
+    results: Mapping[int, int] = field(default_factory=dict)
     held: int = 0
 
 
@@ -209,6 +147,7 @@ class GraphedCall:
         self._kept, self._loose, self._tell = frozenset(values.kept), tuple(values.loose), tell
         self._most = MOST_LARGE if values.held > MUCH else MOST_RECORDINGS
         self._history, self._memory = AddressHistory(values.held), memory or SharedMemory()
+        self._results = values.results
         self._lock = ForkSafeLock()
         self._told: set[Reason] = set()
         self._recordings: list[Recorded] = []
@@ -235,7 +174,13 @@ class GraphedCall:
 
     def _plainly(self, inputs: list[Any]) -> Sequence[Any]:
         counters["cuda_graph_plain_calls"] += 1
-        return self._fn(inputs)
+        self._memory.put_back(inputs, self._results)
+        results = self._fn(inputs)
+        for place in self._kept:
+            value = results[place]
+            if isinstance(value, torch.Tensor) and value.device != self._device:
+                self._memory.elsewhere[place] = value.device
+        return results
 
     def _recorded_for(self, inputs: list[Any]) -> Recorded | None:
         """The recording to replay; None if the function is to run as it is."""
@@ -251,6 +196,8 @@ class GraphedCall:
                     self._recordings.insert(0, self._recordings.pop(i))
                 return recorded
         self._calls += 1
+        if self._is_of_plain_forward(inputs):
+            return None
         if (reason := self._why_not_recorded(inputs)) is not None:
             self._say(reason)
             return None
@@ -260,6 +207,13 @@ class GraphedCall:
         if self._calls <= WARM_UPS or self._calls - self._recorded_at < 2**self._made - 1 or not is_again:
             return None
         return self._record(inputs)
+
+    def _is_of_plain_forward(self, inputs: Sequence[Any]) -> bool:
+        """Whether some of `inputs` are where only a forward that was run as it is gives them."""
+        elsewhere = self._memory.elsewhere
+        return bool(elsewhere) and any(
+            of in elsewhere and inputs[i].device == elsewhere[of] for i, of in self._results.items()
+        )
 
     def _why_not_replayed(self, recorded: Recorded) -> Reason | None:
         if self._recorder.stream(self._device) != self._stream:
@@ -339,6 +293,7 @@ def graphed(
     *graphs: fx.Graph,
     kept: Collection[int] = (),
     loose: Sequence[int] = (),
+    results: Mapping[int, int] | None = None,
     memory: SharedMemory | None = None,
     tell: Callable[[Reason], None] | None = None,
 ) -> Boxed:
@@ -346,7 +301,7 @@ def graphed(
 
     Args:
         graphs: all that it was compiled from, with the fakes of their values.
-        kept, loose: as in `Values`. memory: as in `GraphedCall`.
+        kept, loose, results: as in `Values`. memory: as in `GraphedCall`.
         tell: told, once each, why a call is not replayed; by default the report is, with a warning of what
             concerns all calls.
 
@@ -359,8 +314,8 @@ def graphed(
         return code
     if all(aliased_inputs(node) for graph in graphs for node in graph.nodes if node.op == "call_function"):
         return code  # views start no kernels
-    values = Values(kept, loose, max(LITTLE, _made_by(graphs)))
-    return GraphedCall(code, _recorder, device_of(graphs), values, memory, tell)
+    values = Values(kept, loose, results or {}, max(LITTLE, _made_by(graphs)))
+    return GraphedCall(code, _recorder, next(values_of(graphs)).device, values, memory, tell)
 
 
 def _made_by(graphs: Sequence[fx.Graph]) -> int:
@@ -369,7 +324,7 @@ def _made_by(graphs: Sequence[fx.Graph]) -> int:
     for graph in graphs:
         inputs, outputs = graph.find_nodes(op="placeholder"), graph.output_node().all_input_nodes
         for found, nodes in ((given, inputs), (made, outputs)):
-            for value in _tensors([node.meta.get("val") for node in nodes]):
+            for value in tensors_in([node.meta.get("val") for node in nodes]):
                 found[storage_of(value)] = value.nbytes
     return sum(size for storage, size in made.items() if storage not in given)
 

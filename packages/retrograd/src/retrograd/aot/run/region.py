@@ -24,9 +24,9 @@ from retrograd.aot.run.lower_half import LateCode, announce, is_ready, lower, st
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, EagerBackend
 from retrograd.config import Config
-from retrograd.cudagraphs.graphed_call import SharedMemory, graphed
+from retrograd.cudagraphs.graphed_call import GraphedCall, SharedMemory, graphed
 from retrograd.events import counters
-from retrograd.graph.joint_graph import Partition
+from retrograd.graph.joint_graph import Partition, SavedKind
 from retrograd.report import MOST_FAILURES, Report, why_failed
 
 #: how many layouts of cotangents code is made for; with others the region runs as eager.
@@ -81,6 +81,7 @@ class RegionCode:
         self._places = [i for i, g in enumerate(self._gradients) if g is not None]
         self._undefined_matters = number in joint.undefined_matters
         saved = [partition.saved[i] for i in self._graphs.saved]
+        self._made = {i: entry.place for i, entry in enumerate(saved) if entry.kind is SavedKind.INTERMEDIATE}
         self._numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number)
         self._tensors = len(saved) - len(self._numbers)
         self.follows_layout = isinstance(backend, AtenBackend)
@@ -118,6 +119,8 @@ class RegionCode:
             code = self._codes.get(self._as_traced) or self._code_for(self._as_traced)
         is_as_traced = code.gm is not self._graphs.gm or layouts in (self._as_traced, _BATCHED)
         args = self._arguments(saved, ctx.numbers, cotangents, is_as_traced)
+        if self._memory.elsewhere and not (code.has_run and isinstance(code.run, GraphedCall)):
+            self._memory.put_back(args, self._made)
         if not code.has_run:
             del saved
             return self._first_run(code, ctx, cotangents, args)
@@ -248,7 +251,7 @@ class RegionCode:
         if not self._config.cudagraphs or isinstance(code, LateCode):
             return code
         cotangents = range(len(self._graphs.saved), len(examples))
-        return graphed(code, gm.graph, loose=cotangents, memory=self._memory)
+        return graphed(code, gm.graph, loose=cotangents, results=self._made, memory=self._memory)
 
     def _results(self, results: Sequence[Any]) -> list[Any]:
         if self._plain:

@@ -94,8 +94,11 @@ class FunctionContext:
         return type(self._ctx)
 
     def maybe_clear_saved_tensors(self) -> None:
-        """Drop this context's saved tensors, if torch would."""
+        """Drop this context's saved tensors, if torch would. The plan, which waits for the backward, holds
+        them in the same list."""
         if not graph_is_kept():
+            if isinstance(self._saved, list) and any(isinstance(v, torch.Tensor) for v in self._saved):
+                list.clear(self._saved)  # made for this run, by FX perhaps, whose lists refuse to be changed
             object.__setattr__(self, "_saved", None)
 
     def __eq__(self, other: object) -> bool:

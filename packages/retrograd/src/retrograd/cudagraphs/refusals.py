@@ -1,0 +1,100 @@
+"""Which graphs of operators are never recorded as a CUDA graph, and why.
+
+In: graphs with example values. Out: a `Reason`, or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from retrograd._torch.fx import (
+    depends_on_data,
+    has_effect,
+    is_collective,
+    is_higher_order,
+    is_mutating,
+    is_random,
+    is_symbolic,
+)
+from retrograd._torch.pytree import tree_leaves
+from retrograd.errors import Reason
+
+#: operators of higher order that only start kernels.
+_KERNELS = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
+
+
+def why_not_recorded(graphs: Sequence[fx.Graph], device_type: str = "cuda") -> Reason | None:
+    """Why calls of code that was compiled from these graphs are not recorded; None if nothing speaks against
+    it."""
+    nodes = [node for graph in graphs for node in graph.nodes]
+    for node in nodes:
+        if (text := _of_call(node) if node.op == "call_function" else None) is not None:
+            return refusal("cuda-graphs-operator", f"{text} ({node.name})")
+    inputs = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
+    has_numbers = any(value is not None and not isinstance(value, torch.Tensor) for value in inputs)
+    values = list(values_of(graphs))
+    if has_numbers or any(map(is_symbolic, values)):
+        return refusal("cuda-graphs-dynamic", "its sizes are symbolic", "dynamic=False")
+    if any(value.layout is not torch.strided for value in values):
+        return refusal("cuda-graphs-layout", "it has tensors that are not strided")
+    devices = {value.device for value in values}
+    if others := sorted(str(device) for device in devices if device.type != device_type):
+        return refusal("cuda-graphs-device", f"it has tensors on {', '.join(others)}")
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices))) or "no device"
+        return refusal("cuda-graphs-device", f"its tensors are on {found}, and not on one device")
+    return None
+
+
+def values_of(graphs: Sequence[fx.Graph]) -> Iterator[torch.Tensor]:
+    """The tensors in `graphs`, without constant numbers on the host, whose value kernels are given."""
+    for graph in graphs:
+        numbers: set[fx.Node] = set()
+        for node in graph.nodes:
+            if _is_constant_number(node, numbers):
+                numbers.add(node)
+            else:
+                yield from tensors_in(node.meta.get("val"))
+
+
+def _is_constant_number(node: fx.Node, known: Collection[fx.Node]) -> bool:
+    """Whether the value is on the host, has no dimensions, is made of others in `known` only, and is read by
+    calls that are done with it when they return."""
+    value = node.meta.get("val")
+    return (
+        node.op in ("get_attr", "call_function")
+        and isinstance(value, torch.Tensor)
+        and value.device.type == "cpu"
+        and value.dim() == 0
+        and all(given in known for given in node.all_input_nodes)
+        and not has_effect(node)
+        and not any(user.op == "output" or user.kwargs.get("non_blocking") for user in node.users)
+    )
+
+
+def refusal(code: str, text: str, way_out: str = "nothing to do: results are the same") -> Reason:
+    """A reason for running without a CUDA graph."""
+    return Reason(code, f"no CUDA graph is recorded: {text}", "cudagraphs", way_out=way_out)
+
+
+def _of_call(node: fx.Node) -> str | None:
+    if is_higher_order(node.target):
+        return None if node.target.name() in _KERNELS else "it runs other graphs"  # type: ignore[union-attr]
+    if is_random(node) and node.kwargs.get("generator") is not None:  # a replay moves on the device's own
+        return "it draws random numbers from a generator of its own"
+    if depends_on_data(node) or torch.Tag.cudagraph_unsafe in getattr(node.target, "tags", ()):
+        return "what it does depends on values"
+    if is_collective(node):
+        return "it communicates"
+    if is_mutating(node) and any(value.op == "placeholder" for value in node.all_input_nodes):
+        return "it writes to an input"
+    return None
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in an example value."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
