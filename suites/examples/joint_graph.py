@@ -1,30 +1,30 @@
-"""One joint graph, three uses: changed by a pass, compiled and trained; and exported, loaded elsewhere, and
-run.
+"""One joint graph, three uses: changed by a pass; compiled and trained; exported, and trained on elsewhere.
 
     python suites/examples/joint_graph.py                 all of it; `--backend eager` needs no C++ compiler
     python suites/examples/joint_graph.py --resume DIR    the second process: started by the first
 
 A network with its loss is captured; a pass marks what its backward computes again instead of keeping it; what
 remains is compiled and trained for 20 steps beside an eager twin. Then the same joint graph is written to a
-file, and a process that does not know the model loads it, runs it, and trains it on.
+file, and a process that does not know the model loads it and trains it on.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd import aot
 from retrograd.aot import JointGraph
-from retrograd.passes.aten import recompute_by_policy
 
 STEPS, RATE = 20, 0.05
 #: products of matrices are kept; all between them is computed again in the backward.
@@ -52,15 +52,20 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.stack([x.sum(1).sin(), x[:, 0] * x[:, 1]], 1)
 
 
-def policy(node: fx.Node) -> str:
-    """What the pass asks about each call of the forward."""
-    return "save" if node.target in KEPT else "recompute"
+def recompute_between(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    """A pass: marks each call of the forward half."""
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and not node.meta.get("is_backward"):
+            is_kept = node.target in KEPT
+            policy = CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["recompute"] = policy
+    return gm
 
 
 def captured(model: nn.Module) -> JointGraph:
     """The joint graph, with the pass applied."""
     joint = aot.capture(aot.create_state(model, batch(0)))
-    return joint.apply(recompute_by_policy, policy=policy)
+    return joint.apply(recompute_between)
 
 
 def train(
@@ -79,11 +84,11 @@ def train(
 
 
 def compiled(
-    joint: JointGraph, leaves: Callable[..., list[Any]], backend: str
+    joint: JointGraph, parameters: Mapping[str, nn.Parameter], backend: str
 ) -> Callable[..., torch.Tensor]:
     """A function of one batch with real autograd."""
     run = aot.compile(aot.partition(joint, "min_cut"), forward=backend)
-    return lambda *inputs: run.flat(leaves(*inputs))
+    return functools.partial(run.with_state, parameters)
 
 
 def begin(backend: str, folder: Path) -> None:
@@ -96,9 +101,7 @@ def begin(backend: str, folder: Path) -> None:
     after = aot.partition(joint, "min_cut").saved_bytes
     print(f"saved for the backward: {after} bytes, without the pass {before}")
     parameters = dict(model.named_parameters())
-    found = train(
-        compiled(joint, lambda *inputs: [*parameters.values(), *inputs], backend), parameters, 0, STEPS
-    )
+    found = train(compiled(joint, parameters, backend), parameters, 0, STEPS)
     expected = train(twin, dict(twin.named_parameters()), 0, STEPS)
     _compare(found, expected, backend)
     _compare(
@@ -106,7 +109,7 @@ def begin(backend: str, folder: Path) -> None:
     )
     print(f"{STEPS} steps with {backend}: loss {found[0]:.4f} -> {found[-1]:.4f}, as eager")
 
-    aot.save(aot.export(joint, kind="training"), folder / "program")
+    aot.export(joint, folder / "joint")
     torch.save(twin.state_dict(), folder / "state")
     torch.save(train(twin, dict(twin.named_parameters()), STEPS, 2 * STEPS), folder / "expected")
     again = [sys.executable, __file__, "--resume", str(folder), "--backend", backend]
@@ -114,17 +117,12 @@ def begin(backend: str, folder: Path) -> None:
 
 
 def resume(backend: str, folder: Path) -> None:
-    """Load, run, compile, train on."""
-    program = aot.load(folder / "program")
+    """Load, compile, train on."""
+    joint = aot.load(folder / "joint")
     state = torch.load(folder / "state", weights_only=True)
     expected = torch.load(folder / "expected", weights_only=True)
-    result = program.run(state, *batch(STEPS))
-    _compare([result.value.item()], expected[:1], "eager")
-    print(f"loaded: loss {result.value.item():.4f}, gradients of {', '.join(result.gradients)}")
-
     parameters = {name: nn.Parameter(value) for name, value in state.items()}
-    loss_of = compiled(program.joint, lambda *inputs: program.leaves(parameters, *inputs), backend)
-    found = train(loss_of, parameters, STEPS, 2 * STEPS)
+    found = train(compiled(joint, parameters, backend), parameters, STEPS, 2 * STEPS)
     _compare(found, expected, backend)
     print(f"{STEPS} more steps with {backend}: loss {found[0]:.4f} -> {found[-1]:.4f}, as eager")
 

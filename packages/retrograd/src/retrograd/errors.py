@@ -118,12 +118,11 @@ class VerificationError(_ReasonedError):
 
 
 class ExportError(_ReasonedError):
-    """A joint graph contains something that cannot be written to a file, or a program was called with inputs
-    that do not fit."""
+    """A joint graph contains something that cannot be written to a file."""
 
 
 class LoadError(_ReasonedError):
-    """A file is not an exported program, is damaged, or does not fit what is installed."""
+    """A file holds no joint graph, is damaged, or does not fit what is installed."""
 
 
 class PassError(_ReasonedError):

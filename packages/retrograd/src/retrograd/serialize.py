@@ -1,9 +1,8 @@
 """A graph of ATen calls, and the values in it, as plain data, and back.
 
 In: a graph module; what stands in the argument lists of such a graph, and the records that describe a joint
-graph. Out: JSON values, and the tensors that the graph holds; of those, the same again. Example values are
-computed by running the graph on fake tensors, or are written and read as well. Nothing is looked up by a name
-from a file but operators with a schema, and a fixed set of functions and records.
+graph. Out: JSON values, and the tensors that the graph holds; of those, the same again. Nothing is looked up
+by a name from a file but operators with a schema, and a fixed set of functions and records.
 """
 
 from __future__ import annotations
@@ -22,22 +21,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.fx import SELF_CONTAINED, is_higher_order, is_operator_overload, lazy_graph_module
 from retrograd._torch.subclass import PLAIN
-from retrograd._torch.trace import Form, fake_of_form, form_of, know_values
+from retrograd._torch.trace import Form, fake_of_form, form_of
 from retrograd.errors import ExportError, Refusal
 from retrograd.graph import joint, joint_graph
 
 Nodes = Mapping[str, fx.Node]
 
-_ARITHMETIC = (
-    "getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "neg", "pos", "pow", "eq", "ne", "lt", "le",
-    "gt", "ge", "and_", "or_", "not_", "lshift", "rshift", "abs",
-)  # fmt: skip
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{f"operator.{name}": getattr(operator, name) for name in _ARITHMETIC},
-    **{f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "trunc", "sqrt", "pow")},
-    **{f"torch.{name}": getattr(torch, name) for name in dir(torch) if name.startswith("sym_")},
-}
-_NAMES = {function: name for name, function in reversed(_FUNCTIONS.items())}
+#: what is called without a schema; the rest of arithmetic is for symbolic sizes, which are not written.
+_GETITEM = "operator.getitem"
 #: dataclasses whose fields can be written.
 _RECORDS: dict[str, Any] = {
     cls.__name__: cls
@@ -162,18 +153,17 @@ def serialize_operator(target: Any) -> Any:
         raise Refusal(
             "unwritable", f"the higher-order operator {target.name()}, which refers to this process"
         )
-    try:
-        return {"function": _NAMES[target]}
-    except (KeyError, TypeError):
-        raise Refusal(
-            "unwritable", f"{getattr(target, '__name__', target)}, a function without a schema"
-        ) from None
+    if target is not operator.getitem:
+        raise Refusal("unwritable", f"{getattr(target, '__name__', target)}, a function without a schema")
+    return {"function": _GETITEM}
 
 
 def read_operator(written: Any) -> Any:
     """What `serialize_operator` wrote."""
     if "function" in written:
-        return _FUNCTIONS[written["function"]]
+        if written["function"] != _GETITEM:
+            raise ValueError(f"the function {written['function']!r} is unknown")
+        return operator.getitem
     if "higher_order" in written:
         if written["higher_order"] not in SELF_CONTAINED:
             raise ValueError(f"the operator of higher order {written['higher_order']!r} is unknown")
@@ -247,28 +237,25 @@ def _write_attribute(
 def read_graph(
     written: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
-    examples: Sequence[Any] | None,
     prefix: str = "",
 ) -> fx.GraphModule:
     """What `serialize_graph` wrote.
 
     Args:
-        written, tensors: from there.
-        examples: a value for each placeholder, fake or a symbolic number; None to compute no values.
+        written, tensors, prefix: from there.
 
     Raises:
         ValueError, KeyError, TypeError: it is nothing that was written so.
     """
     root = torch.nn.Module()
     for name, inner in written["modules"].items():
-        root.add_module(name, read_graph(inner, tensors, None, f"{prefix}{name}/"))
+        root.add_module(name, read_graph(inner, tensors, f"{prefix}{name}/"))
     graph, nodes = fx.Graph(), dict[str, fx.Node]()
     for entry in written["nodes"]:
         nodes[entry["name"]] = _read_node(graph, entry, nodes)
         if entry["op"] == "get_attr" and entry["target"] not in written["modules"]:
             root.register_buffer(entry["target"], tensors[prefix + entry["target"]])
-    gm = lazy_graph_module(root, graph, "joint")
-    return gm if examples is None else know_values(gm, examples)
+    return lazy_graph_module(root, graph, "joint")
 
 
 def _read_node(graph: fx.Graph, entry: Mapping[str, Any], nodes: Mapping[str, fx.Node]) -> fx.Node:

@@ -6,6 +6,7 @@ In: a function of tensors, and the tensors. Out: a graph module with its signatu
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd.graph.joint import (
     Boundary,
@@ -178,3 +180,16 @@ def _argument(value: Any) -> str:
         inner = ", ".join(map(_argument, value))
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
     return str(value).removeprefix("torch.")
+
+
+def marking(mark_of: Callable[[fx.Node], CheckpointPolicy | None]) -> Fn:
+    """A pass that marks the calls of the forward half; parts of a call's result as the call itself."""
+
+    def marked(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+        for node in gm.graph.nodes:
+            call = node.args[0] if node.target is operator.getitem else node
+            if node.op == "call_function" and not node.meta.get("is_backward"):
+                node.meta |= {"recompute": mark} if (mark := mark_of(call)) is not None else {}
+        return gm
+
+    return marked

@@ -154,8 +154,6 @@ def test_a_compiled_partition_refuses_a_tensor_that_begins_elsewhere_if_that_is_
     assert torch.equal(call.flat([memory[1:4]]), memory[1:3] * 2)
     with pytest.raises(retrograd.CallError, match="began at 1"):
         call.flat([memory[2:5]])
-    with pytest.raises(retrograd.ExportError, match="where its inputs begin"):
-        aot.export(joint)
 
 
 def test_a_compiled_partition_compares_arrays_by_their_values() -> None:
@@ -260,3 +258,15 @@ def test_a_function_with_such_a_pass_runs_eagerly_or_raises(name: str) -> None:
 def test_what_is_no_module() -> None:
     with pytest.raises(OptionError, match=r"got function\n  expected  a torch\.nn\.Module"):
         aot.module(scaled)  # type: ignore[arg-type]
+
+
+def test_two_tensors_where_one_was_captured_are_refused() -> None:
+    x, y = tensor(3), tensor(3) * 2
+    call = aot.compile(aot.partition(captured(lambda x, y: x * y, x, x)), "eager")
+    with pytest.raises(
+        retrograd.CallError, match=r"args\[0\] and args\[1\] were one tensor at capture, and are"
+    ):
+        call.flat([x, y])
+    assert torch.equal(call.flat([y, y]), y * y)
+    with pytest.raises(retrograd.CallError):
+        call.flat([x, y])

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 import retrograd
 from retrograd import aot
 from retrograd.errors import OptionError
 from unit.retrograd.aot.against_eager import captured, leaf, staged, tensor
+from unit.retrograd.aot.joint_graphs import marking
 
 
 def wave(x: Tensor, w: Tensor) -> Tensor:
@@ -153,8 +155,8 @@ def test_what_is_compiled_is_called_like_what_was_captured(kind: str) -> None:
 def test_twenty_steps_of_training_through_all_stages() -> None:
     """Capture, mark for recomputation, compile, train."""
 
-    def policy(node: torch.fx.Node) -> str | None:
-        return "recompute" if node.target is torch.ops.aten.tanh.default else None
+    def policy(node: torch.fx.Node) -> CheckpointPolicy | None:
+        return CheckpointPolicy.MUST_RECOMPUTE if node.target is torch.ops.aten.tanh.default else None
 
     def train(compile_it: bool) -> list[Tensor]:
         torch.manual_seed(2)
@@ -164,7 +166,7 @@ def test_twenty_steps_of_training_through_all_stages() -> None:
         for _ in range(20):
             x = torch.randn(8, 4)
             if compile_it and call is None:
-                joint = captured(model, x).apply("recompute_by_policy", policy=policy)
+                joint = captured(model, x).apply(marking(policy))
                 call = aot.compile(aot.partition(joint), "eager")
             y = call.flat([*model.parameters(), x]) if call is not None else model(x)
             y.pow(2).mean().backward()

@@ -21,9 +21,5 @@ def test_joint_graph(backend: str) -> None:
     lines = done.stdout.splitlines()
     assert lines[0] == "saved for the backward: 4224 bytes, without the pass 8448"
     assert lines[1].startswith(f"20 steps with {backend}: loss ")
-    assert lines[2].endswith(
-        "gradients of body.5.bias, body.5.weight, body.3.bias, body.3.weight, body.1.weight, body.1.bias, "
-        "body.0.bias, body.0.weight"
-    )
-    assert lines[3].startswith(f"20 more steps with {backend}: loss ")
-    assert all(line.endswith(", as eager") for line in (lines[1], lines[3]))
+    assert lines[2].startswith(f"20 more steps with {backend}: loss ")
+    assert all(line.endswith(", as eager") for line in (lines[1], lines[2]))

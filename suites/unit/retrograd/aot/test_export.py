@@ -1,104 +1,151 @@
-"""Programs made of joint graphs: what they give, what they refuse, and what their signature says."""
+"""Joint graphs in files: another process trains them as eager; other files are refused, never run."""
 
 from __future__ import annotations
 
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
-from torch import nn
+from torch import fx, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd import aot
-from retrograd.aot import Exported, JointGraph
-from retrograd.errors import ExportError
+from retrograd.aot import JointGraph
+from retrograd.errors import CallError, CaptureError, ExportError, LoadError
+from unit.retrograd.aot.joint_graphs import marking
 
 
-class Model(nn.Module):
-    """Parameters, buffers that change, random numbers, two outputs."""
+def returned(joint: JointGraph) -> JointGraph:
+    """Through a file and back."""
+    file = io.BytesIO()
+    aot.export(joint, file)
+    return aot.load(file)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
 
-    def forward(
-        self, x: torch.Tensor, target: torch.Tensor, *, scale: float = 1.0
-    ) -> dict[str, torch.Tensor]:
-        y = self.last(nn.functional.dropout(self.norm(self.first(x)), 0.3))
-        return {"y": y, "loss": (y - target).square().mean() * scale}
+def captured(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> JointGraph:
+    return aot.capture(aot.create_state(fn, args, kwargs))
+
+
+def compiled(joint: JointGraph, backend: str = "eager") -> Any:
+    return aot.compile(aot.partition(joint, "min_cut"), backend)
 
 
 def leaf(*sizes: int) -> torch.Tensor:
     return torch.randn(*sizes, requires_grad=True)
 
 
-def captured(fn: Callable[..., Any], *args: Any, dynamic: Any = None, **kwargs: Any) -> JointGraph:
-    return aot.capture(aot.create_state(fn, args, kwargs, dynamic=dynamic))
+def attention(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    heads = (x @ w).view(1, 2, -1, 4)
+    return nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2).square().mean()
 
 
-@pytest.fixture
-def model() -> Model:
+def many_kinds(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Arguments of many kinds: infinity, complex numbers, dtypes, memory formats, slices, constants."""
+    y = (x @ w).to(torch.float64).clone(memory_format=torch.contiguous_format)
+    z = torch.fft.fft(y * torch.tensor(3.0)) * complex(1, 2)
+    noise = torch.rand_like(x) + torch.randn(4)
+    shown = (
+        torch.nan_to_num(y.detach()[:, ::2] / 0.0, posinf=1.0, neginf=float("-inf")).clamp(min=-2)
+        * y[:, 1::2]
+    )
+    return (
+        torch.view_as_real(z).square().sum()
+        + (noise * x).sum()
+        + shown.sum()
+        + x.new_ones(x.shape[0] * 2).sum()
+    )
+
+
+@pytest.mark.parametrize("fn", [attention, many_kinds])
+def test_what_is_loaded_gives_the_same(fn: Callable[..., Any]) -> None:
     torch.manual_seed(0)
-    return Model()
+    x, w = leaf(6, 4), leaf(4, 4)
+    joint = captured(fn, x, w)
+    loaded = returned(returned(joint))
+    assert loaded.print_readable() == joint.print_readable()
+    torch.manual_seed(1)
+    found = compiled(loaded)(x, w)
+    found_gradients = torch.autograd.grad(found, (x, w))
+    torch.manual_seed(1)
+    value = fn(x, w)
+    expected = torch.autograd.grad(value, (x, w))
+    assert torch.equal(found, value)
+    assert all(map(torch.equal, found_gradients, expected))
 
 
-INPUTS = (torch.linspace(-1, 1, 24).reshape(6, 4), torch.linspace(0, 1, 12).reshape(6, 2))
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_loaded_joint_graph_is_compiled(backend: str) -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = (x @ w).sin()
+        return y, y.exp().sum()
+
+    x, w = leaf(5, 4), leaf(4, 4)
+    loaded = returned(captured(fn, x, w))
+    (y, loss), (eager_y, eager_loss) = compiled(loaded, backend)(x, w), fn(x, w)
+    tolerance = 0.0 if backend == "eager" else 1e-5
+    for found, expected in (
+        (
+            torch.autograd.grad(loss, (x, w), retain_graph=True),
+            torch.autograd.grad(eager_loss, (x, w), retain_graph=True),
+        ),
+        (torch.autograd.grad(y.mean(), (x, w)), torch.autograd.grad(eager_y.mean(), (x, w))),
+    ):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def stepped(
-    model: Model, *inputs: torch.Tensor, scale: float = 1.0
-) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Result, buffers afterwards, and gradients, as eager has them."""
-    torch.manual_seed(5)
-    model.zero_grad()
-    result = model(*inputs, scale=scale)
-    result["loss"].backward()
-    return result, dict(model.named_buffers()), {name: p.grad for name, p in model.named_parameters()}
+def test_marks_of_a_policy_are_kept() -> None:
+    x = leaf(64)
+    joint = aot.capture(aot.create_state(lambda x: x.sin().cos().exp().sum(), (x,)))
+    marked = joint.apply(marking(lambda node: CheckpointPolicy.MUST_RECOMPUTE))
+    loaded = returned(marked)
+    assert aot.partition(joint, "save_all").saved_bytes > 0
+    assert aot.partition(loaded, "min_cut").saved_bytes == 0
+    metas = [
+        {key: node.meta.get(key) for key in ("seq_nr", "is_backward", "recompute")}
+        for node in marked.gm.graph.nodes
+    ]
+    assert metas == [{key: node.meta.get(key) for key in metas[0]} for node in loaded.gm.graph.nodes]
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_training_gives_results_buffers_and_gradients_to_the_bit(model: Model, dynamic: bool | None) -> None:
-    program = aot.export(captured(model, *INPUTS, dynamic=dynamic, scale=2.0), kind="training")
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    torch.manual_seed(5)
-    found = program.run(before, *INPUTS, scale=2.0)
-    result, buffers, gradients = stepped(model, *INPUTS, scale=2.0)
-    assert program.loss == "output['loss']"
-    for ours, eager in ((found.value, result), (found.updates, buffers), (found.gradients, gradients)):
-        assert ours.keys() == eager.keys()
-        assert all(torch.equal(ours[name], eager[name]) for name in eager)
+def test_passes_apply_to_a_loaded_joint_graph() -> None:
+    loaded = returned(captured(lambda x: (x.sin() * x.sin()).sum(), leaf(3)))
+    first, second, *_ = loaded.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    second.replace_all_uses_with(first)
+    changed = loaded.apply("remove_dead_code")
+    assert changed.reports[-1].change["aten.sin.default"] == -1
 
 
-def test_a_program_changes_nothing_in_place(model: Model) -> None:
-    program = aot.export(captured(model, *INPUTS), kind="forward")
-    state = model.state_dict()
-    before = {name: value.clone() for name, value in state.items()}
-    found = program.run(state, *INPUTS)
-    assert all(torch.equal(before[name], state[name]) for name in before)
-    assert torch.equal(found.updates["norm.num_batches_tracked"], torch.tensor(1))
-    assert not found.gradients
+def test_a_second_derivative_of_a_loaded_graph_says_what_is_missing() -> None:
+    x = leaf(3)
+    loss = compiled(returned(captured(lambda x: x.exp().sum(), x)))(x)
+    with pytest.raises(
+        CaptureError, match=r"was loaded from a file(.|\n)*try +capture the function in this process"
+    ):
+        torch.autograd.grad(loss, x, create_graph=True)
 
 
-def test_other_sizes_of_a_dynamic_program(model: Model) -> None:
-    program = aot.export(captured(model, *INPUTS, dynamic=True), kind="training")
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    fewer = [value[:5] for value in INPUTS]
-    torch.manual_seed(5)
-    found = program.run(state, *fewer)
-    result, _, gradients = stepped(model, *fewer)
-    assert torch.equal(found.value["y"], result["y"])
-    assert all(torch.equal(found.gradients[name], gradients[name]) for name in gradients)
+def test_sizes_that_are_returned() -> None:
+    loaded = returned(captured(lambda x: (x.shape, x.shape[0], x * 2), torch.ones(3, 2)))
+    x = torch.ones(3, 2)
+    size, first, value = compiled(loaded)(x)
+    assert (size, first, value.shape) == (x.shape, len(x), x.shape)
+    assert type(size) is torch.Size
 
 
-def test_joint_program_by_name() -> None:
-    x, w, cotangent = leaf(2, 3), leaf(3, 4), torch.randn(2, 4)
-    program = aot.export(captured(lambda x, w: (x @ w).sin(), x, w))
-    found = program.call_by_name({"args[0]": x, "args[1]": w, "cotangent of output": cotangent})
-    y = (x @ w).sin()
-    grads = torch.autograd.grad(y, (x, w), cotangent)
-    assert list(found) == ["output", "gradient of args[0]", "gradient of args[1]"]
-    assert all(torch.equal(a, b) for a, b in zip(found.values(), (y, *grads), strict=True))
+def test_tensors_of_a_closure_travel() -> None:
+    table = torch.arange(6.0).reshape(3, 2)
+    loaded = returned(captured(lambda x: (x @ table).sum(), leaf(2, 3)))
+    table.fill_(0)
+    assert compiled(loaded)(leaf(2, 3).detach().fill_(1).requires_grad_()).item() == 30.0
 
 
 def several(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -108,104 +155,21 @@ def several(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return a, a.sum(), (hidden * a).sum()
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("loss", [1, 2])
-def test_training_through_several_regions(loss: int, dynamic: bool | None) -> None:
+def test_gradients_through_several_regions(loss: int) -> None:
     x, w = leaf(5, 3), leaf(3, 3)
-    program = aot.export(captured(several, x, w, dynamic=dynamic), kind="training", loss=f"output[{loss}]")
-    found = program.run({}, x, w)
+    loaded = compiled(returned(captured(several, x, w)))
+    found = torch.autograd.grad(loaded(x, w)[loss], (x, w))
     expected = torch.autograd.grad(several(x, w)[loss], (x, w))
-    assert [torch.equal(found.gradients[f"args[{i}]"], expected[i]) for i in range(2)] == [True, True]
+    assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_in_a_single_region_zeros_flow_into_other_outputs(dynamic: bool | None) -> None:
+def test_in_a_single_region_zeros_flow_into_other_outputs() -> None:
     x, w = leaf(5, 3), leaf(3, 3)
-    joint = aot.capture(aot.create_state(several, (x, w), dynamic=dynamic), single_region=True)
-    found = aot.export(joint, kind="training", loss="output[1]").run({}, x, w)
+    joint = aot.capture(aot.create_state(several, (x, w)), single_region=True)
+    found = torch.autograd.grad(compiled(returned(joint))(x, w)[1], (x, w))
     expected = torch.autograd.grad(several(x, w)[1], (x, w))
-    assert [torch.equal(found.gradients[f"args[{i}]"], expected[i]) for i in range(2)] == [True, True]
-
-
-def test_what_the_loss_does_not_reach_has_no_gradient() -> None:
-    joint = captured(lambda x, w: ((x * 2).sum(), (w * 3).sum()), leaf(3), leaf(3))
-    assert list(aot.export(joint, kind="training", loss="output[1]").run({}, leaf(3), leaf(3)).gradients) == [
-        "args[1]"
-    ]
-
-
-def test_signature_is_readable(model: Model) -> None:
-    joint = captured(model, *INPUTS, dynamic={9: frozenset({0}), 10: frozenset({0})})
-    assert_expected_inline(
-        str(aot.export(joint, kind="training").signature),
-        """\
-inputs
-  first.weight: float32[8, 4] on cpu
-  first.bias: float32[8] on cpu
-  norm.weight: float32[8] on cpu
-  norm.bias: float32[8] on cpu
-  last.weight: float32[2, 8] on cpu
-  last.bias: float32[2] on cpu
-  norm.running_mean: float32[8] on cpu
-  norm.running_var: float32[8] on cpu
-  norm.num_batches_tracked: int64[] on cpu
-  args[0]: float32[d0, 4] on cpu
-  args[1]: float32[d0, 2] on cpu
-outputs
-  new value of norm.running_mean
-  new value of norm.running_var
-  new value of norm.num_batches_tracked
-  output['y']
-  output['loss']
-  gradient of last.bias
-  gradient of last.weight
-  gradient of norm.weight
-  gradient of norm.bias
-  gradient of first.bias
-  gradient of first.weight""",
-    )
-
-
-def test_an_input_that_is_returned_is_returned() -> None:
-    x = leaf(3)
-    program = aot.export(captured(lambda x: (x, x * 2, "text", 3), x), kind="forward")
-    value = program.run({}, x).value
-    assert value[0] is x
-    assert value[2:] == ("text", 3)
-
-
-def test_a_buffer_that_is_changed_and_returned_is_returned_new() -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(()))
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            self.seen += x.detach().sum()
-            return self.seen, x * self.seen
-
-    program = aot.export(captured(Counts(), torch.ones(3)), kind="forward")
-    found = program.run({"seen": torch.tensor(2.0)}, torch.ones(3))
-    assert found.value[0].item() == found.updates["seen"].item() == 5.0
-    assert torch.equal(found.value[1], torch.full((3,), 5.0))
-
-
-def test_a_tensor_found_in_a_closure_is_kept_by_value() -> None:
-    table = torch.arange(6.0).reshape(3, 2)
-    program = aot.export(captured(lambda x: (x @ table).sum(), leaf(2, 3)), kind="training")
-    x = leaf(2, 3)
-    found = program.run({}, x)
-    assert [one.name for one in program.signature.inputs] == ["args[0]"]
-    assert torch.equal(found.gradients["args[0]"], torch.autograd.grad((x @ table).sum(), x)[0])
-
-
-def test_other_strides_than_at_capture_are_laid_out() -> None:
-    program = aot.export(captured(lambda x: x.contiguous().view(-1) * 2, leaf(3, 4)), kind="forward")
-    x = leaf(4, 3).t()
-    assert torch.equal(program.run({}, x).value, x.reshape(-1) * 2)
-
-
-# what is refused ----------------------------------------------------------------------------------
+    assert all(map(torch.equal, found, expected))
 
 
 def changes_an_argument(x: torch.Tensor) -> torch.Tensor:
@@ -218,6 +182,123 @@ def reshapes_an_argument(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
+@pytest.mark.parametrize(
+    "fn", [changes_an_argument, reshapes_an_argument, lambda x: x.view(-1), lambda x: (x, "text", 3)]
+)
+def test_what_is_done_to_arguments_travels(fn: Callable[..., Any]) -> None:
+    loaded, ours, eagers = (
+        compiled(returned(captured(fn, torch.ones(2, 3)))),
+        torch.ones(2, 3),
+        torch.ones(2, 3),
+    )
+    found, expected = loaded(ours), fn(eagers)
+    if isinstance(expected, tuple):
+        assert found[0] is ours
+        assert found[1:] == expected[1:]
+        found, expected = found[0], expected[0]
+    torch.testing.assert_close((found, ours), (expected, eagers), rtol=0, atol=0, check_stride=True)
+
+
+def test_other_constants_and_sizes_are_refused() -> None:
+    loaded = compiled(returned(captured(lambda x, scale: x * scale["by"], torch.ones(3), {"by": 2.0})))
+    assert torch.equal(loaded(torch.ones(3), {"by": 2.0}), torch.full((3,), 2.0))
+    with pytest.raises(CallError, match=r"args\[1\]\['by'\] was 2.0 at capture, and is 3.0"):
+        loaded(torch.ones(3), {"by": 3.0})
+    with pytest.raises(CallError, match=r"args\[0\] had sizes \[3\] at capture, and has \[4\]"):
+        loaded(torch.ones(4), {"by": 2.0})
+    with pytest.raises(CallError, match="the arguments are "):
+        loaded(torch.ones(3), {"of": 2.0})
+
+
+# another process ----------------------------------------------------------------------------------
+
+ELSEWHERE = """
+import sys, torch
+from torch import nn
+from retrograd import aot
+
+folder = sys.argv[1]
+joint = aot.load(folder + "/joint")
+state = torch.load(folder + "/state", weights_only=True)
+inputs = torch.load(folder + "/inputs", weights_only=True)
+
+names = [name for name in state if "weight" in name or "bias" in name]
+parameters = {name: nn.Parameter(state[name].clone()) for name in names}
+buffers = {name: value.clone() for name, value in state.items() if name not in parameters}
+compiled = aot.compile(aot.partition(joint), "eager")
+torch.manual_seed(7)
+loss = compiled.with_state(parameters | buffers, *inputs)
+loss.backward()
+gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+torch.save([loss.detach(), buffers, gradients], folder + "/found")
+assert "test_export" not in sys.modules
+"""
+
+
+class Training(nn.Module):
+    """A network with its loss: dropout, and buffers that change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(4, 8),
+            nn.BatchNorm1d(8),
+            nn.GELU(),
+            nn.Dropout(0.4),
+            nn.Linear(8, 8),
+            nn.Tanh(),
+            nn.Linear(8, 2),
+        )
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (self.body(x) - target).square().mean()
+
+
+def all_but_random(node: fx.Node) -> CheckpointPolicy:
+    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return CheckpointPolicy.MUST_SAVE if is_random else CheckpointPolicy.MUST_RECOMPUTE
+
+
+def test_another_process_trains_as_eager_to_the_bit(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Training()
+    inputs = (torch.randn(16, 4), torch.randn(16, 2))
+    torch.save({name: value.clone() for name, value in model.state_dict().items()}, tmp_path / "state")
+    torch.save(inputs, tmp_path / "inputs")
+    joint = aot.capture(aot.create_state(model, inputs))
+    joint = joint.apply(marking(all_but_random))
+    aot.export(joint, tmp_path / "joint")
+
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+    torch.manual_seed(7)
+    loss = model(*inputs)
+    loss.backward()
+    buffers = dict(model.named_buffers())
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    value, updates, grads = torch.load(tmp_path / "found", weights_only=True)
+    assert torch.equal(value, loss)
+    assert updates.keys() == buffers.keys()
+    assert all(torch.equal(updates[name], buffers[name]) for name in buffers)
+    assert grads.keys() == gradients.keys()
+    assert all(torch.equal(grads[name], gradients[name]) for name in gradients)
+
+
+def test_state_is_given_by_name() -> None:
+    model, x = nn.Linear(3, 2), torch.ones(4, 3)
+    loaded = compiled(returned(captured(model, x)))
+    assert torch.equal(loaded.with_state(dict(model.named_parameters()), x), model(x))
+    with pytest.raises(CallError, match="bias is not in the state"):
+        loaded.with_state({"weight": model.weight}, x)
+    with pytest.raises(CallError, match="3 inputs were captured, and 1 are given"):
+        loaded(x)
+
+
+# what is refused ----------------------------------------------------------------------------------
+
 WEIGHT = nn.Parameter(torch.ones(3))
 
 
@@ -225,28 +306,44 @@ class Odd:
     """Something that is no tensor."""
 
 
+def reads_beginnings(x: torch.Tensor) -> torch.Tensor:
+    return x.as_strided((2,), (1,), 1) * 2
+
+
 @pytest.mark.parametrize(
     ("fn", "inputs", "text"),
     [
-        (changes_an_argument, (torch.ones(3),), r"argument args\[0\] is changed in place; .*buffers"),
-        (reshapes_an_argument, (torch.ones(2, 3),), r"args\[0\] gets another shape in place"),
-        (
-            lambda x: x.view(-1),
-            (leaf(2, 3),),
-            r"output 0 is a view of input args\[0\](.|\n)*return a clone of it",
-        ),
-        (lambda x: (lambda y: (y, y.t()))(x * 2), (leaf(2, 3),), r"output 1 is a view of value 0"),
-        (lambda x: x * WEIGHT, (leaf(3),), r"uses a tensor that requires grad and is not given to it"),
-        (lambda x: (x * 2, Odd), (leaf(3),), r"output 1 is type <class .*Odd'>"),
-        (lambda x, odd: x * 2, (leaf(3), Odd()), r"args\[1\] is Odd"),
+        (lambda x: x.view(-1), (leaf(2, 3),), r"output 0 has (.|\n)*return clones of views"),
+        (lambda x: (lambda y: (y, y.t()))(x * 2), (leaf(2, 3),), "output 1 has "),
+        (lambda x: x * WEIGHT, (leaf(3),), "uses a tensor that requires grad and is not given to it"),
+        (lambda x: (x * 2, Odd), (leaf(3),), r"output 1 has type <class .*Odd'>"),
+        (lambda x, odd: x * 2, (leaf(3), Odd()), r"args\[1\] has Odd"),
+        (reads_beginnings, (torch.ones(6)[1:4],), "where its inputs begin"),
     ],
 )
-def test_what_a_program_cannot_hold_is_refused(fn: Any, inputs: Any, text: str) -> None:
-    joint = captured(fn, *inputs)
+def test_what_no_file_can_hold_is_refused(fn: Any, inputs: Any, text: str) -> None:
+    joint, file = captured(fn, *inputs), io.BytesIO()
     with pytest.raises(ExportError, match=text) as caught:
-        aot.export(joint)
+        aot.export(joint, file)
     assert caught.value.reason.stage == "aot.export"
     assert caught.value.reason.way_out
+    assert not file.getvalue()
+
+
+def test_inputs_that_share_memory_are_refused() -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return y * 2
+
+    memory = torch.ones(4)
+    with pytest.raises(ExportError, match="inputs share memory, and one of them is changed in place"):
+        returned(captured(fn, memory[:3], memory[1:]))
+
+
+def test_sizes_that_may_differ_are_refused() -> None:
+    joint = aot.capture(aot.create_state(lambda x: x * 2, (torch.ones(3),), dynamic=True))
+    with pytest.raises(ExportError, match=r"a value is a (.|\n)*capture with static sizes"):
+        aot.export(joint, io.BytesIO())
 
 
 def test_a_call_without_a_schema_is_refused() -> None:
@@ -259,90 +356,129 @@ def test_a_call_without_a_schema_is_refused() -> None:
     with pytest.raises(
         ExportError, match=r"the graph holds sin, a function without a schema(.|\n)*node  sin"
     ):
-        aot.export(joint)
+        aot.export(joint, io.BytesIO())
+
+
+# files that are refused ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def written() -> bytes:
+    file = io.BytesIO()
+    aot.export(captured(lambda x: (x * torch.tensor(2.0)).sum(), leaf(3)), file)
+    return file.getvalue()
+
+
+def rewritten(written: bytes, name: str, change: Callable[[bytes], bytes | None]) -> io.BytesIO:
+    """The archive with one entry changed, or without it."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(written)) as before, zipfile.ZipFile(file, "w") as after:
+        for entry in before.namelist():
+            content = before.read(entry)
+            changed = change(content) if entry == name else content
+            if changed is not None:
+                after.writestr(entry, changed)
+    return file
+
+
+def with_json(change: Callable[[Any], None]) -> Callable[[bytes], bytes]:
+    def changed(content: bytes) -> bytes:
+        data = json.loads(content)
+        change(data)
+        return json.dumps(data).encode()
+
+    return changed
+
+
+def refused(file: Any) -> str:
+    with pytest.raises(LoadError) as caught:
+        aot.load(file)
+    assert caught.value.reason.stage == "aot.load"
+    assert caught.value.reason.way_out
+    return str(caught.value.reason.code)
+
+
+def test_damaged_and_foreign_files(written: bytes, tmp_path: Path) -> None:
+    half = len(written) // 2
+    assert refused(io.BytesIO(written[:half])) == "load-damaged"
+    assert refused(io.BytesIO(b"no archive at all")) == "load-damaged"
+    flipped = bytearray(written)
+    flipped[written.index(b"joint.json") + 40] ^= 0xFF
+    assert refused(io.BytesIO(bytes(flipped))) == "load-damaged"
+    torch.save({"weight": torch.ones(2)}, tmp_path / "state")
+    assert refused(tmp_path / "state") == "load-foreign"
+    assert refused(rewritten(written, "joint.json", lambda content: None)) == "load-damaged"
+    assert refused(rewritten(written, "tensors.pt", lambda content: b"")) == "load-damaged"
+    with pytest.raises(FileNotFoundError):
+        aot.load(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(("schema", "way_out"), [(99, "a newer retrograd"), (2, "export it again")])
+def test_another_version_is_refused(written: bytes, schema: int, way_out: str) -> None:
+    file = rewritten(written, "manifest.json", with_json(lambda data: data.update(schema=schema)))
+    found = rf"has schema {schema}, written by retrograd 0\.1\.0; known is 3\n(.|\n)*{way_out}"
+    with pytest.raises(LoadError, match=found):
+        aot.load(file)
+
+
+def calls(target: Any) -> Callable[[Any], None]:
+    def change(data: Any) -> None:
+        next(node for node in data["graph"]["nodes"] if node["op"] == "call_function")["target"] = target
+
+    return change
 
 
 @pytest.mark.parametrize(
-    ("fn", "loss", "text"),
+    ("change", "text"),
     [
-        (lambda x: x * 2, None, "0 outputs could be the loss of <lambda>; there are: none"),
-        (lambda x: (x.sum(), x.mean()), None, r"2 outputs could be the loss of .*: output\[0\], output\[1\]"),
-        (lambda x: (x.sum(), x * 2), "output[1]", r"'output\[1\]' is no differentiable scalar output"),
-        (lambda x: x.detach().sum(), None, "0 outputs could be the loss"),
+        (calls({"function": "os.system"}), "the function 'os.system' is unknown"),
+        (calls({"higher_order": "print"}), "operator of higher order 'print' is unknown"),
+        (
+            calls({"name": "aten::no_such", "overload": "default", "schema": ""}),
+            "aten::no_such.default is not registered",
+        ),
+        (
+            calls({"name": "aten::mul", "overload": "Tensor", "schema": "mul()"}),
+            r"operator mul\(\) is aten::mul.Tensor",
+        ),
+        (
+            calls({"name": "load_library::x", "overload": "default", "schema": ""}),
+            "is not registered in this process",
+        ),
+        (lambda data: data["graph"]["nodes"].pop(), "cannot be read|breaks a law"),
+        (lambda data: data["signature"]["record"][1]["inputs"]["tuple"].pop(), "breaks a law"),
+        (lambda data: data.pop("primals"), "KeyError"),
+        (lambda data: data["primals"][0].update(record=["Popen", {}]), "KeyError: 'Popen'"),
+        (lambda data: data["examples"].pop(), "ValueError"),
+        (
+            lambda data: data.update(out_spec=data["out_spec"].replace("null", '{"__enum__": 1}')),
+            "containers? with enums",
+        ),
+        (lambda data: data["graph"]["nodes"][0].update(name="x; import os"), "no name of a node"),
     ],
 )
-def test_a_training_program_needs_one_loss(fn: Any, loss: str | None, text: str) -> None:
-    with pytest.raises(ExportError, match=text):
-        aot.export(captured(fn, leaf(3)), kind="training", loss=loss)
+def test_contents_that_make_no_sense_are_refused(
+    written: bytes, change: Callable[[Any], None], text: str
+) -> None:
+    with pytest.raises(LoadError, match=text):
+        aot.load(rewritten(written, "joint.json", with_json(change)))
 
 
-# calls that do not fit ----------------------------------------------------------------------------
+class Runs:
+    """Pickled, it would run code when it is read."""
+
+    ran = False
+
+    def __reduce__(self) -> Any:
+        return (setattr, (Runs, "ran", True))
 
 
-def scaled() -> Exported:
-    def fn(x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-        assert x.shape[0] > 3
-        return x * options["scale"]
-
-    inputs = (torch.ones(5, 3), {"scale": 2.0})
-    return aot.export(captured(fn, *inputs, dynamic=True), kind="forward")
-
-
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [
-        (
-            (torch.ones(5, 3, dtype=torch.float64), {"scale": 2.0}),
-            r"input args\[0\] is torch.float64 on cpu, and was",
-        ),
-        ((torch.ones(5), {"scale": 2.0}), r"input args\[0\] has 1 dimensions, and had 2 at capture"),
-        (
-            (torch.ones(5, 1), {"scale": 2.0}),
-            r"input args\[0\] has a size 1, and the capture is for sizes from 2 to any",
-        ),
-        (
-            (torch.ones(3, 3), {"scale": 2.0}),
-            r"input args\[0\] has a size 3, and the capture is for sizes from 4 to any",
-        ),
-        (
-            (torch.ones(5, 3), {"scale": 3.0}),
-            r"args\[1\]\['scale'\] is 3.0, and was the constant 2.0 at capture",
-        ),
-        ((torch.ones(5, 3), {"size": 2.0}), r"the arguments are built as "),
-        (([1.0], {"scale": 2.0}), r"the arguments are built as "),
-        (("x", {"scale": 2.0}), r"input args\[0\] is a str, not a tensor"),
-    ],
-)
-def test_inputs_that_do_not_fit_are_named(args: Any, text: str) -> None:
-    with pytest.raises(ExportError, match=text):
-        scaled().run({}, *args)
-
-
-def test_sizes_that_break_a_guard_are_refused() -> None:
-    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x.sum() * 2 if x.shape[0] > y.shape[0] else y.sum()
-
-    program = aot.export(captured(fn, torch.ones(5), torch.ones(4), dynamic=True), kind="forward")
-    assert program.run({}, torch.ones(9), torch.ones(4)).value.item() == 18.0
-    with pytest.raises(ExportError, match="do not satisfy"):
-        program.run({}, torch.ones(5), torch.ones(6))
-
-
-def test_wrong_arity_and_names(model: Model) -> None:
-    program = aot.export(captured(model, *INPUTS), kind="forward")
-    with pytest.raises(ExportError, match="2 inputs where the program takes 11"):
-        program(*INPUTS)
-    with pytest.raises(ExportError, match=r"input first\.weight is missing"):
-        program.call_by_name({})
-    with pytest.raises(ExportError, match=r"first\.weight is not in the state"):
-        program.run({}, *INPUTS)
-    with pytest.raises(ExportError, match="a joint program takes cotangents"):
-        aot.export(program.joint).run(model.state_dict(), *INPUTS)
-
-
-def test_one_tensor_given_twice_stays_one() -> None:
-    x = leaf(3)
-    program = aot.export(captured(lambda x, y: (x * y).sum(), x, x), kind="training")
-    assert torch.equal(program.run({}, x, x).gradients["args[0]"], 2 * x)
-    with pytest.raises(ExportError, match=r"args\[1\] and args\[0\] were one tensor at capture, and are two"):
-        program.run({}, x, leaf(3))
+def test_pickled_code_is_not_run(written: bytes) -> None:
+    assert (
+        refused(rewritten(written, "tensors.pt", lambda content: pickle.dumps({"x": Runs()})))
+        == "load-damaged"
+    )
+    file = io.BytesIO()
+    torch.save({"x": Runs()}, file)
+    assert refused(rewritten(written, "tensors.pt", lambda content: file.getvalue())) == "load-damaged"
+    assert not Runs.ran

@@ -8,11 +8,13 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import fx, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd import aot
 from retrograd.aot import JointGraph
 from retrograd.errors import PassError, VerificationError
-from retrograd.passes.aten import accumulate_in_fp32, recompute_by_policy, remove_dead_code
+from retrograd.passes.aten import remove_dead_code
+from unit.retrograd.aot.joint_graphs import marking
 
 
 def linear() -> JointGraph:
@@ -60,13 +62,13 @@ def test_what_a_pass_changes_is_compiled() -> None:
 
 
 def test_our_passes_go_by_name() -> None:
-    changed = linear().apply("remove_dead_code", "order_collectives")
-    assert [report.name for report in changed.reports] == ["remove_dead_code", "order_collectives"]
+    changed = linear().apply("remove_dead_code", "remove_dead_code")
+    assert [report.name for report in changed.reports] == ["remove_dead_code", "remove_dead_code"]
 
 
 def test_options_for_several_passes_are_refused() -> None:
-    with pytest.raises(PassError, match=r"\(many\) were given for 2 passes(.|\n)*try +one apply for each"):
-        linear().apply(accumulate_in_fp32, remove_dead_code, many=8)
+    with pytest.raises(PassError, match=r"\(policy\) were given for 2 passes(.|\n)*try +one apply for each"):
+        linear().apply(remove_dead_code, remove_dead_code, policy=1)
 
 
 def test_the_second_pass_that_breaks_the_law_is_named() -> None:
@@ -99,7 +101,7 @@ def test_recomputation_by_policy_reaches_the_partition() -> None:
 
     joint = aot.capture(aot.create_state(fn, (torch.ones(8, requires_grad=True),)))
     kept = aot.partition(joint, "save_all")
-    less = aot.partition(joint.apply(recompute_by_policy, policy=lambda node: "recompute"))
+    less = aot.partition(joint.apply(marking(lambda node: CheckpointPolicy.MUST_RECOMPUTE)))
     assert kept.saved_bytes > less.saved_bytes == 0
 
 
@@ -107,7 +109,7 @@ def test_what_reads_a_buffer_that_changes_is_saved_whatever_the_policy_says() ->
     torch.manual_seed(0)
     module, x = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Tanh()), torch.randn(4, 3)
     joint = aot.capture(aot.create_state(module, (x,))).apply(
-        recompute_by_policy, policy=lambda node: "recompute"
+        marking(lambda node: CheckpointPolicy.MUST_RECOMPUTE)
     )
     state = {name: value.clone() for name, value in module.state_dict().items()}
     leaves = [*module.parameters(), *module.buffers(), x]

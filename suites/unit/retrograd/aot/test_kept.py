@@ -20,7 +20,7 @@ import torch._inductor.config
 from torch import nn
 
 from retrograd.aot import JointGraph
-from retrograd.aot.export.save import FIELDS
+from retrograd.aot.export import FIELDS
 from retrograd.backends.registry import AtenBackend, InductorBackend
 from retrograd.events import counters
 

@@ -231,15 +231,6 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
-def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether dtype, device, sizes, strides and offset are the same, without a guard on symbolic ones."""
-    return (one.dtype, one.device) == (other.dtype, other.device) and _numbers(one) == _numbers(other)
-
-
-def _numbers(tensor: torch.Tensor) -> list[str]:
-    return [str(n) for n in (tensor.dim(), *tensor.shape, *tensor.stride(), tensor.storage_offset())]
-
-
 def copied(graph: fx.Graph) -> fx.Graph:
     """A copy of `graph`."""
     copy, made = fx.Graph(), dict[fx.Node, fx.Node]()

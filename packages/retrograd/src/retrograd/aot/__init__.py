@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from retrograd.aot.capture import JointGraph, capture
 from retrograd.aot.compile import compile
-from retrograd.aot.export.exporter import export
-from retrograd.aot.export.program import Exported, ProgramResult
-from retrograd.aot.export.save import load, save
+from retrograd.aot.export import export, load
 from retrograd.aot.function import AotFunction, AotModule, function, module
 from retrograd.aot.partition import partition
 from retrograd.aot.state import create_state
@@ -22,9 +20,7 @@ from retrograd.aot.state import create_state
 __all__ = [
     "AotFunction",
     "AotModule",
-    "Exported",
     "JointGraph",
-    "ProgramResult",
     "capture",
     "compile",
     "create_state",
@@ -33,5 +29,4 @@ __all__ = [
     "load",
     "module",
     "partition",
-    "save",
 ]

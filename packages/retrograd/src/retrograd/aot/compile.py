@@ -9,7 +9,7 @@ the logs are told what was captured.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -138,13 +138,29 @@ class Compiled:
         Raises:
             CallError: arguments unlike those of the capture.
         """
-        state, (flat, spec) = self._state, tree_flatten((args, kwargs))
-        if state.in_spec is not None and spec != state.in_spec:
-            raise self._error(
-                "arguments", f"the arguments are {spec}, and were {state.in_spec}", "give them as then"
-            )
-        held = state.call.state.current() if isinstance(state.call, FlatCall) else []
-        return self.flat([*held, *flat])
+        call, flat = self._state.call, self._flattened(args, kwargs)
+        return self.flat([*(call.state.current() if isinstance(call, FlatCall) else ()), *flat])
+
+    def with_state(self, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Call it with parameters and buffers by name, such as ``module.state_dict(keep_vars=True)``: what
+        required grad at capture has to require it now.
+
+        Raises:
+            CallError: a name is missing, or inputs are unlike those of the capture.
+        """
+        flat = self._flattened(args, kwargs)
+        names = [leaf.name for leaf in self._state.leaves[: len(self._state.leaves) - len(flat)]]
+        for name in names:
+            if name not in state:
+                raise self._error(name, f"{name} is not in the state", "give it by this name")
+        return self.flat([*(state[name] for name in names), *flat])
+
+    def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        flat, spec = tree_flatten((args, kwargs))
+        known = self._state.in_spec
+        if known is not None and spec != known:
+            raise self._error("arguments", f"the arguments are {spec}, and were {known}", "give them as then")
+        return flat
 
     def flat(self, leaves: Sequence[Any]) -> Any:
         """Call it with flat inputs: a module's parameters and buffers first, then the arguments.
@@ -162,6 +178,9 @@ class Compiled:
         sources = [*leaves, *self._joint.found]
         if self._guard is None or not self._guard.check(sources):
             for leaf, value in zip(self._state.leaves, leaves, strict=True):
+                if leaf.same_as is not None and value is not leaves[leaf.same_as]:
+                    twins = f"{self._state.leaves[leaf.same_as].name} and {leaf.name}"
+                    raise self._error(leaf.name, f"{twins} were one tensor at capture, and are two", _ANEW)
                 for what in _differences(leaf, value, self._joint.offsets_matter):
                     raise self._error(leaf.name, f"{leaf.name} {what}", _ANEW)
             if self._guard is not None:

@@ -33,9 +33,8 @@ from torch import fx
 
 from retrograd._torch.fx import is_operator_overload
 from retrograd._torch.inductor import cache_folder, environment, patched
-from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import form_of
-from retrograd.aot.export.save import read_trace, serialize_trace
+from retrograd.aot.export import read_trace, serialize_trace
 from retrograd.aot.partition import partition
 from retrograd.backends import processes
 from retrograd.backends.registry import InductorBackend, find_backend
@@ -137,12 +136,10 @@ def expect(module: torch.nn.Module) -> None:
 
 def _written(made: Partition) -> bytes:
     joint: Any = made.joint
-    if joint.offsets_matter or joint.hooked_leaves or joint.reports:
-        raise Refusal("unwritable", "what depends on offsets, on hooks, or on passes")
-    if any(primal.found is not None or primal.group is not None for primal in joint.primals):
+    if joint.hooked_leaves or joint.reports:
+        raise Refusal("unwritable", "what depends on hooks, or on passes")
+    if any(primal.found is not None for primal in joint.primals):
         raise Refusal("unwritable", "tensors that the function found by itself")
-    if any(wrapping is not PLAIN for wrapping in joint.gradients.values()):
-        raise Refusal("unwritable", "gradients that are subclasses")
     tensors: dict[str, torch.Tensor] = {}
     data = {
         "examples": serialize_examples(node.meta.get("val") for node in joint.gm.graph.nodes),
@@ -161,7 +158,7 @@ def _read(data: bytes, state: CaptureState) -> Partition:
     if hashlib.sha256(body).hexdigest().encode() != said:
         raise ValueError("it is damaged, or was not written here")
     written = json.loads(body)
-    gm = read_graph(written["graph"], {}, None)
+    gm = read_graph(written["graph"], {})
     read_examples(gm, written["examples"], state.fake_mode)
     joint = read_trace(written, gm, {}, lambda _: state)
     return partition(joint, Choice(frozenset(written["saved"]), frozenset(written["copies"])))

@@ -329,7 +329,7 @@ def work(handle: int) -> None:
 
 
 def _work_on(job: Mapping[str, Any]) -> None:
-    gm = read_graph(job["graph"], {}, None)
+    gm = read_graph(job["graph"], {})
     read_examples(gm, job["examples"], new_fake_mode(False))
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     with patched(job["settings"]):

@@ -157,18 +157,6 @@ class JointSignature:
         return tuple(role for role in self.inputs if isinstance(role, Primal))
 
     @property
-    def parameter_gradients(self) -> list[int]:
-        """Which outputs are gradients of parameters, in the order of the parameters."""
-        primals = self.primals
-        found = [
-            (role.of.index, place)
-            for place, role in enumerate(self.outputs)
-            if isinstance(role, Gradient) and not role.of.is_boundary
-            if primals[role.of.index].kind is PrimalKind.PARAMETER
-        ]
-        return [place for _, place in sorted(found)]
-
-    @property
     def forward_count(self) -> int:
         """How many outputs belong to the forward."""
         return sum(not isinstance(role, Gradient) for role in self.outputs)

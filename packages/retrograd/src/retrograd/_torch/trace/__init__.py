@@ -5,18 +5,13 @@ In: functions and the tensors they are called with. Out: ATen graphs, and what t
 
 from retrograd._torch.trace.fakes import (
     Form,
-    Symbol,
-    Tree,
     alias_of_fake,
     bytes_of,
-    encoded,
-    evaluated,
     fake_mode_of,
     fake_of,
     fake_of_form,
     form_of,
     guard_count,
-    guards_of,
     hint_of,
     is_fake,
     know_values,
@@ -24,11 +19,7 @@ from retrograd._torch.trace.fakes import (
     mode_among,
     new_fake_mode,
     places_of_symbols,
-    shown,
-    size_of,
-    symbolic_mode,
     symbols_in,
-    symbols_of,
     why_not_fakeable,
 )
 from retrograd._torch.trace.functional import (

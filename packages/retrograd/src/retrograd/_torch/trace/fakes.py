@@ -1,10 +1,7 @@
-"""Fake tensors of real ones, with static or symbolic sizes; symbolic sizes as plain data, and back.
+"""Fake tensors of real ones, with static or symbolic sizes.
 
 In: real tensors and which of their dimensions may change. Out: fakes, all of one mode; the names of the
 symbols in their sizes, and where these can be read.
-
-In: sizes of fake tensors and the guards of their shape environment. Out: trees of lists, strings and
-integers; of such trees, without evaluating any text, a new shape environment with equal symbols and guards.
 """
 
 from __future__ import annotations
@@ -14,14 +11,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_symbols
-from torch.utils._sympy import functions
 
 from retrograd._torch.fx import aliased_inputs, is_symbolic
 from retrograd._torch.subclass import built, is_wrapper, layout_of, parts_of
@@ -226,132 +221,3 @@ def bytes_of(value: torch.Tensor) -> float:
     """How many bytes the elements take; for symbolic sizes, as many as at capture."""
     hints = [hint_of(size) for size in value.shape]
     return float(math.prod([1 if hint is None else int(hint) for hint in hints]) * value.element_size())
-
-
-#: an integer, the name of a symbol, or ``[function, *arguments]``.
-Tree = Any
-
-_OF_SYMPY = (
-    sympy.Add, sympy.Mul, sympy.Pow, sympy.Eq, sympy.Ne, sympy.StrictLessThan, sympy.LessThan,
-    sympy.StrictGreaterThan, sympy.GreaterThan, sympy.And, sympy.Or, sympy.Not,
-)  # fmt: skip
-_OF_TORCH = (
-    "FloorDiv", "Mod", "PythonMod", "CleanDiv", "CeilToInt", "FloorToInt", "IntTrueDiv", "FloatTrueDiv",
-    "ToFloat", "Max", "Min", "PowByNatural", "FloatPow", "TruncToInt", "RoundToInt", "ModularIndexing",
-    "Where", "Identity",
-)  # fmt: skip
-_FUNCTIONS: dict[str, Any] = {
-    **{cls.__name__: cls for cls in _OF_SYMPY},
-    **{name: getattr(functions, name) for name in _OF_TORCH},
-}
-
-
-@dataclass(frozen=True)
-class Symbol:
-    """A size that may differ.
-
-    Attributes:
-        hint: its value at capture.
-        lower, upper: what it may be; None for no limit.
-    """
-
-    hint: int
-    lower: int | None
-    upper: int | None
-
-
-def encoded(size: Any) -> Tree:
-    """A size, or an expression over symbols, as a tree."""
-    if isinstance(size, (torch.SymInt, torch.SymBool)):
-        size = size.node.expr
-    if isinstance(size, int) and not isinstance(size, bool):
-        return size
-    if isinstance(size, sympy.Integer):
-        return int(size)
-    if isinstance(size, sympy.Symbol):
-        return size.name
-    if isinstance(size, sympy.Basic) and _FUNCTIONS.get(type(size).__name__) is type(size):
-        return [type(size).__name__, *map(encoded, size.args)]
-    raise Refusal("size", f"the size {size}")
-
-
-def decoded(tree: Tree, symbols: Mapping[str, Any]) -> Any:
-    """The expression of a tree."""
-    if type(tree) is int:
-        return sympy.Integer(tree)
-    if isinstance(tree, str) and tree in symbols:
-        return symbols[tree]
-    if isinstance(tree, list) and tree and tree[0] in _FUNCTIONS:
-        return _FUNCTIONS[tree[0]](*[decoded(argument, symbols) for argument in tree[1:]])
-    raise ValueError(f"the size {tree!r}")
-
-
-def symbols_of(shape_env: ShapeEnv | None, sizes: Sequence[Any]) -> dict[str, Symbol]:
-    """The symbols of which `sizes` are made."""
-    found: dict[str, Symbol] = {}
-    for size in sizes:
-        for symbol in size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ():
-            assert shape_env is not None
-            if symbol not in shape_env.backed_var_to_val:
-                raise Refusal("size", f"the size {symbol}, which depends on data,")
-            allowed = shape_env.var_to_range[symbol]
-            hint = int(shape_env.backed_var_to_val[symbol])
-            found[symbol.name] = Symbol(hint, _integer(allowed.lower), _integer(allowed.upper))
-    return found
-
-
-def _integer(limit: Any) -> int | None:
-    return int(limit) if isinstance(limit, (int, sympy.Integer)) else None
-
-
-def guards_of(shape_env: ShapeEnv | None) -> list[Tree]:
-    """What tracing relied on, beyond the sizes that have become static.
-
-    Raises:
-        Refusal: as `encoded`.
-    """
-    if shape_env is None:
-        return []
-    left = [shape_env.replace(guard.expr) for guard in shape_env.guards]
-    return [encoded(guard) for guard in left if guard is not sympy.true]
-
-
-def symbolic_mode(
-    symbols: Mapping[str, Symbol], guards: Sequence[Tree]
-) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:
-    """A fake mode with these symbols and guards, and for each symbol a size."""
-    env = ShapeEnv()
-    made = {
-        name: env.create_symbol(symbol.hint, ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC)
-        for name, symbol in symbols.items()
-    }
-    for guard in guards:
-        env.evaluate_expr(decoded(guard, made))
-    sizes: dict[str, Any] = {
-        name: env.create_symintnode(expression, hint=symbols[name].hint, source=ConstantSource(name))
-        for name, expression in made.items()
-    }
-    return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True), sizes
-
-
-def size_of(tree: Tree, mode: FakeTensorMode, sizes: Mapping[str, torch.SymInt]) -> Any:
-    """The size that a tree stands for, in the environment that `symbolic_mode` made."""
-    if type(tree) is int:
-        return tree
-    expression = decoded(tree, {name: size.node.expr for name, size in sizes.items()})
-    hint = evaluated(tree, {name: int(size.node.hint) for name, size in sizes.items()})
-    assert mode.shape_env is not None
-    return mode.shape_env.create_symintnode(expression, hint=int(hint))
-
-
-def evaluated(tree: Tree, values: Mapping[str, int]) -> Any:
-    """The number that a size gives for these values of its symbols; of a guard, whether it holds."""
-    return decoded(tree, {name: sympy.Integer(value) for name, value in values.items()})
-
-
-def shown(tree: Tree, names: Mapping[str, str]) -> int | str:
-    """The tree for people; symbols by other names, which do not depend on the process."""
-    if type(tree) is int:
-        return tree
-    short = {name: sympy.Symbol(new, integer=True, positive=True) for name, new in names.items()}
-    return str(decoded(tree, short))

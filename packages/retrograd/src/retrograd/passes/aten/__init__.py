@@ -18,10 +18,6 @@ from torch import fx
 
 from retrograd.errors import OptionError, PassError, VerificationError
 from retrograd.graph.joint import JointSignature, output_kinds, verify_joint
-from retrograd.passes.aten.accumulate_in_fp32 import accumulate_in_fp32
-from retrograd.passes.aten.edit import signature_of
-from retrograd.passes.aten.order_collectives import order_collectives
-from retrograd.passes.aten.recompute_by_policy import recompute_by_policy
 from retrograd.passes.aten.remove_dead_code import remove_dead_code
 
 #: ``pass(gm, example_inputs) -> gm``; it may change `gm` or return another.
@@ -69,7 +65,11 @@ def run_passes(
         PassError: a pass raised (its error is the cause), or did not return a graph module.
         VerificationError: the graph broke a law of joint graphs after a pass.
     """
-    signature = signature_of(gm, "run_passes")
+    signature = gm.meta.get("signature")
+    if not isinstance(signature, JointSignature):
+        text = "gm.meta has no signature, which says what the graph's inputs and outputs mean"
+        way_out = "give it a joint graph (retrograd.aot.capture), and keep gm.meta in passes before it"
+        raise PassError.because("no-signature", text, "aot.apply", way_out=way_out)
     reports: list[PassReport] = []
     done = list(earlier)
     for one in passes:
@@ -139,18 +139,16 @@ def _named(target: Any) -> Any:
 
 
 #: these give bitwise the same results. This is the order in which they are applied.
-NUMERICS_PRESERVING: tuple[JointPass, ...] = (remove_dead_code, order_collectives)
-#: these change results, or need arguments, which `functools.partial` gives them.
-OPT_IN: tuple[AnyPass, ...] = (recompute_by_policy, accumulate_in_fp32)
+NUMERICS_PRESERVING: tuple[JointPass, ...] = (remove_dead_code,)
 
 
-def pass_named(name: str) -> AnyPass:
+def pass_named(name: str) -> JointPass:
     """The pass of that name.
 
     Raises:
         OptionError: there is none.
     """
-    known: dict[str, AnyPass] = {pass_name(one): one for one in (*NUMERICS_PRESERVING, *OPT_IN)}
+    known = {pass_name(one): one for one in NUMERICS_PRESERVING}
     if name not in known:
         raise OptionError("passes", f"unknown pass {name!r}", f"one of {', '.join(known)}, or a callable")
     return known[name]

@@ -1,9 +1,9 @@
-"""Programs in files.
+"""Joint graphs in files.
 
-In: an `Exported` and a file. Out: a zip archive of JSON and tensors; of such an archive, the program again,
-without its function: what needs the function again says so. Loading runs nothing that stands in the file: no
-pickle of code, no text that is evaluated. torch's own archives of programs are not used, because loading them
-does both.
+In: a `JointGraph` and a file. Out: a zip archive of JSON and tensors; of such an archive, the joint graph
+again, without its function: what needs the function again says so. What cannot be written is refused by its
+name. Loading runs nothing that stands in the file: no pickle of code, no text that is evaluated. torch's own
+archives of programs are not used, because loading them does both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import IO, Any, NoReturn
 
 import torch
@@ -22,15 +22,28 @@ from torch import fx
 from retrograd._torch import pytree
 from retrograd._torch.state import ThreadModes
 from retrograd._torch.subclass import PLAIN
-from retrograd._torch.trace import Symbol, encoded, guards_of, size_of, symbolic_mode, symbols_of
+from retrograd._torch.trace import new_fake_mode
 from retrograd.aot.capture import JointGraph
-from retrograd.aot.export.exporter import program_of, refuse_unrepresentable
-from retrograd.aot.export.program import Exported, ProgramKind
-from retrograd.errors import CaptureError, LoadError, VerificationError, first_line
+from retrograd.errors import CaptureError, ExportError, LoadError, Refusal, VerificationError, first_line
 from retrograd.graph.joint import verify_joint
 from retrograd.graph.joint_graph import CaptureState, JointValues, Leaf
-from retrograd.serialize import read_graph, read_value, serialize_graph, serialize_value
+from retrograd.passes.aten import PassReport
+from retrograd.serialize import (
+    read_examples,
+    read_graph,
+    read_value,
+    serialize_examples,
+    serialize_graph,
+    serialize_value,
+)
 from retrograd.version import VERSION
+
+#: of the files that are written; files of another one are refused.
+SCHEMA = 3
+
+_FORMAT = "retrograd-joint-graph"
+_MANIFEST, _JOINT, _TENSORS = "manifest.json", "joint.json", "tensors.pt"
+File = str | os.PathLike[str] | IO[bytes]
 
 _FOUND = "found/"
 #: what of a `JointGraph` is written as it is.
@@ -50,57 +63,75 @@ def serialize_joint(joint: JointValues) -> tuple[dict[str, Any], dict[str, torch
     """All of `joint`, and the tensors that it holds, by name.
 
     Raises:
-        ValueError: something cannot be written; see `refuse_unrepresentable`.
+        ExportError: something cannot be written.
     """
     tensors: dict[str, torch.Tensor] = {}
-    examples = [node.meta["val"] for node in joint.gm.graph.find_nodes(op="placeholder")]
-    sizes = [
-        size for value in examples for size in (value.shape if isinstance(value, torch.Tensor) else [value])
-    ]
-    env, state = joint.state.fake_mode.shape_env, joint.state
     for number, primal in enumerate(joint.primals):
+        if primal.found is not None and primal.differentiable:
+            text = f"{joint.state.name} uses a tensor that requires grad and is not given to it"
+            way_out = "make it an argument, or a parameter of the module that is captured"
+            _refuse("found-tensor", text, f"primal {number}", way_out)
         if primal.found is not None:
             tensors[f"{_FOUND}{number}"] = primal.found.detach()
-    data = {
+    state = joint.state
+    leaves = [replace(leaf, value=None) if leaf.kind else leaf for leaf in state.leaves]
+    return {
         "name": state.name,
-        "ambient": {
-            "grad": state.thread_modes.grad,
-            "autocast": [[device, serialize_value(dtype)] for device, dtype in state.thread_modes.autocast],
-            "caches": state.thread_modes.autocast_caches,
-        },
-        "symbols": {name: asdict(symbol) for name, symbol in symbols_of(env, sizes).items()},
-        "guards": guards_of(env),
-        "examples": [_serialize_example(value) for value in examples],
-        "leaves": [
-            serialize_value(replace(leaf, value=None) if leaf.kind else leaf) for leaf in state.leaves
-        ],
+        "modes": serialize_value(tuple(state.thread_modes)),
+        "leaves": [_written(leaf.name, leaf) for leaf in leaves],
         "in_spec": None if state.in_spec is None else pytree.treespec_dumps(state.in_spec),
+        "examples": _examples(joint),
         **serialize_trace(joint, tensors),
-    }
-    return data, tensors
+    }, tensors
 
 
 def serialize_trace(joint: JointValues, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """What tracing found: the graph, and what its inputs and outputs mean. Tensors that the graph holds are
-    added to `tensors`."""
+    added to `tensors`.
+
+    Raises:
+        ExportError: something cannot be written.
+    """
+    if joint.offsets_matter:
+        text = f"{joint.state.name} reads where its inputs begin in their memory"
+        _refuse("storage-offset", text, "inputs", "as_strided and storage_offset depend on it: use slices")
+    if any(primal.group is not None for primal in joint.primals):
+        text = "inputs share memory, and one of them is changed in place"
+        _refuse("aliased-inputs", text, "inputs", "clone one of them before the call")
+    if any(wrapping is not PLAIN for wrapping in joint.gradients.values()):
+        _refuse("subclass", "a gradient is a tensor subclass", "gradients", _WAY_OUT)
+    for number, plan in enumerate(joint.outputs):
+        _written(f"output {number}", plan)
     return {
         "out_spec": pytree.treespec_dumps(joint.out_spec),
-        "primals": [serialize_value(replace(primal, fake=None, found=None)) for primal in joint.primals],
+        "primals": [_written(one.name, replace(one, fake=None, found=None)) for one in joint.primals],
         "gradients": [serialize_value(place) for place in joint.gradients],
-        **{name: serialize_value(getattr(joint, name)) for name in FIELDS},
+        **{name: _written(name, getattr(joint, name)) for name in FIELDS},
         "graph": serialize_graph(joint.gm, tensors),
     }
 
 
-def _serialize_example(value: Any) -> dict[str, Any]:
-    if not isinstance(value, torch.Tensor):
-        return {"number": encoded(value)}
-    return {
-        "size": [encoded(size) for size in value.shape],
-        "stride": [encoded(stride) for stride in value.stride()],
-        "dtype": serialize_value(value.dtype),
-        "device": str(value.device),
-    }
+_WAY_OUT = "return clones of views, and plain constants; unwrap tensor subclasses before the call"
+
+
+def _examples(joint: JointValues) -> list[Any]:
+    try:
+        return serialize_examples(node.meta.get("val") for node in joint.gm.graph.nodes)
+    except Refusal as error:
+        return _refuse(
+            "unwritable", str(error), "values", "capture with static sizes, and without subclasses"
+        )
+
+
+def _written(name: str, value: Any) -> Any:
+    try:
+        return serialize_value(value)
+    except Refusal as error:
+        return _refuse("unwritable", f"{name} has {error}, which no file can hold", name, _WAY_OUT)
+
+
+def _refuse(code: str, text: str, node: str, way_out: str) -> NoReturn:
+    raise ExportError.because(code, text, "aot.export", node=node, way_out=way_out)
 
 
 def read_joint(data: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> JointGraph:
@@ -109,11 +140,11 @@ def read_joint(data: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
     Raises:
         ValueError, KeyError, TypeError: it is nothing that was written so, or does not fit this torch.
     """
-    symbols = {name: Symbol(**one) for name, one in data["symbols"].items()}
-    mode, sizes = symbolic_mode(symbols, data["guards"])
-    examples = [_read_example(one, mode, sizes) for one in data["examples"]]
-    gm = read_graph(data["graph"], tensors, examples)
-    return read_trace(data, gm, tensors, lambda fakes: _read_state(data, mode, fakes))
+    mode, gm = new_fake_mode(False), read_graph(data["graph"], tensors)
+    read_examples(gm, data["examples"], mode)
+    joint = read_trace(data, gm, tensors, lambda fakes: _read_state(data, mode, fakes))
+    # As after a pass, nothing can trace the graph again for cotangents laid out otherwise: they are copied.
+    return replace(joint, reports=(PassReport("load", 0.0),))
 
 
 def read_trace(
@@ -141,27 +172,17 @@ def read_trace(
     )
 
 
-def _read_example(one: Mapping[str, Any], mode: Any, sizes: Mapping[str, Any]) -> Any:
-    if "number" in one:
-        return size_of(one["number"], mode, sizes)
-    shape, stride = ([size_of(tree, mode, sizes) for tree in one[key]] for key in ("size", "stride"))
-    with mode:
-        return torch.empty_strided(shape, stride, dtype=read_value(one["dtype"], {}), device=one["device"])
-
-
 def _read_state(data: Mapping[str, Any], mode: Any, fakes: Mapping[int | None, Any]) -> CaptureState:
     leaves: list[Leaf] = []
     for number, one in enumerate(data["leaves"]):
         leaf: Leaf = read_value(one, {})
         fake = fakes.get(number if leaf.same_as is None else leaf.same_as)
         leaves.append(replace(leaf, value=fake) if leaf.kind else leaf)
-    thread_modes = data["ambient"]
-    autocast = tuple((device, read_value(dtype, {})) for device, dtype in thread_modes["autocast"])
     return CaptureState(
         name=data["name"],
         call=_Absent(data["name"]),
         leaves=tuple(leaves),
-        thread_modes=ThreadModes(thread_modes["grad"], autocast, thread_modes["caches"]),
+        thread_modes=ThreadModes(*read_value(data["modes"], {})),
         fake_mode=mode,
         in_spec=None if data["in_spec"] is None else _read_spec(data["in_spec"]),
     )
@@ -194,30 +215,29 @@ def _read_spec(text: str) -> Any:
         raise ValueError(f"{error} Import what registers it before loading") from error
 
 
-#: of the files that are written; files of another one are refused.
-SCHEMA = 2
+def export(joint: JointGraph, file: File) -> None:
+    """Write `joint` to `file`, a path or an open binary file.
 
-_FORMAT = "retrograd-aot-program"
-_MANIFEST, _JOINT, _TENSORS = "manifest.json", "joint.json", "tensors.pt"
-File = str | os.PathLike[str] | IO[bytes]
+    Parameters and buffers are inputs of the graph, so they are not in the file. Tensors that the function
+    found by itself, and that do not require grad, are kept by value.
 
-
-def save(exported: Exported, file: File) -> None:
-    """Write `exported` to `file`, a path or an open binary file.
+    Args:
+        joint: from ``capture``, perhaps changed by passes.
+        file: is written anew.
 
     Raises:
-        ExportError: the program holds what cannot be written.
+        ExportError: it has symbolic sizes, or refers to something of this process, such as a function or a
+            tensor that is trained.
+        VerificationError: the graph breaks a law of joint graphs.
         OSError: the file cannot be written.
     """
-    refuse_unrepresentable(exported.joint)
-    data, tensors = serialize_joint(exported.joint)
+    verify_joint(joint.gm, joint.signature, "aot.export", [report.name for report in joint.reports])
+    data, tensors = serialize_joint(joint)
     manifest = {
         "format": _FORMAT,
         "schema": SCHEMA,
         "retrograd": VERSION,
         "torch": torch.__version__,
-        "kind": exported.kind.value,
-        "loss": exported.loss,
     }
     kept = io.BytesIO()
     torch.save(tensors, kept)
@@ -227,15 +247,16 @@ def save(exported: Exported, file: File) -> None:
         archive.writestr(_TENSORS, kept.getvalue())
 
 
-def load(file: File) -> Exported:
-    """The program in `file`, as `save` wrote it.
+def load(file: File) -> JointGraph:
+    """The joint graph in `file`, as `export` wrote it.
 
-    Its ``joint`` can be partitioned and compiled here. The function itself is not in the file: what needs it
-    again raises `CaptureError` (second derivatives, a backward under autocast, cotangents of another kind).
+    It can be changed, partitioned and compiled; ``Compiled.with_state`` takes a module's state by name. The
+    function itself is not in the file: what needs it again raises `CaptureError` (second derivatives, a
+    backward under autocast, cotangents of another kind). A cotangent of another layout is copied.
 
     Raises:
-        LoadError: the file is damaged, no such program, of a newer version, or does not fit the installed
-            torch.
+        LoadError: the file is damaged, holds no joint graph, is of another version, or does not fit the
+            installed torch.
         OSError: the file cannot be read.
     """
     manifest, data, tensors = _contents(file)
@@ -243,8 +264,7 @@ def load(file: File) -> Exported:
     try:
         joint = read_joint(data, tensors)
         verify_joint(joint.gm, joint.signature, "aot.load")
-        refuse_unrepresentable(joint)
-        return program_of(joint, ProgramKind(manifest["kind"]), manifest["loss"])
+        return joint
     except VerificationError as error:
         raise _refused(
             "law", f"the joint graph in {_name(file)} breaks a law: {error.reason.text}", writer
@@ -268,7 +288,7 @@ def _contents(file: File) -> tuple[dict[str, Any], dict[str, Any], dict[str, tor
     except Exception as error:
         raise _refused(
             "damaged",
-            f"{_name(file)} is damaged, or no exported program: {first_line(error)}",
+            f"{_name(file)} is damaged, or no joint graph: {first_line(error)}",
             "export it again",
         ) from error
     if not isinstance(data, dict) or not isinstance(tensors, dict):
@@ -280,7 +300,7 @@ def _contents(file: File) -> tuple[dict[str, Any], dict[str, Any], dict[str, tor
 def _check_manifest(file: File, manifest: Any) -> None:
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise _refused(
-            "foreign", f"{_name(file)} is no program that aot.save wrote", "aot.save(aot.export(joint), file)"
+            "foreign", f"{_name(file)} is no joint graph that aot.export wrote", "aot.export(joint, file)"
         )
     schema = manifest.get("schema")
     if type(schema) is not int or schema < 1:

@@ -1,1 +1,0 @@
-"""Export: a joint graph becomes a program that outlives its process."""
