@@ -24,7 +24,7 @@ from retrograd._torch.state import (
     without_autocast,
     without_torch_functions,
 )
-from retrograd._torch.subclass import is_wrapper
+from retrograd._torch.subclass import SubclassBorder, is_wrapper
 from retrograd._torch.trace import InputGuard, Traced, changed_sizes, is_not_in_memory, trace
 from retrograd.backends.background import Later, begin, is_taken
 from retrograd.backends.base import Backend, Boxed
@@ -43,7 +43,7 @@ class Lowered:
 
     Attributes:
         guard, modes: must hold. run: the backend's code, which takes the arguments at `fed` and whose results
-            stand at `given`. graph: the ATen graph.
+            stand at `given`. graph: the ATen graph. border: flattens tensor subclasses, if there are any.
         has_run: whether it has run. is_deterministic: whether eager has run in its place, and had no error to
             raise about an operation that is not deterministic.
         later: the code, while it is compiled in the background.
@@ -55,21 +55,30 @@ class Lowered:
     fed: tuple[int, ...]
     given: tuple[int | None, ...]
     graph: fx.Graph
+    border: SubclassBorder | None
     has_run: bool = False
     is_deterministic: bool = False
     later: Later | None = None
 
-    def fits(self, args: list[Any], modes: ThreadModes) -> bool:
-        """Whether it may be used for `args` under `modes`."""
-        return self.modes == modes and self.guard.check(args)
+    def guards(self) -> str:
+        """What must hold, for the report."""
+        return str(self.guard) if self.border is None else f"{self.border}; {self.guard}"
+
+    def flat(self, args: list[Any]) -> list[Any] | None:
+        """The values that its code takes, if `args` fit; None if they do not."""
+        flat = args if self.border is None else self.border.enter(args)
+        return flat if flat is not None and self.guard.check(flat) else None
 
     @without_torch_functions
-    def __call__(self, args: list[Any], run: Boxed) -> list[Any]:
-        """The outputs, computed by `run`, which is its code, perhaps recorded; the list is emptied."""
-        inputs = [args[i] for i in self.fed]
+    def __call__(self, args: list[Any], flat: list[Any], run: Boxed) -> list[Any]:
+        """The outputs, computed by `run`, which is its code, perhaps recorded; both lists are emptied."""
+        passed = {} if self.border is None else self.border.passed_through(args)
+        inputs = [flat[i] for i in self.fed]
         args.clear()
+        flat.clear()
         results = run(inputs)
-        return [None if place is None else results[place] for place in self.given]
+        outputs = [None if place is None else results[place] for place in self.given]
+        return outputs if self.border is None else self.border.exit(outputs, passed)
 
 
 @dataclass(eq=False)
@@ -145,6 +154,8 @@ class SegmentFunction:
 
 
 Symbolic = dict[int, frozenset[int]]
+#: code, and the values that it takes.
+Found = tuple[Lowered, list[Any]]
 
 
 class Lowerer:
@@ -155,16 +166,15 @@ class Lowerer:
         self.lowered: list[Lowered] = []
         self.interpret_because: str | None = None
         self._symbolic: Symbolic = {}
-        self._subclasses: set[type] = set()
 
     @without_torch_functions
-    def find(self, args: list[Any]) -> Lowered | None:
+    def find(self, args: list[Any]) -> Found | None:
         """Code for these values, made now if need be; None if the function is to be interpreted."""
         try:
             modes = ThreadModes.now()
             for lowered in self.lowered:
-                if lowered.fits(args, modes):
-                    return lowered
+                if lowered.modes == modes and (flat := lowered.flat(args)) is not None:
+                    return lowered, flat
             return self._take_over(args, modes) or self._lower(args)
         except LoweringError:
             raise
@@ -174,73 +184,65 @@ class Lowerer:
             self.give_up(first_line(error), error)
         return None
 
-    def _take_over(self, args: list[Any], modes: ThreadModes) -> Lowered | None:
+    def _take_over(self, args: list[Any], modes: ThreadModes) -> Found | None:
         """Code that was made for an equal function, if it fits."""
         for lowered in self._shared.codes:
-            if lowered not in self.lowered and lowered.fits(args, modes):
-                self.lowered.insert(0, lowered)
-                counters["shared_lowerings"] += 1
-                self._fn.tell(self._fn.backend.name, str(lowered.guard), "shared with an equal segment")
-                return lowered
+            if lowered.modes == modes and lowered not in self.lowered:
+                flat = lowered.flat(args)
+                if flat is not None:
+                    self.lowered.insert(0, lowered)
+                    counters["shared_lowerings"] += 1
+                    self._fn.tell(self._fn.backend.name, lowered.guards(), "shared with an equal segment")
+                    return lowered, flat
         return None
 
-    def _lower(self, args: list[Any]) -> Lowered | None:
+    def _lower(self, args: list[Any]) -> Found | None:
         """A new lowering for these values; None if the function is to be interpreted this time."""
         how = self._fn
         if self._shared.interpret_because is not None:
             self.give_up(self._shared.interpret_because)
             return None
-        if any(map(is_not_in_memory, args)) or self._wraps(args):
+        border, flat = _border(args)
+        if any(map(is_not_in_memory, flat)):
             return None
-        because = self._note_changes(args)
+        because = self._note_changes(args, flat, border)
         if len(self.lowered) >= how.config.recompile_limit:
             self.stop(f"recompile limit of {how.config.recompile_limit} reached: {because}")
             return None
         if _stance_refuses(how, because):
             return None
-        lowered = self._compile(args)
+        lowered = self._compile(flat, border)
         recompile = bool(self.lowered)
         self.lowered.insert(0, lowered)
         self._shared.codes.insert(0, lowered)
         counters["lowerings"] += 1
         counters["recompiles"] += recompile
-        how.tell(how.backend.name, str(lowered.guard), because, lowered.graph, recompile)
-        return lowered
+        how.tell(how.backend.name, lowered.guards(), because, lowered.graph, recompile)
+        return lowered, flat
 
-    def _wraps(self, args: list[Any]) -> bool:
-        """Whether a tensor subclass that wraps others is among the values; told once of each class. Only this
-        run is interpreted: equal segments, and the next run, may have plain tensors."""
-        found = {type(value) for value in args if is_wrapper(value)} - self._subclasses
-        for cls in found:
-            text = f"{cls.__name__}, a tensor subclass that wraps others, is among its values"
-            if self._fn.config.strict:
-                raise LoweringError(self._reason(text))
-            self._fn.tell("interpreted", "", text)
-        self._subclasses |= found
-        return bool(found) or any(map(is_wrapper, args))
-
-    def _note_changes(self, args: list[Any]) -> str:
+    def _note_changes(self, args: list[Any], flat: list[Any], border: SubclassBorder | None) -> str:
         """Sizes that differ from the last lowering become symbolic; says what failed."""
         last, dynamic = self.lowered[0] if self.lowered else None, self._fn.config.dynamic
-        if last is None:
-            self._symbolic = _initially_symbolic(dynamic, args)
-            return "first use"
+        if last is None or not _is_alike(last.border, args):
+            self._symbolic = _initially_symbolic(dynamic, flat, border.numbers if border else frozenset())
+            return "first use" if last is None else f"another class or metadata: {last.border} / {border}"
         if last.modes != ThreadModes.now():
             return last.modes.difference(ThreadModes.now())
         if dynamic is not False:
-            for index, dims in changed_sizes(last.guard.args_metadata, args).items():
+            for index, dims in changed_sizes(last.guard.args_metadata, flat).items():
                 self._symbolic[index] = self._symbolic.get(index, frozenset()) | dims
-        return last.guard.why_not(args)
+        return last.guard.why_not(flat)
 
-    def _compile(self, args: Sequence[Any]) -> Lowered:
+    def _compile(self, args: Sequence[Any], border: SubclassBorder | None) -> Lowered:
         with self._fn.log.stage("trace"):
             # The ATen nodes are to name autograd nodes.
             noted = functools.partial(self._fn.through, around=self._fn.log.node_noted)
-            traced = trace(noted, args, self._symbolic or None, self._fn.backend.decompositions())
+            run_flat = noted if border is None else border.flattened(noted)
+            traced = _traced(self._fn, self._symbolic, run_flat, args)
         graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
         run, later = _code(self._fn, traced)
-        return Lowered(guard, ThreadModes.now(), run, traced.fed, traced.given, graph, later=later)
+        return Lowered(guard, ThreadModes.now(), run, traced.fed, traced.given, graph, border, later=later)
 
     @property
     def is_static(self) -> bool:
@@ -264,7 +266,8 @@ class Lowerer:
 
     def give_up(self, text: str, error: BaseException | None = None) -> None:
         """The function cannot be compiled: interpret it from now on, or raise in strict mode."""
-        reason = self._reason(text)
+        way_out = "name the node in opaque=, or leave it: only this segment runs uncompiled"
+        reason = self._fn.reason(f"segment {self._fn.number} is interpreted: {text}", way_out)
         if self._fn.config.strict:
             raise LoweringError(reason) from error
         if error is not None and not isinstance(error, Refusal):
@@ -272,9 +275,15 @@ class Lowerer:
         self._shared.interpret_because = text
         self.stop(text)
 
-    def _reason(self, text: str) -> Reason:
-        way_out = "name the node in opaque=, or leave it: only this segment runs uncompiled"
-        return self._fn.reason(f"segment {self._fn.number} is interpreted: {text}", way_out)
+
+def _traced(how: SegmentFunction, symbolic: Symbolic, run: Boxed, args: Sequence[Any]) -> Traced:
+    decompositions = how.backend.decompositions()
+    try:
+        return trace(run, args, symbolic or None, decompositions)
+    except Refusal as error:
+        if error.code != "symbolic-metadata":
+            raise
+        return trace(run, args, None, decompositions)
 
 
 def _code(how: SegmentFunction, traced: Traced) -> tuple[Boxed, Later | None]:
@@ -311,16 +320,31 @@ def _stance_refuses(how: SegmentFunction, because: str) -> bool:
     return stance == "eager_on_recompile"
 
 
-def _initially_symbolic(dynamic: bool | None, args: Sequence[Any]) -> Symbolic:
+def _initially_symbolic(dynamic: bool | None, args: Sequence[Any], outer: frozenset[int]) -> Symbolic:
     """Sizes that reach the segment as numbers are those that the engine saw change. They are symbolic from
-    the start, and so are dimensions of the same extent."""
+    the start, and so are dimensions of the same extent. `outer` are the numbers of subclass tensors."""
     if dynamic is False:
         return {}
-    moving = {value for value in args if type(value) is int}
+    moving = {value for i, value in enumerate(args) if type(value) is int and i not in outer}
     symbolic: Symbolic = {}
     for i, value in enumerate(args):
         if isinstance(value, torch.Tensor):
             symbolic[i] = frozenset(d for d, s in enumerate(value.shape) if dynamic or s in moving)
-        elif type(value) is int:
+        elif type(value) is int and (i not in outer or dynamic or value in moving):
             symbolic[i] = frozenset({0})
     return {i: dims for i, dims in symbolic.items() if dims}
+
+
+def _border(args: list[Any]) -> tuple[SubclassBorder | None, list[Any]]:
+    """The border of these values, if there is a subclass among them, and the flat values behind it."""
+    if not any(map(is_wrapper, args)):
+        return None, args
+    border = SubclassBorder(args)
+    flat = border.enter(args)
+    assert flat is not None
+    return border, flat
+
+
+def _is_alike(border: SubclassBorder | None, args: list[Any]) -> bool:
+    """Whether the values have the classes and metadata of those that `border` was made for."""
+    return not any(map(is_wrapper, args)) if border is None else border.enter(args) is not None

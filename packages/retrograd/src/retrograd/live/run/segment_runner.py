@@ -78,8 +78,9 @@ class SegmentRunner:
             return None
         modes = ThreadModes.now()
         for lowered in self.lowerer.lowered:
-            # The code is there and proven.
-            if lowered.later is None and lowered.has_run and lowered.fits(args, modes):
+            # Plain tensors go in and out, and the code is there and proven.
+            is_direct = lowered.border is None and lowered.later is None and lowered.has_run
+            if is_direct and lowered.modes == modes and lowered.guard.check(args):
                 return lowered
         return None
 
@@ -98,15 +99,16 @@ class SegmentRunner:
         """The function's outputs; `args` is emptied."""
         if self.lowerer.interpret_because is not None or self._is_interpreted_now(args):
             return self.fn.interpreted(args)
-        lowered = self.lowerer.find(args)
-        if lowered is None or not self.lowerer.has_code(lowered):
+        found = self.lowerer.find(args)
+        if found is None or not self.lowerer.has_code(found[0]):
             return self.fn.interpreted(args)
+        lowered, flat = found
         if torch.get_deterministic_debug_mode() and not lowered.is_deterministic:
             # Eager may have to raise. Where it warns (mode 1), it does so each time.
             results = self.fn.interpreted(args)
             lowered.is_deterministic = torch.get_deterministic_debug_mode() != 1
             return results
-        return self._execute(lowered, args)
+        return self._execute(lowered, args, flat)
 
     def _is_interpreted_now(self, args: list[Any]) -> bool:
         """Whether this run is interpreted, though there may be code for others."""
@@ -119,13 +121,13 @@ class SegmentRunner:
             self.fn.tell("interpreted", "", now)
         return now is not None
 
-    def _execute(self, lowered: Lowered, args: list[Any]) -> Sequence[Any]:
+    def _execute(self, lowered: Lowered, args: list[Any], flat: list[Any]) -> Sequence[Any]:
         """Run compiled code. In its first run its inputs are held, so that a failure only costs the
         compilation. Later they are freed as it goes on, and a failure can only be reported."""
         held = None if lowered.has_run else list(args)
         try:
             with self.fn.log.segment_range(self.fn.segment, self.fn.number) if profiling() else nullcontext():
-                results = lowered(args, self.code_of(lowered))
+                results = lowered(args, flat, self.code_of(lowered))
         except Exception as error:
             if held is None:
                 self.failed(error)
