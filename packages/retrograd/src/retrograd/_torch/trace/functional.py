@@ -46,13 +46,16 @@ def functional_mode(keeps_gaps: bool = False) -> AbstractContextManager[Any]:
     def dispatch(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.unfold.default:
             func, args = _without_gaps(*args)
-        _refuse_overlap(func, args)
+        changed = _changed_in_lists(func, args)
+        if any(may_overlap(one, other) for one, other in combinations(changed, 2)):
+            raise not_representable(f"{func} writes to tensors of which two share memory")
         if keeps_gaps and (plain_func := _without_mutation(func)) is not None and _has_gaps(args[0]):
             run(torch.ops.aten.copy_.default, types, (args[0], run(plain_func, types, args, kwargs)))
             return args[0]
         fills = is_operator_overload(func) and func.overloadpacket in FILLING
         with noted(fills_by=func) if fills else nullcontext():
             result = run(func, types, args, kwargs)
+        torch.autograd.graph.increment_version(changed)  # of these, functionalisation does not count it
         if isinstance(result, FunctionalTensor) and args and result is args[0]:
             _keep_layout(result)
         return result
@@ -117,15 +120,16 @@ def _without_gaps(value: torch.Tensor, dim: int, size: int, step: int) -> tuple[
     return torch.ops.aten.as_strided.default, (value, sizes, strides)
 
 
-def _refuse_overlap(func: Any, args: Sequence[Any]) -> None:
-    """An operation on lists writes to one tensor after the other; functionalised, to all at once."""
+def _changed_in_lists(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors in lists that an operator writes to one after the other; functionalised, to all at once."""
     if not is_operator_overload(func) or not schema_of(func).is_mutable:
-        return
-    for argument, given in zip(schema_of(func).arguments, args, strict=False):
-        if isinstance(given, list) and argument.alias_info is not None and argument.alias_info.is_write:
-            tensors = [each for each in given if isinstance(each, torch.Tensor)]
-            if any(may_overlap(one, other) for one, other in combinations(tensors, 2)):
-                raise not_representable(f"{func} writes to tensors of which two share memory")
+        return []
+    written = [
+        given
+        for argument, given in zip(schema_of(func).arguments, args, strict=False)
+        if isinstance(given, list) and argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [each for given in written for each in given if isinstance(each, torch.Tensor)]
 
 
 def _keep_layout(value: FunctionalTensor) -> None:

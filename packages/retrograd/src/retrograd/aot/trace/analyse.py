@@ -133,9 +133,7 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
         value = analysis.add(TracedValue(tensor, False, not unseen)) if changes.elements else None
         members = inputs.state.aliases[primal.group].members if primal.group is not None else ()
         seen = [tensor, *(inputs.entries[member.leaf] for member in members)]
-        # Functionalization does not count changes by operators on lists.
-        version = max(int(changes.elements), *map(_version, seen))
-        updates.append(Update(number, value, view, unseen, version))
+        updates.append(Update(number, value, view, unseen, max(map(_version, seen))))
     return updates
 
 
