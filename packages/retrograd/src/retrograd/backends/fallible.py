@@ -29,8 +29,8 @@ def compile_fallible(
     *,
     strict: bool = False,
 ) -> Boxed:
-    """Compile with `backend`, unless the graph only hands on what it is given. If `strict`, or if the graph has
-    effects, all errors are for the caller."""
+    """Compile with `backend`, unless the graph only hands on what it is given. If `strict`, or if the graph
+    has effects, all errors are for the caller."""
     if all(node.op in ("placeholder", "output") for node in gm.graph.nodes):
         return AtenBackend().compile(gm, example_inputs)
     if strict or isinstance(backend, AtenBackend) or any(map(has_effect, gm.graph.nodes)):

@@ -19,15 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._higher_order_ops.effects import with_effects
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, guard_or_true
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
 from retrograd._torch import pytree
 from retrograd._torch.fx import FILLING, is_operator_overload, schema_of
-from retrograd._torch.tensor import inner_tensors, is_dense, may_overlap, storage_of
+from retrograd._torch.tensor import inner_tensors, may_overlap, storage_of
 from retrograd._torch.trace.graph_tracer import noted
 from retrograd.errors import Refusal, not_representable
 
@@ -80,8 +81,7 @@ def _has_gaps(value: torch.Tensor) -> bool:
     """Whether it has gaps, and is no view, which is taken anew of what it shows after each change."""
     if not isinstance(value, torch.Tensor) or value._is_view():
         return False
-    is_static = all(type(number) is int for number in (*value.shape, *value.stride()))
-    return is_static and value.layout is torch.strided and not is_dense(value)
+    return value.layout is torch.strided and not is_non_overlapping_and_dense_or_false(value)
 
 
 def to_functional(value: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ def _without_gaps(value: torch.Tensor, dim: int, size: int, step: int) -> tuple[
         return unfold, (value, dim, size, step)
     dim %= value.ndim
     rest, stride = value.shape[dim] - size, value.stride(dim)
-    if step <= size and not (type(rest) is int and rest % step):
+    if step <= size and not guard_or_true(rest % step != 0):
         return unfold, (value, dim, size, step)
     sizes, strides = [*value.shape, size], [*value.stride(), stride]
     sizes[dim], strides[dim] = rest // step + 1, stride * step

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from retrograd._torch import pytree
 from retrograd._torch.autograd import edge_of, graph_below, modified_error, outside_of_graph_task
@@ -228,6 +228,8 @@ def rerun_region(
         for n in entries if not differentiable else ():
             if joint.primals[n].is_leaf and not primals[n]._is_view():
                 entries[n] = given[n].detach().requires_grad_()  # autocast casts a leaf once for all its uses
+        for n, entry in entries.items():
+            entry._is_param = isinstance(primals[n], nn.Parameter)  # modules ask, and wrap what is none
         given = {n: one for n, one in given.items() if n in call.changed} | entries
         given |= {n: entries[n].clone() for n in call.changed if n in entries and entries[n].grad_fn}
         outputs = _again(joint, call, given)  # kept: they own their autograd nodes
@@ -248,17 +250,29 @@ def rerun_region(
 
     found: dict[Destination, Any] = outside_of_graph_task(run, differentiable)
     del outputs, given
-    return _as_divided(found, joint.signature.regions[number].destinations)
+    return _as_divided(found, joint.signature.regions[number].destinations, joint.state.name)
 
 
 def _as_divided(
-    found: Mapping[Destination, Any], destinations: Sequence[Destination]
+    found: Mapping[Destination, Any], destinations: Sequence[Destination], name: str
 ) -> dict[Destination, Any]:
     """The gradients for the destinations that were captured. Where a run has other contributions than the
     trace, as of casts that autocast does not share, they are added up here.
+
+    Raises:
+        CaptureError: the run has none for what the trace had some for.
     """
     if found.keys() == set(destinations):
         return dict(found)
+    missing = {replace(one, number=0) for one in destinations} - {replace(one, number=0) for one in found}
+    if missing:
+        raise CaptureError.because(
+            "call-not-repeatable",
+            f"{name} took another way when it was run again for its backward: it lacks {len(missing)} of its "
+            "gradients",
+            "aot.run_backward",
+            way_out="run it eagerly, or keep what differs between two runs out of it",
+        )
     made: dict[Destination, Any] = dict.fromkeys(destinations)
     for there, grad in found.items():
         if grad is not None:

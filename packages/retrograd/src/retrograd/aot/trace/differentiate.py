@@ -26,7 +26,7 @@ from retrograd._torch.autograd import (
     refuse_nan,
     why_backward_has_effects,
 )
-from retrograd._torch.subclass import Layout, built, layout_of, parts_of
+from retrograd._torch.subclass import Layout, built, is_wrapper, layout_of, parts_of
 from retrograd._torch.trace import JointTracer, is_traced, plain, to_functional
 from retrograd.aot.trace.analyse import Analysis, TracedValue, stand_in
 from retrograd.aot.trace.enter import Inputs
@@ -214,6 +214,13 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
             walk = Walk(graph, structure, primals, number, noting)
             with accumulating_only_into(is_traced):
                 made.grads.append(walk.run(_cotangents(tracer, roots, manner.layouts, made.cotangents)))
+            for there, grad in made.grads[-1].items():  # it lies in memory as the next region will get it
+                if (
+                    there.is_boundary
+                    and there.index >= len(edges)
+                    and _is_like(grad, traced[values[there.index]])
+                ):
+                    traced[values[there.index]] = TracedValue(grad, is_visible=False)
     if any(leaf is not None and leaf.grad is not None for leaf in inputs.leaves):
         raise Refusal("backward-effect", "its backward accumulates into the .grad of an input")
     return made
@@ -243,6 +250,13 @@ def _accumulated(graph: LiveGraph, inputs: Inputs) -> dict[int, int]:
                 raise not_representable("it makes a leaf that requires grad and computes with it")
             found[index] = numbers[id(leaf)]
     return found
+
+
+def _is_like(grad: Any, stand_in: TracedValue) -> bool:
+    """Whether a gradient has the shape and type of what stands for its boundary. Asks for no guard."""
+    if grad is None or is_wrapper(grad) or grad.dtype is not stand_in.value.dtype:
+        return False
+    return [*map(str, grad.shape)] == [*map(str, stand_in.value.shape)]
 
 
 def _cotangents(
