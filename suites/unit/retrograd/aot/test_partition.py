@@ -287,6 +287,29 @@ def test_half_precision_logits_are_kept_as_a_copy_of_their_size(dtype: torch.dty
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
+def normed_and_gated(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A normalisation as decompositions for GPUs write it, and an activation."""
+    mean, rstd = x.mean(1, keepdim=True), (x.var(1, keepdim=True) + 1e-5).rsqrt()
+    return nn.functional.silu((x - mean) * rstd * weight + bias)
+
+
+def test_what_a_normalisation_gives_is_computed_again_with_a_copy_of_its_bias() -> None:
+    """Eager does not keep the bias, so the user may change it between the forward and the backward."""
+    given = leaf(8, 64), leaf(64), leaf(64)
+    parts = aot.partition(captured(normed_and_gated, *given, decompositions=decompositions()))
+    assert parts.saved_bytes <= (8 * 64 + 64 + 64 + 2 * 8) * 4
+    assert "primal_2 intermediate" in saved(parts)
+    compiled = aot.compile(parts, forward="eager")
+    gradients = []
+    for function in (normed_and_gated, compiled):
+        x, weight, bias = (one.detach().clone().requires_grad_() for one in given)
+        result = function(x, weight, bias)
+        with torch.no_grad():
+            bias.mul_(3)
+        gradients.append(torch.autograd.grad(result.sum(), (x, weight, bias)))
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
 def test_no_copy_is_made_where_less_is_kept_without_one() -> None:
     joint = captured(lambda x, w: x.float().mean(1) * w, tensor(4, 6, dtype=torch.bfloat16), leaf(4))
     parts = aot.partition(joint)

@@ -32,6 +32,7 @@ from retrograd._torch.fx import (
     schema_of,
 )
 from retrograd._torch.inductor import cut_by, memory_budget
+from retrograd._torch.trace import bytes_of
 from retrograd.config import PARTITIONERS, Policy
 from retrograd.errors import OptionError, VerificationError
 from retrograd.graph.joint import JointSignature, cotangents_reaching, output_values
@@ -269,7 +270,6 @@ def _needed_by(node: fx.Node, waiting: dict[fx.Node, int]) -> set[fx.Node]:
 # which values are saved
 
 _aten = torch.ops.aten
-_CONVERSIONS = (_aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
@@ -321,27 +321,25 @@ def _cut(joint: JointValues, memory: Memory, partitioner: Callable[..., Any] | N
 
 @contextmanager
 def _copies_offered(joint: JointValues, memory: Memory, of_all: bool) -> Iterator[dict[fx.Node, fx.Node]]:
-    """Let a cut choose a copy of what must not be kept: where a call only makes it wider, or `of_all`, under
-    a memory budget.
+    """Let a cut choose a copy of what must not be kept: where a call makes more of it, or `of_all`, under a
+    memory budget.
 
     The loss of a language model reads half-precision logits as float32. Eager does not keep the logits; a
-    copy of them takes half the memory of what it keeps instead. A linear layer reads a bias, which eager does
-    not keep: without a copy of it, nothing of the layer could be computed again. Gives the values by their
-    copies, which are in the graph until the end of the context.
+    copy of them takes half the memory of what it keeps instead. A normalisation adds a bias, which eager does
+    not keep: a copy of that is small, and without it what the normalisation gives could not be computed
+    again. Gives the values by their copies, which are in the graph until the end of the context.
     """
     graph, copied = joint.gm.graph, dict[fx.Node, fx.Node]()
     first: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or is_backward(node) or has_effect(node):
             continue
-        read = [value for value in node.all_input_nodes if of_all and memory.is_forbidden(value)]
-        if not of_all and node.target in _CONVERSIONS and _widens(node, memory):
-            read = node.all_input_nodes
-        for value in read:
-            if value not in first:
-                first[value] = copy = copied_call(value, node)
-                copied[copy] = value
-            node.replace_input_with(value, first[value])
+        for value in node.all_input_nodes:
+            if memory.is_forbidden(value) and (of_all or _makes_more(node, value)):
+                if value not in first:
+                    first[value] = copy = copied_call(value, node)
+                    copied[copy] = value
+                node.replace_input_with(value, first[value])
     try:
         yield copied
     finally:
@@ -350,10 +348,10 @@ def _copies_offered(joint: JointValues, memory: Memory, of_all: bool) -> Iterato
             graph.erase_node(copy)
 
 
-def _widens(conversion: fx.Node, memory: Memory) -> bool:
-    (value,) = conversion.all_input_nodes
-    sizes = [node.meta["val"].dtype.itemsize for node in (value, conversion)]
-    return memory.is_forbidden(value) and sizes[0] < sizes[1]
+def _makes_more(call: fx.Node, value: fx.Node) -> bool:
+    """Whether what a call makes of a value takes at least twice its memory."""
+    made, read = call.meta["val"], value.meta["val"]
+    return isinstance(made, torch.Tensor) and bytes_of(made) >= 2 * bytes_of(read)
 
 
 def _read(joint: JointValues) -> set[fx.Node]:
