@@ -79,9 +79,9 @@ WHOLE_RUN: tuple[Leg, ...] = (
     (AHEAD, (*PROGRAMS, *MODELS, "hop_db"), None),
     (AHEAD, SAMPLES, 600),
     (AHEAD + EXACT, COTANGENTS, 400),
-    (AHEAD_DYNAMIC, PROGRAMS, 250),
+    (AHEAD_DYNAMIC, PROGRAMS, None),
     (AHEAD_INDUCTOR, PROGRAMS, 60),
-    (BACKEND, (*PROGRAMS, *MODELS), 400),
+    (BACKEND, (*PROGRAMS, *MODELS), None),
     ((*EXACT, *BACKEND, *STEP), ("zoo",), None),
 )
 MAIN_RUN: tuple[Leg, ...] = (
@@ -89,7 +89,8 @@ MAIN_RUN: tuple[Leg, ...] = (
     (EXACT, SAMPLES, 400),
     (INDUCTOR, PROGRAMS + MODELS, 24),
     (REGIONS, PROGRAMS + MODELS, 100),
-    (AHEAD, PROGRAMS + MODELS, 400),
+    (AHEAD, PROGRAMS + MODELS, 340),
+    (AHEAD_DYNAMIC, PROGRAMS, 60),
     (BACKEND, PROGRAMS, 100),
     (STEP, ("zoo",), 6),
 )
