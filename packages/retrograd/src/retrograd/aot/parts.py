@@ -351,7 +351,9 @@ def _copies_offered(joint: JointValues, memory: Memory, of_all: bool) -> Iterato
 def _makes_more(call: fx.Node, value: fx.Node) -> bool:
     """Whether what a call makes of a value takes at least twice its memory."""
     made, read = call.meta["val"], value.meta["val"]
-    return isinstance(made, torch.Tensor) and bytes_of(made) >= 2 * bytes_of(read)
+    if not (isinstance(made, torch.Tensor) and isinstance(read, torch.Tensor)):
+        return False
+    return bytes_of(made) >= 2 * bytes_of(read)
 
 
 def _read(joint: JointValues) -> set[fx.Node]:
