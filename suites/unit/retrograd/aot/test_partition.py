@@ -310,6 +310,21 @@ def test_what_a_normalisation_gives_is_computed_again_with_a_copy_of_its_bias() 
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
+@pytest.mark.parametrize("budget", [1.0, 0.5])
+def test_lists_of_views_are_not_copied(budget: float) -> None:
+    """`unbind` gives a list, of which the parts are read; none of them belongs to what eager keeps."""
+
+    def run(x: Tensor, y: Tensor) -> Tensor:
+        first, second = x.unbind()
+        return nn.functional.silu(y + first) + nn.functional.silu(y + second)
+
+    given = leaf(2, 8), leaf(16, 8)
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        parts = aot.partition(captured(run, *given, decompositions=decompositions()))
+    gradients = torch.autograd.grad(aot.compile(parts, forward="eager")(*given).sum(), given)
+    torch.testing.assert_close(gradients, torch.autograd.grad(run(*given).sum(), given))
+
+
 def test_no_copy_is_made_where_less_is_kept_without_one() -> None:
     joint = captured(lambda x, w: x.float().mean(1) * w, tensor(4, 6, dtype=torch.bfloat16), leaf(4))
     parts = aot.partition(joint)

@@ -335,7 +335,8 @@ def _copies_offered(joint: JointValues, memory: Memory, of_all: bool) -> Iterato
         if node.op != "call_function" or is_backward(node) or has_effect(node):
             continue
         for value in node.all_input_nodes:
-            if memory.is_forbidden(value) and (of_all or _makes_more(node, value)):
+            is_tensor = isinstance(value.meta.get("val"), torch.Tensor)
+            if is_tensor and memory.is_forbidden(value) and (of_all or _makes_more(node, value)):
                 if value not in first:
                     first[value] = copy = copied_call(value, node)
                     copied[copy] = value
@@ -350,10 +351,8 @@ def _copies_offered(joint: JointValues, memory: Memory, of_all: bool) -> Iterato
 
 def _makes_more(call: fx.Node, value: fx.Node) -> bool:
     """Whether what a call makes of a value takes at least twice its memory."""
-    made, read = call.meta["val"], value.meta["val"]
-    if not (isinstance(made, torch.Tensor) and isinstance(read, torch.Tensor)):
-        return False
-    return bytes_of(made) >= 2 * bytes_of(read)
+    made = call.meta["val"]
+    return isinstance(made, torch.Tensor) and bytes_of(made) >= 2 * bytes_of(value.meta["val"])
 
 
 def _read(joint: JointValues) -> set[fx.Node]:
