@@ -169,3 +169,25 @@ def aot_penalty_on_the_gradient_of_a_closure(p: Probe) -> None:
     with p.backward():
         (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         grad.sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_inputs_that_no_gradient_reads_are_changed(p: Probe) -> None:
+    """Inputs that eager does not keep are changed before a backward with cotangents that nobody expected."""
+    x, bias = p.leaf("x", p.randn(3, 4, requires_grad=True)), p.leaf("bias", p.randn(4, requires_grad=True))
+    unread, added = p.watch("unread", p.randn(2)), p.watch("added", p.randn(4))
+
+    def run(x: Tensor, bias: Tensor, added: Tensor, unread: Tensor) -> Tensor:
+        return x.square() + bias + added
+
+    call = p.compile(run)
+    for number, cotangent in enumerate(
+        (p.randn(4, 3).t(), p.randn(1, 4).expand(3, 4), p.randn(3, 8)[:, ::2])
+    ):
+        out = call(x, bias, added, unread)
+        with torch.no_grad():
+            for changed in (bias, added, unread):
+                changed.mul_(2)
+        with p.backward():
+            out.backward(cotangent, create_graph=number == 1)
+        p.value(f"gradients {number}", (x.grad, bias.grad))

@@ -226,3 +226,48 @@ def aot_changes_by_operators_on_lists(p: Probe) -> None:
     h = p.watch("h", x * 1)
     with p.backward():
         p.compile(run)(first, second, third, h).sum().backward()
+
+
+LAZY: dict[str, Map] = {
+    "conjugated": lambda t: t.conj(),
+    "conjugated and flat": lambda t: t.conj().reshape(-1),
+    "negated": lambda t: torch._neg_view(t),
+    "both": lambda t: torch._neg_view(t.conj()),
+    "imaginary part of the conjugate": lambda t: t.conj().imag,
+}
+PIECES: dict[str, Map] = {
+    "a part, conjugated": lambda t: t[1:].conj(),
+    "a part of the conjugate": lambda t: t.conj()[1:],
+    "conjugated twice": lambda t: t.conj()[1:].conj(),
+}
+
+
+def _show_lazy(p: Probe, kinds: dict[str, Map]) -> None:
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        hidden = x * 2
+        return tuple(view(base) for base in (x, hidden) for view in kinds.values())
+
+    call = p.compile(run)
+    for requires_grad in (False, True):
+        for rows in (2, 3, 5):
+            x = torch.complex(p.randn(rows, 2), p.randn(rows, 2)).requires_grad_(requires_grad)
+            outputs = call(x)
+            for number, output in enumerate(outputs):
+                p.event(f"{number}", output.is_conj(), output.is_neg(), *layout(output))
+            p.value(f"outputs of {rows} {requires_grad}", tuple(output.resolve_neg() for output in outputs))
+            for number, output in enumerate(outputs if requires_grad else ()):
+                with p.backward():
+                    (grad,) = torch.autograd.grad(output.abs().sum(), x, retain_graph=True)
+                p.value(f"gradient {number} of {rows}", grad)
+
+
+@scenario(tags=(*TAGS, "complex"))
+def aot_lazy_views_of_several_sizes(p: Probe) -> None:
+    """Views that are conjugated or negated lazily stay so, of an input and of a hidden value."""
+    _show_lazy(p, LAZY)
+
+
+@scenario(tags=(*TAGS, "complex"))
+def aot_lazy_pieces_of_several_sizes(p: Probe) -> None:
+    """Parts of a lazily conjugated view, and conjugates of parts, begin where they begin in eager."""
+    _show_lazy(p, PIECES)

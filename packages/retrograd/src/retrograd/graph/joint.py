@@ -357,8 +357,7 @@ def rendered(graph: fx.Graph, signature: JointSignature, sources: bool) -> str:
             before = source
         lines.append(f"    {_shown_value(node)} = {_call(node)}")
     lines.append("    return (")
-    results: Any = graph.output_node().args[0]
-    for value, role in zip(results, signature.outputs, strict=True):
+    for value, role in zip(output_values(graph), signature.outputs, strict=True):
         lines.append(f"        {value},  # {role}")
     return "\n".join([*lines, "    )"])
 

@@ -129,6 +129,7 @@ class View:
             it is none.
         replay: makes the view of a base as the function made it; None to go by sizes and strides.
         is_new_leaf: whether it requires grad though its base does not.
+        is_conj, is_neg: whether it is lazily conjugated, or negated, where its base is not, or the other way.
     """
 
     size: tuple[int | SizeValue, ...]
@@ -138,6 +139,8 @@ class View:
     replay: Callable[[Any], Any] | None = None
     origin: Any = None
     is_new_leaf: bool = False
+    is_conj: bool = False
+    is_neg: bool = False
 
 
 @dataclass(frozen=True)

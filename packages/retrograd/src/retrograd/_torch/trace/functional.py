@@ -124,11 +124,8 @@ def _changed_in_lists(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors in lists that an operator writes to one after the other; functionalised, to all at once."""
     if not is_operator_overload(func) or not schema_of(func).is_mutable:
         return []
-    written = [
-        given
-        for argument, given in zip(schema_of(func).arguments, args, strict=False)
-        if isinstance(given, list) and argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    pairs = zip(schema_of(func).arguments, args, strict=False)
+    written = (given for one, given in pairs if isinstance(given, list) and one.is_write)
     return [each for given in written for each in given if isinstance(each, torch.Tensor)]
 
 

@@ -28,13 +28,14 @@ from retrograd._torch.subclass import PLAIN, Layout, fits, parts_of
 from retrograd._torch.tensor import common_base, is_lazy
 from retrograd._torch.trace import FreeTensors, checkpoints_inlined, guard_count, hint_of
 from retrograd.aot.capture import capture
-from retrograd.aot.parts import extract, finished_backward, is_backward, needed_between
+from retrograd.aot.parts import extract, finished_backward, is_backward, is_number, needed_between
 from retrograd.aot.trace.differentiate import Walk
 from retrograd.aot.trace.structure import divide
 from retrograd.errors import CaptureError, RetrogradError
 from retrograd.graph.eager_order import ACCUMULATES
-from retrograd.graph.joint import Destination, Gradient
+from retrograd.graph.joint import Destination, Gradient, Primal, output_values
 from retrograd.graph.joint_graph import AliasOf, ComputedOutput, JointValues, Partition
+from retrograd.graph.reach import reached
 
 Strides = tuple[Any, ...]
 
@@ -168,17 +169,18 @@ def _cut_out(partition: Partition, joint: JointValues, number: int) -> fx.GraphM
     if any(name not in named or named[name].target != targets.get(name) for name in taken):
         return None
     given = [named[name] for name in taken]
-    results: Any = graph.output_node().args[0]
-    wanted = [
-        node
-        for node, role in zip(results, joint.signature.outputs, strict=True)
-        if isinstance(role, Gradient) and role.region == number
-    ]
+    wanted = _gradients(joint, number)
     inside = needed_between(given, wanted)
     if any(node.op == "placeholder" or (has_effect(node) and not is_backward(node)) for node in inside):
         return None  # it reads what was not saved, or would draw numbers anew
     effects = [n for n in graph.nodes if is_backward(n) and n.meta["region"] == number and has_effect(n)]
     return finished_backward(extract(joint.gm, given, wanted, f"backward_{number}", also=effects))
+
+
+def _gradients(joint: JointValues, number: int) -> list[fx.Node]:
+    """Those that region `number` makes, in the joint graph."""
+    roles = zip(output_values(joint.gm.graph), joint.signature.outputs, strict=True)
+    return [node for node, role in roles if isinstance(role, Gradient) and role.region == number]
 
 
 class RepeatableCall(NamedTuple):
@@ -218,8 +220,8 @@ def rerun_region(
             way_out="keep the change out of the function, or run it eagerly",
         )
     primals = dict(enumerate(call.primals))
-    for primal, version in zip(call.primals, call.versions, strict=True):
-        if version is not None and primal._version != version:
+    for n, (primal, version) in enumerate(zip(call.primals, call.versions, strict=True)):
+        if version is not None and primal._version != version and n in _read_for(joint, number):
             raise RuntimeError(modified_error(primal, version))
     differentiable = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -251,6 +253,13 @@ def rerun_region(
     found: dict[Destination, Any] = outside_of_graph_task(run, differentiable)
     del outputs, given
     return _as_divided(found, joint.signature.regions[number].destinations, joint.state.name)
+
+
+def _read_for(joint: JointValues, number: int) -> set[int]:
+    """The primals whose elements the gradients of region `number` are computed of."""
+    found = reached(_gradients(joint, number), lambda n: () if is_number(n) else n.all_input_nodes)
+    inputs = zip(joint.gm.graph.find_nodes(op="placeholder"), joint.signature.inputs, strict=True)
+    return {role.index for node, role in inputs if isinstance(role, Primal) and node in found}
 
 
 def _as_divided(

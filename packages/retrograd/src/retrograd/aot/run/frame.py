@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -224,10 +225,8 @@ class Finish:
     def viewed(self, view: View, base: torch.Tensor, frame: Sequence[Any]) -> torch.Tensor:
         """The view of a real tensor that the function made of the traced one."""
         seen = base if view.differentiable or not base.requires_grad else base.detach()
-        if view.origin is not None:
-            made = with_view_origin(lambda: self._strided(view, seen, frame), view.origin)
-        else:
-            made = self._strided(view, seen, frame)
+        make = partial(self._strided, view, seen, frame)
+        made = make() if view.origin is None else with_view_origin(make, view.origin)
         return made.requires_grad_() if view.is_new_leaf else made
 
     def _strided(self, view: View, base: torch.Tensor, frame: Sequence[Any]) -> torch.Tensor:
@@ -235,7 +234,9 @@ class Finish:
             made: torch.Tensor = view.replay(base)
             return made
         size, stride, offset = self._geometry(view, frame)
-        return base.as_strided(size, stride, base.storage_offset() + offset)
+        made = base.as_strided(size, stride, base.storage_offset() + offset)
+        made = made.conj() if view.is_conj else made
+        return torch._neg_view(made) if view.is_neg else made
 
     def _geometry(self, view: View, frame: Sequence[Any]) -> tuple[list[int], list[int], int]:
         """Sizes, strides and offset in this call."""

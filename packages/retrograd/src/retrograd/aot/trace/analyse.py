@@ -152,14 +152,20 @@ def _refuse_state_changes(primal: PrimalValue, leaf: torch.Tensor) -> None:
 def _view(
     analysis: Analysis, tensor: torch.Tensor, base: torch.Tensor, differentiable: bool, replay: Any = None
 ) -> View:
+    offset = tensor.storage_offset() - base.storage_offset()
+    if type(offset) is not int and tensor.is_complex():
+        # The graph computes it of views on the way, and torch copies what is lazily conjugated.
+        raise not_representable("it returns a part of complex memory whose place depends on symbolic sizes")
     return View(
         tuple(_size(analysis, size) for size in tensor.shape),
         tuple(_size(analysis, stride) for stride in tensor.stride()),
-        _size(analysis, tensor.storage_offset() - base.storage_offset()),
+        _size(analysis, offset),
         differentiable,
         replay,
         view_origin(tensor),
         tensor.requires_grad and tensor.grad_fn is None and not base.requires_grad,
+        tensor.is_conj() != base.is_conj(),
+        tensor.is_neg() != base.is_neg(),
     )
 
 
