@@ -269,7 +269,6 @@ def _needed_by(node: fx.Node, waiting: dict[fx.Node, int]) -> set[fx.Node]:
 
 # which values are saved
 
-_aten = torch.ops.aten
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 

@@ -35,6 +35,7 @@ from retrograd.graph.joint_graph import (
 )
 
 Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
+_aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ class Finish:
         size, stride, offset = self._geometry(view, frame)
         made = base.as_strided(size, stride, base.storage_offset() + offset)
         made = made.conj() if view.is_conj else made
-        return torch.ops.aten._neg_view.default(made) if view.is_neg else made
+        return _aten._neg_view.default(made) if view.is_neg else made
 
     def _geometry(self, view: View, frame: Sequence[Any]) -> tuple[list[int], list[int], int]:
         """Sizes, strides and offset in this call."""
