@@ -24,6 +24,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.fx import (
+    depends_on_data,
     has_effect,
     is_mutating,
     is_operator_overload,
@@ -35,7 +36,7 @@ from retrograd._torch.inductor import cut_by, memory_budget
 from retrograd._torch.trace import bytes_of
 from retrograd.config import PARTITIONERS, Policy
 from retrograd.errors import OptionError, VerificationError
-from retrograd.graph.joint import JointSignature, cotangents_reaching, output_values
+from retrograd.graph.joint import JointSignature, Primal, cotangents_reaching, output_values
 from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.reach import reached
 
@@ -127,15 +128,24 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     return None
 
 
+def primals_read(joint: JointValues, wanted: Iterable[fx.Node]) -> set[int]:
+    """Numbers of the primals of whose elements, not only of their sizes, `wanted` are computed."""
+
+    def following(node: fx.Node) -> Sequence[fx.Node]:
+        is_size = is_number(node) and not depends_on_data(node)
+        return list(filter(is_number, node.all_input_nodes)) if is_size else node.all_input_nodes
+
+    found = reached(wanted, following)
+    inputs = zip(joint.gm.graph.find_nodes(op="placeholder"), joint.signature.inputs, strict=True)
+    return {role.index for node, role in inputs if isinstance(role, Primal) and node in found}
+
+
 def overwritten_unread(joint: JointValues) -> set[int]:
     """Numbers of the primals that a call writes, and of whose elements before that no gradient is made, such
     as the statistics of a normalisation: whatever is in them, the call has the same gradients again."""
     graph, signature = joint.gm.graph, joint.signature
     wanted = [node for node in output_values(graph)[signature.forward_count :] if isinstance(node, fx.Node)]
-    wanted += [node for node in graph.nodes if has_effect(node)]
-    read = reached(wanted, lambda node: node.all_input_nodes)
-    placeholders = graph.find_nodes(op="placeholder")[: len(signature.primals)]
-    matter = {role.index for node, role in zip(placeholders, signature.primals, strict=True) if node in read}
+    matter = primals_read(joint, [*wanted, *filter(has_effect, graph.nodes)])
     written = {update.primal for update in joint.updates if update.view is None}
     return {i for i in written - matter if joint.primals[i].group is None}
 

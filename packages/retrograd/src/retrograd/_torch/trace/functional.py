@@ -81,7 +81,8 @@ def _has_gaps(value: torch.Tensor) -> bool:
     """Whether it has gaps, and is no view, which is taken anew of what it shows after each change."""
     if not isinstance(value, torch.Tensor) or value._is_view() or value.layout is not torch.strided:
         return False
-    return 0 not in value.stride() and not is_non_overlapping_and_dense_or_false(value)
+    is_expanded = any(type(stride) is int and stride == 0 for stride in value.stride())
+    return not is_expanded and not is_non_overlapping_and_dense_or_false(value)
 
 
 def to_functional(value: torch.Tensor) -> torch.Tensor:

@@ -28,14 +28,13 @@ from retrograd._torch.subclass import PLAIN, Layout, fits, parts_of
 from retrograd._torch.tensor import common_base, is_lazy
 from retrograd._torch.trace import FreeTensors, checkpoints_inlined, guard_count, hint_of
 from retrograd.aot.capture import capture
-from retrograd.aot.parts import extract, finished_backward, is_backward, is_number, needed_between
+from retrograd.aot.parts import extract, finished_backward, is_backward, needed_between, primals_read
 from retrograd.aot.trace.differentiate import Walk
 from retrograd.aot.trace.structure import divide
 from retrograd.errors import CaptureError, RetrogradError
 from retrograd.graph.eager_order import ACCUMULATES
-from retrograd.graph.joint import Destination, Gradient, Primal, output_values
+from retrograd.graph.joint import Destination, Gradient, output_values
 from retrograd.graph.joint_graph import AliasOf, ComputedOutput, JointValues, Partition
-from retrograd.graph.reach import reached
 
 Strides = tuple[Any, ...]
 
@@ -221,7 +220,11 @@ def rerun_region(
         )
     primals = dict(enumerate(call.primals))
     for n, (primal, version) in enumerate(zip(call.primals, call.versions, strict=True)):
-        if version is not None and primal._version != version and n in _read_for(joint, number):
+        if (
+            version is not None
+            and primal._version != version
+            and n in primals_read(joint, _gradients(joint, number))
+        ):
             raise RuntimeError(modified_error(primal, version))
     differentiable = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -253,13 +256,6 @@ def rerun_region(
     found: dict[Destination, Any] = outside_of_graph_task(run, differentiable)
     del outputs, given
     return _as_divided(found, joint.signature.regions[number].destinations, joint.state.name)
-
-
-def _read_for(joint: JointValues, number: int) -> set[int]:
-    """The primals whose elements the gradients of region `number` are computed of."""
-    found = reached(_gradients(joint, number), lambda n: () if is_number(n) else n.all_input_nodes)
-    inputs = zip(joint.gm.graph.find_nodes(op="placeholder"), joint.signature.inputs, strict=True)
-    return {role.index for node, role in inputs if isinstance(role, Primal) and node in found}
 
 
 def _as_divided(
