@@ -32,8 +32,8 @@ stand in `suites/parity`, and `python suites/parity/zoo.py` makes this page.
 
 A model that agrees under every subject, and fell back under none, is only counted. *Set aside*: eager does
 not repeat its own result, or is too far from float64 to judge by. *Stock's own*: the forward that Dynamo
-made shows the same difference with torch's own backward. What else diverges stands in
-`suites/parity/expected.toml`, with its reason.
+made shows the same difference with torch's own backward, or stock's Inductor is as far from float64. What
+else diverges stands in `suites/parity/expected.toml`, with its reason.
 """
 
 

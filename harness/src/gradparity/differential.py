@@ -87,8 +87,10 @@ def _compare(
         reference=lambda: _reference(program, device),
     )
     row = _row(program, subject, outcome, evidence)
-    if row.verdict.is_divergence and subject.stock is not None:
-        row = _attributed(program, subject.stock, evidence, row, device)
+    for stock in (subject.stock, subject.rounds_as):
+        is_asked = stock is subject.stock or row.symptom in SYMPTOMS.values()
+        if stock is not None and is_asked and row.verdict.is_divergence and not row.stocks_own:
+            row = _attributed(program, stock, evidence, row, device)
     if row.stocks_own or not confirm:
         return Comparison(row, evidence)
     if row.verdict is Verdict.DIVERGE and row.symptom.removesuffix("-bits") in SYMPTOMS.values():
@@ -106,7 +108,7 @@ def _compare(
 
 
 def _attributed(program: Program, stock: Subject, evidence: Evidence, row: Row, device: torch.device) -> Row:
-    """The row, marked if stock torch, given the same forward, diverges in all that the subject does."""
+    """The row, marked if this form of stock torch diverges in all that the subject does."""
     stock.reset(program.cold)
     outcome = observe(program.case, program.body, stock, torch.float32, device)
     own = not_stocks_own(evidence, outcome)

@@ -60,10 +60,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Row:
-    """One judged case under one subject. `stocks_own`: it diverges, but only where stock's compiled forward
-    diverges without the subject too. `unlisted`: codes of fallbacks that the file of known ones lacks.
-    `place`: the finding's. `stage` and `operator` are what an ablation names, `signature` the digest that
-    equal finds share, `exhibit` what a report shows.
+    """One judged case under one subject. `stocks_own`: it diverges, but only where stock torch (the same
+    forward, or the same code generator) diverges without the subject too. `unlisted`: codes of fallbacks that
+    the file of known ones lacks. `place`: the finding's. `stage` and `operator` are what an ablation names,
+    `signature` the digest that equal finds share, `exhibit` what a report shows.
     """
 
     case: str

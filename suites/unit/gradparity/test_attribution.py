@@ -115,6 +115,24 @@ def test_a_divergence_of_stocks_own_is_shown_and_marked(bench, hooked_body, faul
     assert (row.verdict, row.symptom, row.stocks_own) == (Verdict.DIVERGE, "grad-values-bits", own)
 
 
+@pytest.mark.parametrize(("generator", "own"), [("scale-grad", True), (None, False)])
+def test_values_may_be_as_far_off_as_stocks_with_the_same_code_generator(
+    bench, hooked_body, generator, own
+) -> None:
+    subject = resolve("planted:scale-grad")
+    subject.bitwise, subject.stock = False, Subject("stock")
+    subject.rounds_as = resolve(f"planted:{generator}") if generator else Subject("stock")
+    row = compare(bench.program(hooked_body), subject, CPU).row
+    assert (row.verdict, row.symptom, row.stocks_own) == (Verdict.DIVERGE, "grad-values", own)
+
+
+def test_only_values_ask_the_code_generator(bench, hooked_body) -> None:
+    subject = resolve("planted:none-grad")
+    subject.bitwise, subject.rounds_as = False, resolve("planted:none-grad")
+    row = compare(bench.program(hooked_body), subject, CPU).row
+    assert (row.verdict, row.stocks_own) == (Verdict.DIVERGE, False)
+
+
 def test_only_a_divergence_asks_stock(bench, hooked_body) -> None:
     class Never(Subject):
         def begin(self) -> None:

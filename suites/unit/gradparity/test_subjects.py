@@ -108,6 +108,11 @@ def test_which_subjects_promise_bits_and_which_answer_for_divergences(fake) -> N
         "retrograd-step:eager": "stock-compile:eager",
         "retrograd-step:inductor": "stock-compile:eager",
     }
+    assert {name: subject.rounds_as.name for name, subject in made.items() if subject.rounds_as} == {
+        "retrograd-compile+live:inductor": "stock-compile:inductor",
+        "retrograd-compile:inductor": "stock-compile:inductor",
+        "retrograd-step:inductor": "stock-compile:inductor",
+    }
     assert all(subject.name == name for name, subject in made.items())
 
 

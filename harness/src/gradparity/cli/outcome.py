@@ -82,7 +82,7 @@ def summary(result: campaign.Campaign) -> str:
     if result.unlisted:
         text += f"; {len(result.unlisted)} cases with unlisted fallbacks"
     if own := sum(row.stocks_own for row in result.rows):
-        text += f", {own} of stock's own forward"
+        text += f", {own} stock's own"
     if result.stale:
         text += f"; {len(result.stale)} stale expected entries"
     return text + ("; interrupted" if result.interrupted else "")

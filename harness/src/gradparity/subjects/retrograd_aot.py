@@ -158,6 +158,8 @@ class RetrogradCompile(DynamoSubject):
         imported("retrograd.dynamo", name)  # registers the backend where the package is not installed
         self.bitwise = inner == "eager"
         self.stock = StockCompile("stock-compile:eager", "eager")
+        if inner == "inductor":
+            self.rounds_as = StockCompile("stock-compile:inductor", "inductor")
         self._options = {} if inner is None else {"options": {"backend": inner}}
         self._retrograd = imported("retrograd", name)
         self._journal = AotJournal(name)
