@@ -235,9 +235,7 @@ def _write_attribute(
 
 
 def read_graph(
-    written: Mapping[str, Any],
-    tensors: Mapping[str, torch.Tensor],
-    prefix: str = "",
+    written: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], prefix: str = ""
 ) -> fx.GraphModule:
     """What `serialize_graph` wrote.
 

@@ -6,6 +6,7 @@ In: a probe, whose `compile` is the identity for eager. Out: outputs, gradients 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -320,3 +321,34 @@ def aot_module_called_with_keywords(p: Probe) -> None:
         with p.backward():
             run(p.randn(2, 3), mask=mask)["out"].square().sum().backward()
         p.value(f"grad{step}", model.linear.weight.grad)
+
+
+class Counted:
+    """Neither module nor tensor."""
+
+    def __init__(self) -> None:
+        self.calls, self._seen = 0, 0
+
+
+@scenario(tags=TAGS)
+def aot_attributes_that_are_set_on_arguments(p: Probe) -> None:
+    """Objects and modules among the arguments count calls, also where a call cannot be captured."""
+
+    def count(x: Tensor, *given: Any) -> Tensor:
+        for one in given[:2]:
+            one.calls = getattr(one, "calls", 0) + 1
+        given[0]._seen += 2
+        return x * given[0].calls
+
+    def fill(x: Tensor, *given: Any) -> Tensor:
+        count(x, *given)
+        given[2].append(x.shape[0])
+        return x * given[1].calls
+
+    for name, function in (("counts", count), ("fills", fill)):
+        x = p.leaf(name, p.randn(3, requires_grad=True))
+        run, given = p.compile(function), (Counted(), nn.Identity(), list[int]())
+        for step in range(3):
+            with p.backward():
+                run(x, *given).sum().backward()
+            p.event(f"{name}{step}", given[0].calls, given[0]._seen, given[1].calls, len(given[2]))

@@ -271,3 +271,34 @@ def aot_lazy_views_of_several_sizes(p: Probe) -> None:
 def aot_lazy_pieces_of_several_sizes(p: Probe) -> None:
     """Parts of a lazily conjugated view, and conjugates of parts, begin where they begin in eager."""
     _show_lazy(p, PIECES)
+
+
+SEEN: dict[str, Map] = {
+    "rows": lambda t: t[1:],
+    "transposed": lambda t: t.mT,
+    "the same": lambda t: t.view_as(t),
+    "one more dimension": lambda t: t.unsqueeze(0).transpose(0, 1),
+    "diagonal": lambda t: t.diagonal(),
+    "divided": lambda t: t.unflatten(-1, (1, -1)),
+    "a piece": lambda t: t.split(1)[1],
+}
+SHARING: dict[str, Map] = {
+    "the last": lambda t: t[..., :1].expand_as(t),
+    "the last of a transposed one": lambda t: t[..., :1].expand_as(t).transpose(0, 1),
+    "the first": lambda t: t[:1].expand_as(t),
+    "all": lambda t: t[:1, :1].expand_as(t),
+}
+
+
+@scenario(tags=TAGS)
+def aot_views_of_inputs_whose_elements_share_memory(p: Probe) -> None:
+    """Each element of a view of an expanded input has a gradient of its own, as each of the input has."""
+    for expanded, expand in SHARING.items():
+        call = p.compile(lambda t: (t * 2, *[view(t) for view in SEEN.values()]))
+        for rows, of in ((3, None), (4, 1), (5, None)):
+            x = expand(p.randn(rows, 5)).requires_grad_()
+            outputs = call(x if of is None else x[:, of:])
+            shown = [output.reshape(-1) * torch.arange(float(output.numel())) for output in outputs]
+            with p.backward():
+                (grad,) = torch.autograd.grad(torch.cat(shown).sum(), x)
+            p.value(f"{expanded} of {rows}", grad)

@@ -5,6 +5,9 @@ In: a probe. Out: hook timelines and gradients of one program at many sizes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -161,3 +164,55 @@ def sizes_change_under_saved_tensor_hooks(p: Probe) -> None:
         with p.backward():
             out.sum().backward()
         p.value(f"grad{batch}", weight.grad)
+
+
+PIECES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "of one": lambda t: t.split(1)[1],
+    "of two": lambda t: t.split(2)[0],
+    "the last of two": lambda t: t.split(2)[-1],
+    "along the second dimension": lambda t: t.split(2, 1)[1],
+    "unsafe": lambda t: torch.unsafe_split(t, 1)[1],
+    "copied": lambda t: torch.split_copy(t, 1)[1],  # type: ignore[func-returns-value]
+    "chunks": lambda t: t.chunk(5)[0],
+    "parts": lambda t: t.tensor_split(2)[1],
+    "of given sizes": lambda t: t.split([1] * t.shape[0])[1],
+    "rows": lambda t: t.unbind(0)[1],
+    "the last row": lambda t: t.unbind(0)[-1],
+    "columns": lambda t: t.unbind(1)[1],
+    "copied rows": lambda t: torch.unbind_copy(t, 0)[1],  # type: ignore[func-returns-value]
+}
+
+
+@scenario(tags=("steps", "shapes", "hooks"))
+def the_number_of_pieces_changes(p: Probe) -> None:
+    """The same piece of a tensor is used, of which there are more, and fewer, pieces in other steps."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+    for name, piece in PIECES.items():
+        for size in (5, 3, 7, 4, 2):
+            table = x.sum() * p.randn(size, size)
+            table.register_hook(p.hook(f"{name} of {size}"))
+            with p.backward():
+                piece(table).sin().sum().backward()
+
+
+class Rows(torch.autograd.Function):
+    """Its own unbind, with one output a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(row.clone() for row in x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return torch.stack([grad * (1 + i) for i, grad in enumerate(grads)])
+
+
+@scenario(tags=("steps", "shapes", "functions"))
+def the_number_of_outputs_of_a_function_changes(p: Probe) -> None:
+    """A Function of as many outputs as its input has rows, of which always the second is used."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+    for size in (5, 3, 7, 4, 2):
+        table = x.sum() * p.randn(size, size)
+        table.register_hook(p.hook(f"table of {size}"))
+        with p.backward():
+            Rows.apply(table)[1].sin().sum().backward()

@@ -73,11 +73,7 @@ def compile(
 
 
 def compile_with(
-    partition: Partition,
-    config: Config,
-    report: Report,
-    lazy: bool = True,
-    keep: KeptPartition | None = None,
+    partition: Partition, config: Config, report: Report, lazy: bool = True, keep: KeptPartition | None = None
 ) -> CompiledFunction:
     """The same for choices that are checked already; `report` is told what runs eagerly later. A partition
     that was not known on disk is kept there, while other processes begin to compile it."""

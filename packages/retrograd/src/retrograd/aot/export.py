@@ -233,12 +233,7 @@ def export(joint: JointGraph, file: File) -> None:
     """
     verify_joint(joint.gm, joint.signature, "aot.export", [report.name for report in joint.reports])
     data, tensors = serialize_joint(joint)
-    manifest = {
-        "format": _FORMAT,
-        "schema": SCHEMA,
-        "retrograd": VERSION,
-        "torch": torch.__version__,
-    }
+    manifest = {"format": _FORMAT, "schema": SCHEMA, "retrograd": VERSION, "torch": torch.__version__}
     kept = io.BytesIO()
     torch.save(tensors, kept)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -287,9 +282,7 @@ def _contents(file: File) -> tuple[dict[str, Any], dict[str, Any], dict[str, tor
         raise
     except Exception as error:
         raise _refused(
-            "damaged",
-            f"{_name(file)} is damaged, or no joint graph: {first_line(error)}",
-            "export it again",
+            "damaged", f"{_name(file)} is damaged, or no joint graph: {first_line(error)}", "export it again"
         ) from error
     if not isinstance(data, dict) or not isinstance(tensors, dict):
         raise _refused("damaged", f"{_name(file)} is damaged: it holds no joint graph", "export it again")

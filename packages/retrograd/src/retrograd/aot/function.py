@@ -114,7 +114,7 @@ class AotFunction:
                 dynamic=self._dynamic(leaves, known),
                 decompositions=find_backend(self.config.backend).decompositions(),
             )
-            with state.unchanged():
+            with state.unchanged(leaves):
                 code = run_stages(
                     described, self.config, self._report, split_at_leaf_grads=split_at_leaf_grads
                 )

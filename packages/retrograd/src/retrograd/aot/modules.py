@@ -137,30 +137,34 @@ class ModuleState:
     # capture
 
     @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Inside, the function is captured. Attributes that it has set are as before afterwards.
+    def unchanged(self, leaves: Sequence[Any]) -> Iterator[None]:
+        """Inside, the function is captured. Attributes that it has set, of the modules or of an object among
+        `leaves`, are as before afterwards, also if the capture fails.
 
         Raises:
             CaptureError: there are some.
         """
-        noted = [_attributes(module) for module in self._modules]
-        yield
-        for module, before in zip(self._modules, noted, strict=True):
-            now = _attributes(module)
-            changed = [key for key in {*now, *before} if now.get(key, _ASIDE) is not before.get(key, _ASIDE)]
-            for key in changed:
-                if key in before:
-                    vars(module)[key] = before[key]
-                else:
-                    del vars(module)[key]
-            if changed:
-                raise CaptureError.because(
-                    "side-effect",
-                    f"the function sets {min(changed)} of {type(module).__name__}, which would happen at "
-                    "capture only",
-                    "aot.function",
-                    way_out='torch.compile(backend="retrograd"), which sees it',
-                )
+        noted = [(owner, _attributes(owner)) for owner in (*self._modules, *filter(_is_plain_object, leaves))]
+        changed: list[tuple[str, str]] = []
+        try:
+            yield
+        finally:
+            for owner, before in noted:
+                now = _attributes(owner)
+                for key in {*now, *before}:
+                    if now.get(key, _ASIDE) is not before.get(key, _ASIDE):
+                        changed.append((key, type(owner).__name__))
+                        if key in before:
+                            vars(owner)[key] = before[key]
+                        else:
+                            del vars(owner)[key]
+        if changed:
+            raise CaptureError.because(
+                "side-effect",
+                "the function sets {} of {}, which would happen at capture only".format(*min(changed)),
+                "aot.function",
+                way_out='torch.compile(backend="retrograd"), which sees it',
+            )
 
     @contextmanager
     def replaced(self, tensors: Sequence[Any]) -> Iterator[None]:
@@ -184,9 +188,14 @@ class ModuleState:
 _ASIDE = object()
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module holds besides tensors, modules and hooks."""
-    return {k: value for k, value in vars(module).items() if not k.startswith("_") or k.startswith("__")}
+def _is_plain_object(leaf: Any) -> bool:
+    return hasattr(leaf, "__dict__") and not isinstance(leaf, (torch.Tensor, nn.Module, type))
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    """What a module holds besides tensors, modules and hooks; what an object holds."""
+    is_module = isinstance(owner, nn.Module)
+    return {k: v for k, v in vars(owner).items() if not is_module or k[:1] != "_" or k[:2] == "__"}
 
 
 @dataclass(frozen=True)

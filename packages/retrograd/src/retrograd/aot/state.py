@@ -151,11 +151,7 @@ class _Fakes:
 
     def _refuse(self, code: str, name: str, found: str, way_out: str) -> None:
         raise CaptureError.because(
-            code,
-            f"input {name} of {self.function} {found}",
-            "aot.create_state",
-            node=name,
-            way_out=way_out,
+            code, f"input {name} of {self.function} {found}", "aot.create_state", node=name, way_out=way_out
         )
 
     def free(self, value: torch.Tensor) -> Any:

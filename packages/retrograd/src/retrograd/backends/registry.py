@@ -13,13 +13,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.fx import boxed, copied, fill_in_place, lazy_graph_module
-from retrograd._torch.inductor import (
-    chooses_layouts,
-    compile_graph,
-    decompositions,
-    patched,
-    warm_workers,
-)
+from retrograd._torch.inductor import chooses_layouts, compile_graph, decompositions, patched, warm_workers
 from retrograd.backends import processes
 from retrograd.backends.base import SEGMENT, Backend, Boxed, Half
 from retrograd.errors import BackendError, OptionError

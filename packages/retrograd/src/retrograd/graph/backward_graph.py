@@ -154,24 +154,11 @@ class CallKind(enum.Enum):
 
 
 _FUNCTIONAL = frozenset(
-    {
-        CallKind.NODE,
-        CallKind.ATEN,
-        CallKind.VALIDATE,
-        CallKind.COPY_SLICES,
-        CallKind.SUM,
-        CallKind.PROJECT,
-    }
+    {CallKind.NODE, CallKind.ATEN, CallKind.VALIDATE, CallKind.COPY_SLICES, CallKind.SUM, CallKind.PROJECT}
 )
 
 _NODES = frozenset(
-    {
-        CallKind.NODE,
-        CallKind.CPP_FUNCTION,
-        CallKind.FUNCTION,
-        CallKind.COPY_SLICES,
-        CallKind.ACCUMULATE,
-    }
+    {CallKind.NODE, CallKind.CPP_FUNCTION, CallKind.FUNCTION, CallKind.COPY_SLICES, CallKind.ACCUMULATE}
 )
 
 

@@ -122,25 +122,25 @@ class View:
     """How a tensor looks at the memory of its base; sizes and strides in elements, some of them `SizeValue`.
 
     Attributes:
-        size, stride: of the view.
+        size, stride: of the view, if it is not made by `replay`.
         offset: relative to that of the base.
         differentiable: whether autograd sees through it; if not, it is a detached alias.
         origin: what torch says about a view of which in-place changes are refused (``CreationMeta``); None if
             it is none.
         replay: makes the view of a base as the function made it; None to go by sizes and strides.
+        numbers: with which `replay` makes it, in the order in which it asks for them; none if they are always
+            the same.
         is_new_leaf: whether it requires grad though its base does not.
-        is_conj, is_neg: whether it is lazily conjugated, or negated, where its base is not, or the other way.
     """
 
-    size: tuple[int | SizeValue, ...]
-    stride: tuple[int | SizeValue, ...]
-    offset: int | SizeValue
-    differentiable: bool
-    replay: Callable[[Any], Any] | None = None
+    size: tuple[int | SizeValue, ...] = ()
+    stride: tuple[int | SizeValue, ...] = ()
+    offset: int | SizeValue = 0
+    differentiable: bool = True
+    replay: Callable[[Any, Any], Any] | None = None
+    numbers: tuple[int | SizeValue, ...] = ()
     origin: Any = None
     is_new_leaf: bool = False
-    is_conj: bool = False
-    is_neg: bool = False
 
 
 @dataclass(frozen=True)

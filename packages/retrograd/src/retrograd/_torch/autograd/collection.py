@@ -285,9 +285,7 @@ _structures = 0
 
 
 def collect(
-    request: EngineRequest,
-    factory: Callable[[], Any],
-    run_in_frame: Callable[[Collected], None],
+    request: EngineRequest, factory: Callable[[], Any], run_in_frame: Callable[[Collected], None]
 ) -> Collected | None:
     """Let the engine walk the graph of `request` and hand it over; nothing is computed.
 

@@ -35,7 +35,6 @@ from retrograd.graph.joint_graph import (
 )
 
 Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
-_aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -232,12 +231,11 @@ class Finish:
 
     def _strided(self, view: View, base: torch.Tensor, frame: Sequence[Any]) -> torch.Tensor:
         if view.replay is not None:
-            made: torch.Tensor = view.replay(base)
+            numbers = iter([self._number(number, frame) for number in view.numbers])
+            made: torch.Tensor = view.replay(base, (lambda _: next(numbers)) if view.numbers else None)
             return made
         size, stride, offset = self._geometry(view, frame)
-        made = base.as_strided(size, stride, base.storage_offset() + offset)
-        made = made.conj() if view.is_conj else made
-        return _aten._neg_view.default(made) if view.is_neg else made
+        return base.as_strided(size, stride, base.storage_offset() + offset)
 
     def _geometry(self, view: View, frame: Sequence[Any]) -> tuple[list[int], list[int], int]:
         """Sizes, strides and offset in this call."""

@@ -149,9 +149,8 @@ def _refuse_state_changes(primal: PrimalValue, leaf: torch.Tensor) -> None:
         raise not_representable(f"it runs a backward that accumulates into {primal.name}")
 
 
-def _view(
-    analysis: Analysis, tensor: torch.Tensor, base: torch.Tensor, differentiable: bool, replay: Any = None
-) -> View:
+def _view(analysis: Analysis, tensor: torch.Tensor, base: torch.Tensor, differentiable: bool) -> View:
+    """By its strides."""
     offset = tensor.storage_offset() - base.storage_offset()
     if type(offset) is not int and tensor.is_complex():
         # The graph computes it of views on the way, and torch copies what is lazily conjugated.
@@ -161,12 +160,32 @@ def _view(
         tuple(_size(analysis, stride) for stride in tensor.stride()),
         _size(analysis, offset),
         differentiable,
-        replay,
-        view_origin(tensor),
-        tensor.requires_grad and tensor.grad_fn is None and not base.requires_grad,
-        tensor.is_conj() != base.is_conj(),
-        tensor.is_neg() != base.is_neg(),
+        origin=view_origin(tensor),
+        is_new_leaf=_is_new_leaf(tensor, base),
     )
+
+
+def _replayed(analysis: Analysis, tensor: torch.Tensor, base: torch.Tensor) -> View | None:
+    """As the function made it, if torch can make it again. It does not know what changed the shape since."""
+    numbers: list[Any] = []
+    if not tensor._is_view() or tensor._base is not base:
+        return None
+    with torch.no_grad():
+        again = tensor._view_func_unsafe(base, lambda number: (numbers.append(number), number)[1])  # type: ignore[func-returns-value]
+    if [*map(str, (*again.shape, *again.stride()))] != [*map(str, (*tensor.shape, *tensor.stride()))]:
+        return None
+    varying = numbers if any(type(number) is not int for number in numbers) else ()
+    return View(
+        differentiable=tensor.requires_grad,
+        replay=tensor._view_func_unsafe,
+        numbers=tuple(_size(analysis, number) for number in varying),
+        origin=view_origin(tensor),
+        is_new_leaf=_is_new_leaf(tensor, base),
+    )
+
+
+def _is_new_leaf(tensor: torch.Tensor, base: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor.grad_fn is None and not base.requires_grad
 
 
 def _size(analysis: Analysis, size: int | torch.SymInt) -> int | SizeValue:
@@ -243,11 +262,6 @@ class _Outputs:
         key = storage_key(output)
         if key in self._sources and not _is_empty(output):
             source = self._source(output, self._sources[key])
-            if lost_layout(self.inputs.entries[source]) and not lost_layout(output):
-                raise not_representable(
-                    "it changes an input that has gaps or begins behind the start of its memory, and returns "
-                    "a view that it took afterwards"
-                )
             return AliasOf(self._seen(output, self.inputs.entries[source]), source=source)
         return self._computed(output, list(self._sharing[key].values()))
 
@@ -281,12 +295,14 @@ class _Outputs:
             raise not_representable(
                 "it returns a view of a view that was made under no_grad, which is a leaf of its own"
             )
-        if output.dtype != base.dtype or is_wrapper(output):
-            if not output._is_view():
-                raise not_representable("an output shares memory with a tensor of another dtype or class")
-            return _view(self.analysis, output, base, differentiable, output._view_func_unsafe)
-        replay = output._view_func_unsafe if differentiable and _is_static_view(output, base) else None
-        return _view(self.analysis, output, base, differentiable, replay)
+        if (replayed := _replayed(self.analysis, output, base)) is not None:
+            return replayed
+        kinds = [(one.dtype, type(one), one.is_conj(), one.is_neg()) for one in (output, base)]
+        if kinds[0] != kinds[1] or lost_layout(base) or (differentiable and shares_elements(base)):
+            raise not_representable(
+                "it returns a view that torch cannot make again, of an expanded tensor or one of another kind"
+            )
+        return _view(self.analysis, output, base, differentiable)
 
 
 def _is_window(view: torch.Tensor, base: torch.Tensor) -> bool:
@@ -312,16 +328,6 @@ def stand_in(like: Any) -> torch.Tensor:
     """A tensor without elements that has a shape, type and place."""
     shape = tuple(like.shape)
     return torch.empty_strided(shape, (0,) * len(shape), dtype=like.dtype, device=like.device)
-
-
-def _is_static_view(output: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether torch made `output` as a view of `base`, and can make it again whatever the call."""
-    sizes = (*output.shape, *output.stride(), *base.shape)
-    if not output._is_view() or output._base is not base or any(type(size) is not int for size in sizes):
-        return False
-    with torch.no_grad():
-        again = output._view_func_unsafe(base)  # it does not know what changed the shape of the view since
-    return again.shape == output.shape and again.stride() == output.stride()
 
 
 def _is_empty(tensor: torch.Tensor) -> bool:

@@ -13,13 +13,7 @@ from typing import Any
 import torch
 
 from retrograd._torch.subclass import PLAIN, Layout, built, layout_of, parts_of
-from retrograd._torch.trace import (
-    FreeTensors,
-    JointTracer,
-    checkpoints_marked,
-    mutations_of,
-    to_functional,
-)
+from retrograd._torch.trace import FreeTensors, JointTracer, checkpoints_marked, mutations_of, to_functional
 from retrograd.errors import not_representable
 from retrograd.graph.joint import InputRole, Primal, PrimalKind
 from retrograd.graph.joint_graph import CaptureState, Leaf, PrimalValue

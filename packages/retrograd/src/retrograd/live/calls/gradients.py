@@ -283,6 +283,8 @@ class OutputCheck(NodeFunction):
         Raises:
             RuntimeError: a gradient does not fit; the text is eager's.
         """
+        if self._node in UNBOUND:
+            grads = [_as_long(grads[0], saved[0][0][1])]
         try:
             return self.func(grads, *saved)
         except RuntimeError as error:
@@ -290,6 +292,34 @@ class OutputCheck(NodeFunction):
             if not text.startswith(self._NAMELESS):
                 raise
         raise RuntimeError(f"Function {self._node} returned an {text.removeprefix(self._NAMELESS)}")
+
+
+# nodes whose number of inputs depends on a size, which the engine's key for a structure does not hold
+
+UNBOUND = ("UnbindBackward0", "UnbindBackward0_copy")
+SPLIT = ("SplitBackward0", "SplitBackward0_copy", "UnsafeSplitBackward0")
+
+
+def of_its_pieces(split: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of a split, given as many gradients as the forward of this call had pieces."""
+
+    def run(grads: Sequence[Grad], needs: Any, dim: int, kind: Any, sizes: Sequence[int], each: int) -> Any:
+        count = max(1, int(-(-sizes[dim] // each))) if each else 1
+        return split([*grads, *[None] * count][:count], needs, dim, kind, sizes, each)
+
+    return run
+
+
+def _as_long(grad: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """What a backward of `unbind` returned for another number of pieces, none of which is used that `sizes`
+    does not have."""
+    for dim, (size, wanted) in enumerate(zip(grad.shape, sizes, strict=True)):
+        if size > wanted:
+            return grad.narrow(dim, 0, wanted)
+        if size < wanted:
+            more = grad.new_zeros(()).expand(*grad.shape[:dim], wanted - size, *grad.shape[dim + 1 :])
+            return torch.cat([grad, more], dim)
+    return grad
 
 
 # the gradient of an in-place operation on a view: what stands around the operation's own backward. The rule

@@ -129,11 +129,7 @@ def _context_class(cls: type) -> type[FunctionContext]:
 
 
 def call_backward(
-    ctx: Any,
-    grads: Sequence[Grad],
-    saved: Sequence[Any],
-    is_tensor: Sequence[bool],
-    zeros: Sequence[Any],
+    ctx: Any, grads: Sequence[Grad], saved: Sequence[Any], is_tensor: Sequence[bool], zeros: Sequence[Any]
 ) -> list[Grad]:
     """Run the Function's ``backward`` (or ``vjp``).
 
@@ -158,11 +154,7 @@ def call_backward(
 
 
 def call_kept_backward(
-    ctx: Any,
-    grads: Sequence[Grad],
-    is_tensor: Sequence[bool],
-    zeros: Sequence[Any],
-    packed: Sequence[Any],
+    ctx: Any, grads: Sequence[Grad], is_tensor: Sequence[bool], zeros: Sequence[Any], packed: Sequence[Any]
 ) -> list[Grad]:
     """As `call_backward`, on a context that the engine has not released: the backward unpacks the saved
     tensors itself, whenever it reads them. They are released afterwards, as in eager.

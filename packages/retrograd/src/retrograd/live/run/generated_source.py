@@ -126,9 +126,7 @@ class GeneratedSource:
 
     def _begin(self) -> None:
         self.emit.names.update(
-            versions_of=versions_of,
-            quiet=torch_functions_off,
-            accumulate_one=accumulate_quietly,
+            versions_of=versions_of, quiet=torch_functions_off, accumulate_one=accumulate_quietly
         )
         bound = {
             (source.kind, source.index): node for node, source in self._layout.placeholders if node.users

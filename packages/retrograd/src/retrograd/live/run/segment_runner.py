@@ -39,10 +39,7 @@ class SegmentRunner:
     """Runs one segment: lowers it at first use, and again when guards fail."""
 
     def __init__(
-        self,
-        fn: SegmentFunction,
-        interpret_because: str | None = None,
-        shared: Lowerings | None = None,
+        self, fn: SegmentFunction, interpret_because: str | None = None, shared: Lowerings | None = None
     ) -> None:
         self.fn = fn
         self.shared = shared or Lowerings()
