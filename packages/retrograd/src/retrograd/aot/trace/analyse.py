@@ -295,13 +295,13 @@ class _Outputs:
             raise not_representable(
                 "it returns a view of a view that was made under no_grad, which is a leaf of its own"
             )
-        if (replayed := _replayed(self.analysis, output, base)) is not None:
-            return replayed
         kinds = [(one.dtype, type(one), one.is_conj(), one.is_neg()) for one in (output, base)]
-        if kinds[0] != kinds[1] or lost_layout(base) or (differentiable and shares_elements(base)):
-            raise not_representable(
-                "it returns a view that torch cannot make again, of an expanded tensor or one of another kind"
-            )
+        is_otherwise = kinds[0] != kinds[1] or lost_layout(base)
+        if differentiable or is_otherwise or output.is_complex():
+            if (replayed := _replayed(self.analysis, output, base)) is not None:
+                return replayed
+            if is_otherwise or (differentiable and shares_elements(base)):
+                raise not_representable("it returns a view that torch cannot make again")
         return _view(self.analysis, output, base, differentiable)
 
 
