@@ -1,0 +1,58 @@
+"""Compiled autograd: the second row of a tensor is used, which has another number of rows in the next step: the
+backward raises.
+
+Plain torch. `python ca_number_of_pieces.py [BACKEND …]`; exit status 1 if one of them differs from eager.
+"""
+
+import sys
+from contextlib import nullcontext
+
+import torch
+import torch._dynamo.compiled_autograd
+
+BACKENDS = ("eager",)
+
+
+def program(compiled):
+    x, grads = torch.tensor([0.5, 1.0, 2.0], requires_grad=True), []
+    with compiled:
+        for rows in (5, 3, 7):
+            loss = (x * torch.ones(rows, 3)).unbind(0)[1].sin().sum()
+            grads.append(torch.autograd.grad(loss, x)[0])
+    return grads
+
+
+def same(one, other) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        alike = one.shape == other.shape and one.dtype == other.dtype
+        return alike and torch.allclose(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+def outcome(backend):
+    """What the program shows; for an exception its type, and its message's first line to be read."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    try:
+        compiled = (
+            torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend))
+            if backend
+            else nullcontext()
+        )
+        return program(compiled), ""
+    except Exception as error:
+        return f"raises {type(error).__name__}", (str(error) or " ").splitlines()[0][:120]
+
+
+def differs(backend) -> bool:
+    """Whether this backend shows something else than eager; says both."""
+    expected, found = outcome(None), outcome(backend)
+    verdict = "as eager" if same(expected[0], found[0]) else "DIFFERS"
+    print(f"{backend}: {verdict}\n  eager    {expected}\n  {backend:<8} {found}", flush=True)
+    return verdict == "DIFFERS"
+
+
+if __name__ == "__main__":
+    sys.exit(any([differs(backend) for backend in sys.argv[1:] or BACKENDS]))
