@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
 
-from .fresh import PACKAGE, one_cache, python_path
+from .fresh import MeasurementError, measure_cold_and_warm
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 TEXT, IMAGE = {**SMALL, "vocab_size": 90}, {**SMALL, "image_size": 32, "patch_size": 8}
@@ -93,7 +90,7 @@ MODELS: Mapping[str, Callable[[], Made]] = {
 }
 
 
-def start(name: str, device: str) -> dict[str, Any]:
+def cold_start(name: str, device: str) -> dict[str, Any]:
     """Two steps of a model in this process: seconds, and why something ran as eager runs it."""
     import retrograd
 
@@ -114,21 +111,11 @@ def start(name: str, device: str) -> dict[str, Any]:
 
 def started(name: str, device: str) -> dict[str, Any]:
     """The same in a process of its own, with empty caches."""
-    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", f"{PACKAGE.name}.cold_starts", "--model", name, "--device", device],
-                env={**os.environ, **one_cache(folder), "PYTHONPATH": python_path()},
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=LIMIT,
-            )
-        except subprocess.TimeoutExpired:
-            return {"model": name, "failed": f"not done after {LIMIT} s"}
-    if done.returncode != 0:
-        return {"model": name, "failed": done.stderr[-1000:]}
-    return {"model": name, **json.loads(done.stdout.splitlines()[-1])}
+    try:
+        found = measure_cold_and_warm("cold_start", limit=LIMIT, runs=("cold",), name=name, device=device)
+    except MeasurementError as error:
+        return {"model": name, "failed": str(error)}
+    return {"model": name, **found["cold"]}
 
 
 def main() -> None:
@@ -138,11 +125,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--model", choices=MODELS, help="only this one, in this process")
     asked = parser.parse_args()
-    if asked.model:
-        print(json.dumps(start(asked.model, asked.device)))
-        return
     names = [list(MODELS)[number % len(MODELS)] for number in range(asked.count)]
     with ThreadPoolExecutor(asked.at_once) as pool:
         rows = list(pool.map(lambda name: started(name, asked.device), names))

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -63,11 +64,11 @@ def measure(measurement: str, *, cold: bool = False, limit: float | None = None,
 
 
 def measure_cold_and_warm(
-    measurement: str, *, limit: float | None = None, **arguments: Any
+    measurement: str, *, limit: float | None = None, runs: Sequence[str] = ("cold", "warm"), **arguments: Any
 ) -> dict[str, Any]:
-    """As `measure`, in two fresh processes, the second with the caches that the first has filled."""
+    """As `measure`, in fresh processes, each but the first with the caches that those before have filled."""
     with TemporaryDirectory(ignore_cleanup_errors=True) as cache:
-        return {name: _run(measurement, arguments, one_cache(cache), limit) for name in ("cold", "warm")}
+        return {name: _run(measurement, arguments, one_cache(cache), limit) for name in runs}
 
 
 def python_path() -> str:

@@ -24,6 +24,7 @@ import torch.fx.experimental.symbolic_shapes
 from .allocator import allocator_peak_of
 from .aot_measure import aot_capture_partition, aot_forward_overhead, aot_peak_memory, aot_steady_step
 from .clock import synchronize
+from .cold_starts import cold_start
 from .growth import growth
 from .host_time import host_time
 from .kernels import kernel_seconds
@@ -159,10 +160,11 @@ MEASUREMENTS: dict[str, Callable[..., Any]] = {
         cost_of_new_structures,
         growth_by_structures,
         training,
+        cold_start,
     )
 }
 #: what says itself how often retrograd fell back.
-TELLS = {training.__name__}
+TELLS = {training.__name__, cold_start.__name__}
 
 
 class CompiledOtherwiseError(RuntimeError):

@@ -89,6 +89,7 @@ def test_what_cannot_be_compared_has_no_structure() -> None:
     [
         (NodeFunction("SinBackward0", call), NodeFunction("SinBackward0", call), True),
         (NodeFunction("SinBackward0", call), NodeFunction("CosBackward0", call), False),
+        (NodeFunction("SplitBackward0", call), NodeFunction("SplitBackward0", call), True),
         (OutputCheck(call, "SinBackward0"), OutputCheck(call, "SinBackward0"), True),
         (OutputCheck(call, "SinBackward0"), OutputCheck(call, "CosBackward0"), False),
         (NodeFunction("SinBackward0", call), NodeFunction("SinBackward0", max), False),

@@ -151,13 +151,12 @@ class ModuleState:
         finally:
             for owner, before in noted:
                 now = _attributes(owner)
-                for key in {*now, *before}:
-                    if now.get(key, _ASIDE) is not before.get(key, _ASIDE):
-                        changed.append((key, type(owner).__name__))
-                        if key in before:
-                            vars(owner)[key] = before[key]
-                        else:
-                            del vars(owner)[key]
+                keys = {*now, *before}
+                other = [key for key in keys if now.get(key, _ASIDE) is not before.get(key, _ASIDE)]
+                changed += [(key, type(owner).__name__) for key in other]
+                vars(owner).update(before)
+                for key in now.keys() - before.keys():
+                    del vars(owner)[key]
         if changed:
             raise CaptureError.because(
                 "side-effect",

@@ -219,13 +219,11 @@ def rerun_region(
             way_out="keep the change out of the function, or run it eagerly",
         )
     primals = dict(enumerate(call.primals))
-    for n, (primal, version) in enumerate(zip(call.primals, call.versions, strict=True)):
-        if (
-            version is not None
-            and primal._version != version
-            and n in primals_read(joint, _gradients(joint, number))
-        ):
-            raise RuntimeError(modified_error(primal, version))
+    at = {n: version for n, version in enumerate(call.versions) if version is not None}
+    changed = {n: version for n, version in at.items() if call.primals[n]._version != version}
+    read = primals_read(joint, _gradients(joint, number)) if changed else set()
+    for n in filter(read.__contains__, changed):
+        raise RuntimeError(modified_error(call.primals[n], changed[n]))
     differentiable = torch.is_grad_enabled()
     with torch.enable_grad():
         given = {n: primal.clone() if n in call.changed else primal for n, primal in primals.items()}

@@ -296,7 +296,7 @@ class _Outputs:
                 "it returns a view of a view that was made under no_grad, which is a leaf of its own"
             )
         kinds = [(one.dtype, type(one), one.is_conj(), one.is_neg()) for one in (output, base)]
-        is_otherwise = kinds[0] != kinds[1] or lost_layout(base)
+        is_otherwise = kinds[0] != kinds[1] or is_wrapper(output) or lost_layout(base)
         if differentiable or is_otherwise or output.is_complex():
             if (replayed := _replayed(self.analysis, output, base)) is not None:
                 return replayed

@@ -253,7 +253,7 @@ class NodeFunction(functools.partial[Any]):
 
     def __new__(cls, name: str, fn: Callable[..., Any], key: tuple[Hashable, ...] | None = None) -> Self:
         """Name the function; it is compared by `key`, by default by its name and itself."""
-        self = super().__new__(cls, fn)
+        self = super().__new__(cls, of_its_pieces(fn) if name in SPLIT else fn)
         self.__name__ = self.__qualname__ = name
         self.__module__ = "autograd"
         self.structure_key = key or (fn, name)

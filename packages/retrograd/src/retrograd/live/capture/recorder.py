@@ -70,7 +70,7 @@ class BackwardRecorder:
     ) -> list[Value]:
         # One object for all calls of a kind of node: the engine binds each name once.
         function = self._functions.get(name) or self._functions.setdefault(
-            name, gradients.NodeFunction(name, gradients.of_its_pieces(fn) if name in gradients.SPLIT else fn)
+            name, gradients.NodeFunction(name, fn)
         )
         kind = CallKind.CPP_FUNCTION if is_cpp else CallKind.NODE
         return self._call_node(kind, function, (grads, *args), wanted)
