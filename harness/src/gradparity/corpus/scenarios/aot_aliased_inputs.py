@@ -5,6 +5,9 @@ In: a probe, whose `compile` is the identity for eager. Out: what all the aliase
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -261,3 +264,48 @@ def aot_input_and_its_alias_by_numpy(p: Probe) -> None:
     ):
         with p.backward():
             call(a, b, w).backward()
+
+
+#: ways to have some memory a second time. Those made by autograd count changes together with the first.
+SECOND = {
+    "part": lambda x: x[1:],
+    "detached": Tensor.detach,
+    "part detached": lambda x: x[1:].detach(),
+    "detached part": lambda x: x.detach()[1:],
+    "data": lambda x: x.data,
+    "part of data": lambda x: x.data[1:],
+    "set": lambda x: x.new_empty(0).set_(x),
+}
+#: which of the two is changed in place.
+CHANGES = {
+    "the second": lambda x, again: again.add_(1),
+    "the first": lambda x, again: x.mul_(2),
+    "both": lambda x, again: (again.add_(1), x.mul_(2), x.add_(1)),
+    "a part of the second": lambda x, again: again[0].add_(1),
+}
+
+
+@scenario(tags=(*TAGS, "in-place", "errors"))
+def aot_who_counts_a_change_of_shared_memory(p: Probe) -> None:
+    """What shares memory may share version counters or not: counts, and errors for what was saved, follow."""
+    w = p.leaf("w", p.randn(4, requires_grad=True))
+    for name, change in CHANGES.items():
+
+        def run(x: Tensor, again: Tensor, change: Callable[..., Any] = change) -> Tensor:
+            change(x, again)
+            return x.sum() + again.sum()
+
+        call = p.compile(run)
+        for step, (how, make) in enumerate([*SECOND.items(), *reversed(SECOND.items())]):
+            x = p.randn(4)
+            again = make(x)
+            outs = [x * w, again * w[: len(again)]]
+            before = x._version, again._version
+            p.value(f"{name}, {how} {step}", (call(x, again), x, again))
+            p.event(f"{name}, {how} {step}", x._version - before[0], again._version - before[1])
+            for number, out in enumerate(outs):
+                try:
+                    with p.backward():
+                        out.sum().backward()
+                except RuntimeError as error:
+                    p.event(f"error {number}", "modified by an inplace operation" in str(error))

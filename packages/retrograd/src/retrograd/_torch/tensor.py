@@ -154,8 +154,10 @@ def _is_without_memory(tensor: torch.Tensor) -> bool:
 
 
 def common_base(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The tensor of which all are views, as autograd sees it; else all of their memory, if none is
-    differentiable; else None. Only for plain tensors of one dtype."""
+    """The tensor of which all are views, as autograd sees it; else, of inference tensors, all of their memory;
+    else None. Only for plain tensors of one dtype.
+
+    Other tensors in one memory, such as a tensor and its ``.data``, may have version counters of their own."""
     if any(type(t) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for t in tensors):
         return None
     if len({t.dtype for t in tensors}) > 1 or len({storage_of(t) for t in tensors}) > 1:
@@ -163,7 +165,7 @@ def common_base(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     bases = [t._base if t._is_view() and t._base is not None else t for t in tensors]
     if all(base is bases[0] for base in bases):
         return bases[0] if bases[0].dtype == tensors[0].dtype else None
-    if any(t.requires_grad for t in tensors):
+    if not all(t.is_inference() for t in tensors):
         return None
     storage = tensors[0].untyped_storage()
     with torch.no_grad():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from retrograd._torch.subclass import fits, is_wrapper, layout_of
-from retrograd._torch.tensor import addresses_are, groups_sharing_memory, is_foreign, storage_of
+from retrograd._torch.tensor import addresses_are, common_base, groups_sharing_memory, is_foreign, storage_of
 from retrograd._torch.trace import InputGuard
 from retrograd.errors import not_representable
 from retrograd.graph.joint_graph import JointValues
@@ -48,7 +48,7 @@ class CallGuard:
             Refusal: the function changes memory that an input and a tensor that it found share.
         """
         sources = [*leaves, *joint.found]
-        if joint.updates and any(group[-1] >= len(leaves) for group, _ in memory_layout(sources)):
+        if joint.updates and any(keys[-1] >= len(leaves) for keys, *_ in memory_layout(sources)):
             text = "it changes memory that an input shares with a tensor it closes over"
             raise not_representable(text)
         wrappings = tuple((i, layout_of(leaf)) for i, leaf in enumerate(sources) if is_wrapper(leaf))
@@ -106,15 +106,21 @@ def _inner(leaves: Sequence[Any]) -> tuple[tuple[int, bool], ...]:
     )
 
 
-#: groups of places that share memory, each with the offsets of its members.
-Layout = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+#: groups of places that share memory, each with the offsets of its members, and which of them are views of
+#: one tensor, or are it.
+Layout = tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]], ...]
 
 
 def memory_layout(values: Sequence[Any]) -> Layout:
-    """Which of the tensors among `values` share memory, and where each of these begins in it."""
+    """Which of the tensors among `values` share memory, where each of these begins in it, and their base."""
     tensors = {i: value for i, value in enumerate(values) if isinstance(value, torch.Tensor)}
-    groups = groups_sharing_memory(tensors)
-    return tuple((group, _beginnings([tensors[i] for i in group])) for group in groups)
+    groups = {keys: [tensors[i] for i in keys] for keys in groups_sharing_memory(tensors)}
+    return tuple((keys, _beginnings(group), _bases(group)) for keys, group in groups.items())
+
+
+def _bases(tensors: Sequence[torch.Tensor]) -> tuple[bool, ...]:
+    base = common_base(tensors)
+    return () if base is None else tuple(tensor is base for tensor in tensors)
 
 
 def _beginnings(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
