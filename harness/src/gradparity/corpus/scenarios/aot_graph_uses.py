@@ -6,6 +6,8 @@ eager's errors.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -67,6 +69,57 @@ def aot_second_backward_without_retain(p: Probe) -> None:
     with p.backward():
         out.sum().backward()
         out.sum().backward()
+
+
+class Doubled(torch.autograd.Function):
+    """Saves nothing, or what it does not read."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saves: bool) -> Tensor:
+        """Twice `x`."""
+        if saves:
+            ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Twice the gradient."""
+        return grads[0] * 2, None
+
+
+#: what a function computes, of whose nodes some keep tensors in eager, and others nothing.
+KEEPING = {
+    "a number": lambda a: a * 3,
+    "a number divided by": lambda a: a / 3,
+    "a sum": lambda a: a + 1,
+    "views": lambda a: a.view(2, 1).t().sum(),
+    "a mean": lambda a: a.mean(),
+    "a cast": lambda a: a.double(),
+    "joined": lambda a: torch.cat([a, a]),
+    "a mask": lambda a: torch.where(a > 0, a, 0.0),
+    "itself": lambda a: a * a.detach(),
+    "a constant": lambda a: a * torch.ones(2, device=a.device, dtype=a.dtype),
+    "picked": lambda a: a[torch.tensor([1, 0], device=a.device)],
+    "clamped": lambda a: a.clamp(min=-9),
+    "a Function that saves": lambda a: Doubled.apply(a, True),
+    "a Function that does not": lambda a: Doubled.apply(a, False),
+    "nothing, then something": lambda a: (a + 1).exp(),
+}
+
+
+@scenario(tags=(*TAGS, "retain-graph", "errors"))
+def aot_what_can_run_backward_twice(p: Probe) -> None:
+    """What keeps no tensor runs backward as often as one likes; the rest raises, though nothing is read."""
+    for name, function in KEEPING.items():
+        x = p.leaf(name, p.randn(2, requires_grad=True))
+        out = p.compile(function)(x)
+        for number in range(3):
+            try:
+                with p.backward():
+                    out.sum().backward()
+            except RuntimeError as error:
+                p.event(f"{name} {number}", "a second time" in str(error))
+        p.value(name, x.grad)
 
 
 @scenario(tags=(*TAGS, "retain-graph"))

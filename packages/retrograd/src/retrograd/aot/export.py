@@ -53,6 +53,7 @@ FIELDS = (
     "updates",
     "outputs",
     "undefined_matters",
+    "saving",
     "is_single_region",
     "sums_apart",
     "hooked_leaves",

@@ -36,6 +36,7 @@ from retrograd._torch.autograd.nodes import (
     refuse_nan,
     request_to_release,
     saved_name,
+    saves_tensors,
     versions_of,
 )
 from retrograd._torch.autograd.protocol import EngineProtocol

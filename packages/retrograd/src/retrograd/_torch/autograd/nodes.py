@@ -43,6 +43,16 @@ def saved_name(node: Any, hook: Callable[..., Any], packed: Any) -> str | None:
     return names[0].removeprefix("_raw") if names else None
 
 
+def saves_tensors(node: Any) -> bool:
+    """Whether `node`, of C++, keeps tensors, and so cannot run when they are freed. (A Function can, if it does
+    not read them.)"""
+    names = () if hasattr(node, "apply") else dir(node)
+    found = [getattr(node, name) for name in names if name.startswith(_PREFIX)]
+    return any(
+        one.data is not None for each in found for one in (each if isinstance(each, tuple) else (each,))
+    )
+
+
 def _is(saved: Any, hook: Callable[..., Any], packed: Any) -> bool:
     # Lists of saved tensors are left out: torch reads them as a whole only.
     is_one = isinstance(saved, torch._C._autograd.SavedTensor)

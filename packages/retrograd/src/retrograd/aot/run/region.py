@@ -86,7 +86,7 @@ class RegionCode:
         self._tensors = len(saved) - len(self._numbers)
         self.follows_layout = isinstance(backend, AtenBackend)
         self._codes: dict[Layouts, _Code] = {}
-        self._saves = bool(self._tensors or self._graphs.checked)
+        self._saves = number in joint.saving or bool(self._tensors or self._graphs.checked)
         self._has_effects = any(map(has_effect, self._graphs.gm.graph.nodes))
 
     def compile_ahead(self) -> None:

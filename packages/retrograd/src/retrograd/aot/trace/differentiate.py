@@ -24,6 +24,7 @@ from retrograd._torch.autograd import (
     leaf_of,
     materializes_grads,
     refuse_nan,
+    saves_tensors,
     why_backward_has_effects,
 )
 from retrograd._torch.subclass import Layout, built, is_wrapper, layout_of, parts_of
@@ -124,7 +125,7 @@ class Differentiated:
         stand_ins: values that stand for hidden boundaries.
         cotangents: boundary and make-up of each cotangent, in the order of the placeholders.
         grads: by region, the functional gradient of each destination, or None.
-        undefined_matters, hooked_leaves: as in `JointGraph`.
+        undefined_matters, saving, hooked_leaves: as in `JointGraph`.
     """
 
     structure: Structure = field(default_factory=lambda: Structure((), (), ()))
@@ -134,6 +135,7 @@ class Differentiated:
     cotangents: list[tuple[int, Layout]] = field(default_factory=list)
     grads: list[dict[Destination, Any]] = field(default_factory=list)
     undefined_matters: set[int] = field(default_factory=set)
+    saving: set[int] = field(default_factory=set)
     hooked_leaves: frozenset[int] = frozenset()
 
     def boundary_of(self, value: int) -> int | None:
@@ -211,6 +213,8 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
             handles = [graph.nodes[node].handle for node in region.nodes]
             if any(hasattr(one, "apply") and not materializes_grads(one) for one in handles):
                 made.undefined_matters.add(number)
+            if any(map(saves_tensors, handles)):
+                made.saving.add(number)
             walk = Walk(graph, structure, primals, number, noting)
             with accumulating_only_into(is_traced):
                 made.grads.append(walk.run(_cotangents(tracer, roots, manner.layouts, made.cotangents)))
