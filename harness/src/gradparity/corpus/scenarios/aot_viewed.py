@@ -7,6 +7,7 @@ them see, and sums whose last bits say by which way gradients came.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -302,3 +303,46 @@ def aot_views_of_inputs_whose_elements_share_memory(p: Probe) -> None:
             with p.backward():
                 (grad,) = torch.autograd.grad(torch.cat(shown).sum(), x)
             p.value(f"{expanded} of {rows}", grad)
+
+
+#: ways to index a matrix; where sizes are symbolic, torch makes nodes of ``:`` that it leaves out otherwise.
+INDEXED = {
+    "column": lambda m: m[:, 0],
+    "columns": lambda m: m[:, :1],
+    "rows and columns": lambda m: m[1:, :],
+    "whole": lambda m: m[:],
+    "whole twice": lambda m: m[:, :],
+    "row of the whole": lambda m: m[:][0],
+    "new dimension": lambda m: m[:, None],
+    "last": lambda m: m[..., -1],
+    "every second": lambda m: m[:, ::2],
+    "picked": lambda m: m[:, [0, 0]],
+    "masked": lambda m: m[:, torch.tensor([True, False, True], device=m.device)],
+    "written": lambda m: m.clone().index_put_((torch.tensor(0, device=m.device),), m[:, 0].sum()),
+}
+
+
+@scenario(tags=(*TAGS, "double-backward"))
+def aot_indexed_outputs_that_are_differentiated_again(p: Probe) -> None:
+    """An intermediate is returned indexed in two ways; cotangents lie otherwise, and are differentiated."""
+    ways = [*INDEXED.items()]
+    for number, (name, way) in enumerate(ways):
+        other = ways[(number + 5) % len(ways)][1]
+        x, y = (p.leaf(f"{leaf} {name}", p.randn(6, 3, requires_grad=True)) for leaf in "xy")
+
+        def run(x: Tensor, y: Tensor, way: Any = way, other: Any = other) -> tuple[Tensor, ...]:
+            product = x * y
+            return product, way(product), other(product.sin())
+
+        call = p.compile(run)
+        for rows in (6, 4, 5):
+            outs = call(x[:rows], y[:rows])
+            slopes = [p.randn(*out.shape[::-1]).permute(*reversed(range(out.dim()))) for out in outs]
+            with p.backward():
+                torch.autograd.backward(outs, slopes)
+            outs = call(x[:rows], y[:rows])
+            slopes = [slope.requires_grad_() for slope in slopes]
+            grads = torch.autograd.grad(outs, (x, y), slopes, create_graph=True)
+            with p.backward():
+                (grads[0].square().sum() + grads[1].sin().sum()).backward()
+            p.value(f"{name} {rows}", (*grads, *(slope.grad for slope in slopes)))

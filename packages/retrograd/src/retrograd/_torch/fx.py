@@ -343,8 +343,7 @@ def with_strides(run: Boxed, fakes: Sequence[Any]) -> Boxed:
 
 def is_symbolic(fake: torch.Tensor) -> bool:
     """Whether a size or a stride is symbolic."""
-    strides = fake.stride() if fake.layout is torch.strided else ()
-    return any(isinstance(number, torch.SymInt) for number in (*fake.shape, *strides))
+    return bool(fake._has_symbolic_sizes_strides)
 
 
 def _differs(fake: Any, result: Any) -> bool:

@@ -62,5 +62,6 @@ from retrograd._torch.autograd.request import (
     passes_through_function,
     plans_under_way,
     read_ranks,
+    idle_nodes,
     why_not_collectable,
 )

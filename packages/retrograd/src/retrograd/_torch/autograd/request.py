@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -145,16 +146,50 @@ def nodes_below(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> 
                 waiting.append(node)
 
 
-def graph_below(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> LiveGraph:
-    """The graph of `nodes_below`, in their order."""
+def graph_below(
+    edges: Iterable[tuple[Any, int]], ends: Container[Any] = (), left_out: Container[Any] = ()
+) -> LiveGraph:
+    """The graph of `nodes_below`, in their order, without nodes that hand their one gradient on as it is."""
     edges = list(edges)
-    index = {node: number for number, node in enumerate(nodes_below(edges, ends))}
+    found = (node for node in nodes_below(edges, ends) if node not in left_out)
+    index = {node: number for number, node in enumerate(found)}
+
+    def to(node: Any, slot: int) -> Edge | None:
+        while node in left_out:
+            ((node, slot),) = node.next_functions
+        return None if node is None else Edge(index[node], slot)
+
     nodes: list[LiveNode] = []
     for above in index:
         below = () if above in ends else above.next_functions
-        after = tuple([None if node is None else Edge(index[node], slot) for node, slot in below])
+        after = tuple([to(*edge) for edge in below])
         nodes.append(LiveNode(above, above.name(), above._sequence_nr(), after))
-    return LiveGraph(tuple(nodes), tuple([Edge(index[node], slot) for node, slot in edges]), None)
+    roots = [edge for node, slot in edges if (edge := to(node, slot)) is not None]
+    return LiveGraph(tuple(nodes), tuple(roots), None)
+
+
+_INDEXING = frozenset({"SliceBackward0", "SelectBackward0", "UnsqueezeBackward0", "IndexBackward0"})
+
+
+def idle_nodes(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> set[Any]:
+    """The nodes of ``:`` where a tensor is indexed, which hand gradients on as they are. For ``x[0, :]`` torch
+    makes one only where sizes are symbolic, and for ``x[:]`` another one: ``applySlicing`` in
+    ``aten/src/ATen/TensorIndexing.h``."""
+    beside: dict[Any, set[str]] = {}
+    roots = {node for node, _ in edges}
+    for above in nodes_below(((node, 0) for node in roots), ends):
+        for node, _ in () if above in ends else above.next_functions:
+            beside.setdefault(node, set()).add(above.name())
+            if above in roots and node is not None:
+                beside.setdefault(above, set()).add("" if _is_idle(node) else node.name())
+    return {node for node, names in beside.items() if names <= _INDEXING and node not in ends and _is_idle(node)}
+
+
+def _is_idle(node: Any) -> bool:
+    if node is None or node.name() != "SliceBackward0":
+        return node is not None and node.name() == "AliasBackward0"
+    numbers = node._saved_start, node._saved_end, node._saved_step
+    return all(type(number) is int for number in numbers) and numbers == (0, sys.maxsize, 1)
 
 
 def passes_through_function(value: torch.Tensor, base: torch.Tensor) -> bool:

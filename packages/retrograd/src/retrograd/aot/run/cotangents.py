@@ -12,6 +12,7 @@ the inputs and cotangents of the call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -21,7 +22,13 @@ import torch
 from torch import fx, nn
 
 from retrograd._torch import pytree
-from retrograd._torch.autograd import edge_of, graph_below, modified_error, outside_of_graph_task
+from retrograd._torch.autograd import (
+    edge_of,
+    graph_below,
+    idle_nodes,
+    modified_error,
+    outside_of_graph_task,
+)
 from retrograd._torch.fx import has_effect, is_symbolic
 from retrograd._torch.state import with_generator_states
 from retrograd._torch.subclass import PLAIN, Layout, fits, parts_of
@@ -115,7 +122,7 @@ def _is_ordinary(value: torch.Tensor, fake: torch.Tensor) -> bool:
 def _strides(value: torch.Tensor, fake: torch.Tensor) -> Strides | None:
     """The strides of `value`, if they are not those of `fake`."""
     strides = value.stride()
-    if strides == fake.stride() or 0 in value.shape:
+    if 0 in value.shape or (not is_symbolic(fake) and strides == fake.stride()):
         return None
     triples = zip(value.shape, strides, _dense_strides(value.shape, fake), strict=True)
     return None if all(size == 1 or one == other for size, one, other in triples) else strides
@@ -123,7 +130,8 @@ def _strides(value: torch.Tensor, fake: torch.Tensor) -> Strides | None:
 
 def _dense_strides(shape: Sequence[int], fake: torch.Tensor) -> list[int]:
     """Strides for `shape` with dimensions in the order of those of `fake`, which is dense."""
-    order = sorted(range(len(shape)), key=lambda dim: (hint_of(fake.stride(dim)), -dim))
+    hints = [hint_of(stride) for stride in fake.stride()]
+    order = sorted(range(len(shape)), key=lambda dim: (math.inf if hints[dim] is None else hints[dim], -dim))
     strides, count = [0] * len(shape), 1
     for dim in order:
         strides[dim] = count
@@ -238,7 +246,7 @@ def rerun_region(
         outputs = _again(joint, call, given)  # kept: they own their autograd nodes
         visible = _values(joint, outputs, given)
     ends = {edge_of(entry)[0]: number for number, entry in entries.items()}
-    graph = graph_below(visible, ends)
+    graph = graph_below(visible, ends, idle_nodes(visible, ends))
     known = {i: ends[node.handle] for i, node in enumerate(graph.nodes) if node.handle in ends}
     # At capture these ends were nodes that accumulate, and the graph must be divided in the same way now.
     nodes = [replace(n, sequence=ACCUMULATES) if i in known else n for i, n in enumerate(graph.nodes)]
@@ -251,7 +259,10 @@ def rerun_region(
         with torch.set_grad_enabled(differentiable):
             return walk.run(cotangents)
 
-    found: dict[Destination, Any] = outside_of_graph_task(run, differentiable)
+    roots = [region.roots for region in structure.regions]
+    found: dict[Destination, Any] = {}
+    if roots == [region.roots for region in joint.signature.regions]:
+        found = outside_of_graph_task(run, differentiable)
     del outputs, given
     return _as_divided(found, joint.signature.regions[number].destinations, joint.state.name)
 

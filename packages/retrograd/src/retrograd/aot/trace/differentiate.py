@@ -25,6 +25,7 @@ from retrograd._torch.autograd import (
     materializes_grads,
     refuse_nan,
     saves_tensors,
+    idle_nodes,
     why_backward_has_effects,
 )
 from retrograd._torch.subclass import Layout, built, is_wrapper, layout_of, parts_of
@@ -186,7 +187,7 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
         return Differentiated()
     if len(set(edges.values())) < len(edges):
         raise not_representable("two of its outputs have one and the same place in the autograd graph")
-    graph = graph_below(edges.values())
+    graph = graph_below(edges.values(), left_out=idle_nodes(edges.values()))
     _refuse_effects(graph)
     primals = _accumulated(graph, inputs)
     hooked_leaves = frozenset(
