@@ -503,6 +503,25 @@ def test_an_attribute_that_is_a_number() -> None:
     assert torch.equal(call(w), w * 3)
 
 
+def test_a_list_that_grows_with_each_call() -> None:
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[int] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append(1)
+            return x * len(self.seen)
+
+    net = Growing()
+    call = module(net, recompile_limit=3, strict=False)
+    for step in range(1, 9):
+        assert torch.equal(call(w), w * step)
+    assert len(net.seen) == 8
+    codes = {reason.code for reason in retrograd.explain().fallbacks}
+    assert codes == {"side-effect", "state-changes"}
+
+
 # Memory and threads
 
 

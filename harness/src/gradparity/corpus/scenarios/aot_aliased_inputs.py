@@ -285,7 +285,7 @@ CHANGES = {
 }
 
 
-@scenario(tags=(*TAGS, "in-place", "errors"))
+@scenario(tags=(*TAGS, "in-place"))
 def aot_who_counts_a_change_of_shared_memory(p: Probe) -> None:
     """What shares memory may share version counters or not: counts, and errors for what was saved, follow."""
     w = p.leaf("w", p.randn(4, requires_grad=True))

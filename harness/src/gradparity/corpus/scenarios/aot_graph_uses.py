@@ -107,7 +107,7 @@ KEEPING = {
 }
 
 
-@scenario(tags=(*TAGS, "retain-graph", "errors"))
+@scenario(tags=(*TAGS, "retain-graph"))
 def aot_what_can_run_backward_twice(p: Probe) -> None:
     """What keeps no tensor runs backward as often as one likes; the rest raises, though nothing is read."""
     for name, function in KEEPING.items():

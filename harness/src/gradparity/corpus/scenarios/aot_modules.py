@@ -5,9 +5,11 @@ In: a probe, whose `compile` is the identity for eager. Out: outputs, gradients 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -352,3 +354,52 @@ def aot_attributes_that_are_set_on_arguments(p: Probe) -> None:
             with p.backward():
                 run(x, *given).sum().backward()
             p.event(f"{name}{step}", given[0].calls, given[0]._seen, given[1].calls, len(given[2]))
+
+
+class Remembering(nn.Module):
+    """Keeps what it has seen in containers, reads them, and draws random numbers outside of torch."""
+
+    def __init__(self, ways: tuple[str, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.ways, self.history, self.table, self.kinds = ways, list[Any](), {"rate": 1.0}, set[Any]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale by what the containers say."""
+        scale = len(self.history) + self.table["rate"] + len(self.kinds)
+        if "list" in self.ways:
+            self.history.append(x.shape[0])
+        if "dictionary" in self.ways:
+            self.table["rate"] *= 2
+        if "set" in self.ways:
+            self.kinds.add(len(self.kinds))
+        if "random" in self.ways:
+            scale += random.random()
+        if "numpy" in self.ways:
+            scale += float(np.random.rand())
+        return x * self.weight * scale
+
+
+@scenario(tags=TAGS)
+def aot_containers_and_random_numbers_of_a_module(p: Probe) -> None:
+    """A module fills containers, or others do between calls; Python's random numbers go on as drawn."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        for way in ("none", "list", "dictionary", "set", "random", "numpy", "list and set"):
+            random.seed(p.seed)
+            np.random.seed(p.seed)
+            model = Remembering(tuple(way.split()))
+            model = p.module(model, way)
+            run = p.compile(model)
+            for step in range(4):
+                x = p.randn(2, 3)
+                with p.backward():
+                    run(x).sum().backward()
+                drawn = random.random(), float(np.random.rand())
+                p.event(f"{way} {step}", len(model.history), model.table["rate"], len(model.kinds), *drawn)
+                if step == 1:
+                    model.history.append(0)
+                    model.table["rate"] += 1
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

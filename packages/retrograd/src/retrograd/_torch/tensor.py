@@ -154,10 +154,10 @@ def _is_without_memory(tensor: torch.Tensor) -> bool:
 
 
 def common_base(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The tensor of which all are views, as autograd sees it; else, of inference tensors, all of their memory;
-    else None. Only for plain tensors of one dtype.
+    """The tensor of which all are views, as autograd sees it; else, of inference tensors, all of their
+    memory; else None. Only for plain tensors of one dtype.
 
-    Other tensors in one memory, such as a tensor and its ``.data``, may have version counters of their own."""
+    Other tensors in one memory, such as a tensor and its ``.data``, may count changes apart."""
     if any(type(t) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for t in tensors):
         return None
     if len({t.dtype for t in tensors}) > 1 or len({storage_of(t) for t in tensors}) > 1:

@@ -56,6 +56,7 @@ class AotFunction:
         self._own = (fn,) if isinstance(fn, nn.Module) else ()
         self._specialized = Specialized(self.__name__, _STAGE, config, report, self._variant)
         self._states: dict[tuple[int, ...], ModuleState] = {}
+        self._renewed = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, compiled if possible."""
@@ -81,12 +82,13 @@ class AotFunction:
         """Forget what was compiled."""
         self._specialized.variants.clear()
         self._states.clear()
+        self._renewed = 0
 
     def _state_of(self, flat: Sequence[Any]) -> ModuleState:
         """The state of all modules in this call. If it has changed, what was compiled is forgotten.
 
         Raises:
-            CaptureError: a module is not initialised yet.
+            CaptureError: a module is not initialised yet, or has changed too often.
         """
         roots = (*self._own, *(leaf for leaf in flat if isinstance(leaf, nn.Module)))
         key = tuple(map(id, roots))
@@ -94,6 +96,9 @@ class AotFunction:
         if state is None or not state.is_intact():
             if state is not None:
                 self._specialized.variants.clear()
+                self._renewed += 1
+            if self._renewed > self.config.recompile_limit:
+                raise CaptureError(_RENEWED)
             while len(self._states) >= _KEPT_STATES:
                 self._states.pop(next(iter(self._states)))
             state = self._states[key] = ModuleState.of(*roots)
@@ -194,14 +199,16 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
 
     `fn` must be a pure function of its arguments, as for ``jax.jit`` and torch's ``aot_function``. Its Python
     runs once for each kind of input, and once more if that cannot be captured. What it reads in Python
-    besides its arguments is a constant. What it does in Python besides calling torch happens at capture only.
-    ``torch.compile(backend="retrograd")`` is for other functions: Dynamo knows what Python reads.
+    besides its arguments is a constant. What it does in Python besides calling torch happens at capture only,
+    but a function that changes attributes of its arguments, or draws Python's or NumPy's random numbers, runs
+    eagerly. ``torch.compile(backend="retrograd")`` is for other functions: Dynamo knows what Python reads.
 
     Every call checks again:
 
     - tensors: their metadata, and how they share memory if `fn` writes to one of them;
     - numbers, strings and NumPy arrays by value, containers by their contents, other objects by identity;
-    - modules that `fn` is given, or is: structure, ``training`` flags, hooks, attributes with plain values;
+    - modules that `fn` is given, or is: structure, ``training`` flags, hooks, attributes with plain values,
+      and what is in short lists, dictionaries and sets;
     - the thread's modes.
 
     Tensors that `fn` closes over are inputs like any other, and get gradients if they require them.
@@ -252,4 +259,11 @@ _HOOKS = Reason(
     "a module that is given, or one inside it, has hooks, which a capture would call only once",
     _STAGE,
     way_out='torch.compile(backend="retrograd"), which sees the hooks',
+)
+
+_RENEWED = Reason(
+    "state-changes",
+    "what its module holds has been another in too many calls",
+    _STAGE,
+    way_out="keep what changes out of the module's attributes, or make it a buffer",
 )

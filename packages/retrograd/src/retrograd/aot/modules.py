@@ -3,12 +3,14 @@
 In: a function, modules, and how the arguments are nested. Out: `FlatCall`, with a name and a kind for each
 flat input; and `ModuleState`, which has the modules' tensors (a tied one once), calls with others in their
 place, and says whether what a capture relies on is as it was: structure, ``training`` flags, hooks, and
-attributes that are plain values.
+attributes that are plain values, or lists, dictionaries and sets of a few.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from retrograd._torch import pytree
 from retrograd.errors import CaptureError, Refusal, not_representable
 from retrograd.graph.joint import PrimalKind
-from retrograd.graph.structure import PLAIN_VALUES
+from retrograd.graph.structure import PLAIN_VALUES, is_same
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
@@ -80,10 +82,10 @@ class ModuleState:
         names, kinds, tensors, places = zip(*found.values(), strict=True) if found else ((), (), (), ())
         modules = tuple(dict.fromkeys(child for root in roots for child in root.modules()))
         plain = tuple(
-            (vars(child), key, value)
+            (vars(child), key, _copied(value))
             for child in modules
             for key, value in vars(child).items()
-            if type(value) in PLAIN_VALUES and key != "training"
+            if key not in _OWN and (type(value) in PLAIN_VALUES or _copied(value) is not value)
         )
         state = ModuleState(roots, names, kinds, tensors, tuple(map(tuple, places)), modules, (), plain)
         state._structure = state._structure_now()
@@ -105,10 +107,7 @@ class ModuleState:
                 if len(places) > 1
                 for holder, key in places[1:]
             )
-            and all(
-                holder.get(key) is value or (type(holder.get(key)) is type(value) and holder[key] == value)
-                for holder, key, value in self._plain
-            )
+            and all(is_same(holder.get(key), value) for holder, key, value in self._plain)
         )
 
     def _structure_now(self) -> tuple[Any, ...]:
@@ -138,13 +137,15 @@ class ModuleState:
 
     @contextmanager
     def unchanged(self, leaves: Sequence[Any]) -> Iterator[None]:
-        """Inside, the function is captured. Attributes that it has set, of the modules or of an object among
-        `leaves`, are as before afterwards, also if the capture fails.
+        """Inside, the function is captured. Attributes that it has set or filled, of the modules or of an
+        object among `leaves`, and random numbers, are as before afterwards, also if the capture fails.
 
         Raises:
-            CaptureError: there are some.
+            CaptureError: it has changed some.
         """
         noted = [(owner, _attributes(owner)) for owner in (*self._modules, *filter(_is_plain_object, leaves))]
+        filled = [(key, owner, v, _copied(v)) for owner, held in noted for key, v in held.items()]
+        drawn = [(*generator, generator[1]()) for generator in _generators()]
         changed: list[tuple[str, str]] = []
         try:
             yield
@@ -157,6 +158,15 @@ class ModuleState:
                 vars(owner).update(before)
                 for key in now.keys() - before.keys():
                     del vars(owner)[key]
+            for key, owner, container, before in filled:
+                if not is_same(container, before):
+                    changed.append((key, type(owner).__name__))
+                    container.clear()
+                    (container.extend if isinstance(container, list) else container.update)(before)
+            for name, state, restore, before in drawn:
+                if repr(state()) != repr(before):
+                    changed.append(("the state", name))
+                    restore(before)
         if changed:
             raise CaptureError.because(
                 "side-effect",
@@ -185,6 +195,25 @@ class ModuleState:
 
 
 _ASIDE = object()
+
+
+#: attributes that every module has.
+_OWN = frozenset(vars(nn.Module()))
+#: longer containers are constants, like other objects.
+MOST_ITEMS = 100
+
+
+def _copied(value: Any) -> Any:
+    """A list, dictionary or set again; other values as they are."""
+    is_short = type(value) in (list, dict, set) and len(value) <= MOST_ITEMS
+    return type(value)(value) if is_short else value
+
+
+def _generators() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], None]]]:
+    """Python's random numbers and, if it is imported, NumPy's: name, how to get and how to set the state."""
+    yield "Python's random numbers", random.getstate, random.setstate
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield "NumPy's random numbers", numpy.random.get_state, numpy.random.set_state
 
 
 def _is_plain_object(leaf: Any) -> bool:

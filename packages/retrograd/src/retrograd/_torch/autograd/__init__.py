@@ -51,6 +51,7 @@ from retrograd._torch.autograd.request import (
     edge_of,
     forward_line,
     graph_below,
+    idle_nodes,
     installed_compiler,
     is_traced,
     is_transformed,
@@ -62,6 +63,5 @@ from retrograd._torch.autograd.request import (
     passes_through_function,
     plans_under_way,
     read_ranks,
-    idle_nodes,
     why_not_collectable,
 )

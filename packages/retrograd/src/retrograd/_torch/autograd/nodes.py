@@ -44,8 +44,8 @@ def saved_name(node: Any, hook: Callable[..., Any], packed: Any) -> str | None:
 
 
 def saves_tensors(node: Any) -> bool:
-    """Whether `node`, of C++, keeps tensors, and so cannot run when they are freed. (A Function can, if it does
-    not read them.)"""
+    """Whether `node`, of C++, keeps tensors, and so cannot run when they are freed. (A Function can, if it
+    does not read them.)"""
     names = () if hasattr(node, "apply") else dir(node)
     found = [getattr(node, name) for name in names if name.startswith(_PREFIX)]
     return any(

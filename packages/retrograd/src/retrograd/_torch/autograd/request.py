@@ -172,8 +172,8 @@ _INDEXING = frozenset({"SliceBackward0", "SelectBackward0", "UnsqueezeBackward0"
 
 
 def idle_nodes(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> set[Any]:
-    """The nodes of ``:`` where a tensor is indexed, which hand gradients on as they are. For ``x[0, :]`` torch
-    makes one only where sizes are symbolic, and for ``x[:]`` another one: ``applySlicing`` in
+    """The nodes of ``:`` where a tensor is indexed, which hand gradients on as they are. For ``x[0, :]``
+    torch makes one only where sizes are symbolic, and for ``x[:]`` another one: ``applySlicing`` in
     ``aten/src/ATen/TensorIndexing.h``."""
     beside: dict[Any, set[str]] = {}
     roots = {node for node, _ in edges}
@@ -182,14 +182,14 @@ def idle_nodes(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> s
             beside.setdefault(node, set()).add(above.name())
             if above in roots and node is not None:
                 beside.setdefault(above, set()).add("" if _is_idle(node) else node.name())
-    return {node for node, names in beside.items() if names <= _INDEXING and node not in ends and _is_idle(node)}
+    return {n for n, names in beside.items() if names <= _INDEXING and n not in ends and _is_idle(n)}
 
 
 def _is_idle(node: Any) -> bool:
-    if node is None or node.name() != "SliceBackward0":
-        return node is not None and node.name() == "AliasBackward0"
-    numbers = node._saved_start, node._saved_end, node._saved_step
-    return all(type(number) is int for number in numbers) and numbers == (0, sys.maxsize, 1)
+    name = "" if node is None else node.name()
+    numbers = (node._saved_start, node._saved_end, node._saved_step) if name == "SliceBackward0" else ()
+    is_whole = all(type(number) is int for number in numbers) and numbers == (0, sys.maxsize, 1)
+    return is_whole or name == "AliasBackward0"
 
 
 def passes_through_function(value: torch.Tensor, base: torch.Tensor) -> bool:

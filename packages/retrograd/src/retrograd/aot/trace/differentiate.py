@@ -21,11 +21,11 @@ from retrograd._torch.autograd import (
     edge_of,
     fitted,
     graph_below,
+    idle_nodes,
     leaf_of,
     materializes_grads,
     refuse_nan,
     saves_tensors,
-    idle_nodes,
     why_backward_has_effects,
 )
 from retrograd._torch.subclass import Layout, built, is_wrapper, layout_of, parts_of
