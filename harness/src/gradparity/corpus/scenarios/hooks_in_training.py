@@ -45,6 +45,49 @@ def multi_grad_hooks_of_both_modes_with_others(p: Probe) -> None:
             torch.cat([leaf.exp() for leaf in used]).sum().backward()
 
 
+def _root_leaf(x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    return [x], [x]
+
+
+def _root(x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    return [y := x.sin()], [y]
+
+
+def _root_and_leaf(x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    return [x, y := x.sin()], [y]
+
+
+def _two_roots(x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    return [y := x.sin()], [y, x.cos()]
+
+
+def _part_of_a_root(x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    return [*(halves := x.split(1))], [halves[0]]
+
+
+def _below_a_root(x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    return [x, y := x.sin()], [y * 2]
+
+
+@scenario(tags=("hooks", "multi-grad", "inputs"))
+def multi_grad_hooks_on_roots(p: Probe) -> None:
+    """Eager does not count the node of an only root among those that it executes."""
+    for make in (_root_leaf, _root, _root_and_leaf, _two_roots, _part_of_a_root, _below_a_root):
+        for way in ("all", "any", "all of inputs", "grad"):
+            x = p.leaf(f"{make.__name__} {way}", p.randn(2, requires_grad=True))
+            hooked, roots = make(x)
+            mode = "any" if way == "any" else "all"
+            register_multi_grad_hook(hooked, p.hook(f"{make.__name__} {way}", kind="multi"), mode=mode)
+            slopes = [torch.ones_like(root) for root in roots]
+            with p.backward():
+                if way == "grad":
+                    if make is not _root_and_leaf and make is not _below_a_root:
+                        p.value(way, torch.autograd.grad(roots, hooked, slopes, allow_unused=True))
+                else:
+                    inputs = hooked if way == "all of inputs" else None
+                    torch.autograd.backward(roots, slopes, inputs=inputs)
+
+
 @scenario(tags=("hooks", "module"))
 def module_hooks_come_and_go_during_backward(p: Probe) -> None:
     """A module's backward hook takes another module's hook away, which had been called in the step before."""

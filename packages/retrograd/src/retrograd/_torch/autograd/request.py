@@ -375,14 +375,17 @@ class LiveBackward:
         return self.node_calls[self.node_call]
 
     def will_execute(self, node: Any) -> bool:
-        """Whether eager executes `node` in this backward.
+        """Whether eager says that it executes `node` in this backward. It does not say so of an only root's
+        node, which ``Engine::compute_dependencies`` takes for its own ``GraphRoot``.
 
         Raises:
             RuntimeError: eager does not say so of leaves inside ``autograd.grad``.
         """
+        index = next((i for i, live in enumerate(self.graph.nodes) if node == live.handle), None)
+        if [index] == [root.node for root in self.graph.roots]:
+            return False
         if not self.asked.accumulate_grad and leaf_of(node) is not None:
             raise RuntimeError(_NOT_OF_LEAVES)
-        index = next((i for i, live in enumerate(self.graph.nodes) if node == live.handle), None)
         return index is not None and (self.graph.wanted is None or index in self.graph.wanted)
 
     def execution_order(self) -> list[Any]:
