@@ -522,6 +522,18 @@ def test_a_list_that_grows_with_each_call() -> None:
     assert codes == {"side-effect", "state-changes"}
 
 
+def test_a_module_that_changes_too_often_does_not_stop_others() -> None:
+    call = compiled(lambda net, x: net(x) * net.factor, recompile_limit=2, strict=False)
+    changing, steady = nn.Identity(), nn.Identity()
+    steady.factor = 2.0
+    for step in range(5):
+        changing.factor = float(step)
+        assert torch.equal(call(changing, w), w * step)
+    before = captures()
+    assert torch.equal(call(steady, w), w * 2)
+    assert captures() == before + 1
+
+
 # Memory and threads
 
 

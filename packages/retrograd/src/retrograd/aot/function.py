@@ -56,7 +56,6 @@ class AotFunction:
         self._own = (fn,) if isinstance(fn, nn.Module) else ()
         self._specialized = Specialized(self.__name__, _STAGE, config, report, self._variant)
         self._states: dict[tuple[int, ...], ModuleState] = {}
-        self._renewed = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, compiled if possible."""
@@ -82,7 +81,6 @@ class AotFunction:
         """Forget what was compiled."""
         self._specialized.variants.clear()
         self._states.clear()
-        self._renewed = 0
 
     def _state_of(self, flat: Sequence[Any]) -> ModuleState:
         """The state of all modules in this call. If it has changed, what was compiled is forgotten.
@@ -94,14 +92,15 @@ class AotFunction:
         key = tuple(map(id, roots))
         state = self._states.get(key)
         if state is None or not state.is_intact():
-            if state is not None:
-                self._specialized.variants.clear()
-                self._renewed += 1
-            if self._renewed > self.config.recompile_limit:
+            renewals = 0 if state is None else state.renewals + 1
+            if renewals > self.config.recompile_limit:
                 raise CaptureError(_RENEWED)
+            if renewals:
+                self._specialized.variants.clear()
             while len(self._states) >= _KEPT_STATES:
                 self._states.pop(next(iter(self._states)))
             state = self._states[key] = ModuleState.of(*roots)
+            state.renewals = renewals
         return state
 
     def _variant(self, key: Any, leaves: Sequence[Any], known: Sequence[Variant]) -> Variant:

@@ -39,6 +39,7 @@ class ModuleState:
         roots: the modules, as they were given.
         names, kinds, tensors: of each tensor, parameters first.
         places: for each tensor, the dictionaries that hold it, with its name there.
+        renewals: how often the state of these modules was read before, because it had changed.
     """
 
     roots: tuple[nn.Module, ...] = ()
@@ -51,6 +52,7 @@ class ModuleState:
     _plain: tuple[tuple[dict[str, Any], str, Any], ...] = ()
     _hooks_seen: int = -1
     _has_hooks: bool = False
+    renewals: int = 0
 
     @staticmethod
     def of(*roots: nn.Module) -> ModuleState:
