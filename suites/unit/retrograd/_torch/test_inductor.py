@@ -1,19 +1,26 @@
-"""What stands around Inductor: joint passes that its cache can spare."""
+"""What stands around Inductor: joint passes that its cache can spare, and rows that it would mix."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import sympy
 import torch
 from torch import fx
 from torch._inductor import config
+from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import retrograd
 from retrograd._torch.inductor import compile_graph, with_joint_passes
 
 
@@ -107,3 +114,55 @@ def test_a_row_is_read_before_it_is_overwritten() -> None:
     results = compile_graph(gm, [fake])([x.clone()])
     for result, wanted in zip(results, _row_taken_out(x), strict=True):
         torch.testing.assert_close(result, wanted)
+
+
+def _rows_summed_and_used_again(
+    x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, slope: torch.Tensor
+) -> torch.Tensor:
+    """As the backward of ``fmax(x, group_norm(x))``, where `slope` is the cotangent."""
+    rows, wide = x.shape[0], x.float()
+    norm = ((wide.reshape(rows, 1, 1, -1) - mean) * scale).reshape(x.shape)
+    one, other = torch.where(wide >= norm, 0.0, slope), torch.where(wide < norm, 0.0, slope)
+    total = (one * wide).reshape(rows, 1, -1).sum(2)
+    return other + (one.reshape(rows, 1, 1, -1) * total[:, :, None, None]).reshape(x.shape)
+
+
+#: of the layouts of four dimensions those that stock compiled wrong with torch 2.13, then some others.
+ORDERS = ((1, 2, 3, 0), (2, 1, 3, 0), (2, 3, 0, 1), (2, 3, 1, 0), (0, 1, 2, 3), (0, 2, 3, 1), (3, 0, 1, 2))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_rows_of_a_transposed_tensor_are_not_mixed(order: tuple[int, ...]) -> None:
+    """Inductor's C++ up to torch 2.14, where a kernel takes several rows at a time."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (8, 1, 4, 3)
+    x, mean, scale = (torch.randn(s, generator=generator) for s in (shape, (8, 1, 1, 1), (8, 1, 1, 1)))
+    slope = torch.randn([shape[i] for i in order], generator=generator)
+    given = (x.half(), mean, scale.abs(), slope.permute([order.index(i) for i in range(4)]))
+    found = retrograd.compile(_rows_summed_and_used_again, backend="inductor")(*given)
+    torch.testing.assert_close(found, _rows_summed_and_used_again(*given))
+
+
+class Asking(CustomGraphPass):
+    """While a graph is compiled, asks on this thread and on another whether tiled loops may be fused."""
+
+    def __init__(self) -> None:
+        self.answers: list[bool] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        nest = SimpleNamespace(loops=[SimpleNamespace(steps=8)])
+        kernel = SimpleNamespace(loop_nest=nest, ranges=[sympy.Integer(8), sympy.Integer(12)])
+        may_fuse = partial(OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr, None, [kernel], 1)
+        with ThreadPoolExecutor(1) as other:
+            self.answers = [may_fuse(), other.submit(may_fuse).result()]
+
+    def uuid(self) -> Any:
+        """None: what asks must run each time."""
+
+
+def test_other_threads_keep_inductors_own_rule_meanwhile() -> None:
+    mode, asking = FakeTensorMode(), Asking()
+    gm, fake = _traced(mode)
+    with config.patch(post_grad_custom_pre_pass=asking):
+        compile_graph(gm, [fake])
+    assert asking.answers == [False, True]

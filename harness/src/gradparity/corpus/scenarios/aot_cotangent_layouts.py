@@ -22,6 +22,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda g: g.flatten()[0].expand(g.shape),
     "partly_expanded": lambda g: g[:1].expand(g.shape),
     "transposed": lambda g: g.transpose(0, -1).contiguous().transpose(0, -1),
+    "rows_last": lambda g: g.movedim(0, -1).contiguous().movedim(-1, 0),
     "stepped": lambda g: torch.stack([g, g], -1)[..., 0],
     "offset": lambda g: torch.cat([g, g])[g.shape[0] :],
     "conjugated": lambda g: g.conj().resolve_conj().conj() if g.is_complex() else torch.view_as_complex(
@@ -31,6 +32,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "group_norm": lambda x: functional.group_norm(x, 2),
+    "norm_beside_its_input": lambda x: torch.fmax(
+        x.half().to(x.dtype), functional.group_norm(x.half().to(x.dtype), 1)
+    ),
     "layer_norm": lambda x: functional.layer_norm(x, x.shape[1:]),
     "batch_norm": lambda x: functional.batch_norm(x, None, None, training=True),
     "weight_norm": lambda x: torch._weight_norm(x, x[:, :1, :1, :1] * 2, 0),

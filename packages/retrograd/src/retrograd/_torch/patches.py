@@ -43,6 +43,9 @@ TABLE: Mapping[str, str] = {
     "torch._functorch.partitioners:_extract_fwd_bwd_modules": (
         "the minimum cut is wanted, not the two graphs made of it, which take as long again"
     ),
+    "torch._inductor.codegen.cpp:OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr": (
+        "rows of a transposed tensor are mixed, forward and backward, and no setting prevents it (until 2.15)"
+    ),
     "torch._dynamo.output_graph:OutputGraph.call_user_compiler": (
         "the graph that a stock backend was given, to differentiate its backward"
     ),

@@ -1,0 +1,23 @@
+"""The door to Inductor and torch's partitioners.
+
+In: graphs, and the state of torch in this process. Out: code, keys of Inductor's cache, what to save.
+"""
+
+from retrograd._torch.inductor.compile import (
+    chooses_layouts,
+    compile_graph,
+    decompositions,
+    warm_workers,
+    with_joint_passes,
+)
+from retrograd._torch.inductor.disk_cache import cache_folder, environment, why_not_trusted
+from retrograd._torch.inductor.partition import cut_by, memory_budget
+from retrograd._torch.inductor.settings import (
+    Portable,
+    compile_threads,
+    import_everything,
+    patched,
+    portable_settings,
+    settings,
+    take_settings,
+)

@@ -1,0 +1,188 @@
+"""Inductor, called below AOTAutograd.
+
+In: an ATen graph. Out: a boxed callable. Inductor itself is imported when it is used: that takes a second.
+The passes that stock runs before it partitions a joint graph run as the first of those on the graph that is
+lowered. So a graph that is found in Inductor's cache on disk is not searched for patterns, and these are not
+even loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomGraphPassType
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from retrograd._torch.fx import copied, with_strides
+from retrograd._torch.inductor.disk_cache import is_cache_trusted
+from retrograd._torch.patches import handled_here
+from retrograd._torch.trace.fakes import know_values
+from retrograd.process import compiling
+
+
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """The decompositions that Inductor expects to have been applied."""
+    # Some decompositions read ``torch._inductor.lowering``, which nothing may have imported yet.
+    from torch._inductor import lowering  # noqa: F401
+    from torch._inductor.decomposition import select_decomp_table
+
+    return {**select_decomp_table(), torch.ops.aten.bernoulli.p: _bernoulli}
+
+
+def _bernoulli(value: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
+    """As the mask of a dropout. Inductor's own lowering for CPU draws in place, and a kernel that reads the
+    numbers may run before they are drawn, fused with others."""
+    if generator is not None:
+        return NotImplemented
+    return torch.native_dropout(torch.ones_like(value), 1 - p, True)[1].to(value.dtype)
+
+
+def warm_workers() -> None:
+    """Have Inductor start the processes that compile for GPUs, as the stock backend does before it traces.
+    Until they run, kernels are compiled here, one after the other. In a process that has used no GPU yet,
+    nothing happens."""
+    if torch.cuda.is_initialized():
+        start_workers()
+
+
+@functools.cache
+def start_workers() -> None:
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    visible: int | None = None,
+    is_backward: bool = False,
+    is_inference: bool = False,
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compile `gm` (functional, decomposed, returning a tuple), which stays as it is.
+
+    Args:
+        gm: the graph.
+        example_inputs: fakes of its inputs.
+        visible: how many outputs, from the first, must have the strides that they were traced with. Others,
+            as saved values are, may get strides that are quicker to make.
+        is_backward, is_inference: as ``compile_fx_inner`` takes them.
+
+    No input is called static (``static_input_idxs``): that would make Inductor rely on the alignment of
+    memory, which no guard checks, and it saves no more than that check.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    gm = fx.GraphModule(gm, copied(gm.graph))
+    output = gm.graph.output_node()
+    fakes: list[Any] = []
+    if visible is not None:
+        results: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+        fakes = [r.meta.get("val") if isinstance(r, fx.Node) else None for r in results[:visible]]
+        seen = [i for i, result in enumerate(results[:visible]) if isinstance(result, fx.Node)]
+        output.meta["user_visible_output_idxs"] = seen
+    fake_mode = detect_fake_mode(example_inputs)
+    with (
+        compiling,
+        torch.no_grad(),
+        _with_shape_env(fake_mode),
+        config.patch(force_disable_caches=config.force_disable_caches or not is_cache_trusted()),
+        tracing(TracingContext(fake_mode)),
+        V.set_fake_mode(fake_mode),
+        with_joint_passes(),
+        handled_here("torch._inductor.codegen.cpp:" + _FUSES, _one_row_at_a_time),
+    ):
+        compiled = compile_fx_inner(
+            gm, list(example_inputs), is_backward=is_backward, is_inference=is_inference
+        )
+    run = compiled if getattr(compiled, "_boxed_call", False) else lambda args: compiled(*args)
+    return with_strides(run, fakes) if fakes else run
+
+
+_FUSES = "OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr"
+
+
+def _one_row_at_a_time(may_fuse: Callable[..., bool], node: Any, kernels: Sequence[Any], depth: int) -> bool:
+    """Whether Inductor's C++ may fuse the `depth` outer loops of `kernels`.
+
+    Between fused kernels it has a buffer for one row. Where one of them reads a transposed tensor, it takes
+    several rows at a time, which all write into that buffer: the values of rows are mixed. Since torch 2.15
+    it does not fuse them (https://github.com/pytorch/pytorch/pull/185855).
+    """
+    steps = [loop.steps for kernel in kernels for loop in kernel.loop_nest.loops[:depth]]
+    return all(step == 1 for step in steps) and may_fuse(node, kernels, depth)
+
+
+def chooses_layouts(gm: fx.GraphModule, is_inference: bool) -> bool:
+    """Whether Inductor, given the whole of `gm`, chooses the memory format of its convolutions. It does not
+    where they are few. Another format is another kernel of cuDNN, perhaps one that rounds to TF32."""
+    if not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default):
+        return True
+    from torch._inductor.graph import GraphLowering
+
+    return GraphLowering.decide_layout_opt(gm, is_inference=is_inference)
+
+
+@contextmanager
+def _with_shape_env(fake_mode: FakeTensorMode | None) -> Iterator[None]:
+    """Inside, a mode of static sizes has a shape environment too.
+
+    Inductor looks a graph up in its cache on disk only if the mode has one, to keep its guards with the code.
+    """
+    if fake_mode is None or fake_mode.shape_env is not None:
+        yield
+        return
+    fake_mode.shape_env = ShapeEnv()
+    try:
+        yield
+    finally:
+        fake_mode.shape_env = None
+
+
+class _JointPasses(CustomGraphPass):
+    """The joint passes, then the pass that the user has set in this place.
+
+    Later passes read from example values which nodes share memory. Stock computes all of them again between
+    the joint passes and these; what those leave behind on the way here is computed again as well.
+    """
+
+    def __init__(self, then: Any) -> None:
+        self._then: Sequence[Any] = then if isinstance(then, (list, tuple)) else [then] if then else []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+        gm = graph.owning_module
+        assert gm is not None
+        held = {node: (node.args, node.kwargs) for node in graph.nodes}
+        joint_graph_passes(gm)
+        stale = {
+            node
+            for node in graph.nodes
+            if node not in held or node.args is not held[node][0] or node.kwargs is not held[node][1]
+        }
+        if stale:
+            know_values(gm, [node.meta["val"] for node in graph.find_nodes(op="placeholder")], stale)
+        for each in self._then:
+            each(graph)
+
+    def uuid(self) -> Any | None:
+        """Tells Inductor's cache what runs here; None (nothing is cached) if the user's pass cannot."""
+        theirs = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._then]
+        return None if None in theirs else ("retrograd-joint-passes-3", torch.__version__, *map(repr, theirs))
+
+
+def with_joint_passes() -> AbstractContextManager[Any]:
+    """Inside, Inductor runs the joint passes on every graph that it lowers and does not find in its cache."""
+    before: CustomGraphPassType = config.post_grad_custom_pre_pass
+    return config.patch(post_grad_custom_pre_pass=_JointPasses(before))
