@@ -168,7 +168,8 @@ def _design(scope: Scope, setup: bool | None) -> Design:
         scope.draft.intends.add("raised")
     if before in CHANGES_SAVED or forward.fresh:
         scope.draft.intends.add("version")
-    options = tuple(line for line in ("ctx.set_materialize_grads(False)",) if chance.flip(0.15))
+    tells = 0.3 if forward.outs == 2 else 0.15
+    options = tuple(line for line in ("ctx.set_materialize_grads(False)",) if chance.flip(tells))
     saved = chance.pick(forward.saves) if forward.saves else ""
     return Design(
         forward, with_setup, chance.pick(("2.0", "3", "None", '"word"', "-1.0")), keeps, saved, before,
@@ -250,6 +251,8 @@ def _backward(design: Design, params: list[str]) -> list[str]:
         lines.append("saved = ctx.kept")
     if design.options:
         lines += ["if g is None:", f"    return {', '.join(['None'] * len(params))}"]
+        if design.forward.outs == 2:
+            lines.append("g = -g if h is None else g")
     if design.forward.outs == 2:
         lines.append("g = g + h if h is not None and h.shape == g.shape else g")
     rest = ["None"] * (len(params) - len(design.tensors))
