@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import retrograd
 from retrograd._torch.autograd.nodes import materializes_grads
@@ -469,3 +470,27 @@ def test_what_a_backward_lets_go_is_free_while_it_runs(retain, keeps_none):
     eager, ours = both(steps)
     assert ours == eager
     assert eager[0][-1]
+
+
+def test_gradients_of_all_layouts_beside_one_another() -> None:
+    """Those that a leaf takes as they are, in whatever layout it has, and those that are copied into its."""
+
+    def run(context: contextlib.AbstractContextManager[Any]) -> list[Any]:
+        torch.manual_seed(0)
+        kernel = torch.randn(3, 2, 3, 3).to(memory_format=torch.channels_last).requires_grad_()
+        single = torch.randn(3, 3, 1, 1).to(memory_format=torch.channels_last).requires_grad_()
+        plain, turned = torch.randn(4, 3, requires_grad=True), torch.randn(3, 4).t().requires_grad_()
+        leaves, shown = (kernel, single, plain, turned), []
+        for step in range(6):
+            image = torch.randn(2, 2, 5, 5).to(memory_format=torch.channels_last)
+            features = functional.conv2d(functional.conv2d(image, kernel), single).mean((2, 3))
+            with context:
+                (features @ plain.t() @ turned.sin()).square().sum().backward()
+            shown += [(leaf.grad.stride(), leaf.grad.flatten().tolist()) for leaf in leaves]
+            if step % 3:
+                for leaf in leaves:
+                    leaf.grad = None
+        return shown
+
+    eager, ours = both(run)
+    assert eager == ours

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch._C._dynamo import guards
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -246,7 +245,7 @@ def _extent(tensor: torch.Tensor) -> tuple[Any, Any]:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill the memory between the first and the last, each place once."""
-    return tensor.is_contiguous() or is_non_overlapping_and_dense_or_false(tensor)
+    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def obeys_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
+from itertools import compress
+from operator import itemgetter, not_
 from typing import Any
 
 import torch
@@ -133,8 +134,15 @@ class Finish:
         for update in joint.updates:
             if update.value is not None:
                 self._written.setdefault(update.value, []).append(update)
-        unseen = [u for u in joint.updates if u.value is not None and joint.values[u.value].boundary is None]
-        self._at_once = [u for u in unseen if u.view is None and not joint.primals[u.primal].wrapping.cls]
+        values, primals = joint.values, joint.primals
+        unseen = [u for u in joint.updates if u.value is None or values[u.value].boundary is None]
+        copies = [
+            u.value is not None and u.view is None and not primals[u.primal].wrapping.cls for u in unseen
+        ]
+        self._at_once = list(compress(unseen, copies))
+        self._one_by_one = list(compress(unseen, map(not_, copies)))
+        #: places of values that are primals from then on, and of these.
+        self._rebound = [(first + u.value, u.primal) for u in unseen if u.value is not None]
         grouped = by_dtype([joint.primals[u.primal].fake for u in self._at_once])
         #: places that are written by one call, and of what is written there.
         self._together = [
@@ -176,12 +184,10 @@ class Finish:
                 changed = [frame[place] for place, _ in self._uncounted]
                 more = [by for _, by in self._uncounted]
                 set_versions(changed, [t._version + by for t, by in zip(changed, more, strict=True)])
-        for update in self._joint.updates:
-            if update.value is None or self._joint.values[update.value].boundary is None:
-                if update not in self._at_once:
-                    self._apply(update, frame)
-                if update.value is not None:
-                    frame[self._first + update.value] = frame[update.primal]
+        for update in self._one_by_one:
+            self._apply(update, frame)
+        for value, primal in self._rebound:
+            frame[value] = frame[primal]
 
     def writes(self, value: int) -> bool:
         """Whether `value` is written into a primal."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from itertools import pairwise
+from itertools import compress, pairwise
 from sys import getrefcount
 from typing import Any, Self
 
@@ -142,6 +142,8 @@ class Accumulator:
     def __init__(self) -> None:
         self._pairs: InputGuard | None = None
         self._totals: InputGuard | None = None
+        #: whether each pair of leaf and gradient is plain, as long as `_pairs` holds.
+        self._fitting: list[bool] = []
 
     def __call__(self, variables: Sequence[torch.Tensor], grads: list[Grad]) -> None:
         """Write ``.grad`` of each of `variables` with eager's rules.
@@ -159,30 +161,38 @@ class Accumulator:
                 _one_by_one(variables, grads)
 
     def _are_as_before(self, variables: Sequence[torch.Tensor], grads: Sequence[Grad]) -> bool:
-        """Whether all are plain, and each gradient has the layout that its ``.grad`` owes."""
-        values = [*variables, *grads]
+        """Whether it is known which pairs are plain: the gradient has the layout that its ``.grad`` owes."""
         if not all(variable.grad_dtype is variable.dtype for variable in variables):
             return False
-        if self._pairs is not None and self._pairs.check(values):
+        if self._pairs is not None and self._pairs.check(self._fitting_of(variables, grads)):
             return True
-        if not all(map(_fits, grads, variables)):
-            return False
-        self._pairs, self._totals = InputGuard(values, (), (), None), None
-        return True
+        self._pairs = self._totals = None
+        self._fitting = list(map(_fits, grads, variables))
+        if any(self._fitting):
+            self._pairs = InputGuard(self._fitting_of(variables, grads), (), (), None)
+        return self._pairs is not None
+
+    def _fitting_of(self, variables: Sequence[torch.Tensor], grads: Sequence[Grad]) -> list[Any]:
+        return [*compress(variables, self._fitting), *compress(grads, self._fitting)]
 
     def _write(self, variables: Sequence[torch.Tensor], grads: list[Any]) -> None:
-        """Of gradients that fit."""
         before: list[Any] = [variable.grad for variable in variables]
         missing = sum([total is None for total in before])
         if missing == len(before):
             grads.reverse()
-            for variable in variables:
+            for variable, fits in zip(variables, self._fitting, strict=True):
                 grad = grads.pop()
-                if getrefcount(grad) <= _OWN_REFERENCES and grad._use_count() <= 1:
+                if fits and getrefcount(grad) <= _OWN_REFERENCES and grad._use_count() <= 1:
                     variable.grad = grad.detach()
                 else:
-                    accumulate_grad(variable, [grad])
-        elif not missing and self._can_be_added_to(before, variables) and _are_apart(before, grads):
+                    box, grad = [grad], None
+                    accumulate_grad(variable, box)
+        elif (
+            not missing
+            and all(self._fitting)
+            and self._can_be_added_to(before, variables)
+            and _are_apart(before, grads)
+        ):
             add_each(before, grads)
             grads.clear()
         else:
@@ -205,8 +215,7 @@ def _one_by_one(variables: Sequence[torch.Tensor], grads: list[Grad]) -> None:
 
 
 def _fits(grad: Grad, variable: torch.Tensor) -> bool:
-    """Whether a plain gradient has the sizes, dtype and strides of its plain leaf. Other layouts that fit too
-    are left to `accumulate_grad`."""
+    """Whether a plain gradient has the sizes, dtype and layout that its plain leaf asks for."""
     if type(grad) is not torch.Tensor or type(variable) not in PLAIN_CLASSES or not variable.requires_grad:
         return False
     if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in (grad, variable)):
@@ -215,9 +224,7 @@ def _fits(grad: Grad, variable: torch.Tensor) -> bool:
         grad.shape == variable.shape
         and grad.dtype is variable.dtype
         and grad.device == variable.device
-        and variable.is_contiguous()
-        and grad.stride() == variable.stride()
-        and 0 not in grad.stride()
+        and obeys_layout_contract(grad, variable)
         and not _is_lazy_or_inference(grad)
     )
 
