@@ -62,9 +62,10 @@ class FuzzOptions:
 class FuzzSummary:
     """Where a campaign stands. `rejected`: drawings that eager could not run; `repeated`: divergences that
     something known covers; `number`: the last case's; `lost`: cases that cost a worker or could not be
-    judged, and candidates that cost one while a case was made smaller; `begun`: how far cases came that are
-    made smaller, by number; `failed`: why the last worker ended before its first case; `fired`: how many
-    programs made each pass fire; `new`: distinct divergences, `finds` those of them that this process found.
+    judged, and candidates that cost one while a case was made smaller; `shrinking`: the seconds that each of
+    the `workers` shrank, in the mean; `begun`: how far cases came that are made smaller, by number; `failed`:
+    why the last worker ended before its first case; `fired`: how many programs made each pass fire; `new`:
+    distinct divergences, `finds` those of them that this process found.
     """
 
     cases: int = 0
@@ -82,6 +83,7 @@ class FuzzSummary:
     interrupted: bool = False
     number: int = -1
     failed: str = ""
+    workers: int = 1
 
     @property
     def rejected_share(self) -> float:
@@ -121,6 +123,7 @@ def fuzz(options: FuzzOptions, on_find: OnFind, on_progress: OnProgress) -> Fuzz
     for name in options.policies:
         policy(name)
     summary = FuzzSummary.resumed(options.done.state, options.known)
+    summary.workers = max(options.processes, 1)
     started = time.monotonic() - summary.seconds
     try:
         for unit in _rounds(options, summary, started):
@@ -214,7 +217,7 @@ def _take(message: Any, summary: FuzzSummary, on_find: OnFind) -> Row | None:
         summary.lost.append(f"{row.case}: {row.reason}")
     summary.cases += 1
     summary.rejected += data["attempt"]
-    summary.shrinking += data["shrinking"]
+    summary.shrinking += data["shrinking"] / summary.workers
     summary.verdicts[row.verdict.value] += 1
     summary.fired.update(data["fired"])
     if data["find"] is not None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import gradparity.fuzz as campaigns
 from gradparity.errors import CaseError, UnknownNameError
-from gradparity.executors.registry import Resources
+from gradparity.executors.registry import Resources, executor
+from gradparity.executors.unit import Result, Unit
 from gradparity.fuzz import FuzzOptions, FuzzSummary, fuzz
 from gradparity.fuzzing import work
 from gradparity.fuzzing.find import Find, Folder
-from gradparity.fuzzing.work import FuzzTask
+from gradparity.fuzzing.work import FuzzTask, fuzz_unit
 from gradparity.generate.draw import drawn_and_run
 from gradparity.generate.script import Script
 from gradparity.signature import Signature
@@ -78,6 +83,21 @@ def test_it_ends_after_its_minutes() -> None:
     summary, _, _ = campaign("eager", cases=None, minutes=0.02)
     assert 0 < summary.cases < 500
     assert summary.seconds >= 1.2
+
+
+def test_workers_shrink_beside_one_another(monkeypatch) -> None:
+    """A campaign of 100 seconds in which both workers shrank for 60 had 40 seconds for its cases, not -20."""
+
+    class Shrinking:
+        def run(self, units: list[Unit]) -> Iterator[Any]:
+            for message in executor(fuzz_unit, 0, 10.0, Resources()).run(units):
+                took = {"data": {**message.data, "shrinking": 60.0}} if isinstance(message, Result) else {}
+                yield replace(message, **took)
+
+    monkeypatch.setattr(campaigns, "executor", lambda *args: Shrinking())
+    summary, _, _ = campaign("eager", processes=2, cases=2)
+    assert summary.shrinking == 60
+    assert replace(summary, seconds=100.0).rate == 2 / 40
 
 
 @pytest.mark.timeout(120)
