@@ -666,3 +666,27 @@ def test_a_normalisation_is_run_again_and_counts_once(use: Any) -> None:
             call(x * 2)
         results.append([use(out, x), norm.running_mean, norm.running_var, norm.num_batches_tracked])
     torch.testing.assert_close(results[1], results[0])
+
+
+class ExpKeepingItsInput(torch.autograd.Function):
+    """Its context has an attribute, of which the backward computes what the forward has computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.kept = x
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * ctx.kept.exp()
+
+
+def test_a_result_whose_region_holds_it_is_freed() -> None:
+    """What eager keeps as an attribute is kept after a backward; a result that held itself would stay."""
+    x = torch.randn(3, requires_grad=True)
+    out = aot.function(ExpKeepingItsInput.apply, backend="eager", strict=True)(x)
+    gradients = [torch.autograd.grad(out.sum(), x)[0] for _ in range(2)]
+    torch.testing.assert_close(gradients, [x.exp().detach()] * 2)
+    result = weakref.ref(out)
+    del out
+    assert result() is None

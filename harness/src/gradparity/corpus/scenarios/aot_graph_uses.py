@@ -6,6 +6,7 @@ eager's errors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,6 +88,53 @@ class Doubled(torch.autograd.Function):
         return grads[0] * 2, None
 
 
+class KeptInContext(torch.autograd.Function):
+    """Keeps its input or its result as an attribute, or asks for what was saved though nothing was."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: str) -> Tensor:
+        """The exponential of `x`."""
+        out = x.exp()
+        ctx.how, ctx.kept = kept, x if kept == "input" else out.detach()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Of the exponential."""
+        return grads[0] * (ctx.kept.exp() if ctx.how == "input" else ctx.kept), None
+
+
+class AsksForSaved(KeptInContext):
+    """Asks for what was saved though nothing was."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Of the exponential."""
+        return (*ctx.saved_tensors, grads[0] * ctx.kept, None)
+
+
+def _saved_by(ctx: Any) -> Tensor:
+    (saved,) = ctx.saved_tensors
+    kept: Tensor = saved
+    return kept
+
+
+class AsksElsewhere(KeptInContext):
+    """Reads what was saved in a function that is handed the context, once differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: str) -> Tensor:
+        """The sine of `x`."""
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Of the sine."""
+        return grads[0] * _saved_by(ctx).cos(), None
+
+
 #: what a function computes, of whose nodes some keep tensors in eager, and others nothing.
 KEEPING = {
     "a number": lambda a: a * 3,
@@ -104,6 +152,10 @@ KEEPING = {
     "a Function that saves": lambda a: Doubled.apply(a, True),
     "a Function that does not": lambda a: Doubled.apply(a, False),
     "nothing, then something": lambda a: (a + 1).exp(),
+    "an attribute of a context": lambda a: KeptInContext.apply(a, "input"),
+    "a result in a context": lambda a: KeptInContext.apply(a * 2, "result"),
+    "a Function that asks in vain": lambda a: AsksForSaved.apply(a, "result"),
+    "a Function that asks elsewhere": lambda a: AsksElsewhere.apply(a, ""),
 }
 
 
@@ -120,6 +172,91 @@ def aot_what_can_run_backward_twice(p: Probe) -> None:
             except RuntimeError as error:
                 p.event(f"{name} {number}", "a second time" in str(error))
         p.value(name, x.grad)
+
+
+@scenario(tags=(*TAGS, "retain-graph", "mutation"))
+def aot_what_a_context_keeps_is_read_as_it_is_now(p: Probe) -> None:
+    """A tensor that is an attribute of a context has no version check, and is read when the backward runs."""
+    x = p.leaf("x", p.randn(2, requires_grad=True))
+    held = x * 1
+    out = p.compile(lambda a: KeptInContext.apply(a, "input"))(held)
+    for step in range(3):
+        with p.backward():
+            p.value(f"grad{step}", torch.autograd.grad(out.sum(), held))
+        with torch.no_grad():
+            held.mul_(2)
+
+
+class GivesNothing(torch.autograd.Function):
+    """Two results; its backward has no gradient for its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Sine and cosine."""
+        return x.sin(), x.cos()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """None."""
+        return None
+
+
+class Product(torch.autograd.Function):
+    """A product whose backward makes a gradient of whatever it gets."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        """The product."""
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Of the product, and one more."""
+        x, y = ctx.saved_tensors
+        return grads[0] * y + 1, grads[0] * x
+
+
+class ProductUnlessMissing(Product):
+    """A product that is told that a gradient is missing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        """The product."""
+        ctx.set_materialize_grads(False)
+        return Product.forward(ctx, x, y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Of the product; ones where there is none."""
+        x, y = ctx.saved_tensors
+        return (torch.ones_like(x), None) if grads[0] is None else (grads[0] * y, grads[0] * x)
+
+
+#: what stands between a Function that gives no gradient and the inputs; what is used besides.
+MISSING: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "next": lambda a, b: GivesNothing.apply(Product.apply(a, b))[0],
+    "further": lambda a, b: GivesNothing.apply(Product.apply(a, b).exp().view(-1))[1],
+    "told": lambda a, b: GivesNothing.apply(ProductUnlessMissing.apply(a, b))[0],
+    "twice": lambda a, b: GivesNothing.apply(Product.apply(Product.apply(a, b), b))[1],
+    "beside": lambda a, b: GivesNothing.apply(Product.apply(a, b))[0] + Product.apply(b, a),
+    "met": lambda a, b: sum(GivesNothing.apply(c := Product.apply(a, b))) + c * 2,
+    "leaf": lambda a, b: GivesNothing.apply(a)[0] * Product.apply(a, b),
+    "outputs": lambda a, b: (GivesNothing.apply(c := Product.apply(a, b))[0], c.sin()),
+    "only built-in": lambda a, b: GivesNothing.apply(a.exp() * b)[0],
+}
+
+
+@scenario(tags=(*TAGS, "function", "undefined"))
+def aot_functions_below_one_that_gives_no_gradient(p: Probe) -> None:
+    """A Function that gets no gradient gets zeros, and is called; what is built in is not."""
+    for name, function in MISSING.items():
+        a, b = (p.leaf(f"{name} {which}", p.randn(3, requires_grad=True)) for which in "ab")
+        out = p.compile(function)(a * 1 if name == "further" else a, b)
+        first = out[0] if isinstance(out, tuple) else out
+        with p.backward():
+            first.sum().backward()
+        p.value(name, (a.grad, b.grad))
 
 
 @scenario(tags=(*TAGS, "retain-graph"))

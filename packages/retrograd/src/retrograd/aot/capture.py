@@ -192,6 +192,7 @@ class _Attempt:
             out_spec=self.out_spec,
             gradients=self.backward.wrappings(),
             undefined_matters=frozenset(self.backward.undefined_matters),
+            with_functions=frozenset(self.backward.with_functions),
             saving=frozenset(self.backward.saving),
             is_single_region=self.manner.single_region,
             sums_apart=self.manner.sums_apart,

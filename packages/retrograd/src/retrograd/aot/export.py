@@ -39,7 +39,7 @@ from retrograd.serialize import (
 from retrograd.version import VERSION
 
 #: of the files that are written; files of another one are refused.
-SCHEMA = 3
+SCHEMA = 4
 
 _FORMAT = "retrograd-joint-graph"
 _MANIFEST, _JOINT, _TENSORS = "manifest.json", "joint.json", "tensors.pt"
@@ -53,6 +53,7 @@ FIELDS = (
     "updates",
     "outputs",
     "undefined_matters",
+    "with_functions",
     "saving",
     "is_single_region",
     "sums_apart",

@@ -274,6 +274,7 @@ class JointValues:
         out_spec: the pytree of the outputs.
         gradients: how the gradient of each destination of each region is built; absent where it is undefined.
         undefined_matters: regions in which a cotangent that is undefined is not the same as zeros.
+        with_functions: regions with a Function: it makes gradients of an undefined one.
         saving: regions for which eager saves tensors: once these are freed, a backward is an error.
         hooked_leaves: primals after whose gradients regions end, so that these become visible one by one.
         is_single_region: whether the outputs are differentiated together, not in eager's structure.
@@ -291,6 +292,7 @@ class JointValues:
     out_spec: Any
     gradients: Mapping[tuple[int, Destination], Any] = field(default_factory=dict)
     undefined_matters: frozenset[int] = frozenset()
+    with_functions: frozenset[int] = frozenset()
     saving: frozenset[int] = frozenset()
     is_single_region: bool = False
     sums_apart: bool = False

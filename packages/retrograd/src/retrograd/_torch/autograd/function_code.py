@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import itertools
 import math
 import operator
 import types
@@ -94,8 +95,32 @@ class Reading:
 def why_backward_has_effects(function: Any) -> str | None:
     """What the backward of a Function changes that outlives it, besides tensors and its context; None if its
     code tells of nothing."""
-    written = (one for one in _unwrapped(function.backward) if not _is_in_torch(one))
+    written = _written_backward(function)
     return next(filter(None, (_Effects(method, Reading(), True).why_not() for method in written)), None)
+
+
+def reads_saved_tensors(function: Any) -> bool | None:
+    """Whether the backward of a Function asks for the tensors that were saved for it; None if its code does
+    not tell, because it hands its context on."""
+    codes = [method.__code__ for method in _written_backward(function)]
+    if any("saved_tensors" in code.co_names for code in codes):
+        return True
+    return None if not codes or any(map(_hands_context_on, codes)) else False
+
+
+def _hands_context_on(code: types.CodeType) -> bool:
+    """Whether the first parameter is used otherwise than for its attributes."""
+    context = code.co_varnames[:1]
+    return any(
+        (one.argval,) == context or (isinstance(one.argval, tuple) and context[0] in one.argval)
+        for one, following in itertools.pairwise(dis.get_instructions(code))
+        if "_ATTR" not in following.opname and following.opname != "LOAD_METHOD"
+    )
+
+
+def _written_backward(function: Any) -> Iterator[types.FunctionType]:
+    """The Python functions of a Function's backward, without torch's decorators."""
+    return (method for method in _unwrapped(function.backward) if not _is_in_torch(method))
 
 
 def methods_of(function: Any) -> Iterator[types.FunctionType]:

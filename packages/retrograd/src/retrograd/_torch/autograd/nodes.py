@@ -24,6 +24,7 @@ from torch import fx
 from torch.autograd.graph import GradientEdge
 
 from retrograd._torch.autograd.collection import run_stock, window
+from retrograd._torch.autograd.function_code import reads_saved_tensors
 from retrograd._torch.autograd.request import EngineRequest
 from retrograd._torch.state import torch_functions_off, without_torch_functions
 from retrograd._torch.tensor import PLAIN_CLASSES, zeros_of_slot
@@ -44,9 +45,13 @@ def saved_name(node: Any, hook: Callable[..., Any], packed: Any) -> str | None:
 
 
 def saves_tensors(node: Any) -> bool:
-    """Whether `node`, of C++, keeps tensors, and so cannot run when they are freed. (A Function can, if it
-    does not read them.)"""
-    names = () if hasattr(node, "apply") else dir(node)
+    """Whether `node` keeps tensors that it reads, and so cannot run when they are freed. A Function that asks
+    for them cannot either if there are none. What is an attribute of its context is never freed."""
+    function = getattr(node, "_forward_cls", None)
+    reads = None if function is None else reads_saved_tensors(function)
+    if reads is not None:
+        return reads
+    names = dir(node)
     found = [getattr(node, name) for name in names if name.startswith(_PREFIX)]
     return any(
         one.data is not None for each in found for one in (each if isinstance(each, tuple) else (each,))

@@ -103,10 +103,10 @@ class Attaching:
         value_of = [boundary.value for boundary in signature.boundaries]
         first = self._layout.values
         saved = [partition.saved[i] for i in partition.backwards[number].saved]
-        tensors = [s for s in saved if not s.is_number]
+        tensors = [s for s in saved if not (s.is_number or code.frees_nothing)]
         checked = partition.backwards[number].checked
         take_tensors = picker([self._layout.place_of(s) for s in (*tensors, *checked)])
-        take_numbers = picker([self._layout.place_of(s) for s in saved if s.is_number])
+        take_numbers = picker([self._layout.place_of(s) for s in saved if s not in tensors])
         roots = [first + value_of[root] for root in region.roots]
         take_roots = picker(roots)
         take_inputs = picker(
@@ -128,9 +128,10 @@ class Attaching:
 
         def attach_code(frame: Frame, again: Any) -> None:
             fresh = tuple([value.detach() if value._is_view() else value for value in take_roots(frame)])
-            attached = attach(
-                code, take_tensors(frame), take_numbers(frame), again, fresh, *take_inputs(frame)
-            )
+            numbers = take_numbers(frame)
+            if code.frees_nothing:  # a result that held itself would never be freed
+                numbers = tuple([n.detach() if isinstance(n, torch.Tensor) else n for n in numbers])
+            attached = attach(code, take_tensors(frame), numbers, again, fresh, *take_inputs(frame))
             for place, value in zip(roots, attached, strict=True):
                 frame[place] = value
             for root in written:

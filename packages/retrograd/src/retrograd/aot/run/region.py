@@ -80,9 +80,12 @@ class RegionCode:
         )
         self._places = [i for i, g in enumerate(self._gradients) if g is not None]
         self._undefined_matters = number in joint.undefined_matters
+        self._has_functions = number in joint.with_functions
         saved = [partition.saved[i] for i in self._graphs.saved]
         self._made = {i: entry.place for i, entry in enumerate(saved) if entry.kind is SavedKind.INTERMEDIATE}
-        self._numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number)
+        #: whether what is saved is kept as attributes of a context are: eager's nodes free nothing either.
+        self.frees_nothing = not (number in joint.saving or self._graphs.checked or config.cudagraphs)
+        self._numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number or self.frees_nothing)
         self._tensors = len(saved) - len(self._numbers)
         self.follows_layout = isinstance(backend, AtenBackend)
         self._codes: dict[Layouts, _Code] = {}
@@ -101,13 +104,15 @@ class RegionCode:
 
     def __call__(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         """Gradients for the destinations."""
-        if all(cotangent is None for cotangent in cotangents):
+        are_undefined = all(cotangent is None for cotangent in cotangents)
+        if are_undefined and not self._has_functions:
             return [None] * len(self.destinations)
         saved = ctx.saved_tensors if self._saves else ()  # what saves nothing may run as often as one likes
         if (
             torch.is_grad_enabled()
             or ThreadModes.autocast_now()
             or torch.is_anomaly_enabled()
+            or are_undefined
             or not self._fit(cotangents)
         ):
             return self._as_eager(ctx, cotangents)

@@ -62,8 +62,12 @@ class Walk:
     def run(self, cotangents: Mapping[int, Any]) -> dict[Destination, Any]:
         """Gradients of the region's destinations; None where undefined.
 
+        A node is called with whatever arrives, as the engine calls it, also if all of that is undefined: a
+        Function gets zeros then, and may make gradients of them.
+
         Args:
-            cotangents: by boundary; None is undefined.
+            cotangents: by boundary; None is undefined. That of all is one that arrives; that of some is an
+                output from which this backward does not come.
 
         Raises:
             Refusal: a node gives what the engine would refuse.
@@ -72,9 +76,9 @@ class Walk:
         region = self.structure.regions[self.number]
         self._found = dict.fromkeys(region.destinations)
         self._sends = region.sends
-        for root in region.roots:
-            if cotangents[root] is not None:
-                self._add_inside(self.structure.boundaries[root], cotangents[root])
+        given = [root for root in region.roots if cotangents[root] is not None]
+        for root in given or region.roots:
+            self._add_inside(self.structure.boundaries[root], cotangents[root])
         for node in region.nodes:
             self._call(node)
         return self._found
@@ -89,21 +93,28 @@ class Walk:
             if self.checks:
                 refuse_nan(node.name, results)
             for place, (edge, grad) in enumerate(zip(node.edges, results, strict=True)):
-                if edge is not None and grad is not None:
-                    grad = fitted(self.graph.nodes[edge.node].handle, edge.slot, grad)
+                if edge is not None:
+                    if grad is not None:
+                        grad = fitted(self.graph.nodes[edge.node].handle, edge.slot, grad)
                     self._send(self._sends.get((index, place)), edge, grad)
 
     def _send(self, there: Destination | None, edge: Edge, grad: Any) -> None:
         if there is None:
             self._add_inside(edge, grad)
         else:
-            known = self._found[there]
-            self._found[there] = grad if known is None else known + grad
+            self._found[there] = _added(self._found[there], grad)
 
     def _add_inside(self, edge: Edge, grad: Any) -> None:
         count = len(self.graph.nodes[edge.node].handle._input_metadata)
         slots = self._grads.setdefault(edge.node, [None] * count)
-        slots[edge.slot] = grad if slots[edge.slot] is None else slots[edge.slot] + grad
+        slots[edge.slot] = _added(slots[edge.slot], grad)
+
+
+def _added(known: Any, more: Any) -> Any:
+    """Their sum; None is undefined."""
+    if known is None or more is None:
+        return more if known is None else known
+    return known + more
 
 
 @dataclass(frozen=True)
@@ -126,7 +137,7 @@ class Differentiated:
         stand_ins: values that stand for hidden boundaries.
         cotangents: boundary and make-up of each cotangent, in the order of the placeholders.
         grads: by region, the functional gradient of each destination, or None.
-        undefined_matters, saving, hooked_leaves: as in `JointGraph`.
+        undefined_matters, with_functions, saving, hooked_leaves: as in `JointGraph`.
     """
 
     structure: Structure = field(default_factory=lambda: Structure((), (), ()))
@@ -136,6 +147,7 @@ class Differentiated:
     cotangents: list[tuple[int, Layout]] = field(default_factory=list)
     grads: list[dict[Destination, Any]] = field(default_factory=list)
     undefined_matters: set[int] = field(default_factory=set)
+    with_functions: set[int] = field(default_factory=set)
     saving: set[int] = field(default_factory=set)
     hooked_leaves: frozenset[int] = frozenset()
 
@@ -212,7 +224,10 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
         with torch.no_grad(), tracer.noting(is_backward=True, region=number):
             roots = {root: traced[values[root]] for root in region.roots}
             handles = [graph.nodes[node].handle for node in region.nodes]
-            if any(hasattr(one, "apply") and not materializes_grads(one) for one in handles):
+            functions = [one for one in handles if hasattr(one, "apply")]
+            if functions:
+                made.with_functions.add(number)
+            if not all(map(materializes_grads, functions)):
                 made.undefined_matters.add(number)
             if any(map(saves_tensors, handles)):
                 made.saving.add(number)
