@@ -6,6 +6,7 @@ What eager does stands here as literal lists, or is asked of eager in the same t
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -690,3 +691,19 @@ def test_a_result_whose_region_holds_it_is_freed() -> None:
     result = weakref.ref(out)
     del out
     assert result() is None
+
+
+def test_a_view_of_a_result_that_lies_otherwise_than_predicted_shows_its_elements() -> None:
+    """torch's fake kernel says that the logarithm of a sigmoid lies as its input does; it is contiguous."""
+    x = torch.randn(2, 3).t()
+
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        result = nn.functional.logsigmoid(x)
+        return result, result.detach()
+
+    call = aot.function(run, backend="eager")
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        found = [call(x) for _ in range(2)]
+    for one in found:
+        torch.testing.assert_close(one, run(x), rtol=0, atol=0, check_stride=True)

@@ -6,8 +6,11 @@ are, and gradients after the caller has changed them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gradparity.corpus.scenario import scenario
 from gradparity.corpus.scenarios.storages import history, layout, share
@@ -229,3 +232,35 @@ def aot_constant_of_the_function_as_output(p: Probe) -> None:
     p.event("constant", same is constant, share(made, again))
     with p.backward():
         (one + other * made).sum().backward()
+
+
+#: operators whose results may lie otherwise in memory than torch's fake tensors say; of some they do.
+LAID_OUT = {
+    "logsigmoid": functional.logsigmoid,
+    "mish": functional.mish,
+    "hardtanh": functional.hardtanh,
+    "logit": lambda a: a.sigmoid().logit(),
+    "renorm": lambda a: a.renorm(2, 0, 1.0),
+    "cumprod": lambda a: a.cumprod(0),
+    "log_softmax": lambda a: a.log_softmax(1),
+    "flip": lambda a: a.flip(0),
+    "roll": lambda a: a.roll(1, 0),
+    "glu": lambda a: functional.glu(a, 0),
+}
+
+
+@scenario(tags=(*TAGS, "layout"))
+def aot_views_of_results_of_every_layout(p: Probe) -> None:
+    """A result of a permuted input is returned with views of it, which show its elements in their order."""
+    for name, operator in LAID_OUT.items():
+        for order in ((3, 1, 0, 2), (1, 0, 2, 3), (2, 3, 1, 0)):
+            x = p.leaf(f"{name} {order}", p.randn(2, 4, 2, 6).permute(order).requires_grad_())
+
+            def run(a: Tensor, operator: Callable[[Tensor], Tensor] = operator) -> tuple[Tensor, ...]:
+                whole = operator(a)
+                return whole, whole.detach(), whole.transpose(0, 1), whole[1:], whole.detach().mT
+
+            outputs = p.compile(run)(x)
+            with p.backward():
+                (outputs[0].sum() + outputs[2].square().sum() + outputs[3].exp().sum()).backward()
+            p.value(f"{name} {order}", outputs)

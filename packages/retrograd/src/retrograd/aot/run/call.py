@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -234,6 +234,10 @@ class CompiledFunction:
         self._expected: list[Any] | None = output_examples(partition.forward.graph)
         if all(region.follows_layout for region in regions):
             del self._expected[joint.signature.forward_count :]
+        views = [plan for plan in joint.outputs if isinstance(plan, AliasOf) and plan.view.replay is None]
+        places = {value: place for place, value in layout.plain_values.items()}
+        #: places of results of which views are made by their strides.
+        self._strided = {places[plan.value] for plan in views if plan.value in places}
         self._finish, self._rebuild = Finish(joint, layout.values), rebuilder(joint.out_spec)
         self._attaching = Attaching(partition, regions, layout, self._finish) if regions else None
         #: whether the function itself may have switched autograd on
@@ -327,7 +331,7 @@ class CompiledFunction:
         """What the graph gives for `parts`."""
         results = self._run(parts)
         if self._expected is not None:
-            refuse_unlike_traced(results, self._expected, self._joint.state.name)
+            refuse_unlike_traced(results, self._expected, self._joint.state.name, self._strided)
             self._expected = None
         return results
 
@@ -368,8 +372,10 @@ def _device(value: Any) -> torch.device:
     return device
 
 
-def refuse_unlike_traced(results: Sequence[Any], expected: Sequence[Any], name: str) -> None:
-    """Compare shapes and types."""
+def refuse_unlike_traced(
+    results: Sequence[Any], expected: Sequence[Any], name: str, strided: Collection[int] = ()
+) -> None:
+    """Compare shapes and types; of results at the places `strided`, of which views are made, strides too."""
     for number, (result, fake) in enumerate(zip(results, expected, strict=False)):
         if not isinstance(fake, torch.Tensor) or not isinstance(result, torch.Tensor):
             continue
@@ -382,5 +388,19 @@ def refuse_unlike_traced(results: Sequence[Any], expected: Sequence[Any], name: 
                 f"result {number} of {name} is {result.dtype} {list(result.shape)}, and a fake tensor of "
                 f"torch's said {fake.dtype} {list(fake.shape)}",
                 "aot.call",
-                way_out="this is a wrong fake kernel in torch: keep its operator out of the function",
+                way_out=_WRONG_FAKE,
             )
+        if number in strided and any(
+            type(stride) is int and size != 1 and stride != now
+            for size, stride, now in zip(result.shape, fake.stride(), result.stride(), strict=True)
+        ):
+            raise UnlikeTracedError.because(
+                "unlike-traced",
+                f"result {number} of {name}, of which views are returned, has strides {result.stride()}, and "
+                f"a fake tensor of torch's said {tuple(fake.stride())}",
+                "aot.call",
+                way_out=_WRONG_FAKE,
+            )
+
+
+_WRONG_FAKE = "this is a wrong fake kernel in torch: keep its operator out of the function"
