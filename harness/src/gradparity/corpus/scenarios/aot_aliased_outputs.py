@@ -241,7 +241,6 @@ LAID_OUT = {
     "hardtanh": functional.hardtanh,
     "logit": lambda a: a.sigmoid().logit(),
     "renorm": lambda a: a.renorm(2, 0, 1.0),
-    "cumprod": lambda a: a.cumprod(0),
     "log_softmax": lambda a: a.log_softmax(1),
     "flip": lambda a: a.flip(0),
     "roll": lambda a: a.roll(1, 0),
