@@ -110,9 +110,9 @@ def reads_saved_tensors(function: Any) -> bool | None:
 
 def _hands_context_on(code: types.CodeType) -> bool:
     """Whether the first parameter is used otherwise than for its attributes."""
-    context = code.co_varnames[:1]
+    context = next(iter(code.co_varnames), None)
     return any(
-        (one.argval,) == context or (isinstance(one.argval, tuple) and context[0] in one.argval)
+        context in (one.argval if isinstance(one.argval, tuple) else (one.argval,))
         for one, following in itertools.pairwise(dis.get_instructions(code))
         if "_ATTR" not in following.opname and following.opname != "LOAD_METHOD"
     )

@@ -39,9 +39,9 @@ from retrograd.graph.joint_graph import AliasOf, JointValues, Partition
 
 
 class RegionNode(torch.autograd.Function):
-    """One node for one region. Its context keeps, besides the saved tensors, ``numbers`` (saved values that
-    are not tensors) and ``again`` (what is needed to run the region as eager would). They are released
-    together."""
+    """One node for one region. Its context keeps, besides the saved tensors, ``again`` (what is needed to run
+    the region as eager would), which is released with them; and ``numbers``, which is not: saved values that
+    are not tensors, and all of them where eager's nodes free nothing."""
 
     @staticmethod
     def forward(
@@ -103,10 +103,11 @@ class Attaching:
         value_of = [boundary.value for boundary in signature.boundaries]
         first = self._layout.values
         saved = [partition.saved[i] for i in partition.backwards[number].saved]
-        tensors = [s for s in saved if not (s.is_number or code.frees_nothing)]
+        held = [s for s in saved if s.is_number or code.frees_nothing]
+        tensors = [] if code.frees_nothing else [s for s in saved if not s.is_number]
         checked = partition.backwards[number].checked
         take_tensors = picker([self._layout.place_of(s) for s in (*tensors, *checked)])
-        take_numbers = picker([self._layout.place_of(s) for s in saved if s not in tensors])
+        take_numbers = picker([self._layout.place_of(s) for s in held])
         roots = [first + value_of[root] for root in region.roots]
         take_roots = picker(roots)
         take_inputs = picker(
