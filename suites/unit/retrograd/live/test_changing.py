@@ -256,13 +256,20 @@ def test_equal_segments_of_other_settings_are_not_shared() -> None:
     assert retrograd.counters["lowerings"] == 2
 
 
+@pytest.mark.parametrize("backend", ["eager", "aten"])
+@pytest.mark.parametrize("hooked", [True, False])
 @pytest.mark.parametrize("as_input", [False, True])
-def test_a_leaf_may_ask_for_another_dtype_after_the_capture(as_input: bool) -> None:
+def test_a_leaf_may_ask_for_another_dtype_after_the_capture(
+    as_input: bool, hooked: bool, backend: str
+) -> None:
+    """With regions of one node too, which are found by what each gradient was made by."""
+
     def steps() -> list[Tensor | None]:
         torch.manual_seed(0)
         w = torch.randn(4, requires_grad=True)
         seen: list[Tensor | None] = []
-        w.register_hook(lambda grad: seen.append(grad.clone()))
+        if hooked:
+            w.register_hook(lambda grad: seen.append(grad.clone()))
         for step in range(4):
             if step == 2:
                 w.grad, w.grad_dtype = None, torch.float64
@@ -275,7 +282,7 @@ def test_a_leaf_may_ask_for_another_dtype_after_the_capture(as_input: bool) -> N
         return seen
 
     expected = steps()
-    with retrograd.compiled_autograd("eager"):
+    with retrograd.compiled_autograd(backend, regions=1):
         found = steps()
     assert [grad.dtype for grad in found] == [grad.dtype for grad in expected]
     assert all(map(torch.equal, found, expected))

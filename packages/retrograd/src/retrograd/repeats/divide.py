@@ -334,13 +334,13 @@ def _captured_cost(node: fx.Node) -> float | None:
 
 def _source(node: fx.Node) -> str:
     """The name of the autograd node that made a value, behind projections and checks of it."""
-    place = 0
+    place: Any = 0
     while call_of(node).kind in (CallKind.PROJECT, CallKind.VALIDATE):
+        before: Any = node.args[0]
         if call_of(node).kind is CallKind.PROJECT:
-            place = node.args[1]  # type: ignore[assignment]
-            before = node.args[0]
-        else:
-            before = node.args[0][place]  # type: ignore[index]
+            place = node.args[1]
+        elif not isinstance(before, fx.Node):  # else one gradient, converted for its leaf
+            before = before[place]
         if not isinstance(before, fx.Node) or before.op != "call_function":
             return ""
         node = before
