@@ -280,6 +280,11 @@ def source_of(node: fx.Node) -> Source:
     return source
 
 
+def is_alias(node: fx.Node) -> bool:
+    """Whether the call is the backward of ``x[...]``, which returns the gradient that it is given."""
+    return call_of(node).kind is CallKind.NODE and getattr(node.target, "__name__", "") == "AliasBackward0"
+
+
 @dataclass(frozen=True)
 class Segment:
     """Functional calls between two opaque ones.

@@ -134,16 +134,22 @@ def boxed_calls(
 
 
 def emit_calls(
-    emit: Emitter, calls: Sequence[fx.Node], let_go: Iterable[fx.Node], root: object = None
+    emit: Emitter,
+    calls: Sequence[fx.Node],
+    let_go: Iterable[fx.Node],
+    root: object = None,
+    instead: Callable[[fx.Node], str | None] = lambda node: None,
 ) -> None:
-    """Lines that make `calls` in order, and delete each of `let_go` after the last that reads it."""
+    """Lines that make `calls` in order, and delete each of `let_go` after the last that reads it; `instead`
+    may give another text for a call."""
     gone = set(let_go)
     reads = ((i, (node, *node.all_input_nodes)) for i, node in enumerate(calls))
     dying = last_uses((i, [value for value in values if value in gone]) for i, values in reads)
     for i, node in enumerate(calls):
+        value: str | None
         if node.op == "get_attr":
             value = emit.refer("held", attrgetter(str(node.target))(root))
-        else:
+        elif (value := instead(node)) is None:
             named = [f"{name}={emit.expression(argument)}" for name, argument in node.kwargs.items()]
             items = [*map(emit.expression, node.args), *named]
             if node.op == "call_method":

@@ -301,6 +301,29 @@ class OutputCheck(NodeFunction):
         raise RuntimeError(f"Function {self._node} returned an {text.removeprefix(self._NAMELESS)}")
 
 
+class RememberingCheck:
+    """An `OutputCheck` in a plan that runs again: where gradients are like those that it returned as they
+    were, one guard in C++ says so.
+
+    Args:
+        check: the check. saved: its other arguments, the same in each run.
+    """
+
+    def __init__(self, check: OutputCheck, saved: Sequence[Any]) -> None:
+        self._check, self._saved = check, saved
+        self._passed: InputGuard | None = None
+
+    def __call__(self, grads: Sequence[Any]) -> Sequence[Any]:
+        """The gradients as their consumers take them."""
+        if self._passed is not None and self._passed.check(grads):
+            return grads
+        results = self._check(grads, *self._saved)
+        kept = [type(grad) is torch.Tensor or grad is None for grad in grads]
+        if all(kept) and all(one is other for one, other in zip(results, grads, strict=True)):
+            self._passed = InputGuard(grads, (), (), None)
+        return results
+
+
 # nodes whose number of inputs depends on a size, which the engine's key for a structure does not hold
 
 UNBOUND = ("UnbindBackward0", "UnbindBackward0_copy")

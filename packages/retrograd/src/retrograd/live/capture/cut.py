@@ -29,12 +29,12 @@ from retrograd.graph.backward_graph import (
     Segment,
     call_of,
     dying_values,
+    is_alias,
 )
 from retrograd.graph.structure import structure_and_numbers
 from retrograd.process import Recent
 
 _WORTH_COMPILING = frozenset({CallKind.NODE, CallKind.ATEN, CallKind.COPY_SLICES})
-
 
 Divide = Callable[[Sequence[fx.Node]], Sequence[Sequence[fx.Node]]]
 
@@ -105,7 +105,7 @@ class _Cutter:
     def _flush(self) -> None:
         """The pieces of the current run, each followed by the accumulations whose gradients are there."""
         pieces: Sequence[Sequence[fx.Node]] = [self._current] if self._current else []
-        if pieces and self._divide is not None:
+        if self._divide is not None and _is_worth_compiling(self._current):
             pieces = self._divide(self._current)
         made_in = {node: i for i, piece in enumerate(pieces) for node in piece} if len(pieces) > 1 else {}
         waiting = deque(self._accumulations)
@@ -131,8 +131,12 @@ def _segment(nodes: list[fx.Node], dying: frozenset[fx.Node], apart: Mapping[fx.
     own = set(nodes)
     inputs = dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in own)
     outputs = tuple(node for node in nodes if node not in dying)
-    worth = any(call_of(node).kind in _WORTH_COMPILING for node in nodes)
+    worth = _is_worth_compiling(nodes)
     return Segment(tuple(nodes), tuple(inputs), outputs, worth, apart.get(nodes[0], ""))
+
+
+def _is_worth_compiling(nodes: Sequence[fx.Node]) -> bool:
+    return any(call_of(node).kind in _WORTH_COMPILING and not is_alias(node) for node in nodes)
 
 
 # numbers that change from capture to capture

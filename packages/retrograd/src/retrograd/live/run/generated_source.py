@@ -28,9 +28,10 @@ from retrograd.graph.backward_graph import (
     SourceKind,
     call_of,
     dying_values,
+    is_alias,
 )
 from retrograd.graph.emit import Emitter, emit_calls
-from retrograd.live.calls.gradients import Accumulator, accumulate_quietly
+from retrograd.live.calls.gradients import Accumulator, OutputCheck, RememberingCheck, accumulate_quietly
 
 Check = Callable[[Sequence[Any]], bool]
 
@@ -206,7 +207,8 @@ class GeneratedSource:
         self._leave_if_changed(number)
         gone = [node for node in step.inputs if node in self._layout.schedule.dying[number]]
         if code is None:
-            emit_calls(self.emit, step.nodes, [*gone, *(set(step.nodes) - set(step.outputs))])
+            gone += set(step.nodes) - set(step.outputs)
+            emit_calls(self.emit, step.nodes, gone, instead=self._shorter)
             return
         if code.check is not None:
             check = self.emit.refer("check", code.check)
@@ -222,6 +224,17 @@ class GeneratedSource:
         for node, is_given in pairs:
             if not is_given:
                 self.emit.line(f"{self.emit.name(node)} = None")
+
+    def _shorter(self, node: fx.Node) -> str | None:
+        """What gives the same as a call of a node or a check, and is quicker."""
+        if _returns_what_it_is_given(node):
+            return self.emit.expression(node.args[0])
+        if call_of(node).kind is not CallKind.VALIDATE or not isinstance(node.target, OutputCheck):
+            return None
+        if any(arg not in node.args[0] for arg in node.all_input_nodes):  # type: ignore[operator]
+            return None  # a size differs from run to run
+        check = self.emit.refer("check", RememberingCheck(node.target, node.args[1:]))
+        return f"{check}({self.emit.expression(node.args[0])})"
 
     def _accumulations(self, number: int) -> int:
         """Consecutive accumulations; returns the number of the step after them."""
@@ -272,6 +285,26 @@ class GeneratedSource:
         self.emit.line("del result")
         self.emit.line(f"if changes or user.has_changed_modes(): return {number + 1}, locals()")
         return number + 1
+
+
+def _returns_what_it_is_given(node: fx.Node) -> bool:
+    """Whether the call is the backward of an alias, or checks its results as its gradients were checked."""
+    if call_of(node).kind is not CallKind.VALIDATE:
+        return is_alias(node)
+    results, asked = node.args[:2]
+    return all(_is_checked(*pair) for pair in zip(results, asked, strict=True))  # type: ignore[arg-type]
+
+
+def _is_checked(result: Any, asked: Any) -> bool:
+    """Whether the result of an alias's backward was checked before against the same metadata."""
+    for is_step in (is_alias, lambda node: call_of(node).kind is CallKind.VALIDATE):
+        if result is None or result.op != "call_function" or call_of(result).kind is not CallKind.PROJECT:
+            return False
+        node, place = result.args
+        if not is_step(node):
+            return False
+        result, last = node.args[0][place], node
+    return bool(last.args[1][place] == asked)
 
 
 def is_only_for_post_hooks(accumulation: fx.Node) -> bool:
