@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+import retrograd
 from retrograd import aot
-from retrograd.aot.run.call import steps_of
+from retrograd.aot.run.attach import FEWEST_TURNS, Order
+from retrograd.graph.eager_order import ACCUMULATES
 
 Leaves = Sequence[torch.Tensor]
 
@@ -53,14 +56,17 @@ def test_hooks_on_leaves_run_in_eagers_order(fn: Callable[[Leaves], torch.Tensor
             compiled = aot.function(fn, backend="eager", strict=True)
             assert order_of(compiled, given, busy) == order_of(fn, given, busy)
     compiled = aot.function(fn, backend="eager", strict=True)
-    assert order_of(compiled, range(7), busy) == order_of(fn, range(7), busy)
+    for given in (range(7), range(12), [*range(5, 14), *range(5)]):
+        assert order_of(compiled, given, busy) == order_of(fn, given, busy)
 
 
-@pytest.mark.parametrize(("count", "barriers"), [(1, 0), (2, 0), (3, 1), (5, 3)])
+@pytest.mark.parametrize(
+    ("count", "barriers"), [(1, 0), (2, 0), (3, 1), (5, 3), (FEWEST_TURNS + 2, 1), (FEWEST_TURNS + 9, 1)]
+)
 def test_two_leaves_need_no_gate(count: int, barriers: int) -> None:
     leaves = [torch.ones(2, requires_grad=True) for _ in range(count)]
     joint = aot.capture(aot.create_state(lambda *given: products(given), leaves))
-    assert sum(step.is_leaf for step in steps_of(joint)) == barriers
+    assert sum(step.is_leaf for step in Order.of(joint).steps) == barriers
 
 
 def ordered(leaves: Leaves) -> torch.Tensor:
@@ -103,3 +109,80 @@ def test_hooks_registered_after_the_forward_run_in_eagers_order(how: str) -> Non
     for one, other in zip(found[1], wanted[1], strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)  # type: ignore[arg-type]
+
+
+def numbers(leaves: Leaves) -> list[int]:
+    nodes = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
+    return [node._sequence_nr() - ACCUMULATES for node in nodes]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("wanted", [slice(None), slice(0, 4), slice(-3, None), slice(0, None, 2)])
+def test_leaves_have_their_own_numbers_after_a_backward(wanted: slice) -> None:
+    leaves = [torch.randn(3, requires_grad=True) for _ in range(10)]
+    out = aot.function(ordered, backend="eager", strict=True)(leaves).sum()
+    seen: list[int] = []
+    for leaf in leaves:
+        leaf.register_hook(lambda grad: seen.append(min(numbers(leaves))))
+    out.backward(inputs=leaves[wanted], retain_graph=True)
+    assert min(seen) < 0, "no leaf had a turn of its own"
+    assert numbers(leaves) == [0] * 10
+    torch.autograd.grad(out, leaves[wanted], retain_graph=True)
+    assert numbers(leaves) == [0] * 10
+    out.backward()
+    assert numbers(leaves) == [0] * 10
+
+
+def test_leaves_have_their_own_numbers_after_an_error() -> None:
+    leaves = [torch.randn(3, requires_grad=True) for _ in range(10)]
+    out = aot.function(ordered, backend="eager", strict=True)(leaves).sum()
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("stop here")
+
+    leaves[4].register_hook(fail)
+    kept = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="stop here"):
+            out.backward(retain_graph=True)
+        assert numbers(leaves) == [0] * len(kept)
+
+
+def test_a_node_that_is_called_by_hand_gives_its_gradients() -> None:
+    leaves = [torch.randn(3, requires_grad=True) for _ in range(10)]
+    node = aot.function(ordered, backend="eager", strict=True)(leaves).grad_fn
+    wanted = torch.autograd.grad(ordered(leaves).sum(), leaves)
+    found = [grad for grad in node.apply(torch.ones(3)) if grad is not None]  # type: ignore[union-attr]
+    assert len(found) == len(wanted)
+    assert all(any(torch.equal(one, other) for other in wanted) for one in found)
+    assert numbers(leaves) == [0] * 10
+
+
+def test_threads_with_leaves_of_their_own_keep_eagers_order() -> None:
+    compiled = aot.function(ordered, backend="eager", strict=True)
+    compiled([torch.ones(3, requires_grad=True) for _ in range(12)])
+
+    def order(fn: Callable[[Leaves], torch.Tensor]) -> list[list[int]]:
+        return [order_of(fn, range(12), busy=bool(run % 2)) for run in range(20)]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(order, [compiled] * 4))
+    assert found == [order(ordered)] * 4
+
+
+@pytest.mark.parametrize("wanted", [slice(None), slice(0, None, 3)])
+def test_a_plan_runs_leaves_in_eagers_order(wanted: slice) -> None:
+    def order(fn: Callable[[Leaves], torch.Tensor]) -> list[list[int]]:
+        leaves = [torch.full((3,), 0.5, requires_grad=True) for _ in range(12)]
+        found = []
+        for _ in range(4):
+            out, seen = fn(leaves).sum() + (leaves[3] * leaves[2]).sum(), list[int]()
+            handles = [leaf.register_hook(lambda g, i=i: seen.append(i)) for i, leaf in enumerate(leaves)]
+            out.backward(inputs=leaves[wanted])
+            found.append(seen)
+            for handle in handles:
+                handle.remove()
+        return found
+
+    eager = order(ordered)
+    with retrograd.compiled_autograd(backend="aten", strict=True):
+        assert order(aot.function(ordered, backend="eager", strict=True)) == eager

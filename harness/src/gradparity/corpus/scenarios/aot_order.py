@@ -6,6 +6,8 @@ nodes.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -254,3 +256,102 @@ def aot_grads_of_three_calls_in_one_backward(p: Probe) -> None:
         out.register_hook(p.hook(f"out{number}"))
     with p.backward():
         (outs[1] * outs[0] + outs[2]).sum().backward()
+
+
+def _chain(*leaves: Tensor) -> Tensor:
+    """Reads each leaf once."""
+    total = leaves[0].sin()
+    for leaf in leaves[1:]:
+        total = (total * leaf).tanh()
+    return total
+
+
+def _ends_meet(*leaves: Tensor) -> Tensor:
+    """Reads its leaves from the end, and the first and the last once more."""
+    return _chain(*leaves[::-1]) * leaves[0] + leaves[-1].cos()
+
+
+#: what is computed with a function of many leaves, and with leaves before it and after it.
+BESIDE: dict[str, Callable[[Callable[..., Tensor], Sequence[Tensor]], Tensor]] = {
+    "nothing": lambda run, leaves: run(*leaves).sum(),
+    "a product before": lambda run, leaves: (leaves[3] * leaves[4] + run(*leaves)).sum(),
+    "a product after": lambda run, leaves: (run(*leaves) + leaves[3] * leaves[4]).sum(),
+    "the ends before": lambda run, leaves: ((leaves[-1] * leaves[0]).exp() * run(*leaves)).sum(),
+    "other leaves": lambda run, leaves: (leaves[5].exp() + run(*leaves)).prod() * leaves[6].sum(),
+    "a call before": lambda run, leaves: (run(*leaves[::-1]) - run(*leaves) * leaves[2]).sum(),
+}
+
+
+def _observe(p: Probe, leaves: Sequence[Tensor]) -> None:
+    for number, leaf in enumerate(leaves):
+        leaf.register_hook(p.hook(f"leaf {number}"))
+        leaf.register_post_accumulate_grad_hook(p.hook(f"leaf {number}", kind="post_acc"))
+
+
+@scenario(tags=(*TAGS, "between-steps"))
+def aot_many_leaves_hooked_between_forward_and_backward(p: Probe) -> None:
+    """Hooks that leaves get after the forward run in eager's order, with and without other uses of leaves."""
+    for kind, function in (("chain", _chain), ("ends", _ends_meet)):
+        run = p.compile(function)
+        for name, beside in BESIDE.items():
+            leaves = [p.leaf(f"{kind} {name} {i}", p.randn(3, requires_grad=True)) for i in range(11)]
+            first, second = beside(run, leaves), beside(run, leaves)
+            _observe(p, leaves)
+            with p.backward():
+                second.backward()
+                (first + beside(run, leaves)).backward()
+
+
+@scenario(tags=(*TAGS, "inputs", "retain-graph"))
+def aot_many_leaves_of_which_some_are_asked_for(p: Probe) -> None:
+    """Of eleven leaves, gradients of some are wanted, of others the next time, and then of all."""
+    leaves = [p.leaf(f"leaf {i}", p.randn(3, requires_grad=True)) for i in range(11)]
+    run = p.compile(_chain)
+    run(*leaves)
+    out = run(*leaves)
+    _observe(p, leaves)
+    with p.backward():
+        for name, wanted in (("even", leaves[::2]), ("last", leaves[-4:]), ("first", leaves[:4])):
+            p.value(name, torch.autograd.grad(out.sum(), wanted, retain_graph=True))
+            out.sum().backward(inputs=wanted[::-1], retain_graph=True)
+        out.sum().backward()
+        # A node with many leaves of its own, which come as the engine's heap gives them.
+        torch.stack(leaves).cumsum(0).sum().backward()
+
+
+@scenario(tags=(*TAGS, "errors-in-hooks"))
+def aot_many_leaves_and_a_hook_that_raises(p: Probe) -> None:
+    """After a hook has raised in the middle, the next backwards go on in eager's order."""
+    leaves = [p.leaf(f"leaf {i}", p.randn(3, requires_grad=True)) for i in range(11)]
+    nodes = [node_of(leaf) for leaf in leaves]
+    run = p.compile(_chain)
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("stop here")
+
+    out = run(*leaves)
+    _observe(p, leaves)
+    handle = leaves[5].register_hook(p.hook("fails", fail))
+    with p.backward():
+        try:
+            out.sum().backward(retain_graph=True)
+        except ValueError as error:
+            p.event("raised", str(error))
+        handle.remove()
+        (leaves[6] * leaves[7]).sum().backward()
+        (leaves[7] * leaves[6]).sum().backward()
+        out.sum().backward()
+    p.value("nodes", len(nodes))
+
+
+@scenario(tags=(*TAGS, "late-hooks"))
+def aot_many_leaves_hooked_by_a_hook(p: Probe) -> None:
+    """A hook in the middle of the backward sets hooks on leaves that come later and on ones that came."""
+    leaves = [p.leaf(f"leaf {i}", p.randn(3, requires_grad=True)) for i in range(11)]
+    run = p.compile(_chain)
+    for _ in range(3):
+        run(*leaves).sum().backward()
+    out = run(*leaves)
+    leaves[6].register_hook(p.hook("sets", lambda grad: _observe(p, leaves)))
+    with p.backward():
+        out.sum().backward()

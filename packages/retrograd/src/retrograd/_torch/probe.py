@@ -49,6 +49,7 @@ REQUIRED = {
     "_unsafe_set_version_counter",
     "torch:_C._dynamo.compiled_autograd.": "call_cpp_tensor_pre_hooks clear_cache set_autograd_compiler",
     "torch:_C._dynamo.guards.": "TensorGuards",
+    "torch:_C._functions.AccumulateGrad.": "_sequence_nr _set_sequence_nr",
     "torch:_C._functorch.": "is_functorch_wrapped_tensor is_legacy_batchedtensor maybe_current_level",
     "torch._dynamo:": "optimize",
     "torch._dynamo.compiled_autograd:": "compiled_autograd_enabled ops",

@@ -22,6 +22,7 @@ from retrograd._torch.autograd import (
     forward_line,
     leaf_of,
     read_ranks,
+    steps_in_turns,
 )
 from retrograd._torch.log import event
 from retrograd.backends.registry import find_backend
@@ -182,8 +183,9 @@ def _with_sources(backward: BackwardGraph, nodes: Sequence[Any]) -> BackwardGrap
 
 
 def _steps(graph: BackwardGraph, backward: LiveBackward) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """The steps of inlined nodes, by their places in the live graph."""
-    return {backward.walk[index]: inlined.steps for index, inlined in graph.inlined.items()}
+    """The steps of nodes that stand for many of eager's, by their places in the live graph."""
+    inlined = {backward.walk[index]: inlined.steps for index, inlined in graph.inlined.items()}
+    return {i: steps_in_turns(node.handle) for i, node in enumerate(backward.graph.nodes)} | inlined
 
 
 def _positions(graph: BackwardGraph, backward: LiveBackward) -> dict[tuple[int, int], int]:

@@ -1,0 +1,94 @@
+"""Leaves to which one node hands gradients, in a given order.
+
+In: a Function's node whose gradients go to several leaves at once, and the order. Out: the engine runs the
+leaves' nodes (``AccumulateGrad``) in that order.
+
+The engine runs what is ready by sequence number. All leaves have the largest one, so those that become ready
+together leave its heap in no order of theirs. For as long as they are in the heap, their nodes get numbers
+below that, one for each turn; all other nodes' are far below. The last leaf waits behind a node of ours,
+`LastTurn`, which the engine runs after the other leaves, and which takes the numbers back. A leaf that waits
+for another gradient then has the largest number again when that comes. What `LastTurn` could not take back is
+taken back at the end of the backward.
+
+A leaf's node belongs to all graphs that reach it. Where two threads differentiate through the same leaves at
+the same time, hooks of leaves may run in another order on one of them.
+
+Source: ``CompareNodeTaskTime`` in ``torch/csrc/autograd/engine.cpp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from retrograd._torch.autograd.nodes import entry_of
+from retrograd.graph.eager_order import ACCUMULATES
+
+
+class InTurns(torch.autograd.Function):
+    """A Function whose context names, in ``turns``, those of its edges that lead to leaves and have an order.
+    The last of them leads to a leaf through `last_turn`."""
+
+
+class LastTurn(torch.autograd.Function):
+    """Hands a gradient on as it is, after the other leaves have had their turns."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        """The leaf, behind this node."""
+        ctx.others = ()
+        ctx.set_materialize_grads(False)
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Take the others' numbers back."""
+        for leaf in ctx.others:
+            leaf._set_sequence_nr(ACCUMULATES)
+        ctx.others = ()
+        return grad
+
+
+#: given a leaf, returns what leads to it through `LastTurn`.
+last_turn = entry_of(LastTurn)
+
+
+class _WhenAllIsOver:
+    """Takes numbers back at the end of a graph task, which holds it, if no `LastTurn` has: it was not asked
+    for, or a hook has raised."""
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self._leaves = leaves
+
+    def __call__(self) -> None:
+        """The graph task calls it before it lets go of it."""
+
+    def __del__(self) -> None:
+        for leaf in self._leaves:
+            leaf._set_sequence_nr(ACCUMULATES)
+
+
+def take_turns(ctx: Any) -> None:
+    """Have the engine, which runs the backward of `ctx`, run the leaves at ``ctx.turns`` in this order. Where
+    a plan of ours runs it, the plan knows the order; where the user calls it, there is no order."""
+    if not issubclass(type(ctx), BackwardCFunction) or torch._C._current_graph_task_id() == -1:
+        return
+    below = ctx.next_functions
+    *leaves, last = [below[edge][0] for edge in ctx.turns]
+    for turn, leaf in enumerate(leaves):
+        leaf._set_sequence_nr(ACCUMULATES - turn)
+    last.others = leaves
+    torch.autograd.Variable._execution_engine.queue_callback(_WhenAllIsOver(leaves))
+
+
+def steps_in_turns(node: Any) -> tuple[tuple[int, ...], ...]:
+    """The edges that `node` serves one step after the other, if it is the node of an `InTurns` with turns;
+    else nothing."""
+    if not issubclass(getattr(node, "_forward_cls", object), InTurns) or not node.turns:
+        return ()
+    _, *later = node.turns
+    first = tuple(edge for edge in range(len(node.next_functions)) if edge not in later)
+    return (first, *((edge,) for edge in later))

@@ -1,0 +1,239 @@
+"""The autograd nodes of a compiled function.
+
+In: a frame (see `aot.run.call`), and the order in which eager would run the regions and hand gradients to
+leaves. Out: the frame, whose values have one `RegionNode` per region behind them, put into the graph so that
+the engine runs the regions, and hands on gradients, in eager's order.
+
+A region's node is applied after those of the regions that take gradients from it, so that its sequence number
+is lower. Leaves that only one region reaches, and that get their gradients right after it, get them in
+*turns* (see `_torch.autograd.turns`). Any other leaf whose gradient must wait has a *barrier*: an alias, made
+at its place in the order, through which the engine passes when the turn has come.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from retrograd._torch.autograd import InTurns, entry_of, last_turn, take_turns
+from retrograd.aot.run.frame import Finish, Layout, picker
+from retrograd.aot.run.region import RegionCode
+from retrograd.graph.joint import BackwardStep, Destination
+from retrograd.graph.joint_graph import AliasOf, JointValues, Partition
+
+#: turns pay from this many leaves on that would have barriers.
+FEWEST_TURNS = 6
+
+
+class RegionNode(InTurns):
+    """One node for one region. Its context keeps, besides the saved tensors, ``again`` (what is needed to run
+    the region as eager would), which is released with them; and ``numbers``, which is not: saved values that
+    are not tensors, and all of them where eager's nodes free nothing."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0913 - all that a context keeps
+        ctx: Any,
+        backward: Callable[..., Sequence[Any]],
+        saved: tuple[torch.Tensor, ...],
+        numbers: tuple[Any, ...],
+        again: Any,
+        values: tuple[torch.Tensor, ...],
+        turns: tuple[int, ...],
+        *inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Save, and hand out the values."""
+        ctx.run, ctx.numbers, ctx.again, ctx.turns = backward, numbers, again, turns
+        ctx.materialize_grads = False
+        ctx.to_save = saved
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+        """Run the region, which gets the context and the cotangents, and gives a gradient for each input."""
+        gradients = ctx.run(ctx, cotangents)
+        if ctx.turns:
+            take_turns(ctx)
+        return None, None, None, None, None, None, *gradients
+
+
+#: called like ``RegionNode.apply``: with `RegionNode.forward`'s arguments after the context.
+attach = entry_of(RegionNode)
+
+
+Frame = list[Any]
+
+
+class Attaching:
+    """How the nodes of one function are attached, called with a frame and what is needed to run the call
+    again.
+    """
+
+    def __init__(
+        self, partition: Partition, regions: Sequence[RegionCode], layout: Layout, finish: Finish
+    ) -> None:
+        self._layout, self._finish = layout, finish
+        #: places of the barriers, by region and destination, or by primal if all share one.
+        self._barriers: dict[Any, int] = {}
+        self._steps: list[Callable[[Frame, Any], None]] = []
+        order = Order.of(partition.joint)
+        self._turns = order.turns
+        for step in order.steps[::-1]:
+            if step.is_leaf:
+                for key in _barriers_of(partition.joint, step.index):
+                    self._barriers[key] = layout.end + len(self._barriers)
+                    self._steps.append(_barrier(step.index, step.index in order.last))
+            else:
+                self._steps.append(self._region(partition, step.index, regions[step.index]))
+
+    def __call__(self, frame: Frame, again: Any) -> None:
+        """Attach all regions."""
+        for step in self._steps:
+            step(frame, again)
+
+    def _region(self, partition: Partition, number: int, code: RegionCode) -> Callable[[Frame, Any], None]:
+        signature = partition.joint.signature
+        region = signature.regions[number]
+        value_of = [boundary.value for boundary in signature.boundaries]
+        first = self._layout.values
+        saved = [partition.saved[i] for i in partition.backwards[number].saved]
+        held = [s for s in saved if s.is_number or code.frees_nothing]
+        tensors = [] if code.frees_nothing else [s for s in saved if not s.is_number]
+        checked = partition.backwards[number].checked
+        take_tensors = picker([self._layout.place_of(s) for s in (*tensors, *checked)])
+        take_numbers = picker([self._layout.place_of(s) for s in held])
+        roots = [first + value_of[root] for root in region.roots]
+        take_roots = picker(roots)
+        take_inputs = picker(
+            [
+                first + value_of[there.index] if there.is_boundary else self._place_of(number, there)
+                for there in region.destinations
+            ]
+        )
+        written = [value_of[root] for root in region.roots if self._finish.writes(value_of[root])]
+        views = [self._view(partition.joint, number, value_of[root]) for root in region.roots]
+        made = [view for view in views if view is not None]
+        code_runs = len(made) < len(views)
+        turns = self._turns.get(number, ())
+
+        def attach_region(frame: Frame, again: Any) -> None:
+            if code_runs:
+                attach_code(frame, again)
+            for make in made:
+                make(frame)
+
+        def attach_code(frame: Frame, again: Any) -> None:
+            fresh = tuple([value.detach() if value._is_view() else value for value in take_roots(frame)])
+            numbers = take_numbers(frame)
+            if code.frees_nothing:  # a result that held itself would never be freed
+                numbers = tuple([n.detach() if isinstance(n, torch.Tensor) else n for n in numbers])
+            attached = attach(code, take_tensors(frame), numbers, again, fresh, turns, *take_inputs(frame))
+            for place, value in zip(roots, attached, strict=True):
+                frame[place] = value
+            for root in written:
+                self._finish.write(root, frame)
+
+        return attach_region if made else attach_code
+
+    def _view(self, joint: JointValues, region: int, value: int) -> Callable[[Frame], None] | None:
+        """How the view that a value stands for is made of a real tensor with its history; None if it stands
+        for none."""
+        plan = next((p for p in joint.outputs if isinstance(p, AliasOf) and p.made == value), None)
+        if plan is None:
+            return None
+        finish, view, place = self._finish, plan.view, self._layout.values + value
+        if plan.value is not None:
+            base = self._layout.values + plan.value
+        else:
+            base = next(i for i, primal in enumerate(joint.primals) if primal.leaf == plan.source)
+            for there in joint.signature.regions[region].destinations[::-1]:
+                if there.index == base and not there.is_boundary:
+                    base = self._place_of(region, there)
+                    break
+
+        def make_view(frame: Frame) -> None:
+            frame[place] = finish.viewed(view, frame[base], frame)
+
+        return make_view
+
+    def _place_of(self, region: int, there: Destination) -> int:
+        """Where the primal or its barrier stands."""
+        return self._barriers.get((region, there), self._barriers.get(there.index, there.index))
+
+
+def _barriers_of(joint: JointValues, primal: int) -> list[Any]:
+    """What each barrier of a leaf is for; the one that runs last comes first. A barrier adds up what arrives
+    at it, so contributions that must stay apart have one barrier each."""
+    if not joint.sums_apart:
+        return [primal]
+    regions = enumerate(joint.signature.regions)
+    keys = [(number, there) for number, region in regions for there in region.destinations]
+    return [key for key in keys if key[1].index == primal and not key[1].is_boundary][::-1]
+
+
+def _barrier(primal: int, is_last_turn: bool) -> Callable[[Frame, Any], None]:
+    def make_barrier(frame: Frame, again: Any) -> None:
+        frame.append(last_turn(frame[primal]) if is_last_turn else frame[primal][...])
+
+    return make_barrier
+
+
+@dataclass(frozen=True)
+class Order:
+    """What keeps eager's order.
+
+    Attributes:
+        steps: what to make, in eager's order: regions, and barriers of leaves.
+        turns: by region, the places among its destinations of leaves that take turns, in order.
+        last: leaves with the last turn of a region; these have a barrier too.
+    """
+
+    steps: tuple[BackwardStep, ...]
+    turns: Mapping[int, tuple[int, ...]]
+    last: frozenset[int]
+
+    @staticmethod
+    def of(joint: JointValues) -> Order:
+        """Of a captured function.
+
+        The engine hands gradients to leaves before anything else, in the order of the region's inputs. That
+        is certain of two of them only: leaves are equal in its heap, and a heap keeps no order among more. So
+        a leaf needs no barrier if it is the first after the only region that makes its gradient, or the
+        second and a later input, or if it has its turn.
+        """
+        signature = joint.signature
+        made_by = Counter(
+            there.index
+            for region in signature.regions
+            for there in region.destinations
+            if not there.is_boundary
+        )
+        steps: list[BackwardStep] = []
+        turns: dict[int, tuple[int, ...]] = {}
+        last: set[int] = set()
+        order = [step for step in signature.order if not step.is_leaf or joint.primals[step.index].is_leaf]
+        while order:
+            region, *order = order
+            leaves = list(takewhile(lambda step: step.is_leaf, order))
+            order = order[len(leaves) :]
+            steps.append(region)
+            if region.is_leaf:  # none stands before it
+                continue
+            inputs = signature.regions[region.index].destinations
+            places = {there.index: i for i, there in enumerate(inputs) if not there.is_boundary}
+            own: list[int] = []
+            for leaf in leaves:
+                if leaf.index not in places or made_by[leaf.index] > 1:
+                    break
+                own.append(places[leaf.index])
+            certain = 2 if own[:2] == sorted(own[:2]) else 1
+            if len(own) - certain >= FEWEST_TURNS:
+                turns[region.index] = tuple(own)
+                certain = len(own) - 1
+                last.add(inputs[own[-1]].index)
+            steps += leaves[min(certain, len(own)) :]
+        return Order(tuple(steps), turns, frozenset(last))
