@@ -90,6 +90,7 @@ WORKLOADS: Mapping[str, Shape | Mlp | Chain] = {
     "transformer4": Shape(layers=4, width=64, heads=4, batch=8, sequence=32),
     "transformer12": Shape(layers=12, width=64, heads=4, batch=8, sequence=32),
     "transformer48": Shape(layers=48, width=64, heads=4, batch=8, sequence=32),
+    "mlp40-narrow": Mlp(layers=40, width=8, batch=4),
     "mlp40": Mlp(layers=40, width=256, batch=64),
     "mlp40-large": Mlp(layers=40, width=512, batch=256),
     "chain": Chain(calls=300),

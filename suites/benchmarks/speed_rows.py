@@ -15,7 +15,7 @@ from .training import WAYS
 
 BOTH, CPU, CUDA = ("cpu", "cuda"), ("cpu",), ("cuda",)
 REAL = ("gpt2", "bert", "resnet50")
-SWEEP = ("small", "deep", "wide", "mlp40", "mlp40-large", "transformer12")
+SWEEP = ("small", "deep", "wide", "mlp40-narrow", "mlp40", "mlp40-large", "transformer12")
 
 
 @dataclass(frozen=True)

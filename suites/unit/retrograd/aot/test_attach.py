@@ -173,15 +173,14 @@ def test_threads_with_leaves_of_their_own_keep_eagers_order() -> None:
 def test_a_plan_runs_leaves_in_eagers_order(wanted: slice) -> None:
     def order(fn: Callable[[Leaves], torch.Tensor]) -> list[list[int]]:
         leaves = [torch.full((3,), 0.5, requires_grad=True) for _ in range(12)]
-        found = []
+        runs: list[list[int]] = []
+        for leaf, number in zip(leaves, range(12), strict=True):
+            leaf.register_hook(lambda grad, number=number: runs[-1].append(number))
         for _ in range(4):
-            out, seen = fn(leaves).sum() + (leaves[3] * leaves[2]).sum(), list[int]()
-            handles = [leaf.register_hook(lambda g, i=i: seen.append(i)) for i, leaf in enumerate(leaves)]
+            out = fn(leaves).sum() + (leaves[3] * leaves[2]).sum()
+            runs.append([])
             out.backward(inputs=leaves[wanted])
-            found.append(seen)
-            for handle in handles:
-                handle.remove()
-        return found
+        return runs
 
     eager = order(ordered)
     with retrograd.compiled_autograd(backend="aten", strict=True):

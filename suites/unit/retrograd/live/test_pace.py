@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -80,6 +81,38 @@ def test_a_step_of_a_tenth_of_a_second_is_measured_and_such_a_backward_is_not(
     assert (measured.aside is not None) == is_measured
     assert all(runs) == (not is_measured)
     assert runs[-1] == (not is_measured)
+
+
+@pytest.mark.parametrize(
+    ("loss", "strict", "runs"),
+    [
+        (lambda out: out, False, 0),
+        (lambda out: out * 2, False, 0),
+        (lambda out: (out * 2).exp(), False, 3),
+        (lambda out: out, True, 3),
+    ],
+    ids=["nothing", "one node", "two nodes", "strict"],
+)
+def test_what_a_compiled_forward_brings_is_compiled_already(
+    loss: Callable[[torch.Tensor], torch.Tensor],
+    strict: bool,
+    runs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(AtenBackend, "for_speed", True)
+    model = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(5)])
+    compiled = retrograd.compile(lambda x: model(x).sum(), backend="aten", options={"strict": strict})
+    x, retrograd.counters["runs"] = torch.ones(2, 3), 0
+    for forward in (lambda x: model(x).sum(), *[compiled] * 3):
+        model.zero_grad()
+        loss(forward(x)).backward()
+        grads = [parameter.grad for parameter in model.parameters()]
+        if forward is not compiled:
+            wanted = grads
+        assert all(map(torch.equal, grads, wanted))  # type: ignore[arg-type]
+    assert retrograd.counters["runs"] == runs
+    assert not retrograd.explain().fallbacks
+    assert ("compiled-already" in str(retrograd.explain().notes)) == (runs == 0)
 
 
 def paced(

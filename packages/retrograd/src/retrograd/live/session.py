@@ -19,6 +19,7 @@ from retrograd._torch.autograd import (
     answering,
     beginning_of,
     names_of_nodes,
+    nodes_beside_regions,
     plans_under_way,
     run_in_graph_task,
     run_stock,
@@ -42,6 +43,9 @@ Grads = tuple[torch.Tensor | None, ...]
 
 #: for this many kinds of backwards a session decides whether they are worth compiling; others are compiled.
 KEPT_PACES = 64
+
+#: so many nodes beside a compiled forward's cannot be compiled together.
+TOO_FEW = 1
 
 #: after this many new structures nothing repeats; each is paid back by this many backwards of a known one.
 MOST_NEW, PAYS_BACK = 12, 8
@@ -80,6 +84,9 @@ class Session:
         if pace is None:
             return self._run(backward, obstacle)
         is_compiled = pace.is_worth_compiling()
+        if pace.aside is _COMPILED_ALREADY:
+            self._report.noted(_COMPILED_ALREADY, warn=False)
+            return _run_stock(asked)
         if pace.aside is not None:
             return self._fall_back(asked, pace.aside)
         with pace.timed(is_compiled, _compilations):
@@ -94,6 +101,9 @@ class Session:
         pace = self._paces.get(names)
         if pace is None and len(self._paces) < KEPT_PACES:
             pace = self._paces[names] = Pace(f"the backward below {', '.join(names[0])}", "live.run")
+            beside = nodes_beside_regions(asked)
+            if beside is not None and beside <= TOO_FEW:
+                pace.aside = _COMPILED_ALREADY
         return pace
 
     def _run(self, backward: LiveBackward, obstacle: tuple[str, str] | None) -> Grads:
@@ -303,6 +313,13 @@ _DIFFERENTIABLE = Reason(
     "under create_graph=True autograd records each operation of the backward: there is nothing to compile",
     "live.capture",
     way_out="nothing to do: the backward through what it leaves behind is compiled",
+)
+
+_COMPILED_ALREADY = Reason(
+    "compiled-already",
+    "besides the backward of a compiled forward there is at most one node: torch's engine runs it",
+    "live.capture",
+    way_out="nothing to do; strict=True captures nevertheless",
 )
 
 _NO_STATE = _reason(

@@ -65,4 +65,10 @@ from retrograd._torch.autograd.request import (
     read_ranks,
     why_not_collectable,
 )
-from retrograd._torch.autograd.turns import InTurns, last_turn, steps_in_turns, take_turns
+from retrograd._torch.autograd.turns import (
+    InTurns,
+    last_turn,
+    nodes_beside_regions,
+    steps_in_turns,
+    take_turns,
+)

@@ -25,6 +25,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from retrograd._torch.autograd.nodes import entry_of
+from retrograd._torch.autograd.request import EngineRequest, edge_of, leaf_of, nodes_below
 from retrograd.graph.eager_order import ACCUMULATES
 
 
@@ -87,8 +88,21 @@ def take_turns(ctx: Any) -> None:
 def steps_in_turns(node: Any) -> tuple[tuple[int, ...], ...]:
     """The edges that `node` serves one step after the other, if it is the node of an `InTurns` with turns;
     else nothing."""
-    if not issubclass(getattr(node, "_forward_cls", object), InTurns) or not node.turns:
+    if not _is_a(node, InTurns) or not node.turns:
         return ()
     _, *later = node.turns
     first = tuple(edge for edge in range(len(node.next_functions)) if edge not in later)
     return (first, *((edge,) for edge in later))
+
+
+def nodes_beside_regions(request: EngineRequest) -> int | None:
+    """How many nodes `request` has besides those of functions that we compiled, their barriers and leaves;
+    None if it has no such function."""
+    nodes = [node for node in nodes_below(map(edge_of, request.tensors)) if leaf_of(node) is None]
+    if not any(_is_a(node, InTurns) for node in nodes):
+        return None
+    return sum(not _is_a(node, InTurns, LastTurn) and node.name() != "AliasBackward0" for node in nodes)
+
+
+def _is_a(node: Any, *functions: type) -> bool:
+    return issubclass(getattr(node, "_forward_cls", object), functions)
