@@ -149,9 +149,9 @@ def test_leaves_have_their_own_numbers_after_an_error() -> None:
 
 def test_a_node_that_is_called_by_hand_gives_its_gradients() -> None:
     leaves = [torch.randn(3, requires_grad=True) for _ in range(10)]
-    node = aot.function(ordered, backend="eager", strict=True)(leaves).grad_fn
+    out = aot.function(ordered, backend="eager", strict=True)(leaves)
     wanted = torch.autograd.grad(ordered(leaves).sum(), leaves)
-    found = [grad for grad in node.apply(torch.ones(3)) if grad is not None]  # type: ignore[union-attr]
+    found = [grad for grad in out.grad_fn.apply(torch.ones(3)) if grad is not None]  # type: ignore[union-attr]
     assert len(found) == len(wanted)
     assert all(any(torch.equal(one, other) for other in wanted) for one in found)
     assert numbers(leaves) == [0] * 10

@@ -91,8 +91,8 @@ def steps_in_turns(node: Any) -> tuple[tuple[int, ...], ...]:
     if not _is_a(node, InTurns) or not node.turns:
         return ()
     _, *later = node.turns
-    first = tuple(edge for edge in range(len(node.next_functions)) if edge not in later)
-    return (first, *((edge,) for edge in later))
+    at_once = {*range(len(node.next_functions))}.difference(later)
+    return (tuple(sorted(at_once)), *((edge,) for edge in later))
 
 
 def nodes_beside_regions(request: EngineRequest) -> int | None:
