@@ -522,6 +522,45 @@ def test_a_list_that_grows_with_each_call() -> None:
     assert codes == {"side-effect", "state-changes"}
 
 
+class Acts(nn.Module):
+    """Reads attributes that are no plain values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act: Callable[[Tensor], Tensor] = torch.tanh
+        self.shift = torch.zeros(1)
+        self.inner = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.inner(x)) * getattr(self, "scale", 1.0) + self.shift
+
+
+def no_scale(net: nn.Module) -> None:
+    del net.scale
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "another function": lambda net: setattr(net, "act", torch.exp),
+    "a lambda": lambda net: setattr(net, "act", lambda t: t * 3),
+    "a new attribute": lambda net: setattr(net, "scale", 5.0),
+    "an attribute that is gone": no_scale,
+    "another forward": lambda net: setattr(net.inner, "forward", lambda t: t + 1),
+    "its own forward": lambda net: delattr(net.inner, "forward"),
+    "another tensor": lambda net: setattr(net, "shift", torch.ones(1)),
+    "a method of another object": lambda net: setattr(net, "act", nn.Softplus().forward),
+}
+
+
+def test_attributes_that_are_replaced_between_calls() -> None:
+    net = Acts()
+    call = module(net, recompile_limit=50)
+    assert torch.equal(call(w), net(w))
+    for name, change in CHANGES.items():
+        change(net)
+        for _ in range(2):
+            assert torch.equal(call(w), net(w)), name
+
+
 def test_a_module_that_changes_too_often_does_not_stop_others() -> None:
     call = compiled(lambda net, x: net(x) * net.factor, recompile_limit=2, strict=False)
     changing, steady = nn.Identity(), nn.Identity()

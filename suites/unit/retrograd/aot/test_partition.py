@@ -397,3 +397,32 @@ def test_statistics_are_written_and_not_read() -> None:
     assert names == ["running_mean", "running_var", "num_batches_tracked"]
     joint = captured(lambda x, y: y.mul_(x), leaf(3), tensor(3))
     assert overwritten_unread(joint) == set()
+
+
+#: reads by strides: of a leaf with gaps, of something computed that is transposed, and of all of it.
+STRIDED = {
+    "gapped": (
+        lambda x: torch.stack([x.as_strided((3, 2), (2, 2))]).exp().tanh(),
+        (14,),
+        slice(None, None, 2),
+    ),
+    "computed": (lambda x: x.exp().t().as_strided((3, 2), (1, 2)).sin().exp(), (4, 6), ...),
+    "computed and transposed": (
+        lambda x: (x.t() * 2).sigmoid().as_strided((3, 2), (2, 1)).sin().tanh(),
+        (4, 12),
+        (slice(None), slice(None, None, 2)),
+    ),
+    "flat": (lambda x: x.reshape(-1).exp().as_strided((2, 3), (1, 2)).tanh(), (4, 6), (..., slice(0, 3))),
+}
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("name", STRIDED)
+def test_what_is_read_by_strides_is_not_read_from_a_copy(name: str, budget: float) -> None:
+    fn, size, part = STRIDED[name]
+    torch.manual_seed(0)
+    x = torch.randn(size)[part].detach().requires_grad_()
+    wanted = torch.autograd.grad(fn(x).sum(), x)
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        found = torch.autograd.grad(aot.function(fn, backend="eager", strict=True)(x).sum(), x)
+    assert torch.equal(found[0], wanted[0])

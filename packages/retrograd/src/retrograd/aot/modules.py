@@ -2,8 +2,8 @@
 
 In: a function, modules, and how the arguments are nested. Out: `FlatCall`, with a name and a kind for each
 flat input; and `ModuleState`, which has the modules' tensors (a tied one once), calls with others in their
-place, and says whether what a capture relies on is as it was: structure, ``training`` flags, hooks, and
-attributes that are plain values, or lists, dictionaries and sets of a few.
+place, and says whether what a capture relies on is as it was: structure, ``training`` flags, hooks, and which
+attributes there are: plain values, other objects, and what is in lists, dictionaries and sets of a few.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from retrograd._torch import pytree
 from retrograd.errors import CaptureError, Refusal, not_representable
 from retrograd.graph.joint import PrimalKind
-from retrograd.graph.structure import PLAIN_VALUES, is_same
+from retrograd.graph.structure import is_same
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
@@ -49,7 +49,7 @@ class ModuleState:
     places: tuple[tuple[tuple[dict[str, Any], str], ...], ...] = ()
     _modules: tuple[nn.Module, ...] = ()
     _structure: tuple[Any, ...] = ()
-    _plain: tuple[tuple[dict[str, Any], str, Any], ...] = ()
+    _attributes: tuple[tuple[dict[str, Any], str, Any], ...] = ()
     _hooks_seen: int = -1
     _has_hooks: bool = False
     renewals: int = 0
@@ -83,13 +83,13 @@ class ModuleState:
                         entry[3].append((holder, key))
         names, kinds, tensors, places = zip(*found.values(), strict=True) if found else ((), (), (), ())
         modules = tuple(dict.fromkeys(child for root in roots for child in root.modules()))
-        plain = tuple(
+        held = tuple(
             (vars(child), key, _copied(value))
             for child in modules
             for key, value in vars(child).items()
-            if key not in _OWN and (type(value) in PLAIN_VALUES or _copied(value) is not value)
+            if key not in _OWN
         )
-        state = ModuleState(roots, names, kinds, tensors, tuple(map(tuple, places)), modules, (), plain)
+        state = ModuleState(roots, names, kinds, tensors, tuple(map(tuple, places)), modules, (), held)
         state._structure = state._structure_now()
         return state
 
@@ -100,7 +100,7 @@ class ModuleState:
     # what a capture relies on
 
     def is_intact(self) -> bool:
-        """Whether structure, tied tensors and plain attributes are what they were."""
+        """Whether structure, tied tensors and attributes are what they were."""
         return (
             self._structure == self._structure_now()
             and all(
@@ -109,13 +109,18 @@ class ModuleState:
                 if len(places) > 1
                 for holder, key in places[1:]
             )
-            and all(is_same(holder.get(key), value) for holder, key, value in self._plain)
+            and all(is_same(holder.get(key), value) for holder, key, value in self._attributes)
         )
 
     def _structure_now(self) -> tuple[Any, ...]:
         return tuple(
             [
-                (*map(id, module._modules.values()), len(module._parameters), len(module._buffers))
+                (
+                    *map(id, module._modules.values()),
+                    len(module._parameters),
+                    len(module._buffers),
+                    len(vars(module)),
+                )
                 for module in self._modules
             ]
         )

@@ -30,6 +30,7 @@ from retrograd._torch.fx import (
     is_operator_overload,
     is_random,
     lazy_graph_module,
+    reads_memory,
     schema_of,
 )
 from retrograd._torch.inductor import cut_by, memory_budget
@@ -307,12 +308,22 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
         with _copies_offered(joint, memory, of_all=is_short) as copied:
             saved = {copied.get(node, node) for node in _cut(joint, memory_of(joint.gm, joint.signature))}
         lawful = is_short or not any(memory.is_forbidden(node) for node in saved - {*copied.values()})
-        return saved if lawful else _read(joint)
+        return saved | _read_by_strides(joint, memory) if lawful else _read(joint)
     if callable(policy):
         saved = _cut(joint, memory, policy)
-        return saved if not any(map(memory.is_forbidden, saved)) else _read(joint)
+        lawful = not any(map(memory.is_forbidden, saved))
+        return saved | _read_by_strides(joint, memory) if lawful else _read(joint)
     expected = f"one of {', '.join(map(repr, PARTITIONERS))}, or a callable (gm, inputs, *, num_fwd_outputs)"
     raise OptionError("partitioner", f"got {policy!r}", expected)
+
+
+def _read_by_strides(joint: JointValues, memory: Memory) -> set[fx.Node]:
+    """What forward calls read by strides of something that has others where it is saved: something computed,
+    for which a backend chooses them, or what only a copy may be saved of. They must not be made again."""
+    readers = list(filter(reads_memory, joint.gm.graph.nodes))
+    reaching = cotangents_reaching(joint.gm.graph, joint.signature) if readers else {}
+    kept = {node for node in memory.primals if not memory.is_forbidden(node)}
+    return {node for node in readers if not reaching[node] and not kept.issuperset(node.all_input_nodes)}
 
 
 def _cut(joint: JointValues, memory: Memory, partitioner: Callable[..., Any] | None = None) -> set[fx.Node]:
@@ -341,7 +352,7 @@ def _copies_offered(joint: JointValues, memory: Memory, of_all: bool) -> Iterato
     graph, copied = joint.gm.graph, dict[fx.Node, fx.Node]()
     first: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or is_backward(node) or has_effect(node):
+        if node.op != "call_function" or is_backward(node) or has_effect(node) or reads_memory(node):
             continue
         for value in node.all_input_nodes:
             is_tensor = isinstance(value.meta.get("val"), torch.Tensor)
