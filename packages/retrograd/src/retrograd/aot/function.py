@@ -206,8 +206,8 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
 
     - tensors: their metadata, and how they share memory if `fn` writes to one of them;
     - numbers, strings and NumPy arrays by value, containers by their contents, other objects by identity;
-    - modules that `fn` is given, or is: structure, ``training`` flags, hooks, attributes, and what is in short
-      lists, dictionaries and sets among these;
+    - modules that `fn` is given, or is: structure, ``training`` flags, hooks, attributes, and what is in
+      short lists, dictionaries and sets among these;
     - the thread's modes.
 
     Tensors that `fn` closes over are inputs like any other, and get gradients if they require them.

@@ -11,8 +11,7 @@ from retrograd._torch.inductor.compile import (
     with_joint_passes,
 )
 from retrograd._torch.inductor.disk_cache import cache_folder, environment, why_not_trusted
-from retrograd._torch.inductor.partition import cut_by, memory_budget
-from retrograd._torch.inductor.settings import (
+from retrograd._torch.inductor.options import (
     Portable,
     compile_threads,
     import_everything,
@@ -21,3 +20,4 @@ from retrograd._torch.inductor.settings import (
     settings,
     take_settings,
 )
+from retrograd._torch.inductor.partition import cut_by, memory_budget
