@@ -55,6 +55,7 @@ WAYS: dict[str, Way] = {
     "stock": Way(torch.compile),
     "stock-reduce-overhead": Way(partial(torch.compile, mode="reduce-overhead")),
     "retrograd-compile": Way(_retrograd("compile")),
+    "retrograd-compile-whole": Way(_retrograd("compile", options={"whole_after": WARM_UP - 2})),
     "retrograd-reduce-overhead": Way(_retrograd("compile", mode="reduce-overhead")),
     "retrograd-live": Way(backward=_retrograd("compiled_autograd", backend="inductor")),
     "retrograd-step": Way(step=_retrograd("compile_step", backend="inductor")),

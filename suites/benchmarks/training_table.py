@@ -54,6 +54,15 @@ BOTH = ("cpu", "cuda")
 COMPARISONS = (
     Comparison("steady step, best of ours / best of stock", "warm step", OURS, STOCK, 0.95, 1.02),
     Comparison("steady step, compile / stock compile", "warm step", OURS[:1], STOCK[:1], None, 1.02, BOTH),
+    Comparison(
+        "steady step, compile, code of the whole / stock compile",
+        "warm step",
+        ("retrograd-compile-whole",),
+        STOCK[:1],
+        None,
+        1.02,
+        BOTH,
+    ),
     Comparison("steady step, CUDA graphs / reduce-overhead", "warm step", OURS[1:2], STOCK[1:], None, 1.05),
     Comparison(
         "steady step, compile_step / best of the others",

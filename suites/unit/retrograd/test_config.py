@@ -27,6 +27,7 @@ WRONG: dict[str, list[Any]] = {
     "background": ["yes", None],
     "cudagraphs": ["off", 1, None],
     "compile_timeout": ["1", -1, True],
+    "whole_after": [0, 1, True, 2.0, "8"],
     "stock_dynamo": ["yes", 1, None],
 }
 
@@ -71,13 +72,14 @@ DOORS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
             "single_region",
             "cudagraphs",
             "compile_timeout",
+            "whole_after",
         ),
     ),
     "compile_step": (
         lambda **given: retrograd.compile_step(identity, **given),
         (
             *("backend", "strict", "dynamic", "recompile_limit", "regions", "cudagraphs", "compile_timeout"),
-            "stock_dynamo",
+            *("stock_dynamo", "whole_after"),
         ),
     ),
     "aot.function": (

@@ -33,6 +33,11 @@ _SMALLEST_REPEAT = 16
 _FEWEST_COPIES = 4
 
 
+#: calls before the code of a whole graph takes the place of code in parts. Another process has compiled it by
+#: then, even where a call takes few milliseconds.
+_CALLS_IN_PARTS = 5_000
+
+
 def _is_switch(value: Any) -> bool:
     return isinstance(value, bool)
 
@@ -77,6 +82,10 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
         ("strict", "single_region", "background", "cudagraphs", "stock_dynamo"), (_is_switch, "True or False")
     ),
+    "whole_after": (
+        lambda value: value is None or (_is_count(value) and value > 1),
+        "None, or a number of calls, at least 2",
+    ),
     "compile_timeout": (
         lambda value: value is None or (type(value) in (int, float) and value >= 0),
         "None, or a number of seconds, at least 0",
@@ -93,6 +102,9 @@ class Config:
             as in `compiled_autograd`, for every way in.
         backward, partitioner, passes: as in ``aot.function``.
         single_region: differentiate all outputs together, as stock AOTAutograd does.
+        whole_after: what is compiled in parts (`regions`) runs so for this many calls. Then code of the whole
+            graph takes its place, if another process has compiled it; the call waits for that. None: parts
+            remain.
         cache_size: for how many kinds of input code is kept. The least recently used is dropped first.
         stock_dynamo: behind Dynamo, leave to it what it loses: it takes each ``autograd.Function`` apart,
             does not look for hooks of modules that were set after the first call, and raises errors of its
@@ -112,6 +124,7 @@ class Config:
     cache_size: int = 64
     opaque: Iterable[str] = frozenset()
     regions: bool | int = True
+    whole_after: int | None = _CALLS_IN_PARTS
     single_region: bool = False
     background: bool = False
     cudagraphs: bool = False

@@ -21,6 +21,7 @@ from retrograd.process import forgotten_by_reset
 #: ``opaque_calls`` (steps run as eager runs them), ``runs`` (plans run), ``cuda_graph_recordings``,
 #: ``cuda_graph_replays`` and ``cuda_graph_plain_calls`` (calls of code that may be recorded, run as it is),
 #: ``compiled_elsewhere`` (graphs that another process compiled first),
+#: ``whole_graphs`` (graphs whose code took the place of code in parts),
 #: ``kept_partition_hits``, ``kept_partition_misses`` and ``kept_partition_refusals`` (partitions on disk).
 counters: Counter[str] = Counter()
 forgotten_by_reset(counters.clear)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import pytest
@@ -221,3 +221,132 @@ def test_there_is_one_for_every_four_of_inductors_own(monkeypatch: pytest.Monkey
     for threads, count in ((1, 0), (3, 0), (4, 1), (8, 2), (64, 4)):
         monkeypatch.setattr(processes, "compile_threads", lambda threads=threads: threads)
         assert HOW_MANY() == count
+
+
+class Block(torch.nn.Module):
+    """A layer that draws numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.nn.functional.dropout(self.norm(self.linear(x)).tanh(), 0.25)
+
+
+class Blocks(torch.nn.Module):
+    """Four of them. The code is of its own: sizes of one that other tests have compiled may be symbolic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def training(whole_after: int | None) -> tuple[Callable[[], torch.Tensor], torch.nn.Module]:
+    """A step that gives its loss, and the model that it trains."""
+    torch.manual_seed(0)
+    model, x = Blocks(), torch.randn(4, 8)
+    compiled = retrograd.compile(model, options={"regions": 4, "whole_after": whole_after})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = compiled(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step, model
+
+
+def test_code_of_the_whole_takes_the_place_of_parts_and_computes_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "retrograd.aot")
+    step, model = training(whole_after=3)
+    losses = [step() for _ in range(6)]
+    assert counters["region_calls"] > 0
+    assert counters["whole_graphs"] == 2, f"not forward and backward:\n{said(caplog)}"
+    counters.clear()
+    step, twin = training(whole_after=None)
+    torch.testing.assert_close(losses, [step() for _ in range(6)])
+    torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
+    assert counters["whole_graphs"] == 0
+
+
+def test_parts_remain_where_settings_are_others_than_when_they_were_compiled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "retrograd.aot")
+    step, _ = training(whole_after=2)
+    step()
+    with torch._inductor.config.patch(epilogue_fusion=False):
+        step()
+    step()
+    assert counters["region_calls"] > 0
+    assert counters["whole_graphs"] == 0
+    why = "parts remain: settings have changed since: inductor, environment"
+    assert said(caplog).splitlines().count(why) == 2
+
+
+def said(caplog: pytest.LogCaptureFixture) -> str:
+    """What was logged of other processes, and of what they were to compile."""
+    return "\n".join(
+        record.getMessage() for record in caplog.records if record.name.startswith("retrograd.aot")
+    )
+
+
+def test_what_was_done_elsewhere_is_known_when_the_process_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "IDLE", 0.2)
+    processes.stop()
+    elsewhere = BACKEND.elsewhere(*graph_of(torch.erf, 7), FORWARD)
+    elsewhere.begin()
+    now, until = processes._now, time.monotonic() + 120
+    while now.is_usable:
+        assert time.monotonic() < until, "it did not end"
+        time.sleep(0.01)
+    elsewhere.wait()
+    assert counters["compiled_elsewhere"] == 1
+    processes.stop()
+
+
+def test_nobody_waits_for_a_process_that_was_ended() -> None:
+    processes.start()
+    elsewhere = BACKEND.elsewhere(*graph_of(torch.erfc, 7), FORWARD)
+    with processes._changing:  # so that no thread has begun
+        elsewhere.begin()
+        processes.stop()
+    with pytest.raises((EOFError, OSError, CancelledError)):
+        elsewhere.wait()
+    assert counters["compiled_elsewhere"] == 0
+
+
+def test_a_forked_child_does_not_wait_for_what_its_parent_has_begun() -> None:
+    elsewhere = BACKEND.elsewhere(*graph_of(torch.log1p, 7), FORWARD)
+    elsewhere.begin()
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+
+    def wait() -> None:
+        try:
+            elsewhere.wait()
+        except Exception as error:
+            theirs.send(str(error))
+
+    child = fork.Process(target=wait)
+    child.start()
+    assert ours.poll(60), "the child is stuck"
+    assert "in the process that has forked this one" in ours.recv()
+    child.join()
+    elsewhere.wait()
+    assert counters["compiled_elsewhere"] == 1
+
+
+def test_the_whole_is_not_compiled_elsewhere_without_a_cache_on_disk() -> None:
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        assert BACKEND.elsewhere(*graph_of(torch.sin, 3), FORWARD) is None

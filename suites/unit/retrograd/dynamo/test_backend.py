@@ -124,7 +124,7 @@ def test_an_unknown_option_is_refused_with_the_sorted_valid_ones():
     assert str(refused.value) == (
         "option 'partitoner': there is no such option\n"
         "  expected  one of backend, backward, compile_timeout, cudagraphs, partitioner, passes, regions, "
-        "single_region, stock_dynamo, strict, or one of torch._inductor.list_options()"
+        "single_region, stock_dynamo, strict, whole_after, or one of torch._inductor.list_options()"
     )
 
 
@@ -182,6 +182,7 @@ def test_modes_and_options_are_listed():
         "single_region",
         "stock_dynamo",
         "strict",
+        "whole_after",
     ]
     assert listed[: len(own)] == own
     assert "max_autotune" in listed

@@ -375,7 +375,10 @@ def test_too_many_situations():
     assert len(step.explain().pieces.graphs) <= 4
 
 
-def test_nothing_is_kept_alive():
+@pytest.mark.parametrize("level", ["WARNING", "DEBUG"])
+def test_nothing_is_kept_alive(caplog, level):
+    caplog.set_level(level, "retrograd")  # the records are kept
+
     def build():
         model = nn.Linear(4, 3)
         opt = torch.optim.Adam(model.parameters(), 0.1)

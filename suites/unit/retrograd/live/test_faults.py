@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -93,6 +95,21 @@ def test_strict_raises_a_fault_in_lowering(stage: str, monkeypatch: pytest.Monke
     assert state_left() == {}
     with retrograd.compiled_autograd("aten", strict=True):
         (w.sin() * w).sum().backward()
+
+
+@pytest.mark.parametrize("level", ["WARNING", "DEBUG"])
+def test_a_fault_keeps_no_tensor_alive(
+    level: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(level, "retrograd")  # the records are kept
+    x, w = torch.ones(2, 3), leaf()
+    alive = weakref.ref(x)
+    with planted("compile", monkeypatch), retrograd.compiled_autograd("aten"):
+        (w.sum() * x).sum().backward()
+    assert ("Planted: here" in caplog.text) == (level == "DEBUG")
+    del x
+    gc.collect()
+    assert alive() is None
 
 
 class FailingBackend:

@@ -192,6 +192,7 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
     cache_size: int = 64,
     cudagraphs: bool = False,
     regions: bool | int = True,
+    whole_after: int | None = 5_000,
     compile_timeout: float | None = None,
 ) -> AotFunction:
     """Capture and compile `fn` for each kind of input that it is called with.
@@ -219,7 +220,7 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
         passes: applied to the joint graph, in order: names, or ``pass(gm, example_inputs) -> gm``.
         cudagraphs, regions: as in ``aot.compile``.
         dynamic, strict, recompile_limit, compile_timeout: as in `compiled_autograd`.
-        single_region, cache_size: as in `Config`.
+        single_region, cache_size, whole_after: as in `Config`.
 
     Raises:
         OptionError: an option has a value that it cannot have.

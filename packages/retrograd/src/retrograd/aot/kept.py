@@ -39,7 +39,7 @@ from retrograd.aot.partition import partition
 from retrograd.backends import processes
 from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.config import Config
-from retrograd.errors import Refusal
+from retrograd.errors import Refusal, first_line
 from retrograd.events import AOT_LOGS, counters
 from retrograd.graph.joint_graph import CaptureState, Choice, Partition
 from retrograd.serialize import read_examples, read_graph, serialize_examples
@@ -73,7 +73,7 @@ class KeptPartition:
             counters["kept_partition_misses"] += 1
             return None
         except Exception as error:  # damaged, foreign, or of operators that are not here
-            _log.info("%s is not used: %s", self.file, error)
+            _log.info("%s is not used: %s", self.file, first_line(error))
             counters["kept_partition_misses"] += 1
             return None
         counters["kept_partition_hits"] += 1
@@ -91,7 +91,7 @@ class KeptPartition:
                 to.write(data)
         except Exception as error:
             counters["kept_partition_refusals"] += 1
-            _log.info("%s is not kept on disk: %s", self.state.name, error)
+            _log.info("%s is not kept on disk: %s", self.state.name, first_line(error))
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def kept_partition(state: CaptureState, gm: fx.GraphModule, config: Config) -> K
         return KeptPartition(state, Path(cache_folder(), "retrograd", name[:2], f"{name}.json"))
     except Exception as error:
         counters["kept_partition_refusals"] += 1
-        _log.info("%s is not looked up on disk: %s", state.name, error)
+        _log.info("%s is not looked up on disk: %s", state.name, first_line(error))
         return None
 
 

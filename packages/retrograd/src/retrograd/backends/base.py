@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import fx
 
@@ -33,6 +33,16 @@ class Half:
 
 #: a segment of a live backward.
 SEGMENT = Half()
+
+
+class Elsewhere(Protocol):
+    """A graph that somebody else may compile."""
+
+    def begin(self) -> None:
+        """Have them begin; what it raises says why nobody does."""
+
+    def wait(self) -> None:
+        """Wait for them; what it raises says why there is nothing."""
 
 
 class Backend:
@@ -60,6 +70,11 @@ class Backend:
 
     def announce(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half) -> None:
         """`compile` will be called so, if nothing changes until then."""
+
+    def elsewhere(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half) -> Elsewhere | None:
+        """What can have others make what `compile` will find, if its settings do not change; None if nothing
+        can."""
+        return None
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """Decompositions to apply while tracing."""

@@ -28,16 +28,17 @@ def compile_fallible(
     half: Half = SEGMENT,
     *,
     strict: bool = False,
+    is_proven: bool = False,
 ) -> Boxed:
     """Compile with `backend`, unless the graph only hands on what it is given. If `strict`, or if the graph
-    has effects, all errors are for the caller."""
+    has effects, all errors are for the caller; if not `is_proven`, those of the first run are."""
     if all(node.op in ("placeholder", "output") for node in gm.graph.nodes):
         return AtenBackend().compile(gm, example_inputs)
     if strict or isinstance(backend, AtenBackend) or any(map(has_effect, gm.graph.nodes)):
         return backend.compile(gm, example_inputs, half)
     own = AtenBackend().compile(gm, example_inputs)  # before the backend may change the graph
     code = backend.compile(gm, example_inputs, half)
-    return _FallibleCode(backend.name, code, own, not isinstance(backend, InductorBackend))
+    return _FallibleCode(backend.name, code, own, not isinstance(backend, InductorBackend), int(is_proven))
 
 
 #: how many runs of Inductor's code are watched: to watch costs time, and what has run so often is proven.
@@ -56,11 +57,12 @@ class _FallibleCode:
         own: interprets the graph.
         is_foreign: whether the code is a user's. It may change its inputs, though the graph does not; all of
             its runs are watched.
+        runs: how often it counts as having run.
     """
 
-    def __init__(self, name: str, run: Boxed, own: Boxed, is_foreign: bool) -> None:
+    def __init__(self, name: str, run: Boxed, own: Boxed, is_foreign: bool, runs: int = 0) -> None:
         self._name, self._run, self._own, self._is_foreign = name, run, own, is_foreign
-        self._runs = self._failures = 0
+        self._runs, self._failures = runs, 0
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run it."""

@@ -22,9 +22,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -97,9 +98,12 @@ class _Processes:
 
     def __init__(self, count: int) -> None:
         self.settings: Portable | None = None
+        #: of what was announced.
         self._futures: dict[bytes, Future[None]] = {}
-        self._waiting: SimpleQueue[bytes] = SimpleQueue()
+        self._waiting: SimpleQueue[tuple[bytes, Future[None]]] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        #: held while something is sent, and while a thread decides to end.
+        self._sending = ForkSafeLock()
         pipes = [Pipe() for _ in range(count)]
         self._connections = [ours for ours, _ in pipes]
         handles = [theirs.fileno() for _, theirs in pipes]
@@ -141,18 +145,30 @@ class _Processes:
         """Whether anything was announced that nobody has waited for."""
         return bool(self._futures)
 
-    def announce(self, job: bytes, settings: Mapping[str, Any]) -> None:
+    def send(self, job: bytes, settings: Mapping[str, Any]) -> Future[None]:
         """Have one of them begin with `job` as soon as it can.
 
         Raises:
-            Refusal: none should, under these settings.
+            Refusal: none should, under these settings, or none will.
         """
         now = {**(self.settings or {}).get("inductor", {}), **settings}
         if measuring := [name for name in MEASURING if now.get(name)]:
             raise Refusal("measuring", f"Inductor measures kernels under {', '.join(measuring)}")
+        future: Future[None] = Future()
+        with self._sending:
+            if not self.is_usable:
+                raise Refusal("elsewhere", "they have ended")
+            self._waiting.put((job, future))
+        return future
+
+    def announce(self, job: bytes, settings: Mapping[str, Any]) -> None:
+        """Send `job`, for `wait_for`.
+
+        Raises:
+            Refusal: as `send`.
+        """
         if job not in self._futures:
-            self._futures[job] = Future()
-            self._waiting.put(job)
+            self._futures[job] = self.send(job, settings)
 
     def wait_for(self, job: bytes) -> None:
         """Wait until `job` is done, if a process has begun with it; if none has, none will."""
@@ -182,20 +198,37 @@ class _Processes:
                 connection.send(self.settings)
                 if why := connection.recv():
                     raise Refusal("elsewhere", why)
-                while True:
-                    job = self._waiting.get(timeout=IDLE)
-                    future = self._futures.get(job)
-                    if future is not None and future.set_running_or_notify_cancel():
+                while (sent := self._next()) is not None:
+                    job, future = sent
+                    if future.set_running_or_notify_cancel():
                         _compile(job, future, connection)
-        except Empty:
-            pass
         except Exception as error:
             _log.info("a process that compiles has ended: %s", first_line(error))
         finally:
-            self._threads.remove(threading.current_thread())
-            if not self._threads:
-                self._futures.clear()
-                self._process.wait()
+            self._end()
+
+    def _next(self) -> tuple[bytes, Future[None]] | None:
+        """What is to be done; None if nothing was sent for a while: the thread ends."""
+        while True:
+            try:
+                return self._waiting.get(timeout=IDLE)
+            except Empty:
+                with self._sending:
+                    if self._waiting.empty():
+                        self._threads.remove(threading.current_thread())
+                        return None
+
+    def _end(self) -> None:
+        """This thread ends. What waits when all have ended is not done."""
+        with self._sending:
+            if (me := threading.current_thread()) in self._threads:
+                self._threads.remove(me)
+            if self._threads:
+                return
+            self._futures.clear()
+            while not self._waiting.empty():
+                self._waiting.get()[1].cancel()
+        self._process.wait()
 
 
 def _compile(job: bytes, future: Future[None], connection: Connection) -> None:
@@ -278,6 +311,56 @@ def wait_for(gm: fx.GraphModule, inputs: Sequence[Any], half: Half, settings: Ma
     if (now := _now) is not None and now.has_announced:
         with contextlib.suppress(Exception):  # what cannot be written was not announced
             now.wait_for(job_of(gm, inputs, half, settings))
+
+
+class Elsewhere:
+    """A graph that another process compiles some time, if the settings are then what they are now.
+
+    Args:
+        gm, inputs, half, settings: as in `announce`.
+
+    Raises:
+        Exception: nothing is kept on disk under these settings, as in `portable_settings`.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], half: Half, settings: Mapping[str, Any]
+    ) -> None:
+        self._job: Callable[[], bytes] = partial(job_of, gm, inputs, half, settings)
+        self._own, self._settings = settings, portable_settings()
+        self._future: Future[None] | None = None
+        self._process = os.getpid()
+
+    def begin(self) -> None:
+        """Have a process begin as soon as one can.
+
+        Raises:
+            Refusal: none will.
+            Exception: as `job_of` and `portable_settings`.
+        """
+        self._check()
+        start()
+        if (now := _now) is None or now.settings != self._settings:
+            raise Refusal("elsewhere", "no other process can be started")
+        self._future = now.send(self._job(), self._own)
+
+    def wait(self) -> None:
+        """Wait until it is done.
+
+        Raises:
+            Refusal: it was not, or what was compiled is for other settings than those of now.
+            Exception: what went wrong elsewhere.
+        """
+        self._check()
+        if self._future is None or self._process != os.getpid():
+            raise Refusal("elsewhere", "it was begun in the process that has forked this one")
+        self._future.result(LONGEST)
+        counters["compiled_elsewhere"] += 1
+
+    def _check(self) -> None:
+        now = portable_settings()
+        if other := [key for key in now if now[key] != self._settings[key]]:
+            raise Refusal("elsewhere", f"settings have changed since: {', '.join(other)}")
 
 
 def _after_fork() -> None:

@@ -15,9 +15,12 @@ from torch import fx
 from retrograd._torch.fx import boxed, copied, fill_in_place, lazy_graph_module
 from retrograd._torch.inductor import chooses_layouts, compile_graph, decompositions, patched, warm_workers
 from retrograd.backends import processes
-from retrograd.backends.base import SEGMENT, Backend, Boxed, Half
-from retrograd.errors import BackendError, OptionError
+from retrograd.backends.base import SEGMENT, Backend, Boxed, Elsewhere, Half
+from retrograd.errors import BackendError, OptionError, first_line
+from retrograd.events import AOT_LOGS
 from retrograd.graph.joint import output_examples
+
+_log = AOT_LOGS["cache"]
 
 
 class AtenBackend(Backend):
@@ -69,6 +72,15 @@ class InductorBackend(Backend):
 
     def announce(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half) -> None:
         processes.announce(gm, example_inputs, half, self.settings)
+
+    def elsewhere(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half) -> Elsewhere | None:
+        if not processes.how_many():
+            return None
+        try:
+            return processes.Elsewhere(gm, example_inputs, half, self.settings)
+        except Exception as error:
+            _log.info("no other process compiles the whole: %s", first_line(error))
+            return None
 
     def for_parts_of(self, gm: fx.GraphModule, half: Half) -> Backend:
         with patched(self.settings):

@@ -27,7 +27,7 @@ from retrograd.report import Report, process_report, reason_of
 #: our own options; `Config` says what they mean. Any other option must be one of Inductor's.
 OPTIONS = (
     "backend", "backward", "compile_timeout", "cudagraphs", "partitioner", "passes", "regions",
-    "single_region", "stock_dynamo", "strict",
+    "single_region", "stock_dynamo", "strict", "whole_after",
 )  # fmt: skip
 
 _AUTOTUNE = {"max_autotune": True, "coordinate_descent_tuning": True}

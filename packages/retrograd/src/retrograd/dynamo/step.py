@@ -173,6 +173,7 @@ def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
     recompile_limit: int = 8,
     regions: bool | int = True,
     cudagraphs: bool = False,
+    whole_after: int | None = 5_000,
     compile_timeout: float | None = None,
     stock_dynamo: bool = False,
 ) -> Any:
@@ -197,6 +198,7 @@ def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
         recompile_limit: how often one piece is compiled. After that it runs eagerly.
         regions: as in `compiled_autograd`.
         cudagraphs: record what each piece does on a CUDA device, and replay it where that is safe.
+        whole_after: as in `Config`, for the calls of each piece.
         compile_timeout: as in `compiled_autograd`, for each piece.
         stock_dynamo: leave each ``autograd.Function``, and hooks of modules, to Dynamo, which loses part of
             what they do.

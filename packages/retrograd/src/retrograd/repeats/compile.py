@@ -39,7 +39,7 @@ class Division:
         copies: of a part that repeats, at least.
 
     Attributes:
-        inputs: as given.
+        inputs: as given. is_symbolic: whether sizes of them are symbolic.
         graphs: what is to be compiled: each different part, or the whole, if nothing in it repeats itself.
     """
 
@@ -48,9 +48,9 @@ class Division:
     ) -> None:
         parts = divided(gm.graph, least, visible, copies) if least else []
         placeholders, places = gm.graph.find_nodes(op="placeholder"), places_of_symbols(inputs)
-        is_symbolic = any(map(symbols_in, inputs))
+        self.is_symbolic = any(map(symbols_in, inputs))
         #: by part, symbols that no input of it has as a size: they are inputs of their own.
-        missing = {part: sorted(_missing(part)) if is_symbolic else [] for part in parts}
+        missing = {part: sorted(_missing(part)) if self.is_symbolic else [] for part in parts}
         wanted = sorted({name for names in missing.values() for name in names})
         if not places.keys() >= set(wanted):  # nobody could read one that is a size of no input of the whole
             parts, wanted = [], []
@@ -71,6 +71,11 @@ class Division:
                 sizes = [values[name] for name in missing[part]]
                 examples = [*(node.meta["val"] for node in part.inputs), *sizes]
                 self.graphs[part.key] = graph_of(gm, part, sizes), examples, part.pinned
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether it is compiled in several parts."""
+        return bool(self._parts)
 
     def code(self, compile_part: CompilePart) -> Boxed:
         """What runs the graph, of what `compile_part` makes of each of `graphs`."""

@@ -18,7 +18,6 @@ Source: ``CompareNodeTaskTime`` in ``torch/csrc/autograd/engine.cpp``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,16 +39,14 @@ class LastTurn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
         """The leaf, behind this node."""
-        ctx.others = ()
+        ctx.others = []
         ctx.set_materialize_grads(False)
         return leaf.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Take the others' numbers back."""
-        for leaf in ctx.others:
-            leaf._set_sequence_nr(ACCUMULATES)
-        ctx.others = ()
+        _take_back(ctx.others)
         return grad
 
 
@@ -59,17 +56,22 @@ last_turn = entry_of(LastTurn)
 
 class _WhenAllIsOver:
     """Takes numbers back at the end of a graph task, which holds it, if no `LastTurn` has: it was not asked
-    for, or a hook has raised."""
+    for, or a hook has raised. What `LastTurn` has taken back is no longer in the list that both hold."""
 
-    def __init__(self, leaves: Sequence[Any]) -> None:
+    def __init__(self, leaves: list[Any]) -> None:
         self._leaves = leaves
 
     def __call__(self) -> None:
         """The graph task calls it before it lets go of it."""
 
     def __del__(self) -> None:
-        for leaf in self._leaves:
-            leaf._set_sequence_nr(ACCUMULATES)
+        _take_back(self._leaves)
+
+
+def _take_back(leaves: list[Any]) -> None:
+    """Give these leaves' nodes the number that all leaves have; empties the list."""
+    while leaves:
+        leaves.pop()._set_sequence_nr(ACCUMULATES)
 
 
 def take_turns(ctx: Any) -> None:

@@ -1,7 +1,7 @@
 """Give one half of a partition to a backend.
 
-In: a functional ATen graph whose placeholders have example values. Out: a boxed callable, recorded as a CUDA
-graph where that is wanted and safe; `LateCode` if compiling takes longer than the user wants to wait.
+In: a functional ATen graph whose placeholders have example values. Out: a boxed callable, in parts at first
+if that is quicker to compile; `LateCode` if compiling takes longer than the user wants to wait.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any
 
 from torch import fx
 
+from retrograd._torch.fx import has_effect, is_random
 from retrograd._torch.state import autocast_off
 from retrograd._torch.trace import decomposed, guard_count
 from retrograd.backends.background import Later, begin, is_taken
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.fallible import compile_fallible
+from retrograd.backends.whole import WholeLater
 from retrograd.config import Config
 from retrograd.errors import Reason
 from retrograd.events import counters
@@ -49,7 +51,11 @@ def lower(
         return compile_fallible(how, part, examples, replace(half, visible=visible), strict=config.strict)
 
     def compile_graph() -> Boxed:
-        return (division or _divided(backend, gm, inputs, half, config)).code(compile_part)
+        found = division or _divided(backend, gm, inputs, half, config)
+        code = found.code(compile_part)
+        effects = [node for node in gm.graph.nodes if has_effect(node) and not is_random(node)]
+        may_change = found.is_divided and not found.is_symbolic and not effects
+        return _whole_later(code, backend, gm, inputs, half, config) if may_change else code
 
     if config.patience is None:
         return compile_graph()
@@ -70,6 +76,24 @@ def announce(
         how = backend if part is gm else for_parts
         how.announce(part, examples, replace(half, visible=visible))
     return division
+
+
+def _whole_later(
+    parts: Boxed, backend: Backend, gm: fx.GraphModule, inputs: Sequence[Any], half: Half, config: Config
+) -> Boxed:
+    """`parts`, and later the whole of `gm`, if others compile it. What is recorded does not change, and
+    nobody waits who has chosen not to."""
+    if config.whole_after is None or config.cudagraphs or config.patience is not None:
+        return parts
+    elsewhere = backend.elsewhere(gm, inputs, half)
+    if elsewhere is None:
+        return parts
+
+    @autocast_off()
+    def compile_whole() -> Boxed:
+        return compile_fallible(backend, gm, inputs, half, strict=config.strict, is_proven=True)
+
+    return WholeLater(parts, config.whole_after, elsewhere, compile_whole)
 
 
 def _examples(gm: fx.GraphModule) -> list[Any]:

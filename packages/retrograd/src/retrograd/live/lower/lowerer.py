@@ -7,6 +7,8 @@ fits them, which gives its outputs; or the reason why the segment is interpreted
 from __future__ import annotations
 
 import functools
+import logging
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -270,8 +272,9 @@ class Lowerer:
         reason = self._fn.reason(f"segment {self._fn.number} is interpreted: {text}", way_out)
         if self._fn.config.strict:
             raise LoweringError(reason) from error
-        if error is not None and not isinstance(error, Refusal):
-            live_log.info("%s", reason, exc_info=error)
+        if error is not None and not isinstance(error, Refusal) and live_log.isEnabledFor(logging.INFO):
+            # as text: whoever keeps a record of the log must not keep the frames of the error
+            live_log.info("%s\n%s", reason, "".join(traceback.format_exception(error)).rstrip())
         self._shared.interpret_because = text
         self.stop(text)
 
