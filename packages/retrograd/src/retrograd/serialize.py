@@ -11,8 +11,9 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ Nodes = Mapping[str, fx.Node]
 
 #: what is called without a schema; the rest of arithmetic is for symbolic sizes, which are not written.
 _GETITEM = "operator.getitem"
+#: operators of higher order that refer to nothing of this process.
+_HIGHER_ORDER = frozenset({*SELF_CONTAINED, "run_and_save_rng_state", "run_with_rng_state"})
 #: dataclasses whose fields can be written.
 _RECORDS: dict[str, Any] = {
     cls.__name__: cls
@@ -61,6 +64,10 @@ def _attribute(type: type) -> _Form:
         return found
 
     return _Form(type, lambda value: str(value).removeprefix("torch."), read)
+
+
+def _enum(type: Any) -> _Form:
+    return _Form(type, lambda member: member.value, lambda w, nodes: type(w))
 
 
 def _serialize_dict(value: dict[Any, Any]) -> Any:
@@ -101,7 +108,8 @@ _FORMS: dict[str, _Form] = {
     "slice": _sequence(slice, lambda ends: slice(*ends), lambda value: [value.start, value.stop, value.step]),
     "dict": _Form(dict, _serialize_dict, _read_dict),
     "plain": _Form(type(PLAIN), _serialize_plain, lambda w, nodes: PLAIN),
-    "primal_kind": _Form(joint.PrimalKind, lambda kind: kind.value, lambda w, nodes: joint.PrimalKind(w)),
+    "primal_kind": _enum(joint.PrimalKind),
+    "saved_kind": _enum(joint_graph.SavedKind),
     "dtype": _attribute(torch.dtype),
     "layout": _attribute(torch.layout),
     "memory_format": _attribute(torch.memory_format),
@@ -148,7 +156,7 @@ def serialize_operator(target: Any) -> Any:
     if is_operator_overload(target):
         return {"name": target._schema.name, "overload": target._overloadname, "schema": _schema_text(target)}
     if is_higher_order(target):
-        if target.name() in SELF_CONTAINED:
+        if target.name() in _HIGHER_ORDER:
             return {"higher_order": target.name()}
         raise Refusal(
             "unwritable", f"the higher-order operator {target.name()}, which refers to this process"
@@ -165,7 +173,7 @@ def read_operator(written: Any) -> Any:
             raise ValueError(f"the function {written['function']!r} is unknown")
         return operator.getitem
     if "higher_order" in written:
-        if written["higher_order"] not in SELF_CONTAINED:
+        if written["higher_order"] not in _HIGHER_ORDER:
             raise ValueError(f"the operator of higher order {written['higher_order']!r} is unknown")
         return getattr(torch.ops.higher_order, written["higher_order"])
     namespace, _, name = written["name"].partition("::")
@@ -188,26 +196,44 @@ def _schema_text(operator: Any) -> str:
 _PLAIN = (bool, int, str, CheckpointPolicy)
 
 
+class _Table:
+    """Values that come again are written once; in their place stands a number."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self._place: dict[Hashable, int] = {}
+
+    def place(self, key: Hashable, write: Callable[[], Any]) -> int:
+        """The number of the row of this key, which `write` makes if it is new."""
+        if key not in self._place:
+            self.rows.append(write())
+            self._place[key] = len(self.rows) - 1
+        return self._place[key]
+
+
 def serialize_graph(gm: fx.GraphModule, tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
-    """The nodes of `gm`; tensors that it holds are added to `tensors`."""
+    """The nodes of `gm`, each as its kind, its name, what it calls, its arguments, and what is noted with it;
+    tensors that it holds are added to `tensors`."""
     modules: dict[str, Any] = {}
-    nodes = []
+    operators, notes = _Table(), _Table()
+    nodes: list[list[Any]] = []
     for node in gm.graph.nodes:
         try:
-            entry: dict[str, Any] = {"op": node.op, "name": node.name}
+            target: Any = None
             if node.op == "call_function":
-                entry["target"] = serialize_operator(node.target)
+                target = operators.place(node.target, partial(serialize_operator, node.target))
             elif node.op == "get_attr":
                 _write_attribute(gm, node, (tensors, prefix, modules))
-                entry["target"] = node.target
+                target = node.target
             elif node.op not in ("placeholder", "output"):
                 raise Refusal("unwritable", f"a node of kind {node.op}")
+            args: list[Any] = []
+            kwargs: dict[str, Any] = {}
             if node.op != "placeholder":
-                entry["args"] = [serialize_value(value) for value in node.args]
-                entry["kwargs"] = {key: serialize_value(value) for key, value in node.kwargs.items()}
-            entry["meta"] = {
-                key: serialize_value(value) for key, value in node.meta.items() if isinstance(value, _PLAIN)
-            }
+                args = [serialize_value(value) for value in node.args]
+                kwargs = {key: serialize_value(value) for key, value in node.kwargs.items()}
+            plain = {key: value for key, value in node.meta.items() if isinstance(value, _PLAIN)}
+            noted = notes.place(tuple(plain.items()), partial(_serialize_dict, plain))
         except Refusal as error:
             raise ExportError.because(
                 "graph",
@@ -216,8 +242,8 @@ def serialize_graph(gm: fx.GraphModule, tensors: dict[str, torch.Tensor], prefix
                 node=f"{node.name} ({node.target})",
                 way_out="replace the call by one of an operator",
             ) from error
-        nodes.append(entry)
-    return {"nodes": nodes, "modules": modules}
+        nodes.append([node.op, node.name, target, args, kwargs, noted])
+    return {"nodes": nodes, "operators": operators.rows, "notes": notes.rows, "modules": modules}
 
 
 def _write_attribute(
@@ -249,78 +275,107 @@ def read_graph(
     for name, inner in written["modules"].items():
         root.add_module(name, read_graph(inner, tensors, f"{prefix}{name}/"))
     graph, nodes = fx.Graph(), dict[str, fx.Node]()
-    for entry in written["nodes"]:
-        nodes[entry["name"]] = _read_node(graph, entry, nodes)
-        if entry["op"] == "get_attr" and entry["target"] not in written["modules"]:
-            root.register_buffer(entry["target"], tensors[prefix + entry["target"]])
+    operators = [read_operator(operator) for operator in written["operators"]]
+    notes = [_read_dict(noted, {}) for noted in written["notes"]]
+    for kind, name, target, args, kwargs, noted in written["nodes"]:
+        if kind == "call_function":
+            target = operators[target]
+        elif kind == "get_attr" and target not in written["modules"]:
+            root.register_buffer(target, tensors[prefix + target])
+        node = nodes[name] = _read_node(graph, (kind, name, target), args, kwargs, nodes)
+        node.meta.update(notes[noted])
     return lazy_graph_module(root, graph, "joint")
 
 
-def _read_node(graph: fx.Graph, entry: Mapping[str, Any], nodes: Mapping[str, fx.Node]) -> fx.Node:
-    kind, name = entry["op"], entry["name"]
+def _read_node(
+    graph: fx.Graph,
+    what: tuple[str, str, Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    nodes: Mapping[str, fx.Node],
+) -> fx.Node:
+    kind, name, target = what
     if not name.isidentifier():
         raise ValueError(f"{name!r} is no name of a node")
+    read = tuple([read_value(value, nodes) for value in args])
     if kind == "placeholder":
         node = graph.placeholder(name)
+    elif kind == "output":
+        node = graph.output(*read)
+    elif kind == "call_function":
+        node = graph.call_function(target, read, {k: read_value(v, nodes) for k, v in kwargs.items()})
+    elif kind == "get_attr" and target.isidentifier():
+        node = graph.create_node("get_attr", target, name=name)
     else:
-        args = tuple(read_value(value, nodes) for value in entry["args"])
-        kwargs = {key: read_value(value, nodes) for key, value in entry["kwargs"].items()}
-        if kind == "output":
-            node = graph.output(*args)
-        elif kind == "call_function":
-            node = graph.call_function(read_operator(entry["target"]), args, kwargs)
-        elif kind == "get_attr" and entry["target"].isidentifier():
-            node = graph.create_node("get_attr", entry["target"], name=name)
-        else:
-            raise ValueError(f"a node of unknown kind {kind!r}")
+        raise ValueError(f"a node of unknown kind {kind!r}")
     node.name = name
-    node.meta.update({key: read_value(value, {}) for key, value in entry["meta"].items()})
     return node
 
 
-def serialize_examples(values: Iterable[Any]) -> list[Any]:
-    """The example values of nodes: numbers, and fake tensors of static sizes with what memory they share.
+def serialize_examples(values: Iterable[Any]) -> dict[str, Any]:
+    """The example values of nodes: numbers, and fake tensors of static sizes, each as a number of its form and
+    one of its memory. Memory is numbered in the order of its first appearance.
 
     Raises:
         Refusal: one is something else.
     """
     memory: dict[int, int] = {}
-    return [_serialize_example(value, memory) for value in values]
+    forms = _Table()
+
+    def write(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return {"items": [write(one) for one in value]}
+        if not isinstance(value, torch.Tensor):
+            return serialize_value(value)
+        if (form := form_of(value)) is None:
+            raise Refusal("unwritable", f"a value is a {type(value).__name__}, {value.layout}")
+        number = memory.setdefault(value.untyped_storage()._cdata, len(memory))
+        return [forms.place(form, partial(_serialize_form, form)), number]
+
+    return {"values": [write(value) for value in values], "forms": forms.rows}
 
 
-def _serialize_example(value: Any, memory: dict[int, int]) -> Any:
-    """Memory is numbered in the order of its first appearance."""
-    if isinstance(value, (list, tuple)):
-        return [_serialize_example(one, memory) for one in value]
-    if not isinstance(value, torch.Tensor):
-        return serialize_value(value)
-    if (form := form_of(value)) is None:
-        raise Refusal("unwritable", f"a value is a {type(value).__name__}, {value.layout}")
-    number = memory.setdefault(value.untyped_storage()._cdata, len(memory))
-    return {**vars(form), "dtype": serialize_value(form.dtype), "device": str(form.device), "memory": number}
+def _serialize_form(form: Form) -> dict[str, Any]:
+    return {**vars(form), "dtype": serialize_value(form.dtype), "device": str(form.device)}
 
 
-def read_examples(gm: fx.GraphModule, written: Sequence[Any], mode: Any) -> None:
-    """Give each node of `gm` its example value again, as a fake of `mode`.
+def read_examples(written: Mapping[str, Any], mode: Any) -> list[Any]:
+    """What `serialize_examples` wrote, as fakes of `mode`.
 
     Raises:
-        ValueError, KeyError, TypeError: it is nothing that `serialize_examples` wrote of such a graph.
+        ValueError, KeyError, TypeError, IndexError: it is nothing that was written so.
     """
     memory: list[torch.UntypedStorage] = []
-    for node, value in zip(gm.graph.nodes, written, strict=True):
-        if node.op != "output":
-            node.meta["val"] = _read_example(value, memory, mode)
+    forms = [_read_form(form) for form in written["forms"]]
+
+    def read(one: Any) -> Any:
+        if isinstance(one, dict) and "items" in one:
+            return tuple([read(inner) for inner in one["items"]])
+        if not isinstance(one, list):
+            return read_value(one, {})
+        form, place = one
+        if place < len(memory):
+            return fake_of_form(mode, forms[form], memory[place])
+        made = fake_of_form(mode, forms[form])
+        memory.append(made.untyped_storage())
+        return made
+
+    return [read(one) for one in written["values"]]
 
 
-def _read_example(written: Any, memory: list[torch.UntypedStorage], mode: Any) -> Any:
-    if isinstance(written, list):
-        return tuple(_read_example(one, memory, mode) for one in written)
-    if not isinstance(written, dict) or "memory" not in written:
-        return read_value(written, {})
+def _read_form(written: Mapping[str, Any]) -> Form:
     dtype, device = read_value(written["dtype"], {}), torch.device(written["device"])
-    form = Form(written["size"], written["stride"], written["offset"], dtype, device, written["nbytes"])
-    if written["memory"] < len(memory):
-        return fake_of_form(mode, form, memory[written["memory"]])
-    made = fake_of_form(mode, form)
-    memory.append(made.untyped_storage())
-    return made
+    return Form(
+        tuple(written["size"]), tuple(written["stride"]), written["offset"], dtype, device, written["nbytes"]
+    )
+
+
+def give_examples(gm: fx.GraphModule, values: Iterable[Any]) -> None:
+    """Give each node of `gm` its example value.
+
+    Raises:
+        ValueError: there are more of them, or fewer.
+    """
+    for node, value in zip(gm.graph.nodes, values, strict=True):
+        if node.op != "output":
+            node.meta["val"] = value

@@ -416,14 +416,14 @@ def test_damaged_and_foreign_files(written: bytes, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("schema", "way_out"), [(99, "a newer retrograd"), (2, "export it again")])
 def test_another_version_is_refused(written: bytes, schema: int, way_out: str) -> None:
     file = rewritten(written, "manifest.json", with_json(lambda data: data.update(schema=schema)))
-    found = rf"has schema {schema}, written by retrograd 0\.1\.0; known is 4\n(.|\n)*{way_out}"
+    found = rf"has schema {schema}, written by retrograd 0\.1\.0; known is 5\n(.|\n)*{way_out}"
     with pytest.raises(LoadError, match=found):
         aot.load(file)
 
 
 def calls(target: Any) -> Callable[[Any], None]:
     def change(data: Any) -> None:
-        next(node for node in data["graph"]["nodes"] if node["op"] == "call_function")["target"] = target
+        data["graph"]["operators"][0] = target
 
     return change
 
@@ -449,12 +449,13 @@ def calls(target: Any) -> Callable[[Any], None]:
         (lambda data: data["signature"]["record"][1]["inputs"]["tuple"].pop(), "breaks a law"),
         (lambda data: data.pop("primals"), "KeyError"),
         (lambda data: data["primals"][0].update(record=["Popen", {}]), "KeyError: 'Popen'"),
-        (lambda data: data["examples"].pop(), "ValueError"),
+        (lambda data: data["examples"]["values"].pop(), "ValueError"),
         (
             lambda data: data.update(out_spec=data["out_spec"].replace("null", '{"__enum__": 1}')),
             "containers? with enums",
         ),
-        (lambda data: data["graph"]["nodes"][0].update(name="x; import os"), "no name of a node"),
+        (lambda data: data["graph"]["nodes"][0].__setitem__(1, "x; import os"), "no name of a node"),
+        (lambda data: data["graph"]["nodes"][-2].__setitem__(2, 99), "IndexError"),
     ],
 )
 def test_contents_that_make_no_sense_are_refused(

@@ -137,6 +137,16 @@ def test_a_second_process_computes_the_same_bits(fn: Program) -> None:
     assert hit == (fn is not viewing)  # how a view is made again is a function, which no file holds
 
 
+def test_numbers_that_are_drawn_again_are_the_same_in_a_second_process() -> None:
+    first = in_a_new_process(dropped, partitioner="recompute_all")
+    second = in_a_new_process(dropped, partitioner="recompute_all")
+    assert counted() == (1, 1, 0)
+    assert all(map(torch.equal, first, second))
+    output, grad = second
+    assert 0 < int((output == 0).sum()) < output.numel()
+    assert torch.equal(output == 0, grad == 0)
+
+
 def test_a_module_with_buffers_is_found_again() -> None:
     first, fresh = in_a_new_process(normalised()), counted()
     second, again = in_a_new_process(normalised()), counted()
@@ -153,6 +163,18 @@ def test_what_is_found_can_be_differentiated_twice() -> None:
     assert counted()[0] == 1
     (second,), (wanted,) = (torch.autograd.grad(one.square().sum(), x) for one in (grad, expected))
     torch.testing.assert_close(second, wanted)
+
+
+def test_the_joint_graph_of_what_is_found_can_be_shown(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "retrograd.aot.graph")
+    shown = []
+    for _ in range(2):
+        caplog.clear()
+        in_a_new_process(gelu)
+        shown.append([one.getMessage() for one in caplog.records if "def joint(" in one.getMessage()])
+    assert counted() == (1, 1, 0)
+    assert len(shown[0]) == 1
+    assert shown[0] == shown[1]
 
 
 def other_constant(x: torch.Tensor) -> torch.Tensor:
@@ -214,7 +236,7 @@ def test_a_truncated_file_is_written_again(folder: Path, cut: int) -> None:
     assert counted() == (1, 0, 0)
 
 
-@pytest.mark.parametrize("entry", ["graph", "saved", "copies", "primals", "examples", "out_spec"])
+@pytest.mark.parametrize("entry", ["graphs", "saved", "reads", "checked", "places", "said", "primals", "examples", "out_spec"])
 def test_a_foreign_file_is_not_used(folder: Path, entry: str) -> None:
     first = in_a_new_process(gelu)
     file = _only_file(folder)

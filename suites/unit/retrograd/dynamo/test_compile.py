@@ -12,6 +12,7 @@ from torch import nn
 import retrograd
 from retrograd import counters
 from retrograd.errors import OptionError
+from retrograd.live import contexts
 from retrograd.live.contexts import living
 
 STRICT = {"strict": True}
@@ -112,6 +113,20 @@ def test_the_hold_on_backwards_ends_with_the_callable():
     loss.backward()
     assert counters["runs"] == 0
     assert torch.equal(x.grad, torch.ones(3).cos())
+
+
+def test_graphs_of_others_are_not_searched_while_no_output_is_alive(monkeypatch):
+    def searched(*args):
+        raise AssertionError("a graph was searched")
+
+    fast = retrograd.compile(lambda x: x.sin(), backend="eager")
+    x = torch.ones(3, requires_grad=True)
+    fast(x).sum().backward()
+    gc.collect()
+    monkeypatch.setattr(contexts, "nodes_below", searched)
+    x.cos().sum().backward()
+    with pytest.raises(AssertionError, match="searched"):
+        fast(x).sum().backward()
 
 
 def test_two_callables_have_each_their_own_session():

@@ -107,6 +107,11 @@ def insert_replay(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.
     return state, value, again
 
 
+def keeps_state(node: fx.Node) -> bool:
+    """Whether numbers are drawn, and the generator's state is kept to draw them again."""
+    return node.target is run_and_save_rng_state
+
+
 def draws_again(graph: fx.Graph) -> bool:
     """Whether numbers are drawn in it from a state that was kept."""
     return any(node.target is run_with_rng_state for node in graph.nodes)

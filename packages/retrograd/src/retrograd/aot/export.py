@@ -29,6 +29,7 @@ from retrograd.graph.joint import verify_joint
 from retrograd.graph.joint_graph import CaptureState, JointValues, Leaf
 from retrograd.passes.aten import PassReport
 from retrograd.serialize import (
+    give_examples,
     read_examples,
     read_graph,
     read_value,
@@ -39,7 +40,7 @@ from retrograd.serialize import (
 from retrograd.version import VERSION
 
 #: of the files that are written; files of another one are refused.
-SCHEMA = 4
+SCHEMA = 5
 
 _FORMAT = "retrograd-joint-graph"
 _MANIFEST, _JOINT, _TENSORS = "manifest.json", "joint.json", "tensors.pt"
@@ -83,13 +84,13 @@ def serialize_joint(joint: JointValues) -> tuple[dict[str, Any], dict[str, torch
         "leaves": [_written(leaf.name, leaf) for leaf in leaves],
         "in_spec": None if state.in_spec is None else pytree.treespec_dumps(state.in_spec),
         "examples": _examples(joint),
-        **serialize_trace(joint, tensors),
+        "graph": serialize_graph(joint.gm, tensors),
+        **serialize_trace(joint),
     }, tensors
 
 
-def serialize_trace(joint: JointValues, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What tracing found: the graph, and what its inputs and outputs mean. Tensors that the graph holds are
-    added to `tensors`.
+def serialize_trace(joint: JointValues) -> dict[str, Any]:
+    """What tracing found besides the graph: what its inputs and outputs mean.
 
     Raises:
         ExportError: something cannot be written.
@@ -109,14 +110,13 @@ def serialize_trace(joint: JointValues, tensors: dict[str, torch.Tensor]) -> dic
         "primals": [_written(one.name, replace(one, fake=None, found=None)) for one in joint.primals],
         "gradients": [serialize_value(place) for place in joint.gradients],
         **{name: _written(name, getattr(joint, name)) for name in FIELDS},
-        "graph": serialize_graph(joint.gm, tensors),
     }
 
 
 _WAY_OUT = "return clones of views, and plain constants; unwrap tensor subclasses before the call"
 
 
-def _examples(joint: JointValues) -> list[Any]:
+def _examples(joint: JointValues) -> dict[str, Any]:
     try:
         return serialize_examples(node.meta.get("val") for node in joint.gm.graph.nodes)
     except Refusal as error:
@@ -143,35 +143,30 @@ def read_joint(data: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
         ValueError, KeyError, TypeError: it is nothing that was written so, or does not fit this torch.
     """
     mode, gm = new_fake_mode(False), read_graph(data["graph"], tensors)
-    read_examples(gm, data["examples"], mode)
-    joint = read_trace(data, gm, tensors, lambda fakes: _read_state(data, mode, fakes))
+    give_examples(gm, read_examples(data["examples"], mode))
+    found = read_trace(data, gm, tensors)
+    state = _read_state(data, mode, {primal.leaf: primal.fake for primal in found["primals"]})
+    gm.meta["signature"] = found["signature"]
     # As after a pass, nothing can trace the graph again for cotangents laid out otherwise: they are copied.
-    return replace(joint, reports=(PassReport("load", 0.0),))
+    return JointGraph(state=state, gm=gm, reports=(PassReport("load", 0.0),), **found)
 
 
 def read_trace(
-    data: Mapping[str, Any],
-    gm: fx.GraphModule,
-    tensors: Mapping[str, torch.Tensor],
-    state_of: Callable[[Mapping[int | None, Any]], CaptureState],
-) -> JointGraph:
-    """What `serialize_trace` wrote, with its graph (which has example values) and the tensors that it names.
-    `state_of` makes the state of the fakes of the leaves."""
+    data: Mapping[str, Any], gm: fx.GraphModule, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """What `serialize_trace` wrote, as fields of a `JointGraph`, with the tensors that it names. The first
+    inputs of `gm` are the primals, and have example values."""
     fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     primals = tuple(
         replace(read_value(one, {}), fake=fakes[number], found=tensors.get(f"{_FOUND}{number}"))
         for number, one in enumerate(data["primals"])
     )
-    fields = {name: read_value(data[name], {}) for name in FIELDS}
-    gm.meta["signature"] = fields["signature"]
-    return JointGraph(
-        state=state_of({primal.leaf: primal.fake for primal in primals}),
-        gm=gm,
-        primals=primals,
-        out_spec=_read_spec(data["out_spec"]),
-        gradients={read_value(place, {}): PLAIN for place in data["gradients"]},
-        **fields,
-    )
+    return {
+        "primals": primals,
+        "out_spec": _read_spec(data["out_spec"]),
+        "gradients": {read_value(place, {}): PLAIN for place in data["gradients"]},
+        **{name: read_value(data[name], {}) for name in FIELDS},
+    }
 
 
 def _read_state(data: Mapping[str, Any], mode: Any, fakes: Mapping[int | None, Any]) -> CaptureState:

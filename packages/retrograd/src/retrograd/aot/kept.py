@@ -3,10 +3,10 @@
 In: a `CaptureState`, the graph from Dynamo that it calls, and the choices. Out: the `Partition` that an
 earlier process made of the same, or None; a file for the next process.
 
-A file holds JSON: the joint graph and the names of what is saved. Reading it runs nothing that stands there.
-It stands beside Inductor's files, and whatever keeps Inductor from using its cache holds here as well. It is
-written under another name first, so that no process sees half of it, and begins with a hash of the rest. What
-cannot be written, or be read again as the same graphs, is not kept.
+A file holds JSON: the graphs of both halves, and what their inputs and outputs mean. Reading it runs nothing
+that stands there. It stands beside Inductor's files, and whatever keeps Inductor from using its cache holds
+here as well. It is written under another name first, so that no process sees half of it, and begins with a
+hash of the rest. What cannot be written is not kept, and what is read as other graphs is not used.
 
 Its name is a hash of all that a capture and a cut depend on: the graph, its inputs, modes, options,
 decompositions, this package's sources, and what Inductor's own cache depends on. A graph that this cannot
@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, BinaryIO
@@ -34,15 +35,23 @@ from torch import fx
 from retrograd._torch.fx import is_operator_overload
 from retrograd._torch.inductor import cache_folder, environment, patched
 from retrograd._torch.trace import form_of
+from retrograd.aot.capture import JointGraph, capture
 from retrograd.aot.export import read_trace, serialize_trace
-from retrograd.aot.partition import partition
 from retrograd.backends import processes
 from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.config import Config
 from retrograd.errors import Refusal, first_line
 from retrograd.events import AOT_LOGS, counters
-from retrograd.graph.joint_graph import CaptureState, Choice, Partition
-from retrograd.serialize import read_examples, read_graph, serialize_examples
+from retrograd.graph.joint_graph import CaptureState, Partition, RegionBackward, Saved
+from retrograd.serialize import (
+    give_examples,
+    read_examples,
+    read_graph,
+    read_value,
+    serialize_examples,
+    serialize_graph,
+    serialize_value,
+)
 
 _log = AOT_LOGS["cache"]
 
@@ -80,12 +89,9 @@ class KeptPartition:
         return found
 
     def write(self, made: Partition) -> None:
-        """Keep `made`, if it is the same when it is read again."""
+        """Keep `made`, if it can be written."""
         try:
             data = _written(made)
-            read = _read(data, self.state)
-            if _written(read) != data or _graphs(read) != _graphs(made):
-                raise Refusal("unwritable", "what is read again as another graph")
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self.file) as to:
                 to.write(data)
@@ -134,18 +140,43 @@ def expect(module: torch.nn.Module) -> None:
         processes.boot()
 
 
+class _KeptJoint(JointGraph):
+    """A joint graph of which the halves are kept. It is captured again if somebody looks at it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "gm":
+            raise AttributeError(name)
+        again = capture(self.state, single_region=self.is_single_region, sums_apart=self.sums_apart)
+        self.__dict__["gm"] = again.gm
+        return again.gm
+
+
 def _written(made: Partition) -> bytes:
     joint: Any = made.joint
     if joint.hooked_leaves or joint.reports:
         raise Refusal("unwritable", "what depends on hooks, or on passes")
     if any(primal.found is not None for primal in joint.primals):
         raise Refusal("unwritable", "tensors that the function found by itself")
+    graphs = _graphs(made)
+    values = [node.meta.get("val") for gm in graphs for node in gm.graph.nodes]
+    place: dict[int, int] = {}
+    for value in values:
+        place.setdefault(id(value), len(place))
+
+    def saved(entries: Sequence[Saved]) -> Any:
+        return serialize_value([replace(entry, value=place[id(entry.value)]) for entry in entries])
+
     tensors: dict[str, torch.Tensor] = {}
     data = {
-        "examples": serialize_examples(node.meta.get("val") for node in joint.gm.graph.nodes),
-        "saved": sorted(made.choice.saved),
-        "copies": sorted(made.choice.copies),
-        **serialize_trace(joint, tensors),
+        "examples": serialize_examples({id(value): value for value in values}.values()),
+        "places": [place[id(value)] for value in values],
+        "graphs": [serialize_graph(gm, tensors) for gm in graphs],
+        "said": _said_of(graphs),
+        "saved": saved(made.saved),
+        "reads": [backward.saved for backward in made.backwards],
+        "checked": [saved(backward.checked) for backward in made.backwards],
+        "overwritten": sorted(made.overwritten),
+        **serialize_trace(joint),
     }
     if tensors:
         raise Refusal("unwritable", "tensors that the graph holds")
@@ -158,15 +189,37 @@ def _read(data: bytes, state: CaptureState) -> Partition:
     if hashlib.sha256(body).hexdigest().encode() != said:
         raise ValueError("it is damaged, or was not written here")
     written = json.loads(body)
-    gm = read_graph(written["graph"], {})
-    read_examples(gm, written["examples"], state.fake_mode)
-    joint = read_trace(written, gm, {}, lambda _: state)
-    return partition(joint, Choice(frozenset(written["saved"]), frozenset(written["copies"])))
+    examples = read_examples(written["examples"], state.fake_mode)
+    values = iter([examples[place] for place in written["places"]])
+    graphs = [read_graph(graph, {}) for graph in written["graphs"]]
+    for gm in graphs:
+        give_examples(gm, itertools.islice(values, len(gm.graph.nodes)))
+    if _said_of(graphs) != written["said"]:
+        raise ValueError("it is read as other graphs than were written")
+
+    def saved(entries: Any) -> tuple[Saved, ...]:
+        return tuple(replace(entry, value=examples[entry.value]) for entry in read_value(entries, {}))
+
+    forward, *backwards = graphs
+    joint = object.__new__(_KeptJoint)
+    joint.__dict__.update(state=state, reports=(), **read_trace(written, forward, {}))
+    halves = zip(backwards, written["reads"], written["checked"], strict=True)
+    return Partition(
+        joint,
+        forward,
+        saved(written["saved"]),
+        tuple(RegionBackward(gm, tuple(reads), saved(checked)) for gm, reads, checked in halves),
+        frozenset(written["overwritten"]),
+    )
 
 
-def _graphs(made: Partition) -> list[str]:
-    backwards = [backward.gm for backward in made.backwards]
-    return [str(gm.graph) for gm in (made.forward, *backwards)]
+def _graphs(made: Partition) -> list[fx.GraphModule]:
+    return [made.forward, *(backward.gm for backward in made.backwards)]
+
+
+def _said_of(graphs: Sequence[fx.GraphModule]) -> str:
+    """A hash of the text of `graphs`."""
+    return hashlib.sha256("\n".join(str(gm.graph) for gm in graphs).encode()).hexdigest()
 
 
 # what a partition depends on

@@ -25,18 +25,18 @@ from retrograd.aot.parts import (
     is_backward,
     is_number,
     memory_of,
-    named,
+    overwritten_unread,
     needed_between,
     read_by_backward,
 )
 from retrograd.config import Policy
 from retrograd.errors import VerificationError
 from retrograd.graph.joint import Cotangent, Gradient
-from retrograd.graph.joint_graph import Choice, JointValues, Partition, RegionBackward, Saved, SavedKind
+from retrograd.graph.joint_graph import JointValues, Partition, RegionBackward, Saved, SavedKind
 from retrograd.graph.reach import reached
 
 
-def partition(joint: JointValues, policy: Policy | Choice = "min_cut") -> Partition:
+def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
     """Divide `joint`.
 
     Args:
@@ -44,7 +44,6 @@ def partition(joint: JointValues, policy: Policy | Choice = "min_cut") -> Partit
         policy: ``"min_cut"``: torch's minimum cut, which recomputes what is cheap; ``"save_all"``: what eager
             saves; ``"recompute_all"``: only inputs; or a callable in the form of torch's partitioners. Nodes
             whose ``meta["recompute"]`` is a ``torch.utils.checkpoint.CheckpointPolicy`` are treated so.
-            Or what an earlier partition of the same graph chose (``Partition.choice``).
 
     Raises:
         VerificationError: the law of a partition would be broken: a backward reads what is not saved, or an
@@ -52,14 +51,11 @@ def partition(joint: JointValues, policy: Policy | Choice = "min_cut") -> Partit
     """
     copy = replace(joint, gm=copied_module(joint.gm, lazy_graph_module))  # which may be changed
     memory = memory_of(copy.gm, copy.signature)
-    if isinstance(policy, Choice):
-        chosen, copies = (named(copy, names) for names in (policy.saved, policy.copies))
-    else:
-        chosen = choose_saved(copy, memory, policy)
-        copies = {node for node in chosen if policy == "min_cut" and memory.is_forbidden(node)}
-    choice = Choice(*(frozenset(node.name for node in nodes) for nodes in (chosen, copies)))
-    result = _Division(copy, memory, chosen, frozenset(copies)).partition()
-    return replace(result, joint=joint, choice=choice)
+    chosen = choose_saved(copy, memory, policy)
+    copies = frozenset(node for node in chosen if policy == "min_cut" and memory.is_forbidden(node))
+    result = _Division(copy, memory, chosen, copies).partition()
+    unread = overwritten_unread(joint) if joint.updates and joint.signature.regions else ()
+    return replace(result, joint=joint, overwritten=frozenset(unread))
 
 
 @dataclass
@@ -133,20 +129,19 @@ class _Division:
             value = node.meta.get("val")
             is_copy = node in self.copies
             if node in self.memory.primals and node not in changed and not is_copy:
-                entry = Saved(node.name, SavedKind.PRIMAL, self.memory.primals[node], value, by_eager)
+                kind, place, is_view = SavedKind.PRIMAL, self.memory.primals[node], False
             elif node in places and not is_copy:
-                entry = Saved(node.name, SavedKind.OUTPUT, places[node], value, by_eager)
+                kind, place, is_view = SavedKind.OUTPUT, places[node], False
             else:
-                place, owner = len(results) + len(extra), self.memory.owner.get(node, node)
+                kind, place = SavedKind.INTERMEDIATE, len(results) + len(extra)
+                owner = self.memory.owner.get(node, node)
                 is_own = is_copy or owner in changed
                 if node in places:
                     results[places[node]] = copied_call(node)
                 extra.append(copied_call(node) if is_own and node not in places else node)
-                entry = Saved(
-                    node.name, SavedKind.INTERMEDIATE, place, value, by_eager, owner in owners and not is_own
-                )
+                is_view = owner in owners and not is_own
                 owners.add(owner)
-            described.append(entry)
+            described.append(Saved(node.name, kind, place, value, by_eager, is_view, str(node.target)))
         effects = [node for node in graph.nodes if not is_backward(node) and has_effect(node)]
         forward = extract(self.joint.gm, self.primals, [*results, *extra], "forward", also=effects)
         return finished_forward(forward, len(results)), tuple(described)

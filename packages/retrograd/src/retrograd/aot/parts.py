@@ -12,6 +12,7 @@ the user's own. Out: the set of forward nodes that the backward may read.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -79,7 +80,7 @@ class Memory:
     outputs: Mapping[fx.Node, int]
     kept_by_eager: frozenset[fx.Node]
 
-    @property
+    @functools.cached_property
     def visible(self) -> frozenset[fx.Node]:
         """Owners that the user can reach, and so change."""
         return frozenset(self.owner[node] for node in (*self.primals, *self.outputs))

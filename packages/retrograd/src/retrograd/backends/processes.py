@@ -47,7 +47,13 @@ from retrograd.backends.base import Half
 from retrograd.errors import Refusal, first_line
 from retrograd.events import AOT_LOGS, counters
 from retrograd.process import ForkSafeLock, forgotten_by_reset
-from retrograd.serialize import read_examples, read_graph, serialize_examples, serialize_graph
+from retrograd.serialize import (
+    give_examples,
+    read_examples,
+    read_graph,
+    serialize_examples,
+    serialize_graph,
+)
 
 _log = AOT_LOGS["cache"]
 
@@ -413,7 +419,7 @@ def work(handle: int) -> None:
 
 def _work_on(job: Mapping[str, Any]) -> None:
     gm = read_graph(job["graph"], {})
-    read_examples(gm, job["examples"], new_fake_mode(False))
+    give_examples(gm, read_examples(job["examples"], new_fake_mode(False)))
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     with patched(job["settings"]):
         compile_graph(gm, inputs, **job["half"])

@@ -324,6 +324,7 @@ class Saved:
         value: fake tensor, or symbolic number.
         by_eager: whether eager keeps it too, so that it must not change in between.
         is_view: whether its memory is that of an input, an output, or another saved value.
+        target: the text of what its node calls.
     """
 
     name: str
@@ -332,6 +333,7 @@ class Saved:
     value: Any
     by_eager: bool
     is_view: bool = False
+    target: str = ""
 
     @property
     def is_number(self) -> bool:
@@ -366,19 +368,6 @@ class RegionBackward:
     checked: tuple[Saved, ...] = ()
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What a policy chose, by the names of nodes of the joint graph.
-
-    Attributes:
-        saved: what is saved.
-        copies: of those, what is saved as a copy.
-    """
-
-    saved: frozenset[str] = frozenset()
-    copies: frozenset[str] = frozenset()
-
-
 @dataclass(frozen=True, eq=False)
 class Partition:
     """Forward and backward of a joint graph.
@@ -389,14 +378,14 @@ class Partition:
             each in memory of its own where that matters.
         saved: what is kept.
         backwards: one per region.
-        choice: what the policy chose.
+        overwritten: primals that the forward writes, and whose elements before that no gradient depends on.
     """
 
     joint: JointValues
     forward: fx.GraphModule
     saved: tuple[Saved, ...]
     backwards: tuple[RegionBackward, ...]
-    choice: Choice = Choice()
+    overwritten: frozenset[int] = frozenset()
 
     @property
     def saved_bytes(self) -> int:

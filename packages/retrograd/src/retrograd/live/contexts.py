@@ -14,6 +14,7 @@ backwards that meet no mark run as if nothing were there.
 from __future__ import annotations
 
 import functools
+import weakref
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,6 @@ from retrograd._torch import pytree
 from retrograd._torch.autograd import (
     GATEWAYS,
     EngineRequest,
-    LiveBackward,
     answer_queries,
     edge_of,
     installed_compiler,
@@ -36,7 +36,6 @@ from retrograd._torch.autograd import (
     run_stock,
     stock_compiler_off,
     watch_hooks,
-    why_not_collectable,
     window,
 )
 from retrograd._torch.patches import handle
@@ -99,19 +98,33 @@ def set_process_wide(session: Session | None) -> None:
 
 # backwards of compiled callables
 
+#: the sessions of callables that are alive. Backwards that meet their marks belong to them.
+living: set[Session] = set()
+
+
+class _Mark:
+    """What the outputs of one call of a compiled callable have in common."""
+
+    __slots__ = ("__weakref__", "session")
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+
 _MARK = "retrograd.session"
 
-#: the sessions of callables that are alive. Backwards that meet their marks belong to them; without any, no
-#: graph is searched.
-living: set[Session] = set()
+#: those on nodes that are alive. Without any, no graph is searched.
+_marks: weakref.WeakSet[_Mark] = weakref.WeakSet()
 
 
 def claim(outputs: Any, session: Session) -> None:
     """Leave the mark of `session` on the nodes of all tensors in `outputs`, unless they have one."""
+    mark = _Mark(session)
+    _marks.add(mark)
     for output in pytree.tree_leaves(outputs):
         if isinstance(output, torch.Tensor) and output.grad_fn is not None:
             node: Any = output.grad_fn
-            node.metadata.setdefault(_MARK, session)
+            node.metadata.setdefault(_MARK, mark)
 
 
 def run_backward(
@@ -143,12 +156,12 @@ def run_backward(
 
 def _claimed(request: EngineRequest) -> _EnteredContext | None:
     """The callable to which a backward belongs; None if it meets no mark of a living one."""
-    if not living:
+    if not _marks:
         return None
     for node in nodes_below(map(edge_of, request.tensors)):
-        session = node.metadata.get(_MARK)
-        if session is not None and session in living:
-            return _EnteredContext(session, session)
+        mark = node.metadata.get(_MARK)
+        if mark is not None and mark.session in living:
+            return _EnteredContext(mark.session, mark.session)
     return None
 
 
@@ -156,10 +169,8 @@ def _run(entry: _EnteredContext | None, request: EngineRequest) -> Grads:
     if entry is not None and not is_traced():
         if is_transformed(request):
             entry.session.leave_to_transform()
-        else:
-            backward, obstacle = LiveBackward(request), why_not_collectable(request)
-            if compile_stance() != "force_eager":
-                return entry.session.run(backward, obstacle)
+        elif compile_stance() != "force_eager":
+            return entry.session.run(request)
     with window.stock():
         return run_stock(request)
 

@@ -23,6 +23,7 @@ from retrograd._torch.autograd import (
     plans_under_way,
     run_in_graph_task,
     run_stock,
+    why_not_collectable,
     window,
 )
 from retrograd._torch.cuda import in_order_with_streams, side_streams
@@ -74,15 +75,14 @@ class Session:
         self._paces: dict[Hashable, Pace] | None = {} if paced else None
         self._repetition = _Repetition()
 
-    def run(self, backward: LiveBackward, obstacle: tuple[str, str] | None) -> Grads:
-        """Run one backward; `obstacle` says why it cannot be collected, as `why_not_collectable` does."""
-        asked = backward.asked
+    def run(self, asked: EngineRequest) -> Grads:
+        """Run one backward."""
         if asked.create_graph:
             self._report.noted(_DIFFERENTIABLE, warn=False)
             return _run_stock(asked)
         pace = self._pace_of(asked)
         if pace is None:
-            return self._run(backward, obstacle)
+            return self._run(asked)
         is_compiled = pace.is_worth_compiling()
         if pace.aside is _COMPILED_ALREADY:
             self._report.noted(_COMPILED_ALREADY, warn=False)
@@ -90,7 +90,7 @@ class Session:
         if pace.aside is not None:
             return self._fall_back(asked, pace.aside)
         with pace.timed(is_compiled, _compilations):
-            return self._run(backward, obstacle) if is_compiled else _run_stock(asked)
+            return self._run(asked) if is_compiled else _run_stock(asked)
 
     def _pace_of(self, asked: EngineRequest) -> Pace | None:
         """What measures backwards like this one; None if nothing does. Two backwards are alike if they begin
@@ -106,12 +106,12 @@ class Session:
                 pace.aside = _COMPILED_ALREADY
         return pace
 
-    def _run(self, backward: LiveBackward, obstacle: tuple[str, str] | None) -> Grads:
-        asked = backward.asked
+    def _run(self, asked: EngineRequest) -> Grads:
         if not self.config.strict and (reason := self._repetition.why_not(asked)):
             return self._fall_back(asked, reason)
-        if obstacle is not None:
+        if obstacle := why_not_collectable(asked):
             return self._fall_back(asked, _reason(*obstacle))
+        backward = LiveBackward(asked)
         if asked.inputs:
             ask_for_compiled_functions(backward)
         ran: list[Grads] = []

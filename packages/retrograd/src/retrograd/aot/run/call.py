@@ -15,13 +15,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from retrograd._torch.autograd import versions_of
-from retrograd._torch.fx import has_effect
+from retrograd._torch.fx import has_effect, keeps_state
 from retrograd._torch.state import generator_states, restore_generator_states, undifferentiated
 from retrograd._torch.subclass import built, parts_of
 from retrograd._torch.tensor import common_base
-from retrograd.aot.parts import draws_random_numbers, overwritten_unread
+from retrograd.aot.parts import draws_random_numbers
 from retrograd.aot.run.attach import Attaching
 from retrograd.aot.run.cotangents import RepeatableCall
 from retrograd.aot.run.frame import Finish, Layout, rebuilder
@@ -57,20 +58,14 @@ class CompiledFunction:
         self._attaching = Attaching(partition, regions, layout, self._finish) if regions else None
         #: whether the function itself may have switched autograd on
         self._records_inside = not joint.state.thread_modes.grad
-        self._draws = self._random_devices()
+        self._draws = _random_devices(partition.forward)
         self._has_effects = any(
             has_effect(node) and not draws_random_numbers(node) for node in partition.forward.graph.nodes
         )
         changed = {update.primal for update in joint.updates} if regions else set()
-        self._unread = overwritten_unread(joint) if changed else set()
+        self._unread = partition.overwritten
         #: primals of which a copy is kept as they were, to run the call again.
         self._changed = sorted(changed - self._unread)
-
-    def _random_devices(self) -> tuple[torch.device, ...]:
-        """Devices whose generators the forward uses."""
-        nodes = self._joint.gm.graph.nodes
-        drawing = [node for node in nodes if draws_random_numbers(node) and not node.meta.get("is_backward")]
-        return tuple({_device(node.meta["val"]) for node in drawing})
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Run on flat inputs.
@@ -178,6 +173,12 @@ def _primals_of(joint: JointValues) -> Callable[[Sequence[Any]], Sequence[Any]]:
         sources[place] if type(place) is int else common_base([sources[leaf] for leaf in place])  # type: ignore[union-attr]
         for place in places
     ]
+
+
+def _random_devices(forward: fx.GraphModule) -> tuple[torch.device, ...]:
+    """Devices whose generators the forward uses."""
+    drawing = [node for node in forward.graph.nodes if draws_random_numbers(node) or keeps_state(node)]
+    return tuple({_device(node.meta["val"]) for node in drawing})
 
 
 def _device(value: Any) -> torch.device:

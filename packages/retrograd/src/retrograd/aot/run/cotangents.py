@@ -172,8 +172,8 @@ def _cut_out(partition: Partition, joint: JointValues, number: int) -> fx.GraphM
     graph, own = joint.gm.graph, partition.backwards[number].gm
     named = {node.name: node for node in graph.nodes}
     taken = [node.name for node in own.graph.find_nodes(op="placeholder")]
-    targets = {node.name: node.target for node in partition.joint.gm.graph.nodes}
-    if any(name not in named or named[name].target != targets.get(name) for name in taken):
+    targets = {saved.name: saved.target for saved in partition.saved}  # the others are cotangents
+    if any(name not in named or str(named[name].target) != targets.get(name, name) for name in taken):
         return None
     given = [named[name] for name in taken]
     wanted = _gradients(joint, number)

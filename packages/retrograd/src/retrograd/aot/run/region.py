@@ -27,6 +27,7 @@ from retrograd.config import Config
 from retrograd.cudagraphs.graphed_call import GraphedCall, SharedMemory, graphed
 from retrograd.events import counters
 from retrograd.graph.joint_graph import Partition, SavedKind
+from retrograd.repeats.compile import Division
 from retrograd.report import MOST_FAILURES, Report, why_failed
 
 #: how many layouts of cotangents code is made for; with others the region runs as eager.
@@ -89,6 +90,7 @@ class RegionCode:
         self._tensors = len(saved) - len(self._numbers)
         self.follows_layout = isinstance(backend, AtenBackend)
         self._codes: dict[Layouts, _Code] = {}
+        self._announced: Division | None = None
         self._saves = number in joint.saving or bool(self._tensors or self._graphs.checked)
         self._has_effects = any(map(has_effect, self._graphs.gm.graph.nodes))
 
@@ -100,7 +102,9 @@ class RegionCode:
     def announce(self) -> None:
         """Tell the backend that it will be asked for this code, for the layouts that tracing predicted."""
         gm = self._graphs.gm
-        announce(self._backend, gm, self._partition.joint.state, _half_of(gm), self._config)
+        self._announced = announce(
+            self._backend, gm, self._partition.joint.state, _half_of(gm), self._config
+        )
 
     def __call__(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         """Gradients for the destinations."""
@@ -252,7 +256,11 @@ class RegionCode:
             examples = [laid_out_like(fake, value) for fake, value in zip(traced, args, strict=True)]
             if any(one is not other for one, other in zip(traced, examples, strict=True)):
                 gm = know_values(copied_module(gm), examples)
-        code = lower(self._backend, gm, self._partition.joint.state, _half_of(gm), self._config, examples)
+        given = self._announced if gm is self._graphs.gm else None
+        self._announced = None
+        code = lower(
+            self._backend, gm, self._partition.joint.state, _half_of(gm), self._config, given or examples
+        )
         if not self._config.cudagraphs or isinstance(code, LateCode):
             return code
         cotangents = range(len(self._graphs.saved), len(examples))
