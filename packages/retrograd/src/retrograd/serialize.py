@@ -313,8 +313,8 @@ def _read_node(
 
 
 def serialize_examples(values: Iterable[Any]) -> dict[str, Any]:
-    """The example values of nodes: numbers, and fake tensors of static sizes, each as a number of its form and
-    one of its memory. Memory is numbered in the order of its first appearance.
+    """The example values of nodes: numbers, and fake tensors of static sizes, each as the numbers of its form
+    and of its memory. Memory is numbered in the order of its first appearance.
 
     Raises:
         Refusal: one is something else.

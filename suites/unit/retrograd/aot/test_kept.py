@@ -19,7 +19,7 @@ import torch._functorch.config
 import torch._inductor.config
 from torch import nn
 
-from retrograd.aot import JointGraph
+from retrograd.aot import JointGraph, capture
 from retrograd.aot.export import FIELDS
 from retrograd.backends.registry import AtenBackend, InductorBackend
 from retrograd.events import counters
@@ -225,6 +225,15 @@ def _only_file(folder: Path) -> Path:
     return found
 
 
+def change(file: Path, how: Callable[[Any, Any], object]) -> None:
+    """Write the file again, its hash as well, after `how` has changed what it says."""
+    _, *lines = file.read_bytes().split(b"\n")
+    read = [json.loads(line) for line in lines]
+    how(*read)
+    body = b"\n".join(json.dumps(line).encode() for line in read)
+    file.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+
+
 @pytest.mark.parametrize("cut", [0, 1, 64, 65, 200, -1])
 def test_a_truncated_file_is_written_again(folder: Path, cut: int) -> None:
     first = in_a_new_process(gelu)
@@ -236,16 +245,75 @@ def test_a_truncated_file_is_written_again(folder: Path, cut: int) -> None:
     assert counted() == (1, 0, 0)
 
 
-@pytest.mark.parametrize("entry", ["graphs", "saved", "reads", "checked", "places", "said", "primals", "examples", "out_spec"])
+@pytest.mark.parametrize("entry", ["halves", "saved", "reads", "checked", "primals", "examples", "out_spec"])
 def test_a_foreign_file_is_not_used(folder: Path, entry: str) -> None:
     first = in_a_new_process(gelu)
     file = _only_file(folder)
-    data = json.loads(file.read_bytes().partition(b"\n")[2])
-    data[entry] = ["something", "else"]
-    body = json.dumps(data).encode()
-    file.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+    change(file, lambda head, graphs: head.update({entry: ["something", "else"]}))
     assert all(map(torch.equal, first, in_a_new_process(gelu)))
     assert counted() == (0, 2, 0)
+
+
+def test_a_part_that_is_read_as_another_graph_is_not_used(folder: Path) -> None:
+    first = in_a_new_process(gelu)
+
+    def other(head: Any, graphs: Any) -> None:
+        head["halves"][0]["parts"][0]["graph"]["nodes"][0][1] = "renamed"
+
+    change(_only_file(folder), other)
+    assert all(map(torch.equal, first, in_a_new_process(gelu)))
+    assert counted() == (0, 2, 0)
+
+
+def deep(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(6):
+        x = (x @ x.t()).softmax(-1) @ x + x.sin()
+    return x
+
+
+DEEP = {"regions": 4, "partitioner": "save_all"}
+
+
+def test_a_second_process_does_not_read_graphs_that_repeat_themselves(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = in_a_new_process(deep, **DEEP)
+    assert counters["region_calls"] > counters["region_compiles"] > 0
+
+    def none(head: Any, graphs: list[Any]) -> None:
+        assert all(graphs)
+        graphs.clear()
+
+    change(_only_file(folder), none)
+    monkeypatch.setattr("retrograd.aot.kept_file.capture", None)
+    assert all(map(torch.equal, first, in_a_new_process(deep, **DEEP)))
+    assert counted() == (1, 1, 0)
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_a_graph_is_read_or_captured_again_where_what_is_saved_lies_otherwise(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_readable: bool
+) -> None:
+    first = in_a_new_process(deep, **DEEP)
+    if not is_readable:
+        change(_only_file(folder), lambda head, graphs: graphs.clear())
+    transposed, captured = [], []
+
+    def lies_otherwise(fake: Any, value: Any) -> Any:
+        with fake.fake_mode:
+            transposed.append(fake.mT.contiguous().mT)
+        return transposed[-1]
+
+    def noted(*args: Any, **options: Any) -> JointGraph:
+        captured.append(args)
+        return capture(*args, **options)
+
+    monkeypatch.setattr("retrograd.aot.run.region.laid_out_like", lies_otherwise)
+    monkeypatch.setattr("retrograd.aot.kept_file.capture", noted)
+    assert all(map(torch.equal, first, in_a_new_process(deep, **DEEP)))
+    assert counted() == (1, 1, 0)
+    assert transposed
+    assert len(captured) == (0 if is_readable else 1)
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(folder: Path) -> None:

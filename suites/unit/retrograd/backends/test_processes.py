@@ -19,6 +19,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import retrograd
+from retrograd._torch.fx import lazy_graph
 from retrograd._torch.inductor import portable_settings
 from retrograd.backends import processes
 from retrograd.backends.base import Half
@@ -304,7 +305,7 @@ def said(caplog: pytest.LogCaptureFixture) -> str:
 def test_what_was_done_elsewhere_is_known_when_the_process_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "IDLE", 0.2)
     processes.stop()
-    elsewhere = BACKEND.elsewhere(*graph_of(torch.erf, 7), FORWARD)
+    elsewhere = BACKEND.elsewhere(lazy_graph(graph_of(torch.erf, 7)[0]), FORWARD)
     elsewhere.begin()
     now, until = processes._now, time.monotonic() + 120
     while now.is_usable:
@@ -317,7 +318,7 @@ def test_what_was_done_elsewhere_is_known_when_the_process_has_ended(monkeypatch
 
 def test_nobody_waits_for_a_process_that_was_ended() -> None:
     processes.start()
-    elsewhere = BACKEND.elsewhere(*graph_of(torch.erfc, 7), FORWARD)
+    elsewhere = BACKEND.elsewhere(lazy_graph(graph_of(torch.erfc, 7)[0]), FORWARD)
     with processes._changing:  # so that no thread has begun
         elsewhere.begin()
         processes.stop()
@@ -327,7 +328,7 @@ def test_nobody_waits_for_a_process_that_was_ended() -> None:
 
 
 def test_a_forked_child_does_not_wait_for_what_its_parent_has_begun() -> None:
-    elsewhere = BACKEND.elsewhere(*graph_of(torch.log1p, 7), FORWARD)
+    elsewhere = BACKEND.elsewhere(lazy_graph(graph_of(torch.log1p, 7)[0]), FORWARD)
     elsewhere.begin()
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
@@ -349,4 +350,4 @@ def test_a_forked_child_does_not_wait_for_what_its_parent_has_begun() -> None:
 
 def test_the_whole_is_not_compiled_elsewhere_without_a_cache_on_disk() -> None:
     with torch._inductor.config.patch(fx_graph_cache=False):
-        assert BACKEND.elsewhere(*graph_of(torch.sin, 3), FORWARD) is None
+        assert BACKEND.elsewhere(lazy_graph(graph_of(torch.sin, 3)[0]), FORWARD) is None

@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from retrograd._torch.fx import boxed
-from retrograd.repeats.compile import Division
+from retrograd.repeats.compile import divide
 from retrograd.repeats.divide import divided
 from retrograd.repeats.outline import graph_of, tokenised
 
@@ -46,7 +46,7 @@ def agree(
     """Compile in parts and compare with a call of `fn`."""
     gm, examples = traced(fn, *inputs, dynamic=dynamic)
     compiler = Compiler()
-    run = Division(gm, examples, least, visible).code(compiler)
+    run = divide(gm, examples, least, visible).code(compiler)
     given = list(inputs)
     torch.manual_seed(0)
     want = fn(*inputs)
@@ -266,7 +266,7 @@ def test_results_that_are_inputs_constants_or_given_twice() -> None:
     output = gm.graph.output_node()
     output.args = ((*output.args[0], None, 3),)  # type: ignore[misc]
     inputs = square(7)
-    got = Division(gm, examples, 2, None).code(Compiler())(list(inputs))
+    got = divide(gm, examples, 2, None).code(Compiler())(list(inputs))
     assert got[0] is got[2]
     assert got[1] is inputs[0]
     assert got[3] is inputs[1]
@@ -287,7 +287,7 @@ def test_sizes_that_a_layer_only_has_in_expressions() -> None:
     inputs = [torch.randn(3, 4), *square(6)]
     gm, examples = traced(fn, *inputs, dynamic=True)
     compiler = Compiler()
-    run = Division(gm, examples, 3, 1).code(compiler)
+    run = divide(gm, examples, 3, 1).code(compiler)
     assert any(node.name == "size_0" for part in compiler.graphs for node in part.graph.nodes)
     assert len(compiler.graphs) < 6
     for rows in (3, 9):
@@ -311,7 +311,7 @@ def test_values_are_let_go_before_the_last_call_that_reads_them() -> None:
 
         return run
 
-    run = Division(gm, examples, 2, None).code(compile_part)
+    run = divide(gm, examples, 2, None).code(compile_part)
     inputs = square(6)
     held = [weakref.ref(value) for value in inputs]
     run(inputs)

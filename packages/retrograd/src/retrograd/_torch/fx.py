@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from operator import getitem
 from typing import Any
@@ -30,6 +31,8 @@ from torch.fx.node import _side_effectful_functions, map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from retrograd.graph.emit import Boxed, boxed_calls
+from retrograd.graph.joint import output_examples
+from retrograd.graph.lazy import LazyGraph, Summary
 
 #: operators of higher order that do nothing beyond what the graphs or operators given to them do, and refer
 #: to nothing outside of their graph; and one that does refer to something.
@@ -107,11 +110,6 @@ def insert_replay(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.
     return state, value, again
 
 
-def keeps_state(node: fx.Node) -> bool:
-    """Whether numbers are drawn, and the generator's state is kept to draw them again."""
-    return node.target is run_and_save_rng_state
-
-
 def draws_again(graph: fx.Graph) -> bool:
     """Whether numbers are drawn in it from a state that was kept."""
     return any(node.target is run_with_rng_state for node in graph.nodes)
@@ -149,6 +147,45 @@ def is_random(node: fx.Node) -> bool:
     names = [argument.name for argument in node.target._schema.arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return "dropout_p" not in names or bool(given.get("dropout_p", 0.0) != 0.0)
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether a call itself, not one in a graph given to it, draws random numbers."""
+    return is_operator_overload(node.target) and is_random(node)
+
+
+def lazy_graph(gm: fx.GraphModule, inputs: Sequence[Any] | None = None) -> LazyGraph:
+    """`gm`, which does not change any more; with other example inputs, if they are given."""
+
+    def summarise(gm: fx.GraphModule) -> Summary:
+        found = _summary_of(gm)
+        return found if inputs is None else replace(found, inputs=tuple(inputs))
+
+    return LazyGraph(lambda: gm, summarise)
+
+
+def _summary_of(gm: fx.GraphModule) -> Summary:
+    inputs = gm.graph.find_nodes(op="placeholder")
+    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    effects = list(filter(has_effect, calls))
+    drawing = [call for call in calls if draws_random_numbers(call) or call.target is run_and_save_rng_state]
+    return Summary(
+        tuple(node.name for node in inputs),
+        tuple(node.meta.get("val") for node in inputs),
+        tuple(output_examples(gm.graph)),
+        len(calls),
+        frozenset(str(call.target) for call in calls if is_operator_overload(call.target)),
+        tuple({_device(call.meta["val"]): None for call in drawing}),
+        bool(effects),
+        not all(map(draws_random_numbers, effects)),
+    )
+
+
+def _device(value: Any) -> torch.device:
+    while isinstance(value, (tuple, list)):
+        value = value[0]
+    device: torch.device = value.device
+    return device
 
 
 def has_effect(node: fx.Node) -> bool:

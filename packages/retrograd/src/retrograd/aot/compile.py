@@ -30,7 +30,6 @@ from retrograd.config import Config
 from retrograd.cudagraphs.graphed_call import SharedMemory, graphed
 from retrograd.errors import CallError, CodeFailedError, NotReadyError
 from retrograd.events import AOT_LOGS
-from retrograd.graph.joint import output_values
 from retrograd.graph.joint_graph import CaptureState, Leaf, Partition, SavedKind
 from retrograd.graph.structure import is_same
 from retrograd.passes.aten import pass_named
@@ -85,16 +84,15 @@ def compile_with(
         RegionCode(partition, number, behind, config, report, memory)
         for number in range(len(partition.backwards))
     ]
-    division = None
     if keep is not None:
-        division = announce(ahead, partition.forward, partition.joint.state, half, config)
+        announce(ahead, partition.ahead, partition.joint.state, half, config)
         for region in regions:
             region.announce()
         keep.write(partition)
-    code = lower(ahead, partition.forward, partition.joint.state, half, config, division)
+    code = lower(ahead, partition.ahead, partition.joint.state, half, config)
     if config.cudagraphs and is_ready(code):
         # What it gives besides the function's own values may stay where it is.
-        results = len(output_values(partition.forward.graph))
+        results = len(partition.ahead.summary.results)
         kept = range(partition.joint.signature.forward_count, results)
         code = graphed(code, partition.forward.graph, kept=kept, memory=memory)
     if not lazy:
@@ -272,12 +270,9 @@ def _captured(state: CaptureState, config: Config, split_at_leaf_grads: bool) ->
 
 
 def _described(partition: Partition, ended_by: str) -> GraphReport:
-    forward, *backwards = [
-        sum(node.op == "call_function" for node in gm.graph.nodes)
-        for gm in (partition.forward, *(backward.gm for backward in partition.backwards))
-    ]
-    name, regions = partition.joint.state.name, len(partition.backwards)
-    return GraphReport(name, forward, sum(backwards), regions, partition.saved_bytes, ended_by)
+    backwards = [backward.graph.summary.calls for backward in partition.backwards]
+    forward, name = partition.ahead.summary.calls, partition.joint.state.name
+    return GraphReport(name, forward, sum(backwards), len(backwards), partition.saved_bytes, ended_by)
 
 
 def find_named(config: Config) -> None:

@@ -12,12 +12,11 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import IO, Any, NoReturn
 
 import torch
-from torch import fx
 
 from retrograd._torch import pytree
 from retrograd._torch.state import ThreadModes
@@ -144,7 +143,8 @@ def read_joint(data: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
     """
     mode, gm = new_fake_mode(False), read_graph(data["graph"], tensors)
     give_examples(gm, read_examples(data["examples"], mode))
-    found = read_trace(data, gm, tensors)
+    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    found = read_trace(data, inputs, tensors)
     state = _read_state(data, mode, {primal.leaf: primal.fake for primal in found["primals"]})
     gm.meta["signature"] = found["signature"]
     # As after a pass, nothing can trace the graph again for cotangents laid out otherwise: they are copied.
@@ -152,11 +152,10 @@ def read_joint(data: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def read_trace(
-    data: Mapping[str, Any], gm: fx.GraphModule, tensors: Mapping[str, torch.Tensor]
+    data: Mapping[str, Any], fakes: Sequence[Any], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """What `serialize_trace` wrote, as fields of a `JointGraph`, with the tensors that it names. The first
-    inputs of `gm` are the primals, and have example values."""
-    fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    """What `serialize_trace` wrote, as fields of a `JointGraph`, with the tensors that it names. The first of
+    `fakes` are the primals."""
     primals = tuple(
         replace(read_value(one, {}), fake=fakes[number], found=tensors.get(f"{_FOUND}{number}"))
         for number, one in enumerate(data["primals"])

@@ -3,14 +3,14 @@
 In: a `CaptureState`, the graph from Dynamo that it calls, and the choices. Out: the `Partition` that an
 earlier process made of the same, or None; a file for the next process.
 
-A file holds JSON: the graphs of both halves, and what their inputs and outputs mean. Reading it runs nothing
-that stands there. It stands beside Inductor's files, and whatever keeps Inductor from using its cache holds
-here as well. It is written under another name first, so that no process sees half of it, and begins with a
-hash of the rest. What cannot be written is not kept, and what is read as other graphs is not used.
+`kept_file` says what a file holds. Reading it runs nothing that stands there. It stands beside Inductor's
+files, and whatever keeps Inductor from using its cache holds here as well. It is written under another name
+first, so that no process sees half of it. What cannot be written is not kept, and what is read as another
+graph is not used.
 
-Its name is a hash of all that a capture and a cut depend on: the graph, its inputs, modes, options,
-decompositions, this package's sources, and what Inductor's own cache depends on. A graph that this cannot
-name (functions that are not torch's, tensors that the graph holds, symbolic sizes, the user's passes, modes
+Its name is a hash of all that a capture, a cut and a division depend on: the graph, its inputs, modes,
+options, decompositions, this package's sources, and what Inductor's own cache depends on. A graph that this
+cannot name (functions that are not torch's, tensors that the graph holds, symbolic sizes, the user's passes, modes
 and hooks) is refused.
 """
 
@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
-import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, BinaryIO
@@ -35,23 +33,13 @@ from torch import fx
 from retrograd._torch.fx import is_operator_overload
 from retrograd._torch.inductor import cache_folder, environment, patched
 from retrograd._torch.trace import form_of
-from retrograd.aot.capture import JointGraph, capture
-from retrograd.aot.export import read_trace, serialize_trace
+from retrograd.aot.kept_file import read_partition, serialize_partition
 from retrograd.backends import processes
 from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.config import Config
 from retrograd.errors import Refusal, first_line
 from retrograd.events import AOT_LOGS, counters
-from retrograd.graph.joint_graph import CaptureState, Partition, RegionBackward, Saved
-from retrograd.serialize import (
-    give_examples,
-    read_examples,
-    read_graph,
-    read_value,
-    serialize_examples,
-    serialize_graph,
-    serialize_value,
-)
+from retrograd.graph.joint_graph import CaptureState, Partition
 
 _log = AOT_LOGS["cache"]
 
@@ -68,16 +56,19 @@ class KeptPartition:
 
     Attributes:
         state: of which it is.
+        config: the choices.
         file: where it stands, or will.
     """
 
     state: CaptureState
+    config: Config
     file: Path
 
     def read(self) -> Partition | None:
         """The partition that an earlier process wrote; None if there is none, or none that can be read."""
         try:
-            found = _read(self.file.read_bytes(), self.state)
+            data, config = self.file.read_bytes(), self.config
+            found = read_partition(data, self.state, config.partitioner, config.single_region)
         except FileNotFoundError:
             counters["kept_partition_misses"] += 1
             return None
@@ -89,9 +80,9 @@ class KeptPartition:
         return found
 
     def write(self, made: Partition) -> None:
-        """Keep `made`, if it can be written."""
+        """Keep `made`, and in which parts each of its graphs is compiled, if that can be written."""
         try:
-            data = _written(made)
+            data = serialize_partition(made)
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self.file) as to:
                 to.write(data)
@@ -123,7 +114,7 @@ def kept_partition(state: CaptureState, gm: fx.GraphModule, config: Config) -> K
     """
     try:
         name = hashlib.sha256("\n".join(_said(state, gm, config)).encode()).hexdigest()
-        return KeptPartition(state, Path(cache_folder(), "retrograd", name[:2], f"{name}.json"))
+        return KeptPartition(state, config, Path(cache_folder(), "retrograd", name[:2], f"{name}.json"))
     except Exception as error:
         counters["kept_partition_refusals"] += 1
         _log.info("%s is not looked up on disk: %s", state.name, first_line(error))
@@ -140,88 +131,6 @@ def expect(module: torch.nn.Module) -> None:
         processes.boot()
 
 
-class _KeptJoint(JointGraph):
-    """A joint graph of which the halves are kept. It is captured again if somebody looks at it."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name != "gm":
-            raise AttributeError(name)
-        again = capture(self.state, single_region=self.is_single_region, sums_apart=self.sums_apart)
-        self.__dict__["gm"] = again.gm
-        return again.gm
-
-
-def _written(made: Partition) -> bytes:
-    joint: Any = made.joint
-    if joint.hooked_leaves or joint.reports:
-        raise Refusal("unwritable", "what depends on hooks, or on passes")
-    if any(primal.found is not None for primal in joint.primals):
-        raise Refusal("unwritable", "tensors that the function found by itself")
-    graphs = _graphs(made)
-    values = [node.meta.get("val") for gm in graphs for node in gm.graph.nodes]
-    place: dict[int, int] = {}
-    for value in values:
-        place.setdefault(id(value), len(place))
-
-    def saved(entries: Sequence[Saved]) -> Any:
-        return serialize_value([replace(entry, value=place[id(entry.value)]) for entry in entries])
-
-    tensors: dict[str, torch.Tensor] = {}
-    data = {
-        "examples": serialize_examples({id(value): value for value in values}.values()),
-        "places": [place[id(value)] for value in values],
-        "graphs": [serialize_graph(gm, tensors) for gm in graphs],
-        "said": _said_of(graphs),
-        "saved": saved(made.saved),
-        "reads": [backward.saved for backward in made.backwards],
-        "checked": [saved(backward.checked) for backward in made.backwards],
-        "overwritten": sorted(made.overwritten),
-        **serialize_trace(joint),
-    }
-    if tensors:
-        raise Refusal("unwritable", "tensors that the graph holds")
-    body = json.dumps(data).encode()
-    return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
-
-
-def _read(data: bytes, state: CaptureState) -> Partition:
-    said, _, body = data.partition(b"\n")
-    if hashlib.sha256(body).hexdigest().encode() != said:
-        raise ValueError("it is damaged, or was not written here")
-    written = json.loads(body)
-    examples = read_examples(written["examples"], state.fake_mode)
-    values = iter([examples[place] for place in written["places"]])
-    graphs = [read_graph(graph, {}) for graph in written["graphs"]]
-    for gm in graphs:
-        give_examples(gm, itertools.islice(values, len(gm.graph.nodes)))
-    if _said_of(graphs) != written["said"]:
-        raise ValueError("it is read as other graphs than were written")
-
-    def saved(entries: Any) -> tuple[Saved, ...]:
-        return tuple(replace(entry, value=examples[entry.value]) for entry in read_value(entries, {}))
-
-    forward, *backwards = graphs
-    joint = object.__new__(_KeptJoint)
-    joint.__dict__.update(state=state, reports=(), **read_trace(written, forward, {}))
-    halves = zip(backwards, written["reads"], written["checked"], strict=True)
-    return Partition(
-        joint,
-        forward,
-        saved(written["saved"]),
-        tuple(RegionBackward(gm, tuple(reads), saved(checked)) for gm, reads, checked in halves),
-        frozenset(written["overwritten"]),
-    )
-
-
-def _graphs(made: Partition) -> list[fx.GraphModule]:
-    return [made.forward, *(backward.gm for backward in made.backwards)]
-
-
-def _said_of(graphs: Sequence[fx.GraphModule]) -> str:
-    """A hash of the text of `graphs`."""
-    return hashlib.sha256("\n".join(str(gm.graph) for gm in graphs).encode()).hexdigest()
-
-
 # what a partition depends on
 
 
@@ -233,13 +142,15 @@ def _said(state: CaptureState, gm: fx.GraphModule, config: Config) -> Iterator[s
         Exception: whatever Inductor says against keeping something.
     """
     backend = find_backend(config.backend)
-    if type(backend) is not InductorBackend or config.passes or not isinstance(config.partitioner, str):
+    own = isinstance(config.partitioner, str) and isinstance(config.backward, str | None)
+    if type(backend) is not InductorBackend or config.passes or not own:
         raise Refusal("choices", "a backend, a partitioner or passes of the user's")
     if state.is_symbolic or state.aliases or gm.graph.find_nodes(op="get_attr"):
         raise Refusal("state", "symbolic sizes, inputs that share memory, or tensors that the graph holds")
     with patched(backend.settings):
         yield _plain([*environment(), backend.settings, _table(state.decompositions)])
     yield f"{_package()} {config.single_region} {config.partitioner} {state.name} {state.thread_modes}"
+    yield f"{config.backward} {config.smallest_repeat} {config.fewest_copies}"
     for leaf in state.leaves:
         yield _plain(
             [leaf.name, leaf.kind and leaf.kind.value, leaf.requires_grad, leaf.is_leaf, leaf.same_as]

@@ -12,21 +12,28 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.fx import copied_module, has_effect, insert_replay, is_mutating, lazy_graph_module
+from retrograd._torch.fx import (
+    copied_module,
+    draws_random_numbers,
+    has_effect,
+    insert_replay,
+    is_mutating,
+    lazy_graph,
+    lazy_graph_module,
+)
 from retrograd.aot.parts import (
     Memory,
     backward_nodes,
     choose_saved,
     copied_call,
-    draws_random_numbers,
     extract,
     finished_backward,
     finished_forward,
     is_backward,
     is_number,
     memory_of,
-    overwritten_unread,
     needed_between,
+    overwritten_unread,
     read_by_backward,
 )
 from retrograd.config import Policy
@@ -85,7 +92,7 @@ class _Division:
             self._backward(number, [n for n in saved if n in read], saved, nodes)
             for number, (read, nodes) in enumerate(zip(reads, wanted, strict=True))
         )
-        return Partition(self.joint, forward, described, backwards)
+        return Partition(self.joint, lazy_graph(forward), described, backwards)
 
     def _read(self, wanted: Sequence[Any]) -> set[fx.Node]:
         """The saved nodes that a region reads; numbers are saved, never computed again."""
@@ -190,7 +197,9 @@ class _Division:
             ) from missing
         order = {node: i for i, node in enumerate(saved)}
         return RegionBackward(
-            finished_backward(gm), tuple(order[node] for node in read), self._checked(number, read)
+            lazy_graph(finished_backward(gm)),
+            tuple(order[node] for node in read),
+            self._checked(number, read),
         )
 
     def _checked(self, number: int, read: list[fx.Node]) -> tuple[Saved, ...]:

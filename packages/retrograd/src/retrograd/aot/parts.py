@@ -26,10 +26,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.fx import (
     depends_on_data,
+    draws_random_numbers,
     has_effect,
     is_mutating,
     is_operator_overload,
-    is_random,
     lazy_graph_module,
     reads_memory,
     schema_of,
@@ -282,11 +282,6 @@ def _needed_by(node: fx.Node, waiting: dict[fx.Node, int]) -> set[fx.Node]:
 # which values are saved
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-
-
-def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether a call itself, not one in a graph given to it, draws random numbers."""
-    return is_operator_overload(node.target) and is_random(node)
 
 
 def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.Node]:

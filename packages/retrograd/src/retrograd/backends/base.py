@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import fx
 
 from retrograd.graph.emit import Boxed as Boxed
+from retrograd.graph.lazy import LazyGraph
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Backend:
     def announce(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half) -> None:
         """`compile` will be called so, if nothing changes until then."""
 
-    def elsewhere(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half) -> Elsewhere | None:
+    def elsewhere(self, graph: LazyGraph, half: Half) -> Elsewhere | None:
         """What can have others make what `compile` will find, if its settings do not change; None if nothing
         can."""
         return None
@@ -80,8 +81,8 @@ class Backend:
         """Decompositions to apply while tracing."""
         return {}
 
-    def for_parts_of(self, gm: fx.GraphModule, half: Half) -> Backend:
-        """The backend for parts of `gm`: what it chooses by the whole of a graph, it chooses by `gm`."""
+    def for_parts_of(self, graph: LazyGraph, half: Half) -> Backend:
+        """The backend for parts of `graph`: what it chooses by the whole of one, it chooses by that."""
         return self
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:

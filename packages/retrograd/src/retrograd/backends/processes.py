@@ -22,10 +22,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
-from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -46,6 +45,7 @@ from retrograd._torch.trace import new_fake_mode
 from retrograd.backends.base import Half
 from retrograd.errors import Refusal, first_line
 from retrograd.events import AOT_LOGS, counters
+from retrograd.graph.lazy import LazyGraph
 from retrograd.process import ForkSafeLock, forgotten_by_reset
 from retrograd.serialize import (
     give_examples,
@@ -323,17 +323,15 @@ class Elsewhere:
     """A graph that another process compiles some time, if the settings are then what they are now.
 
     Args:
-        gm, inputs, half, settings: as in `announce`.
+        graph, half, settings: as in `announce`.
 
     Raises:
         Exception: nothing is kept on disk under these settings, as in `portable_settings`.
     """
 
-    def __init__(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], half: Half, settings: Mapping[str, Any]
-    ) -> None:
-        self._job: Callable[[], bytes] = partial(job_of, gm, inputs, half, settings)
-        self._own, self._settings = settings, portable_settings()
+    def __init__(self, graph: LazyGraph, half: Half, settings: Mapping[str, Any]) -> None:
+        self._graph, self._half, self._own = graph, half, settings
+        self._settings = portable_settings()
         self._future: Future[None] | None = None
         self._process = os.getpid()
 
@@ -348,7 +346,8 @@ class Elsewhere:
         start()
         if (now := _now) is None or now.settings != self._settings:
             raise Refusal("elsewhere", "no other process can be started")
-        self._future = now.send(self._job(), self._own)
+        job = job_of(self._graph.gm, self._graph.summary.inputs, self._half, self._own)
+        self._future = now.send(job, self._own)
 
     def wait(self) -> None:
         """Wait until it is done.

@@ -19,6 +19,7 @@ from retrograd.backends.base import SEGMENT, Backend, Boxed, Elsewhere, Half
 from retrograd.errors import BackendError, OptionError, first_line
 from retrograd.events import AOT_LOGS
 from retrograd.graph.joint import output_examples
+from retrograd.graph.lazy import LazyGraph
 
 _log = AOT_LOGS["cache"]
 
@@ -73,18 +74,18 @@ class InductorBackend(Backend):
     def announce(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half) -> None:
         processes.announce(gm, example_inputs, half, self.settings)
 
-    def elsewhere(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half) -> Elsewhere | None:
+    def elsewhere(self, graph: LazyGraph, half: Half) -> Elsewhere | None:
         if not processes.how_many():
             return None
         try:
-            return processes.Elsewhere(gm, example_inputs, half, self.settings)
+            return processes.Elsewhere(graph, half, self.settings)
         except Exception as error:
             _log.info("no other process compiles the whole: %s", first_line(error))
             return None
 
-    def for_parts_of(self, gm: fx.GraphModule, half: Half) -> Backend:
+    def for_parts_of(self, graph: LazyGraph, half: Half) -> Backend:
         with patched(self.settings):
-            chooses = chooses_layouts(gm, half.is_inference)
+            chooses = chooses_layouts(graph, half.is_inference)
         return self if chooses else InductorBackend({**self.settings, "layout_optimization": False})
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from retrograd.graph.joint import Destination, JointSignature, PrimalKind
+from retrograd.graph.lazy import LazyGraph
 
 
 @dataclass(frozen=True, eq=False)
@@ -356,16 +357,21 @@ class RegionBackward:
     """The backward of one region.
 
     Attributes:
-        gm: takes the saved values, then the cotangents of the region's roots; gives its gradients, in the
+        graph: takes the saved values, then the cotangents of the region's roots; gives its gradients, in the
             order of the signature.
         saved: which of the partition's saved values it takes.
         checked: primals and outputs that eager keeps for it and that are not saved as they are: like eager,
             the backward refuses to run if they have changed.
     """
 
-    gm: fx.GraphModule
+    graph: LazyGraph
     saved: tuple[int, ...]
     checked: tuple[Saved, ...] = ()
+
+    @property
+    def gm(self) -> fx.GraphModule:
+        """The graph itself."""
+        return self.graph.gm
 
 
 @dataclass(frozen=True, eq=False)
@@ -374,7 +380,7 @@ class Partition:
 
     Attributes:
         joint: what was divided.
-        forward: takes the primals; gives the forward outputs of the signature, then the saved intermediates,
+        ahead: takes the primals; gives the forward outputs of the signature, then the saved intermediates,
             each in memory of its own where that matters.
         saved: what is kept.
         backwards: one per region.
@@ -382,10 +388,15 @@ class Partition:
     """
 
     joint: JointValues
-    forward: fx.GraphModule
+    ahead: LazyGraph
     saved: tuple[Saved, ...]
     backwards: tuple[RegionBackward, ...]
     overwritten: frozenset[int] = frozenset()
+
+    @property
+    def forward(self) -> fx.GraphModule:
+        """The forward graph itself."""
+        return self.ahead.gm
 
     @property
     def saved_bytes(self) -> int:

@@ -8,7 +8,8 @@ reference.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -27,8 +28,74 @@ CompilePart = Callable[[fx.GraphModule, Sequence[Any], int | None], Boxed]
 CALLS_PER_NODE = 3
 
 
+class Step(NamedTuple):
+    """A call of the code of part `key`: it takes the values `reads` and gives those of `makes`, by name."""
+
+    key: Hashable
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Division:
-    """A graph, which stays as it is, and the parts in which it is compiled.
+    """A graph in the parts in which it is compiled.
+
+    Attributes:
+        inputs: fakes of its inputs. names: their names.
+        graphs: what is to be compiled: each different part, or the whole, if nothing in it repeats itself.
+        steps: the parts in order; none, if it is not divided.
+        results: names of what it returns, or constants.
+        sizes: names of symbolic sizes that parts take, each with an input and the dimension of which it is.
+        held: what the graph holds, by name.
+        is_symbolic: whether sizes of inputs are symbolic.
+    """
+
+    inputs: Sequence[Any]
+    names: tuple[str, ...]
+    graphs: Mapping[Hashable, ToCompile]
+    steps: tuple[Step, ...] = ()
+    results: tuple[Any, ...] = ()
+    sizes: tuple[tuple[str, str, int], ...] = ()
+    held: Mapping[str, Any] = field(default_factory=dict)
+    is_symbolic: bool = False
+
+    def code(self, compile_part: CompilePart) -> Boxed:
+        """What runs the graph, of what `compile_part` makes of each of `graphs`."""
+        codes = {key: compile_part(*graph) for key, graph in self.graphs.items()}
+        if not self.steps:
+            return codes[None]
+        counters["region_compiles"] += len(codes)
+        counters["region_calls"] += len(self.steps)
+        return self._straight_line(codes)
+
+    def _straight_line(self, codes: Mapping[Hashable, Boxed]) -> Boxed:
+        """A callable of the inputs as a list, which it empties."""
+        emit = Emitter("run(args)")
+        for name, value in self.held.items():
+            emit.local[name] = emit.refer("held", value)
+        kept = {*self.held, *(result for result in self.results if isinstance(result, str))}
+        came = (*self.names, *(name for name, _, _ in self.sizes))
+        reads = [(-1, came), *((i, (*step.reads, *step.makes)) for i, step in enumerate(self.steps))]
+        last = last_uses((place, [value for value in values if value not in kept]) for place, values in reads)
+        if self.names:
+            emit.unpack(self.names, "args")
+        emit.line("args.clear()")
+        for name, tensor, dim in self.sizes:
+            emit.line(f"{emit.name(name)} = {emit.name(tensor)}.size({dim})")
+        emit.let_go(last.get(-1, ()))
+        for i, step in enumerate(self.steps):
+            emit.line(f"args = {emit.listed(step.reads)}")
+            emit.let_go(value for value in last.get(i, ()) if value in step.reads)
+            emit.unpack(step.makes, f"{emit.refer('call', codes[step.key])}(args)")
+        results = (emit.name(one) if isinstance(one, str) else emit.expression(one) for one in self.results)
+        emit.line(f"return [{', '.join(results)}]")
+        return emit.function()
+
+
+def divide(
+    gm: fx.GraphModule, inputs: Sequence[Any], least: int, visible: int | None, copies: int = 2
+) -> Division:
+    """The parts of a graph, which stays as it is.
 
     Args:
         gm: a functional ATen graph that returns a tuple; ``meta["val"]`` of its nodes are example values.
@@ -37,58 +104,48 @@ class Division:
         visible: how many results, from the first, must have the strides that they were traced with; None:
             who compiles knows.
         copies: of a part that repeats, at least.
-
-    Attributes:
-        inputs: as given. is_symbolic: whether sizes of them are symbolic.
-        graphs: what is to be compiled: each different part, or the whole, if nothing in it repeats itself.
     """
+    parts = divided(gm.graph, least, visible, copies) if least else []
+    names = tuple(node.name for node in gm.graph.find_nodes(op="placeholder"))
+    places, is_symbolic = places_of_symbols(inputs), any(map(symbols_in, inputs))
+    #: by part, symbols that no input of it has as a size: they are inputs of their own.
+    missing = {part: sorted(_missing(part)) if is_symbolic else [] for part in parts}
+    wanted = sorted({name for symbols in missing.values() for name in symbols})
+    if not parts or not places.keys() >= set(wanted):  # else nobody could read a size
+        return Division(inputs, names, {None: (gm, inputs, visible)}, is_symbolic=is_symbolic)
+    sources: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    sizes = []
+    for symbol in wanted:
+        place, dim = places[symbol]
+        sources[symbol] = names[place] if dim is None else f"size {symbol}"
+        values[symbol] = inputs[place] if dim is None else inputs[place].shape[dim]
+        if dim is not None:
+            sizes.append((sources[symbol], names[place], dim))
+    graphs: dict[Hashable, ToCompile] = {}
+    steps = []
+    for part in parts:
+        if part.key not in graphs:
+            own = [values[symbol] for symbol in missing[part]]
+            examples = [*(node.meta["val"] for node in part.inputs), *own]
+            graphs[part.key] = graph_of(gm, part, own), examples, part.pinned
+        reads = (*_names(part.inputs), *(sources[symbol] for symbol in missing[part]))
+        steps.append(Step(part.key, reads, _names(part.outputs)))
+    results: Any = gm.graph.output_node().args[0]
+    return Division(
+        inputs,
+        names,
+        graphs,
+        tuple(steps),
+        tuple(one.name if isinstance(one, fx.Node) else one for one in results),
+        tuple(sizes),
+        {node.name: operator.attrgetter(str(node.target))(gm) for node in gm.graph.find_nodes(op="get_attr")},
+        is_symbolic,
+    )
 
-    def __init__(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], least: int, visible: int | None, copies: int = 2
-    ) -> None:
-        parts = divided(gm.graph, least, visible, copies) if least else []
-        placeholders, places = gm.graph.find_nodes(op="placeholder"), places_of_symbols(inputs)
-        self.is_symbolic = any(map(symbols_in, inputs))
-        #: by part, symbols that no input of it has as a size: they are inputs of their own.
-        missing = {part: sorted(_missing(part)) if self.is_symbolic else [] for part in parts}
-        wanted = sorted({name for names in missing.values() for name in names})
-        if not places.keys() >= set(wanted):  # nobody could read one that is a size of no input of the whole
-            parts, wanted = [], []
-        self._gm, self._parts, self._missing, self.inputs = gm, parts, missing, inputs
-        #: by symbol, what it is read as: a placeholder, or its name; these are sizes of placeholders.
-        self._sources: dict[str, Hashable] = {}
-        self._sizes: list[tuple[str, fx.Node, int]] = []
-        values: dict[str, Any] = {}
-        for name in wanted:
-            place, dim = places[name]
-            self._sources[name] = placeholders[place] if dim is None else name
-            values[name] = inputs[place] if dim is None else inputs[place].shape[dim]
-            if dim is not None:
-                self._sizes.append((name, placeholders[place], dim))
-        self.graphs: dict[Hashable, ToCompile] = {} if parts else {None: (gm, inputs, visible)}
-        for part in parts:
-            if part.key not in self.graphs:
-                sizes = [values[name] for name in missing[part]]
-                examples = [*(node.meta["val"] for node in part.inputs), *sizes]
-                self.graphs[part.key] = graph_of(gm, part, sizes), examples, part.pinned
 
-    @property
-    def is_divided(self) -> bool:
-        """Whether it is compiled in several parts."""
-        return bool(self._parts)
-
-    def code(self, compile_part: CompilePart) -> Boxed:
-        """What runs the graph, of what `compile_part` makes of each of `graphs`."""
-        codes = {key: compile_part(*graph) for key, graph in self.graphs.items()}
-        if not self._parts:
-            return codes[None]
-        steps = []
-        for part in self._parts:
-            reads = (*part.inputs, *(self._sources[name] for name in self._missing[part]))
-            steps.append(_Step(codes[part.key], reads, part.outputs))
-        counters["region_compiles"] += len(codes)
-        counters["region_calls"] += len(steps)
-        return _straight_line(self._gm, self._sizes, steps)
+def _names(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)
 
 
 def _missing(part: Outline) -> frozenset[str]:
@@ -96,39 +153,3 @@ def _missing(part: Outline) -> frozenset[str]:
     used = frozenset[str]().union(*map(symbols_in, values))
     used = used.union(*(symbols_in(node.meta.get("val")) for node in part.calls))
     return used - places_of_symbols(values).keys()
-
-
-class _Step(NamedTuple):
-    """A call of `run`: it takes the values `reads` and gives those of `makes`."""
-
-    run: Boxed
-    reads: tuple[Hashable, ...]
-    makes: tuple[fx.Node, ...]
-
-
-def _straight_line(
-    gm: fx.GraphModule, sizes: Sequence[tuple[str, fx.Node, int]], steps: Sequence[_Step]
-) -> Boxed:
-    """A callable of the inputs of `gm` as a list, which it empties, that reads `sizes`, makes `steps` in
-    order and gives the results of `gm`."""
-    emit = Emitter("run(args)")
-    inputs, held = (gm.graph.find_nodes(op=op) for op in ("placeholder", "get_attr"))
-    for node in held:
-        emit.local[node] = emit.refer("held", operator.attrgetter(str(node.target))(gm))
-    results: Any = gm.graph.output_node().args[0]
-    kept = {*held, *(result for result in results if isinstance(result, fx.Node))}
-    came = (*inputs, *(name for name, _, _ in sizes))
-    reads = [(-1, came), *((i, (*step.reads, *step.makes)) for i, step in enumerate(steps))]
-    last = last_uses((place, [value for value in values if value not in kept]) for place, values in reads)
-    if inputs:
-        emit.unpack(inputs, "args")
-    emit.line("args.clear()")
-    for name, tensor, dim in sizes:
-        emit.line(f"{emit.name(name)} = {emit.name(tensor)}.size({dim})")
-    emit.let_go(last.get(-1, ()))
-    for i, step in enumerate(steps):
-        emit.line(f"args = {emit.listed(step.reads)}")
-        emit.let_go(value for value in last.get(i, ()) if value in step.reads)
-        emit.unpack(step.makes, f"{emit.refer('call', step.run)}(args)")
-    emit.line(f"return {emit.expression(list(results))}")
-    return emit.function()

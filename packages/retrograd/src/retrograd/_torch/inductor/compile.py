@@ -25,6 +25,7 @@ from retrograd._torch.fx import copied, with_strides
 from retrograd._torch.inductor.disk_cache import is_cache_trusted
 from retrograd._torch.patches import handled_here
 from retrograd._torch.trace.fakes import know_values
+from retrograd.graph.lazy import LazyGraph
 from retrograd.process import compiling
 
 
@@ -123,14 +124,14 @@ def _one_row_at_a_time(may_fuse: Callable[..., bool], node: Any, kernels: Sequen
     return all(step == 1 for step in steps) and may_fuse(node, kernels, depth)
 
 
-def chooses_layouts(gm: fx.GraphModule, is_inference: bool) -> bool:
-    """Whether Inductor, given the whole of `gm`, chooses the memory format of its convolutions. It does not
-    where they are few. Another format is another kernel of cuDNN, perhaps one that rounds to TF32."""
-    if not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default):
+def chooses_layouts(graph: LazyGraph, is_inference: bool) -> bool:
+    """Whether Inductor, given the whole of `graph`, chooses the memory format of its convolutions. It does
+    not where they are few. Another format is another kernel of cuDNN, perhaps one that rounds to TF32."""
+    if str(torch.ops.aten.convolution.default) not in graph.summary.targets:
         return True
     from torch._inductor.graph import GraphLowering
 
-    return GraphLowering.decide_layout_opt(gm, is_inference=is_inference)
+    return GraphLowering.decide_layout_opt(graph.gm, is_inference=is_inference)
 
 
 @contextmanager

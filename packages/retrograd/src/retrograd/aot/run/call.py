@@ -15,14 +15,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from retrograd._torch.autograd import versions_of
-from retrograd._torch.fx import has_effect, keeps_state
 from retrograd._torch.state import generator_states, restore_generator_states, undifferentiated
 from retrograd._torch.subclass import built, parts_of
 from retrograd._torch.tensor import common_base
-from retrograd.aot.parts import draws_random_numbers
 from retrograd.aot.run.attach import Attaching
 from retrograd.aot.run.cotangents import RepeatableCall
 from retrograd.aot.run.frame import Finish, Layout, rebuilder
@@ -30,7 +27,6 @@ from retrograd.aot.run.lower_half import is_ready, still_compiling
 from retrograd.aot.run.region import RegionCode
 from retrograd.backends.base import Boxed
 from retrograd.errors import CodeFailedError, NotReadyError, UnlikeTracedError
-from retrograd.graph.joint import output_examples
 from retrograd.graph.joint_graph import AliasOf, JointValues, Partition
 
 
@@ -47,7 +43,8 @@ class CompiledFunction:
         self._value_count = len(joint.values)
         #: what the graph is expected to give, with what is saved if code is made for that; looked at in the
         #: first call.
-        self._expected: list[Any] | None = output_examples(partition.forward.graph)
+        summary = partition.ahead.summary
+        self._expected: list[Any] | None = [*summary.results]
         if all(region.follows_layout for region in regions):
             del self._expected[joint.signature.forward_count :]
         views = [plan for plan in joint.outputs if isinstance(plan, AliasOf) and plan.view.replay is None]
@@ -58,10 +55,7 @@ class CompiledFunction:
         self._attaching = Attaching(partition, regions, layout, self._finish) if regions else None
         #: whether the function itself may have switched autograd on
         self._records_inside = not joint.state.thread_modes.grad
-        self._draws = _random_devices(partition.forward)
-        self._has_effects = any(
-            has_effect(node) and not draws_random_numbers(node) for node in partition.forward.graph.nodes
-        )
+        self._draws, self._has_effects = summary.random_devices, summary.has_effects_beside_random
         changed = {update.primal for update in joint.updates} if regions else set()
         self._unread = partition.overwritten
         #: primals of which a copy is kept as they were, to run the call again.
@@ -173,19 +167,6 @@ def _primals_of(joint: JointValues) -> Callable[[Sequence[Any]], Sequence[Any]]:
         sources[place] if type(place) is int else common_base([sources[leaf] for leaf in place])  # type: ignore[union-attr]
         for place in places
     ]
-
-
-def _random_devices(forward: fx.GraphModule) -> tuple[torch.device, ...]:
-    """Devices whose generators the forward uses."""
-    drawing = [node for node in forward.graph.nodes if draws_random_numbers(node) or keeps_state(node)]
-    return tuple({_device(node.meta["val"]) for node in drawing})
-
-
-def _device(value: Any) -> torch.device:
-    while isinstance(value, (tuple, list)):
-        value = value[0]
-    device: torch.device = value.device
-    return device
 
 
 def refuse_unlike_traced(

@@ -59,10 +59,8 @@ class Expected:
         """What region `region` expects at the boundary `root`."""
         joint = partition.joint
         value = joint.values[joint.signature.boundaries[root].value]
-        fakes = {
-            node.name: node.meta["val"]
-            for node in partition.backwards[region].gm.graph.find_nodes(op="placeholder")
-        }
+        summary = partition.backwards[region].graph.summary
+        fakes = dict(zip(summary.names, summary.inputs, strict=True))
         count = value.wrapping.count
         names = [f"cotangent_{root}_{part}" for part in range(count)] if count > 1 else [f"cotangent_{root}"]
         return Expected(root, value.wrapping, tuple(fakes[name] for name in names))
@@ -169,9 +167,8 @@ def _is_alike(before: JointValues, now: JointValues, number: int) -> bool:
 
 
 def _cut_out(partition: Partition, joint: JointValues, number: int) -> fx.GraphModule | None:
-    graph, own = joint.gm.graph, partition.backwards[number].gm
+    graph, taken = joint.gm.graph, partition.backwards[number].graph.summary.names
     named = {node.name: node for node in graph.nodes}
-    taken = [node.name for node in own.graph.find_nodes(op="placeholder")]
     targets = {saved.name: saved.target for saved in partition.saved}  # the others are cotangents
     if any(name not in named or str(named[name].target) != targets.get(name, name) for name in taken):
         return None

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.fx import has_effect, is_random
+from retrograd._torch.fx import lazy_graph
 from retrograd._torch.state import autocast_off
 from retrograd._torch.trace import decomposed, guard_count
 from retrograd.backends.background import Later, begin, is_taken
@@ -23,39 +23,38 @@ from retrograd.config import Config
 from retrograd.errors import Reason
 from retrograd.events import counters
 from retrograd.graph.joint_graph import CaptureState
-from retrograd.repeats.compile import CALLS_PER_NODE, Division
+from retrograd.graph.lazy import LazyGraph
+from retrograd.repeats.compile import CALLS_PER_NODE, Division, divide
 
 
 @autocast_off()
 def lower(
     backend: Backend,
-    gm: fx.GraphModule,
+    graph: LazyGraph,
     state: CaptureState,
     half: Half,
     config: Config,
-    given: Sequence[Any] | Division | None = None,
 ) -> Boxed:
-    """Compile `gm`, after the decompositions that the backend asks for unless `capture` applied them.
-    Repeated structure is compiled once, where `config` says so and the backend takes parts of graphs.
-    `given` are example inputs, or what `announce` gave for the same."""
-    division = given if isinstance(given, Division) else None
-    inputs = given.inputs if isinstance(given, Division) else given or _examples(gm)
+    """Compile `graph`, after the decompositions that the backend asks for unless `capture` applied them.
+    Repeated structure is compiled once, where `config` says so and the backend takes parts of graphs."""
     table = backend.decompositions()
     if table and not state.decompositions:
-        gm = decomposed(gm, inputs, state.fake_mode, table)
+        inputs = graph.summary.inputs
+        graph = lazy_graph(decomposed(graph.gm, inputs, state.fake_mode, table), inputs)
     counters["aot_compiles"] += 1
-    for_parts = backend.for_parts_of(gm, half)
-
-    def compile_part(part: fx.GraphModule, examples: Sequence[Any], visible: int | None) -> Boxed:
-        how = backend if part is gm else for_parts
-        return compile_fallible(how, part, examples, replace(half, visible=visible), strict=config.strict)
 
     def compile_graph() -> Boxed:
-        found = division or _divided(backend, gm, inputs, half, config)
+        found: Division = graph.division or _divided(backend, graph, half, config)
+        graph.division = None  # which holds the graphs of parts
+        how = backend.for_parts_of(graph, half) if found.steps else backend
+
+        def compile_part(part: fx.GraphModule, examples: Sequence[Any], visible: int | None) -> Boxed:
+            own = replace(half, visible=visible)
+            return compile_fallible(how, part, examples, own, strict=config.strict)
+
         code = found.code(compile_part)
-        effects = [node for node in gm.graph.nodes if has_effect(node) and not is_random(node)]
-        may_change = found.is_divided and not found.is_symbolic and not effects
-        return _whole_later(code, backend, gm, inputs, half, config) if may_change else code
+        may_change = not found.is_symbolic and not graph.summary.has_effects_beside_random
+        return _whole_later(code, backend, graph, half, config) if found.steps and may_change else code
 
     if config.patience is None:
         return compile_graph()
@@ -63,48 +62,38 @@ def lower(
     return later.result() if is_taken(later) else LateCode(later, lambda: guard_count(state.fake_mode))
 
 
-def announce(
-    backend: Backend, gm: fx.GraphModule, state: CaptureState, half: Half, config: Config
-) -> Division | None:
-    """Tell the backend of the graphs that `lower` will have it compile, and give them; None if decompositions
-    come before."""
+def announce(backend: Backend, graph: LazyGraph, state: CaptureState, half: Half, config: Config) -> None:
+    """Tell the backend of the graphs that `lower` will have it compile, unless decompositions come before."""
     if backend.decompositions() and not state.decompositions:
-        return None
-    for_parts = backend.for_parts_of(gm, half)
-    division = _divided(backend, gm, _examples(gm), half, config)
+        return
+    graph.division = division = _divided(backend, graph, half, config)
+    how = backend.for_parts_of(graph, half) if division.steps else backend
     for part, examples, visible in division.graphs.values():
-        how = backend if part is gm else for_parts
         how.announce(part, examples, replace(half, visible=visible))
-    return division
 
 
 def _whole_later(
-    parts: Boxed, backend: Backend, gm: fx.GraphModule, inputs: Sequence[Any], half: Half, config: Config
+    parts: Boxed, backend: Backend, graph: LazyGraph, half: Half, config: Config
 ) -> Boxed:
-    """`parts`, and later the whole of `gm`, if others compile it. What is recorded does not change, and
+    """`parts`, and later the whole of `graph`, if others compile it. What is recorded does not change, and
     nobody waits who has chosen not to."""
     if config.whole_after is None or config.cudagraphs or config.patience is not None:
         return parts
-    elsewhere = backend.elsewhere(gm, inputs, half)
+    elsewhere = backend.elsewhere(graph, half)
     if elsewhere is None:
         return parts
 
     @autocast_off()
     def compile_whole() -> Boxed:
-        return compile_fallible(backend, gm, inputs, half, strict=config.strict, is_proven=True)
+        inputs = graph.summary.inputs
+        return compile_fallible(backend, graph.gm, inputs, half, strict=config.strict, is_proven=True)
 
     return WholeLater(parts, config.whole_after, elsewhere, compile_whole)
 
 
-def _examples(gm: fx.GraphModule) -> list[Any]:
-    return [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-
-
-def _divided(
-    backend: Backend, gm: fx.GraphModule, inputs: Sequence[Any], half: Half, config: Config
-) -> Division:
+def _divided(backend: Backend, graph: LazyGraph, half: Half, config: Config) -> Division:
     least = config.smallest_repeat * CALLS_PER_NODE if backend.takes_parts else 0
-    return Division(gm, inputs, least, half.visible, config.fewest_copies)
+    return divide(graph.gm, graph.summary.inputs, least, half.visible, config.fewest_copies)
 
 
 class LateCode:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import asks_for_memory, copied_module, draws_again, has_effect
+from retrograd._torch.fx import asks_for_memory, copied_module, draws_again, lazy_graph
 from retrograd._torch.state import ThreadModes
 from retrograd._torch.subclass import PLAIN, Layout, built
 from retrograd._torch.tensor import graph_is_kept
@@ -27,7 +27,7 @@ from retrograd.config import Config
 from retrograd.cudagraphs.graphed_call import GraphedCall, SharedMemory, graphed
 from retrograd.events import counters
 from retrograd.graph.joint_graph import Partition, SavedKind
-from retrograd.repeats.compile import Division
+from retrograd.graph.lazy import LazyGraph
 from retrograd.report import MOST_FAILURES, Report, why_failed
 
 #: how many layouts of cotangents code is made for; with others the region runs as eager.
@@ -44,11 +44,11 @@ class _Code:
     """Code for one layout of the cotangents.
 
     Attributes:
-        gm: what it was made of; None: there is none for this layout.
+        graph: what it was made of; None: there is none for this layout.
         run: the code. has_run: whether it ever has, without an error. failures: how often it has raised.
     """
 
-    gm: fx.GraphModule | None
+    graph: LazyGraph | None
     run: Boxed | None = None
     has_run: bool = False
     failures: int = 0
@@ -68,7 +68,7 @@ class RegionCode:
     ) -> None:
         self._partition, self._number, self._backend, self._config = partition, number, backend, config
         self._report, self._memory = report, memory
-        joint, self._graphs = partition.joint, partition.backwards[number]
+        joint, self._backward = partition.joint, partition.backwards[number]
         region = joint.signature.regions[number]
         self.roots, self.destinations = region.roots, region.destinations
         self._gradients: list[Layout | None] = [
@@ -82,29 +82,26 @@ class RegionCode:
         self._places = [i for i, g in enumerate(self._gradients) if g is not None]
         self._undefined_matters = number in joint.undefined_matters
         self._has_functions = number in joint.with_functions
-        saved = [partition.saved[i] for i in self._graphs.saved]
+        saved = [partition.saved[i] for i in self._backward.saved]
         self._made = {i: entry.place for i, entry in enumerate(saved) if entry.kind is SavedKind.INTERMEDIATE}
         #: whether what is saved is kept as attributes of a context are: eager's nodes free nothing either.
-        self.frees_nothing = not (number in joint.saving or self._graphs.checked or config.cudagraphs)
+        self.frees_nothing = not (number in joint.saving or self._backward.checked or config.cudagraphs)
         self._numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number or self.frees_nothing)
         self._tensors = len(saved) - len(self._numbers)
         self.follows_layout = isinstance(backend, AtenBackend)
         self._codes: dict[Layouts, _Code] = {}
-        self._announced: Division | None = None
-        self._saves = number in joint.saving or bool(self._tensors or self._graphs.checked)
-        self._has_effects = any(map(has_effect, self._graphs.gm.graph.nodes))
+        self._saves = number in joint.saving or bool(self._tensors or self._backward.checked)
+        self._graph = self._backward.graph
+        self._has_effects = self._graph.summary.has_effects
 
     def compile_ahead(self) -> None:
         """Compile now, for the layouts that tracing predicted."""
-        gm = self._graphs.gm
-        self._codes[self._as_traced] = _Code(gm, self._lowered(gm, None))
+        self._codes[self._as_traced] = _Code(self._graph, self._lowered(self._graph, None))
 
     def announce(self) -> None:
         """Tell the backend that it will be asked for this code, for the layouts that tracing predicted."""
-        gm = self._graphs.gm
-        self._announced = announce(
-            self._backend, gm, self._partition.joint.state, _half_of(gm), self._config
-        )
+        graph = self._graph
+        announce(self._backend, graph, self._partition.joint.state, _half_of(graph), self._config)
 
     def __call__(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         """Gradients for the destinations."""
@@ -122,11 +119,11 @@ class RegionCode:
             return self._as_eager(ctx, cotangents)
         layouts = self._layouts(cotangents)
         code = self._codes.get(layouts) or self._code_for(layouts)
-        if code.gm is None:
+        if code.graph is None:
             if ctx.again is not None:
                 return self._as_eager(ctx, cotangents)
             code = self._codes.get(self._as_traced) or self._code_for(self._as_traced)
-        is_as_traced = code.gm is not self._graphs.gm or layouts in (self._as_traced, _BATCHED)
+        is_as_traced = code.graph is not self._graph or layouts in (self._as_traced, _BATCHED)
         args = self._arguments(saved, ctx.numbers, cotangents, is_as_traced)
         if self._memory.elsewhere and not (code.has_run and isinstance(code.run, GraphedCall)):
             self._memory.put_back(args, self._made)
@@ -147,31 +144,32 @@ class RegionCode:
     def _code_for(self, layouts: Layouts) -> _Code:
         """What is known for these layouts, from now on: a graph for them, if there is one."""
         if layouts is _BATCHED:  # a batch does not lie in memory as one of its rows does
-            gm = None if asks_for_memory(self._graphs.gm.graph) else self._graphs.gm
+            graph = None if asks_for_memory(self._graph.gm.graph) else self._graph
         elif layouts == self._as_traced:
-            gm = self._graphs.gm
+            graph = self._graph
         elif len(self._codes) >= MOST_LAYOUTS:
             return _Code(None)
         else:
-            gm = self._retraced({r: s for r, s in zip(self.roots, layouts, strict=True) if s is not None})
-        code = self._codes[layouts] = _Code(gm)
+            graph = self._retraced({r: s for r, s in zip(self.roots, layouts, strict=True) if s is not None})
+        code = self._codes[layouts] = _Code(graph)
         return code
 
     @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
-    def _retraced(self, layouts: dict[int, Any]) -> fx.GraphModule | None:
+    def _retraced(self, layouts: dict[int, Any]) -> LazyGraph | None:
         if getattr(self._partition.joint, "reports", ()):  # passes have changed the graph since it was traced
-            return self._graphs.gm
-        if draws_again(self._graphs.gm.graph):
-            return self._graphs.gm  # the states from which it draws are in no other trace
+            return self._graph
+        if draws_again(self._graph.gm.graph):
+            return self._graph  # the states from which it draws are in no other trace
         expected = dict(zip(self.roots, self._expected, strict=True))
         if not all(expected[root].is_plain for root in layouts):
             return None
         if not all(expected[root].is_static for root in layouts):
             if not self.follows_layout:
-                return self._graphs.gm  # code that is made now may add guards, which nobody would check
+                return self._graph  # code that is made now may add guards, which nobody would check
             if any(map(any, layouts.values())):
                 return None
-        return traced_for(self._partition, self._number, layouts)
+        gm = traced_for(self._partition, self._number, layouts)
+        return None if gm is None else lazy_graph(gm)
 
     def _fit(self, cotangents: Sequence[torch.Tensor | None]) -> bool:
         for cotangent, expected in zip(cotangents, self._expected, strict=True):
@@ -196,20 +194,20 @@ class RegionCode:
         self, code: _Code, ctx: Any, cotangents: Sequence[torch.Tensor | None], args: list[Any]
     ) -> list[Any]:
         """Gradients by code that has not run yet; what it cannot do, eager may."""
-        assert code.gm is not None
+        assert code.graph is not None
         kept = [*args]
         try:
             if code.run is None:
                 counters["aot_backward_lowerings"] += 1
                 code.run = (
-                    EagerBackend().compile(code.gm, ())
+                    EagerBackend().compile(code.graph.gm, ())
                     if self._layouts(cotangents) is _BATCHED
-                    else self._lowered(code.gm, args)
+                    else self._lowered(code.graph, args)
                 )
             if not is_ready(code.run):
                 reason = still_compiling(f"the backward of {self._partition.joint.state.name}")
                 self._report.fell_back(reason, "a backward ran eagerly")
-                return self._interpreted(code.gm, kept)
+                return self._interpreted(code.graph.gm, kept)
             grads = self._results(code.run(args))
         except Exception as error:
             if self._config.strict or self._has_effects:
@@ -228,9 +226,9 @@ class RegionCode:
         error: Exception,
     ) -> list[Any]:
         """What eager gives where code raised; if that raises as well, it is the program's error."""
-        assert code.gm is not None
+        assert code.graph is not None
         try:
-            grads = self._interpreted(code.gm, args)
+            grads = self._interpreted(code.graph.gm, args)
         except Exception:
             if ctx.again is None:
                 raise error from None
@@ -239,7 +237,7 @@ class RegionCode:
         reason = why_failed(f"the backward code of {self._partition.joint.state.name}", error, "aot.backward")
         self._report.fell_back(reason, "a backward ran eagerly")
         if code.failures >= MOST_FAILURES and not isinstance(error, torch.OutOfMemoryError):
-            code.run = EagerBackend().compile(code.gm, ())
+            code.run = EagerBackend().compile(code.graph.gm, ())
         _give_up(ctx)
         return grads
 
@@ -247,24 +245,20 @@ class RegionCode:
         return self._results(EagerBackend().compile(gm, ())(args))
 
     @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
-    def _lowered(self, gm: fx.GraphModule, args: Sequence[Any] | None) -> Boxed:
+    def _lowered(self, graph: LazyGraph, args: Sequence[Any] | None) -> Boxed:
         """Code for inputs laid out as in `args`: saved values may have other strides than in the trace,
         because the forward's backend chose them."""
-        examples = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+        traced = graph.summary.inputs
+        examples: Sequence[Any] = traced
         if args is not None and not self.follows_layout:
-            traced = examples
             examples = [laid_out_like(fake, value) for fake, value in zip(traced, args, strict=True)]
             if any(one is not other for one, other in zip(traced, examples, strict=True)):
-                gm = know_values(copied_module(gm), examples)
-        given = self._announced if gm is self._graphs.gm else None
-        self._announced = None
-        code = lower(
-            self._backend, gm, self._partition.joint.state, _half_of(gm), self._config, given or examples
-        )
+                graph = lazy_graph(know_values(copied_module(graph.gm), examples), examples)
+        code = lower(self._backend, graph, self._partition.joint.state, _half_of(graph), self._config)
         if not self._config.cudagraphs or isinstance(code, LateCode):
             return code
-        cotangents = range(len(self._graphs.saved), len(examples))
-        return graphed(code, gm.graph, loose=cotangents, results=self._made, memory=self._memory)
+        cotangents = range(len(self._backward.saved), len(examples))
+        return graphed(code, graph.gm.graph, loose=cotangents, results=self._made, memory=self._memory)
 
     def _results(self, results: Sequence[Any]) -> list[Any]:
         if self._plain:
@@ -285,9 +279,8 @@ class RegionCode:
         return [found[there] for there in self.destinations]
 
 
-def _half_of(gm: fx.GraphModule) -> Half:
-    results: Any = gm.graph.output_node().args[0]
-    return Half(is_backward=True, visible=len(results))
+def _half_of(graph: LazyGraph) -> Half:
+    return Half(is_backward=True, visible=len(graph.summary.results))
 
 
 def _give_up(ctx: Any) -> None:
