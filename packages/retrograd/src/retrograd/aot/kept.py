@@ -10,8 +10,8 @@ graph is not used.
 
 Its name is a hash of all that a capture, a cut and a division depend on: the graph, its inputs, modes,
 options, decompositions, this package's sources, and what Inductor's own cache depends on. A graph that this
-cannot name (functions that are not torch's, tensors that the graph holds, symbolic sizes, the user's passes, modes
-and hooks) is refused.
+cannot name (functions that are not torch's, tensors that the graph holds, symbolic sizes, the user's passes,
+modes and hooks) is refused.
 """
 
 from __future__ import annotations
