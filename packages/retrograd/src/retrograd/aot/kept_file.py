@@ -75,9 +75,7 @@ def serialize_partition(made: Partition) -> bytes:
         raise Refusal("unwritable", "tensors that the function found by itself")
     values, graphs = _Values(), [made.ahead, *(backward.graph for backward in made.backwards)]
     head = {
-        "halves": [
-            _serialize_half(graph, values) for graph in graphs
-        ],
+        "halves": [_serialize_half(graph, values) for graph in graphs],
         "saved": _serialize_saved(made.saved, values),
         "reads": [backward.saved for backward in made.backwards],
         "checked": [_serialize_saved(backward.checked, values) for backward in made.backwards],

@@ -72,9 +72,7 @@ def announce(backend: Backend, graph: LazyGraph, state: CaptureState, half: Half
         how.announce(part, examples, replace(half, visible=visible))
 
 
-def _whole_later(
-    parts: Boxed, backend: Backend, graph: LazyGraph, half: Half, config: Config
-) -> Boxed:
+def _whole_later(parts: Boxed, backend: Backend, graph: LazyGraph, half: Half, config: Config) -> Boxed:
     """`parts`, and later the whole of `graph`, if others compile it. What is recorded does not change, and
     nobody waits who has chosen not to."""
     if config.whole_after is None or config.cudagraphs or config.patience is not None:
