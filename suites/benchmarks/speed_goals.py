@@ -69,6 +69,13 @@ def compile_time() -> Iterable[Goal]:
     yield first_step("firststep4", "4 layers, d=64", None, CPU)
     yield first_step("firststep12", "12 layers", 0.6, CUDA)
     yield first_step("firststep48", "48 layers", 0.25, CUDA)
+    for layers in (12, 48):
+        for when, at_most in {"cold": 0.6, "warm": 1.0}.items():
+            title = f"{when} first step, {layers} layers, torch.compile, against stock Inductor"
+            row = f"start{layers}"
+            yield Goal(title, f"{row}:retrograd/{when}", f"{row}:stock/{when}", at_most)
+    title = "cold first step, 48 layers / 12 layers, torch.compile, ours"
+    yield Goal(title, "start48:retrograd/cold", "start12:retrograd/cold", 1.3)
     yield Goal(
         "first backward, 12 layers, warm / cold", "warm12:retrograd/warm", "warm12:retrograd/cold", 1 / 5
     )

@@ -91,6 +91,14 @@ def first_step(row: str, model: str, devices: tuple[str, ...] = BOTH, needs: str
     ]
 
 
+def start(row: str, model: str) -> list[Part]:
+    """The first step through `torch.compile` in a process with empty caches, and in the next one."""
+    return [
+        Part(row, name, "first_step", {"subject": subject, "model": model}, "filled", is_long=name == "stock")
+        for name, subject in {"retrograd": AHEAD, "stock": STOCK_AHEAD}.items()
+    ]
+
+
 def steady(row: str, name: str, model: str, *subjects: str, **settings: Any) -> Part:
     """Warm steps and backwards of eager and of the subjects, taking turns."""
     return Part(row, name, "steady", {"subjects": ["eager", *subjects], "model": model}, **settings)
@@ -177,6 +185,8 @@ PARTS: tuple[Part, ...] = (
     *first_step("firststep4", "transformer4", CPU),
     *first_step("firststep12", "transformer12", CUDA),
     *first_step("firststep48", "transformer48", CUDA),
+    *start("start12", "transformer12"),
+    *start("start48", "transformer48"),
     *steady_rows(),
     *overhead_rows(),
     *sweep_rows(),

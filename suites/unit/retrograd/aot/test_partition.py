@@ -66,6 +66,18 @@ def test_saved_bytes_count_the_type() -> None:
     assert parts.saved_bytes == 96
 
 
+def test_one_cast_is_saved_of_an_activation_that_three_layers_read() -> None:
+    def layers(x: Tensor, *weights: Tensor) -> Tensor:
+        hidden = x.sin()
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.stack([hidden @ w for w in weights]).float().exp().sum()
+
+    x, *weights = leaf(16, 4), *(leaf(4, 4) for _ in range(3))
+    parts = aot.partition(captured(layers, x, *weights), "save_all")
+    casts = [one for one in parts.saved if one.value.dtype is torch.bfloat16 and one.value.shape == (16, 4)]
+    assert len(casts) <= 1
+
+
 def test_sizes_are_saved_as_numbers() -> None:
     joint = captured(lambda x, y: (x.expand(y.shape[0], 3) * y).sum(), leaf(3), tensor(5, 3), dynamic=True)
     for policy in ("min_cut", "save_all", "recompute_all"):

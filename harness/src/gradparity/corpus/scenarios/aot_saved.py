@@ -222,3 +222,63 @@ def aot_returned_intermediate_changed_that_nobody_saved(p: Probe) -> None:
     hidden.mul_(3)
     with p.backward():
         (out + hidden).square().sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_equal_results_of_which_one_is_changed(p: Probe) -> None:
+    """Two results that are computed alike have memory of their own: one is changed, the other was saved."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+    first, second = p.compile(lambda a: (a.exp(), a.exp()))(x)
+    first.mul_(2)
+    p.value("second", second)
+    with p.backward():
+        second.sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_equal_values_of_which_one_is_returned(p: Probe) -> None:
+    """A value that is returned is changed; one that is computed alike inside was saved, and is not."""
+    x = p.leaf("x", p.randn(2, 3, requires_grad=True))
+
+    def run(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shown, returned, inside = ((a * 2).exp() for _ in range(3))
+        return shown.view(6), returned, inside.sin()
+
+    shown, returned, out = p.compile(run)(x)
+    shown.add_(1)
+    returned.mul_(3)
+    with p.backward():
+        (out + returned + shown.view(2, 3)).sum().backward()
+
+
+@scenario(tags=TAGS)
+def aot_calls_that_only_look_equal(p: Probe) -> None:
+    """Products with 0.0 and -0.0, differences both ways, and two drawings are not one value."""
+    x, y = (p.leaf(name, p.randn(4, requires_grad=True)) for name in "xy")
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        zeros = [torch.copysign(a, b.detach().abs() * zero) for zero in (0.0, -0.0)]
+        differences = [torch.sub(*both) for both in ((a, b), (b, a))]
+        drawn = [functional.dropout(a * b, 0.5) for _ in range(2)]
+        return (zeros[0] * differences[0] * drawn[0] - zeros[1] * differences[1].exp() * drawn[1]).sum()
+
+    out = p.compile(run)(x, y)
+    with p.backward():
+        out.backward()
+
+
+@scenario(tags=(*TAGS, "autocast"))
+def aot_one_activation_cast_for_three_layers(p: Probe) -> None:
+    """Autocast casts an activation for each layer that reads it; its gradient adds up in float32."""
+    model = p.module(nn.ModuleList(nn.Linear(4, 4) for _ in range(3)))
+    x = p.leaf("x", p.randn(5, 4, requires_grad=True))
+
+    def run(a: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = functional.layer_norm(a, (4,))
+            q, k, v = (layer(hidden) for layer in model)
+            return ((q @ k.mT).softmax(-1) @ v).float().square().mean()
+
+    out = p.compile(run)(x)
+    with p.backward():
+        out.backward()

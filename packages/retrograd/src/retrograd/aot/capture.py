@@ -32,6 +32,7 @@ from retrograd.errors import CaptureError, PassError, Refusal, RetrogradError, f
 from retrograd.graph.joint import Boundary, Cotangent, JointSignature, Output, Region, rendered
 from retrograd.graph.joint_graph import CaptureState, JointValues
 from retrograd.passes.aten import AnyPass, PassReport, pass_named, run_passes
+from retrograd.passes.aten.merge_equal_calls import merge_equal_calls
 from retrograd.passes.aten.remove_dead_code import remove_dead_code
 
 
@@ -234,7 +235,8 @@ _ALIASES = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 
 def _tidy(gm: fx.GraphModule) -> None:
     """Leave out what only tracing needed: aliases that stand for the very tensor, tensors that hold a number,
-    running statistics that a batch norm in training does not read, and calls that nothing reads."""
+    running statistics that a batch norm in training does not read, calls that nothing reads, and calls that
+    were made just before."""
     without_tokens(gm.graph)
     _write_numbers(gm)
     for node in gm.graph.nodes:
@@ -244,6 +246,7 @@ def _tidy(gm: fx.GraphModule) -> None:
             for place in _STATISTICS:
                 node.update_arg(place, None)
     remove_dead_code(gm)
+    merge_equal_calls(gm)
     gm.recompile()
 
 

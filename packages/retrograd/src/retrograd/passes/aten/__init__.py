@@ -18,6 +18,7 @@ from torch import fx
 
 from retrograd.errors import OptionError, PassError, VerificationError
 from retrograd.graph.joint import JointSignature, output_kinds, verify_joint
+from retrograd.passes.aten.merge_equal_calls import merge_equal_calls
 from retrograd.passes.aten.remove_dead_code import remove_dead_code
 
 #: ``pass(gm, example_inputs) -> gm``; it may change `gm` or return another.
@@ -139,7 +140,7 @@ def _named(target: Any) -> Any:
 
 
 #: these give bitwise the same results. This is the order in which they are applied.
-NUMERICS_PRESERVING: tuple[JointPass, ...] = (remove_dead_code,)
+NUMERICS_PRESERVING: tuple[JointPass, ...] = (remove_dead_code, merge_equal_calls)
 
 
 def pass_named(name: str) -> JointPass:
