@@ -110,7 +110,7 @@ class Live(Stock):
     def check(self, rounds: int) -> None:
         report = self._context.explain()
         runs = sum(one.runs for one in report.backwards) + sum(report.fallbacks.values())
-        assert {reason.code for reason in report.fallbacks} <= {"engine-busy"}, report
+        assert [str(reason) for reason in report.fallbacks if reason.code != "engine-busy"] == []
         assert runs >= rounds, report
 
 
@@ -171,7 +171,6 @@ WORKERS: dict[str, Callable[[], Worker]] = {
 
 
 #: while Dynamo compiles, a flag of torch has the optimizers of all threads compute as if compiled.
-#: compiled.
 CREWS = [[name for name in WORKERS if name != left_out] for left_out in ("Dynamo", "optimizers")]
 
 

@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import multiprocessing
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import retrograd
-from retrograd._torch.autograd.collection import window
+from retrograd._torch.autograd.collection import Window, run_stock, window
+from retrograd._torch.autograd.request import EngineRequest
+from retrograd.errors import Refusal
 from retrograd.live.capture.recorder import BackwardRecorder
 from unit.retrograd._torch import forks
 from unit.retrograd._torch.forks import Meeting, another_thread, compiled_square
 from unit.retrograd.programs import Square, leaf
+
+
+def until(seconds: float) -> Iterator[None]:
+    """Again and again, until a time is over."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        yield
 
 
 def test_a_capture_goes_on_beside_a_plan_that_waits_in_a_hook() -> None:
@@ -72,25 +86,48 @@ def test_a_capture_gives_up_where_it_could_wait_for_ever(
     assert retrograd.counters["fallbacks"] == 1
 
 
-@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
-def test_a_backward_that_began_before_the_context_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window, "patience", 0.01)
-    meeting, context = Meeting(), retrograd.compiled_autograd("eager")
-    w = leaf()
+def test_a_backward_that_began_before_the_gateway_was_opened_is_seen_until_it_is_in_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_enter, meeting, w = SimpleQueue[int](), Meeting(), leaf()
+    # What is C code has no frame: the innermost one is the gateway's.
+    monkeypatch.setattr(torch.autograd.graph, "log", SimpleNamespace(getEffectiveLevel=may_enter.get))
 
     def work() -> None:
         y = w.sin()
         y.register_hook(meeting.hook)
-        y.sum().backward()
+        run_stock(EngineRequest((y,), (torch.ones_like(y),), False, False, accumulate_grad=True))
 
     with another_thread(work):
+        with pytest.raises(Refusal, match="another thread is in a backward"):
+            for _ in until(60):
+                with Window(0.01).capture():
+                    pass
+        may_enter.put(logging.WARNING)
         assert meeting.there.wait(60)
-        compiled_square(context)
-        assert [reason.code for reason in context.explain().fallbacks] == ["engine-busy"]
-        meeting.done.set()
-    compiled_square(context)
+        with Window(0).capture():
+            meeting.done.set()
     assert torch.equal(w.grad, w.detach().cos())
-    assert (retrograd.counters["runs"], retrograd.counters["fallbacks"]) == (1, 1)
+
+
+def test_other_threads_frames_are_looked_at_beside_dynamo() -> None:
+    """For a while, because what lies below a frame of Dynamo's is not always a frame: the process ended."""
+    end = threading.Event()
+    before = sys.getswitchinterval()
+
+    def work() -> None:
+        while not end.is_set():
+            torch.compiler.reset()
+            x = leaf()
+            torch.compile(lambda a: (a.sin() * 2).cos(), backend="eager")(x).sum().backward()
+
+    with another_thread(work), contextlib.ExitStack() as stack:
+        stack.callback(end.set)
+        stack.callback(sys.setswitchinterval, before)
+        sys.setswitchinterval(1e-5)
+        for _ in until(3):
+            with contextlib.suppress(Refusal), Window(0).capture():
+                pass
 
 
 def test_many_threads_capture_without_a_fallback() -> None:

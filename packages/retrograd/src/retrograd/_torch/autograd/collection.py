@@ -16,11 +16,14 @@ a capture waits without a limit. For a backward, a capture waits for a short tim
 waiting for this thread.
 
 Backwards that began before the gateway was opened (``_torch.patches``) did not come by here. The first
-capture looks for them on the stacks of the other threads.
+capture looks for them in the innermost frame of each other thread, which is the gateway's until user code
+runs. The frames below it are not looked at: beside a thread in which Dynamo runs frames of its own
+(``torch/csrc/dynamo/eval_frame.c``), ``f_back`` may give an object that is no frame (CPython 3.11).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -29,7 +32,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,15 +65,8 @@ def run_stock(request: EngineRequest, allow_unreachable: bool = False) -> tuple[
     )
 
 
-def stock_calls_on(frame: FrameType | None) -> int:
-    """How many calls of torch's own gateway are under way on the stack that ends in `frame`."""
-    count = 0
-    while frame is not None:
-        count += frame.f_code is _stock_run_backward.__code__
-        frame = frame.f_back
-    return count
-
-
+#: the files whose functions may be a thread's innermost before it is in the engine: the gateway asks a logger.
+_BEFORE_THE_ENGINE = {_stock_run_backward.__code__.co_filename, logging.Logger.isEnabledFor.__code__.co_filename}
 _A_MOMENT = 0.001
 
 
@@ -168,10 +163,10 @@ class Window:
         return not self._may_be_unseen
 
     def _has_unseen(self, me: int) -> bool:
-        """Whether another thread is in torch's own gateway, but did not come by here."""
-        stacks = sys._current_frames()
+        """Whether another thread may be in torch's own gateway, but did not come by here."""
         return any(
-            thread != me and stock_calls_on(frame) > self._running[thread] for thread, frame in stacks.items()
+            thread != me and not self._running[thread] and frame.f_code.co_filename in _BEFORE_THE_ENGINE
+            for thread, frame in sys._current_frames().items()
         )
 
     @contextmanager
