@@ -109,7 +109,9 @@ def test_merge_equal_calls_takes_the_first_of_equal_ones() -> None:
         return call(aten.view.default, seen, [6]), grad
 
     graph = joint_by_hand(build, (torch.ones(6), torch.randn(6)), 1)
-    assert_expected_inline(before_and_after(graph, merge_equal_calls), """\
+    assert_expected_inline(
+        before_and_after(graph, merge_equal_calls),
+        """\
 view_default = view(primal0, [3, 2])
 exp_default = exp(view_default)
 view_default_1 = view(primal0, [3, 2])
@@ -181,7 +183,8 @@ view_default_2 = view(cos_default, [6])
 mul_tensor_4 = mul.Tensor(cotangent0, view_default_2)
 view_default_3 = view(add_tensor_7, [6])
 return (view_default_3, mul_tensor_4)
-""")
+""",
+    )
 
 
 def test_merge_equal_calls_keeps_apart_what_can_be_seen_and_what_is_far_apart() -> None:

@@ -71,6 +71,7 @@ def test_every_part_can_be_called(part: object) -> None:
 def test_rows_and_parts_are_chosen_by_name_and_pattern() -> None:
     assert [part.id for part in chosen("cpu", ["warm12"])] == ["warm12:retrograd", "warm12:stock-static"]
     assert [part.id for part in chosen("cpu", ["*12:retrograd", "warm12"])] == [
+        "start12:retrograd",
         "host12:retrograd",
         "warm12:retrograd",
         "warm12:stock-static",

@@ -241,7 +241,7 @@ def aot_equal_values_of_which_one_is_returned(p: Probe) -> None:
     x = p.leaf("x", p.randn(2, 3, requires_grad=True))
 
     def run(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        shown, returned, inside = ((a * 2).exp() for _ in range(3))
+        shown, returned, inside = (a * 2 for _ in range(3))
         return shown.view(6), returned, inside.sin()
 
     shown, returned, out = p.compile(run)(x)

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import getitem
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx, nn
@@ -58,7 +58,7 @@ FILLING = frozenset(getattr(torch.ops.aten, name) for name in _FILLS.split())
 _DEPENDS_ON_DATA = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
-def is_operator_overload(target: Any) -> bool:
+def is_operator_overload(target: Any) -> TypeGuard[torch._ops.OpOverload]:
     """Whether the target is an operator with a schema, such as ``aten.add.Tensor``."""
     return isinstance(target, torch._ops.OpOverload)
 
