@@ -28,11 +28,12 @@ from unit.retrograd._torch.forks import Meeting, another_thread, compiled_square
 from unit.retrograd.programs import Square, leaf
 
 
-def until(seconds: float) -> Iterator[None]:
-    """Again and again, until a time is over."""
+def capture_again_and_again(seconds: float) -> None:
+    """Each time as if it were the first capture of the process."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        yield
+        with Window().capture():
+            pass
 
 
 def test_a_capture_goes_on_beside_a_plan_that_waits_in_a_hook() -> None:
@@ -100,9 +101,7 @@ def test_a_backward_that_began_before_the_gateway_was_opened_is_seen_until_it_is
 
     with another_thread(work):
         with pytest.raises(Refusal, match="another thread is in a backward"):
-            for _ in until(60):
-                with Window(0.01).capture():
-                    pass
+            capture_again_and_again(60)
         may_enter.put(logging.WARNING)
         assert meeting.there.wait(60)
         with Window(0).capture():
@@ -110,8 +109,8 @@ def test_a_backward_that_began_before_the_gateway_was_opened_is_seen_until_it_is
     assert torch.equal(w.grad, w.detach().cos())
 
 
-def test_other_threads_frames_are_looked_at_beside_dynamo() -> None:
-    """For a while, because what lies below a frame of Dynamo's is not always a frame: the process ended."""
+def test_other_threads_are_looked_at_beside_dynamo() -> None:
+    """For a while, because objects of Dynamo's frames, read from another thread, had been freed."""
     end = threading.Event()
     before = sys.getswitchinterval()
 
@@ -125,9 +124,7 @@ def test_other_threads_frames_are_looked_at_beside_dynamo() -> None:
         stack.callback(end.set)
         stack.callback(sys.setswitchinterval, before)
         sys.setswitchinterval(1e-5)
-        for _ in until(3):
-            with contextlib.suppress(Refusal), Window(0).capture():
-                pass
+        capture_again_and_again(3)
 
 
 def test_many_threads_capture_without_a_fallback() -> None:

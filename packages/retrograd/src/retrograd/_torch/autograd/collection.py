@@ -17,15 +17,18 @@ waiting for this thread.
 
 Backwards that began before the gateway was opened (``_torch.patches``) did not come by here. The first
 capture looks for them in the innermost frame of each other thread, which is the gateway's until user code
-runs. The frames below it are not looked at: beside a thread in which Dynamo runs frames of its own
-(``torch/csrc/dynamo/eval_frame.c``), ``f_back`` may give an object that is no frame (CPython 3.11).
+runs. It asks ``faulthandler``, which makes no objects of frames: one of a frame that Dynamo runs on another
+thread (``torch/csrc/dynamo/eval_frame.c``) may be freed too early (torch 2.13, CPython 3.11), so that
+``sys._current_frames`` ends the process.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
-import sys
+import re
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -65,9 +68,22 @@ def run_stock(request: EngineRequest, allow_unreachable: bool = False) -> tuple[
     )
 
 
-#: the files whose functions may be a thread's innermost before it is in the engine: the gateway asks a logger.
-_BEFORE_THE_ENGINE = {_stock_run_backward.__code__.co_filename, logging.Logger.isEnabledFor.__code__.co_filename}
+#: the files of what a thread runs before it is in the engine: the gateway asks a logger.
+_BEFORE_ENGINE = {
+    function.__code__.co_filename.encode("ascii", "backslashreplace").decode()
+    for function in (_stock_run_backward, logging.Logger.log)
+}
+_INNERMOST = re.compile(r'hread (0x[0-9a-f]+) .*\n  File "(.*)", line')
 _A_MOMENT = 0.001
+
+
+def innermost_files() -> list[tuple[int, str]]:
+    """The identifier of each thread, and the file of the code that it is in, in ASCII with backslashes."""
+    with tempfile.TemporaryFile() as written:
+        faulthandler.dump_traceback(written)
+        written.seek(0)
+        stacks = written.read().decode()
+    return [(int(thread, 16), file) for thread, file in _INNERMOST.findall(stacks)]
 
 
 class Window:
@@ -165,8 +181,8 @@ class Window:
     def _has_unseen(self, me: int) -> bool:
         """Whether another thread may be in torch's own gateway, but did not come by here."""
         return any(
-            thread != me and not self._running[thread] and frame.f_code.co_filename in _BEFORE_THE_ENGINE
-            for thread, frame in sys._current_frames().items()
+            thread != me and not self._running[thread] and file in _BEFORE_ENGINE
+            for thread, file in innermost_files()
         )
 
     @contextmanager
