@@ -6,6 +6,7 @@ are, and gradients after the caller has changed them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -263,3 +264,31 @@ def aot_views_of_results_of_every_layout(p: Probe) -> None:
             with p.backward():
                 (outputs[0].sum() + outputs[2].square().sum() + outputs[3].exp().sum()).backward()
             p.value(f"{name} {order}", outputs)
+
+
+@scenario(tags=(*TAGS, "modes", "in-place"))
+def aot_views_of_what_has_no_elements(p: Probe) -> None:
+    """A view without elements is a view: under `no_grad` it gets no history; one of a leaf is not written."""
+    views: dict[str, Callable[[Tensor], Tensor]] = {
+        "a row": lambda t: t[0],
+        "nothing of it": lambda t: t[:, :0],
+        "flat": lambda t: t.reshape(-1)[:0],
+        "transposed": lambda t: t.t(),
+        "expanded": lambda t: t.unsqueeze(0).expand(2, *t.shape),
+    }
+    bases = {
+        "leaf": lambda t: t.requires_grad_(),
+        "inner": lambda t: t.requires_grad_() * 1,
+        "plain": lambda t: t,
+    }
+    for (base, made), (name, view), width in itertools.product(bases.items(), views.items(), (0, 2)):
+        for mode in (torch.enable_grad, torch.no_grad):
+            given = made(p.randn(2, width))
+            with mode():
+                shown = p.compile(view)(given)
+            p.event(f"{name} of {base}", shown._is_view(), *history(shown), *layout(shown))
+            try:
+                shown.mul_(2)
+            except RuntimeError as error:
+                p.event("refused", str(error)[:40])
+            p.event("versions", given._version, shown._version)

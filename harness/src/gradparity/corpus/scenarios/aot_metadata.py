@@ -6,6 +6,8 @@ afterwards, and gradients through them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -221,3 +223,44 @@ def aot_channels_last_output_and_gradient(p: Probe) -> None:
     p.event("strides", tuple(out.stride()))
     with p.backward():
         out.square().sum().backward()
+
+
+@scenario(tags=(*TAGS, "modes"))
+def aot_sizes_of_a_leaf_change_without_history(p: Probe) -> None:
+    """Under `no_grad` a leaf may change its sizes in place; its gradient has the new ones."""
+    changes: dict[str, Callable[[Tensor], Tensor]] = {
+        "turned": lambda t: t.t_(),
+        "squeezed": lambda t: t.squeeze_(0),
+        "unsqueezed": lambda t: t.unsqueeze_(0),
+        "strided": lambda t: t.as_strided_((2,), (1,)),
+    }
+    for name, change in changes.items():
+        x = p.leaf(name, p.randn(1, 3, requires_grad=True))
+
+        def run(a: Tensor, change: Callable[[Tensor], Tensor] = change) -> Tensor:
+            with torch.no_grad():
+                change(a)
+            return a.exp()
+
+        out = p.compile(run)(x)
+        p.event(name, *layout(x), *layout(out))
+        with p.backward():
+            out.sum().backward()
+
+
+@scenario(tags=(*TAGS, "aliasing"))
+def aot_sizes_of_one_of_two_that_share_memory_change(p: Probe) -> None:
+    """An input changes its sizes in place; another one that shows the same memory keeps its own."""
+    w = p.leaf("w", p.randn(3, requires_grad=True))
+    for name, part in {"all": slice(None), "a part": slice(1, None)}.items():
+        base = p.randn(3, 3)
+        shown = base[part]
+
+        def run(a: Tensor, b: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            b.t_()
+            return (a * w).sum() + (w[: b.shape[1]] * b).sum(), b
+
+        out, returned = p.compile(run)(base, shown, w)
+        p.event(name, returned is shown, *layout(shown), *layout(base), shown._version, base._version)
+        with p.backward():
+            out.backward()

@@ -198,3 +198,26 @@ def aot_subclass_in_a_subclass(p: Probe) -> None:
     out = p.compile(lambda a: a.sin() * a)(x)
     with p.backward():
         out.sum().backward()
+
+
+@scenario(tags=(*TAGS, "in-place", "errors"))
+def aot_result_of_two_parts_is_saved_and_changed(p: Probe) -> None:
+    """The version of what holds the parts says that a result that the backward reads was changed."""
+    x = p.leaf("x", _two(p, 3))
+    out = p.compile(lambda a: a.exp())(x)
+    out.add_(1)
+    with p.backward():
+        out.sum().backward()
+
+
+@scenario(tags=(*TAGS, "in-place"))
+def aot_result_of_two_parts_is_changed_and_not_read(p: Probe) -> None:
+    """What no backward reads may be changed, and what is changed under `no_grad` is."""
+    x = p.leaf("x", _two(p, 3))
+    out, other = p.compile(lambda a: (a * 2, a.exp()))(x)
+    out.add_(1)
+    with torch.no_grad():
+        out.mul_(2)
+    p.value("out", out.detach())
+    with p.backward():
+        (out.sum() + other.sum()).backward()

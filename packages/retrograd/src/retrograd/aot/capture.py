@@ -168,6 +168,8 @@ class _Attempt:
             if self.amended != self.plan:
                 return (0,)
             before = inputs.mutations(flat)
+            for value in self.analysis.values:
+                value.parts()  # views are taken anew of what was changed: that is no part of the backward
             self.backward = differentiate(tracer, inputs, self.analysis, self.manner)
             if inputs.mutations(flat) != before:
                 raise Refusal("backward-effect", "its backward changes a tensor that others can see")

@@ -104,7 +104,9 @@ class Attaching:
         held = [s for s in saved if s.is_number or code.frees_nothing]
         tensors = [] if code.frees_nothing else [s for s in saved if not s.is_number]
         checked = partition.backwards[number].checked
-        take_tensors = picker([self._layout.place_of(s) for s in (*tensors, *checked)])
+        versioned = *tensors, *checked
+        wrappers = dict.fromkeys(w for s in versioned for w in self._layout.wrapper_of(s, signature))
+        take_tensors = picker([*map(self._layout.place_of, versioned), *wrappers])
         take_numbers = picker([self._layout.place_of(s) for s in held])
         roots = [first + value_of[root] for root in region.roots]
         take_roots = picker(roots)

@@ -19,6 +19,7 @@ import torch
 from retrograd._torch import pytree
 from retrograd._torch.subclass import PLAIN
 from retrograd._torch.tensor import by_dtype, copy_each, set_versions, with_view_origin
+from retrograd.graph.joint import JointSignature
 from retrograd.graph.joint_graph import (
     AliasOf,
     ComputedOutput,
@@ -90,6 +91,14 @@ class Layout:
         if saved.by_eager and saved.place in self.plain_values:
             return self.values + self.plain_values[saved.place]
         return self.results + saved.place
+
+    def wrapper_of(self, saved: Saved, signature: JointSignature) -> tuple[int, ...]:
+        """Where the wrapper subclass stands of which an output that eager saves is a part: it counts changes
+        in place; its parts do not."""
+        if saved.kind is not SavedKind.OUTPUT or not saved.by_eager or saved.place in self.plain_values:
+            return ()
+        role: Any = signature.outputs[saved.place]
+        return (self.values + role.index,)
 
 
 def picker(places: Sequence[int]) -> Picker:

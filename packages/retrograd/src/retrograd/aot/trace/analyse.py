@@ -114,6 +114,10 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
             continue
         _refuse_state_changes(primal, leaf)
         changes = changes_of(tensor)
+        members = inputs.state.aliases[primal.group].members if primal.group is not None else ()
+        sharing = [inputs.entries[member.leaf] for member in members]
+        if any(changes_of(member).shape for member in sharing):
+            raise not_representable("it changes the shape of an input whose memory another one shares")
         if changes.memory:
             raise not_representable(f"it gives {primal.name} other memory (set_, or a resize)")
         if not changes.elements and not changes.shape:
@@ -125,15 +129,13 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
                 f"it may change {primal.name} through .data, which no version counter shows"
             )
         unseen = tensor.grad_fn is inputs.histories[number] and changes.is_unseen
-        if changes.shape and (primal.wrapping.cls is not None or (primal.differentiable and not unseen)):
+        if changes.shape and (primal.wrapping.cls is not None or primal.differentiable):
             raise not_representable(
                 f"it changes the shape of {primal.name}, which is differentiable or a subclass"
             )
         view = _view(analysis, tensor, primal.fake, True) if changes.shape else None
         value = analysis.add(TracedValue(tensor, False, not unseen)) if changes.elements else None
-        members = inputs.state.aliases[primal.group].members if primal.group is not None else ()
-        seen = [tensor, *(inputs.entries[member.leaf] for member in members)]
-        updates.append(Update(number, value, view, unseen, max(map(_version, seen))))
+        updates.append(Update(number, value, view, unseen, max(map(_version, [tensor, *sharing]))))
     return updates
 
 
@@ -260,7 +262,7 @@ class _Outputs:
             if entry is output:
                 return SameAs(source)
         key = storage_key(output)
-        if key in self._sources and not _is_empty(output):
+        if key in self._sources:
             source = self._source(output, self._sources[key])
             return AliasOf(self._seen(output, self.inputs.entries[source]), source=source)
         return self._computed(output, list(self._sharing[key].values()))
@@ -273,7 +275,7 @@ class _Outputs:
         return next((source for source in sources if lies_within(output, entries[source])), sources[0])
 
     def _computed(self, output: torch.Tensor, sharing: Sequence[torch.Tensor]) -> OutputPlan:
-        if len(sharing) == 1 or is_wrapper(output) or _is_empty(output):
+        if len(sharing) == 1 or is_wrapper(output):
             return ComputedOutput(self.analysis.add(TracedValue(output)))
         base = next((other for other in sharing if other._is_view() and other.requires_grad), sharing[0])
         base = next((other for other in sharing if not other._is_view() and other.requires_grad), base)
@@ -328,7 +330,3 @@ def stand_in(like: Any) -> torch.Tensor:
     """A tensor without elements that has a shape, type and place."""
     shape = tuple(like.shape)
     return torch.empty_strided(shape, (0,) * len(shape), dtype=like.dtype, device=like.device)
-
-
-def _is_empty(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor.numel(), int) and tensor.numel() == 0
