@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -292,3 +293,37 @@ def aot_views_of_what_has_no_elements(p: Probe) -> None:
             except RuntimeError as error:
                 p.event("refused", str(error)[:40])
             p.event("versions", given._version, shown._version)
+
+
+@scenario(tags=(*TAGS, "modes"))
+def aot_views_of_intermediates_without_history(p: Probe) -> None:
+    """A view of an intermediate, made under `no_grad`, says that it requires grad and has no history; one that
+    is made a leaf is one."""
+    w = p.leaf("w", p.randn(2, 3, requires_grad=True))
+
+    def shown(make: Callable[[Tensor], Tensor], is_leaf: bool, with_base: bool) -> Callable[[Tensor], Any]:
+        def run(a: Tensor) -> Any:
+            inner = make(a)
+            with torch.no_grad():
+                view = inner.t()
+            if is_leaf:
+                view.requires_grad_()
+            return (view, inner.sum()) if not with_base else (view, inner)
+
+        return run
+
+    kinds: dict[str, Callable[[Tensor], Tensor]] = {
+        "product": lambda a: a * 2,
+        "joined": lambda a: torch.cat([a, a]),
+        "detached": lambda a: (a * 2).detach(),
+    }
+    for (kind, make), is_leaf, with_base in itertools.product(kinds.items(), (False, True), (False, True)):
+        view, other = p.compile(shown(make, is_leaf, with_base))(w)
+        p.event(f"{kind} {is_leaf} {with_base}", view._is_view(), *history(view), *layout(view))
+        try:
+            torch.autograd.backward([view], [torch.ones_like(view)], inputs=[w])
+        except RuntimeError as error:
+            p.event("refused", str(error)[:60])
+        if other.requires_grad:
+            with p.backward():
+                other.sum().backward()

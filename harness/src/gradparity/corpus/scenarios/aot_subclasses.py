@@ -5,6 +5,7 @@ In: a probe, whose `compile` is the identity for eager. Out: classes and parts o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -200,14 +201,24 @@ def aot_subclass_in_a_subclass(p: Probe) -> None:
         out.sum().backward()
 
 
-@scenario(tags=(*TAGS, "in-place", "errors"))
-def aot_result_of_two_parts_is_saved_and_changed(p: Probe) -> None:
-    """The version of what holds the parts says that a result that the backward reads was changed."""
-    x = p.leaf("x", _two(p, 3))
-    out = p.compile(lambda a: a.exp())(x)
-    out.add_(1)
-    with p.backward():
-        out.sum().backward()
+@scenario(tags=(*TAGS, "in-place"))
+def aot_what_is_saved_of_two_parts_is_changed(p: Probe) -> None:
+    """The version of what holds the parts says that what the backward reads was changed: a leaf, an inner
+    tensor or a result, through an alias or under `no_grad`, whatever the gradient is made of."""
+    kinds = ("leaf", "inner", "result")
+    for size, kind, by_alias, has_parts in itertools.product((1, 3), kinds, (False, True), (False, True)):
+        x = _two(p, size)
+        given = x * 1 if kind == "inner" else x
+        out = p.compile(lambda a: a.exp() if kind == "result" else a.abs())(given)
+        changed = out if kind == "result" else given
+        with torch.no_grad():
+            (changed.detach() if by_alias else changed).mul_(2)
+        cotangent = TwoTensor(torch.ones(size), torch.ones(size)) if has_parts else torch.ones(size)
+        try:
+            out.backward(cotangent)
+        except RuntimeError as error:
+            p.event(f"{size} {kind}", str(error)[:60])
+        p.event("grad", type(x.grad).__name__)
 
 
 @scenario(tags=(*TAGS, "in-place"))

@@ -208,3 +208,35 @@ def gradient_edges(p: Probe) -> None:
     with p.backward():
         p.value("by_input", torch.autograd.grad(root, [edge], p.tensor(1.0), retain_graph=True))
         torch.autograd.backward(root, p.tensor(2.0))
+
+
+@scenario(tags=("inputs", "roots", "modes"))
+def views_that_only_say_that_they_require_grad(p: Probe) -> None:
+    """A view made under `no_grad` has no node: as an input it gets no gradient, as a root it is refused, beside
+    others and alone; what is computed of it reaches nothing. Made a leaf, it is one."""
+    x = p.leaf("x", p.randn(2, 3, requires_grad=True))
+    for is_leaf in (False, True):
+        h = x.sin()
+        with torch.no_grad():
+            view = h.t()
+        if is_leaf:
+            view.requires_grad_()
+        calls = {
+            "input": ([h.sum()], [view]),
+            "inputs": ([h.sum(), h.exp().sum()], [view, x]),
+            "root": ([view.sum()], [x]),
+            "roots": ([h.sum(), view.sum()], [x]),
+            "no node": ([view], [x]),
+            "no node in several": ([h, view], [x]),
+        }
+        for name, (roots, inputs) in calls.items():
+            cotangents = [torch.ones_like(root) for root in roots]
+            try:
+                with p.backward():
+                    grads = torch.autograd.grad(
+                        roots, inputs, cotangents, retain_graph=True, allow_unused=True
+                    )
+                p.event(f"{name} {is_leaf}", [None if grad is None else tuple(grad.shape) for grad in grads])
+                p.value(f"{name} {is_leaf} grads", [grad for grad in grads if grad is not None])
+            except RuntimeError as error:
+                p.event(f"{name} {is_leaf}", str(error)[:60])

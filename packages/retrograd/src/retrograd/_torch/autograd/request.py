@@ -251,16 +251,18 @@ def forward_line(node: Any) -> str:
 
 
 def edge_of(root: Any) -> tuple[Any, int]:
-    """The autograd node of a tensor or ``GradientEdge``, and which of its outputs it is."""
+    """The autograd node of a tensor or ``GradientEdge``, and which of its outputs it is; no node where nothing
+    is differentiable, and for a view that was made under `no_grad` of what is."""
     if isinstance(root, GradientEdge):
         return root.node, root.output_nr
-    if isinstance(root, torch.Tensor) and (root.grad_fn is not None or root.requires_grad):
-        if root.grad_fn is None and root.layout is not torch.strided:  # torch asks a view, which has none
-            with torch.enable_grad():
-                return root.clone().grad_fn.next_functions[0]  # type: ignore[union-attr]
+    if not isinstance(root, torch.Tensor) or not root.requires_grad:
+        return None, 0
+    if root.grad_fn is not None:
         edge = get_gradient_edge(root)
         return edge.node, edge.output_nr
-    return None, 0
+    with torch.enable_grad():
+        reader = root.view_as(root) if root.layout is torch.strided else root.clone()
+        return reader.grad_fn.next_functions[0]  # type: ignore[union-attr]
 
 
 def _wanted(nodes: Sequence[LiveNode], targets: list[int]) -> frozenset[int]:

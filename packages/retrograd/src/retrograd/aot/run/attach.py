@@ -105,7 +105,7 @@ class Attaching:
         tensors = [] if code.frees_nothing else [s for s in saved if not s.is_number]
         checked = partition.backwards[number].checked
         versioned = *tensors, *checked
-        wrappers = dict.fromkeys(w for s in versioned for w in self._layout.wrapper_of(s, signature))
+        wrappers = dict.fromkeys(w for s in versioned for w in self._layout.wrapper_of(s, partition.joint))
         take_tensors = picker([*map(self._layout.place_of, versioned), *wrappers])
         take_numbers = picker([self._layout.place_of(s) for s in held])
         roots = [first + value_of[root] for root in region.roots]

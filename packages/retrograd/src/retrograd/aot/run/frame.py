@@ -19,7 +19,6 @@ import torch
 from retrograd._torch import pytree
 from retrograd._torch.subclass import PLAIN
 from retrograd._torch.tensor import by_dtype, copy_each, set_versions, with_view_origin
-from retrograd.graph.joint import JointSignature
 from retrograd.graph.joint_graph import (
     AliasOf,
     ComputedOutput,
@@ -92,13 +91,16 @@ class Layout:
             return self.values + self.plain_values[saved.place]
         return self.results + saved.place
 
-    def wrapper_of(self, saved: Saved, signature: JointSignature) -> tuple[int, ...]:
-        """Where the wrapper subclass stands of which an output that eager saves is a part: it counts changes
+    def wrapper_of(self, saved: Saved, joint: JointValues) -> tuple[int, ...]:
+        """Where the wrapper subclass stands of which a value that eager saves is a part: it counts changes
         in place; its parts do not."""
-        if saved.kind is not SavedKind.OUTPUT or not saved.by_eager or saved.place in self.plain_values:
+        if self.is_plain or not saved.by_eager or saved.kind is SavedKind.INTERMEDIATE:
             return ()
-        role: Any = signature.outputs[saved.place]
-        return (self.values + role.index,)
+        if saved.kind is SavedKind.PRIMAL:
+            number = joint.signature.inputs[saved.place].index  # type: ignore[union-attr]
+            return (number,) if joint.primals[number].wrapping is not PLAIN else ()
+        value: Any = joint.signature.outputs[saved.place]
+        return (self.values + value.index,) if saved.place not in self.plain_values else ()
 
 
 def picker(places: Sequence[int]) -> Picker:

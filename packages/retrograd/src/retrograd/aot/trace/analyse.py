@@ -187,7 +187,10 @@ def _replayed(analysis: Analysis, tensor: torch.Tensor, base: torch.Tensor) -> V
 
 
 def _is_new_leaf(tensor: torch.Tensor, base: torch.Tensor) -> bool:
-    return tensor.requires_grad and tensor.grad_fn is None and not base.requires_grad
+    """Whether the function has made a view a leaf. Made under `no_grad` of what requires grad, it only says so."""
+    if not tensor.requires_grad or tensor.grad_fn is not None:
+        return False
+    return not base.requires_grad or edge_of(tensor)[0] is not None
 
 
 def _size(analysis: Analysis, size: int | torch.SymInt) -> int | SizeValue:
@@ -275,7 +278,8 @@ class _Outputs:
         return next((source for source in sources if lies_within(output, entries[source])), sources[0])
 
     def _computed(self, output: torch.Tensor, sharing: Sequence[torch.Tensor]) -> OutputPlan:
-        if len(sharing) == 1 or is_wrapper(output):
+        is_without_history = output._is_view() and output.requires_grad and output.grad_fn is None
+        if is_wrapper(output) or (len(sharing) == 1 and not is_without_history):
             return ComputedOutput(self.analysis.add(TracedValue(output)))
         base = next((other for other in sharing if other._is_view() and other.requires_grad), sharing[0])
         base = next((other for other in sharing if not other._is_view() and other.requires_grad), base)
