@@ -297,8 +297,7 @@ def aot_views_of_what_has_no_elements(p: Probe) -> None:
 
 @scenario(tags=(*TAGS, "modes"))
 def aot_views_of_intermediates_without_history(p: Probe) -> None:
-    """A view of an intermediate, made under `no_grad`, says that it requires grad and has no history; one that
-    is made a leaf is one."""
+    """A view made under `no_grad` of an intermediate says that it requires grad, and has no history."""
     w = p.leaf("w", p.randn(2, 3, requires_grad=True))
 
     def shown(make: Callable[[Tensor], Tensor], is_leaf: bool, with_base: bool) -> Callable[[Tensor], Any]:

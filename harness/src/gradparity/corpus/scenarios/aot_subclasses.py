@@ -203,8 +203,7 @@ def aot_subclass_in_a_subclass(p: Probe) -> None:
 
 @scenario(tags=(*TAGS, "in-place"))
 def aot_what_is_saved_of_two_parts_is_changed(p: Probe) -> None:
-    """The version of what holds the parts says that what the backward reads was changed: a leaf, an inner
-    tensor or a result, through an alias or under `no_grad`, whatever the gradient is made of."""
+    """The version of what holds the parts says that what the backward reads was changed."""
     kinds = ("leaf", "inner", "result")
     for size, kind, by_alias, has_parts in itertools.product((1, 3), kinds, (False, True), (False, True)):
         x = _two(p, size)

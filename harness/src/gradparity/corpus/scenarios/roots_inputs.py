@@ -212,8 +212,7 @@ def gradient_edges(p: Probe) -> None:
 
 @scenario(tags=("inputs", "roots", "modes"))
 def views_that_only_say_that_they_require_grad(p: Probe) -> None:
-    """A view made under `no_grad` has no node: as an input it gets no gradient, as a root it is refused, beside
-    others and alone; what is computed of it reaches nothing. Made a leaf, it is one."""
+    """A view made under `no_grad` has no node: as an input it gets no gradient, as a root it is refused."""
     x = p.leaf("x", p.randn(2, 3, requires_grad=True))
     for is_leaf in (False, True):
         h = x.sin()

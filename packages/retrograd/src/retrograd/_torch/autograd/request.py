@@ -251,8 +251,10 @@ def forward_line(node: Any) -> str:
 
 
 def edge_of(root: Any) -> tuple[Any, int]:
-    """The autograd node of a tensor or ``GradientEdge``, and which of its outputs it is; no node where nothing
-    is differentiable, and for a view that was made under `no_grad` of what is."""
+    """The autograd node of a tensor or ``GradientEdge``, and which of its outputs it is.
+
+    There is no node where nothing is differentiable, and for a view that was made under `no_grad` of what is.
+    """
     if isinstance(root, GradientEdge):
         return root.node, root.output_nr
     if not isinstance(root, torch.Tensor) or not root.requires_grad:

@@ -187,7 +187,7 @@ def _replayed(analysis: Analysis, tensor: torch.Tensor, base: torch.Tensor) -> V
 
 
 def _is_new_leaf(tensor: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether the function has made a view a leaf. Made under `no_grad` of what requires grad, it only says so."""
+    """Whether the function has made a view a leaf. What was made under `no_grad` may only say so."""
     if not tensor.requires_grad or tensor.grad_fn is not None:
         return False
     return not base.requires_grad or edge_of(tensor)[0] is not None
