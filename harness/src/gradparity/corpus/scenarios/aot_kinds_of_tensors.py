@@ -5,8 +5,10 @@ In: a probe, whose `compile` is the identity for eager. Out: gradients of the ri
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from gradparity.corpus.scenario import scenario
@@ -181,3 +183,50 @@ def aot_multi_output_operations(p: Probe) -> None:
     p.value("places", places)
     with p.backward():
         loss.backward()
+
+
+class _Doubled(Tensor):
+    """A plain tensor of which a sine is twice as large."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return found * 2 if func is torch.sin else found
+
+
+class _Weight(nn.Parameter):
+    """A parameter that a model asks for more than its elements."""
+
+    def halved(self) -> Tensor:
+        return self / 2
+
+
+class _Asking(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.weight.halved() if isinstance(self.weight, _Weight) else 1.0)
+
+
+@scenario(tags=TAGS)
+def aot_tensors_of_a_class_of_the_users_own(p: Probe) -> None:
+    """What the class of an input does in Python is done: alone, in turn with plain ones, and closed over."""
+    call, closed = p.compile(lambda a: torch.sin(a) * a), p.randn(3).as_subclass(_Doubled)
+    for step in range(3):
+        x = p.leaf(f"x{step}", p.randn(3, requires_grad=True))
+        out = call(x * 1 if step != 1 else (x * 1).as_subclass(_Doubled))
+        p.event(f"class {step}", type(out).__name__)
+        with p.backward():
+            out.sum().backward()
+    p.value("closed over", p.compile(lambda a: torch.sin(closed) + a)(p.randn(3)).as_subclass(Tensor))
+
+
+@scenario(tags=TAGS)
+def aot_parameter_of_a_class_of_the_users_own(p: Probe) -> None:
+    """A module asks its parameter what it is, and calls a method of it."""
+    model = p.module(_Asking(_Weight(p.randn(3))))
+    x = p.leaf("x", p.randn(2, 3, requires_grad=True))
+    with p.backward():
+        p.compile(model)(x).sum().backward()
