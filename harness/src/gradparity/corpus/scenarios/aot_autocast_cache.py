@@ -144,3 +144,23 @@ def autocast_of_tied_weights(p: Probe) -> None:
         p.value(f"loss{number}", loss.detach())
         with p.backward():
             loss.backward()
+
+
+@scenario(tags=TAGS)
+def aot_leaf_that_is_a_view_and_a_backward_inside(p: Probe) -> None:
+    """A leaf that is a view of plain memory is cast for each use, also in a backward in the block."""
+    ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "twice": lambda x, w: functional.linear(functional.linear(x, w), w),
+        "once": functional.linear,
+        "in a checkpoint": lambda x, w: checkpoint(
+            lambda a: functional.linear(functional.linear(a, w), w), x, use_reentrant=False
+        ),
+    }
+    for name, way in ways.items():
+        # Small whole numbers: however casts are shared, the sums are the same.
+        w = p.leaf(name, torch.arange(8.0, dtype=p.dtype).reshape(2, 4)[:, ::2].requires_grad_())
+        x = torch.arange(4.0, dtype=p.dtype).reshape(2, 2)
+        with _autocast():
+            outputs = p.compile(lambda a, b: (way(a, b), torch.einsum("ii->i", b)))(x, w)
+            with p.backward():
+                torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])

@@ -37,9 +37,9 @@ from retrograd._torch.trace import FreeTensors, checkpoints_inlined, guard_count
 from retrograd.aot.capture import capture
 from retrograd.aot.parts import extract, finished_backward, is_backward, needed_between, primals_read
 from retrograd.aot.trace.differentiate import Walk
-from retrograd.aot.trace.structure import divide
+from retrograd.aot.trace.structure import Structure, divide
 from retrograd.errors import CaptureError, RetrogradError
-from retrograd.graph.eager_order import ACCUMULATES
+from retrograd.graph.eager_order import ACCUMULATES, LiveGraph
 from retrograd.graph.joint import Destination, Gradient, output_values
 from retrograd.graph.joint_graph import AliasOf, ComputedOutput, JointValues, Partition
 
@@ -230,17 +230,64 @@ def rerun_region(
     for n in filter(read.__contains__, changed):
         raise RuntimeError(modified_error(call.primals[n], changed[n]))
     differentiable = torch.is_grad_enabled()
+    # Autocast casts a leaf that is a view for each use; the trace has such a leaf cast once.
+    again = _run_again(joint, call, primals, differentiable, is_view_cast_once=False)
+    is_otherwise = not differentiable and not again.is_like_the_trace
+    if is_otherwise and any(primals[n]._is_view() for n in _leaves(joint)):
+        again = _run_again(joint, call, primals, differentiable, is_view_cast_once=True)
+    checks = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    walk = Walk(again.graph, again.structure, again.known, number, lambda _: nullcontext(), checks)
+
+    def run() -> dict[Destination, Any]:
+        with torch.set_grad_enabled(differentiable):
+            return walk.run(cotangents)
+
+    found = outside_of_graph_task(run, differentiable) if again.is_like_the_trace else {}
+    del again
+    return _as_divided(found, joint.signature.regions[number].destinations, joint.state.name)
+
+
+class _Again(NamedTuple):
+    """What a second run of a call left: its outputs own its autograd nodes.
+
+    Attributes:
+        graph, structure: its backward, and how that is divided into regions.
+        known: by node of `graph`, the primal at which it ends.
+        is_like_the_trace: whether the regions begin where those of the trace do.
+        outputs: of the run.
+    """
+
+    graph: LiveGraph
+    structure: Structure
+    known: dict[int, int]
+    is_like_the_trace: bool
+    outputs: list[Any]
+
+
+def _leaves(joint: JointValues) -> list[int]:
+    """The numbers of the primals that are leaves of the autograd graph."""
+    return [n for n, primal in enumerate(joint.primals) if primal.differentiable and primal.is_leaf]
+
+
+def _run_again(
+    joint: JointValues,
+    call: RepeatableCall,
+    primals: Mapping[int, Any],
+    differentiable: bool,
+    *,
+    is_view_cast_once: bool,
+) -> _Again:
     with torch.enable_grad():
         given = {n: primal.clone() if n in call.changed else primal for n, primal in primals.items()}
         entries = {n: primal[...] for n, primal in primals.items() if joint.primals[n].differentiable}
-        for n in entries if not differentiable else ():
-            if joint.primals[n].is_leaf and not primals[n]._is_view():
+        for n in () if differentiable else _leaves(joint):
+            if is_view_cast_once or not primals[n]._is_view():
                 entries[n] = given[n].detach().requires_grad_()  # autocast casts a leaf once for all its uses
         for n, entry in entries.items():
             entry._is_param = isinstance(primals[n], nn.Parameter)  # modules ask, and wrap what is none
         given = {n: one for n, one in given.items() if n in call.changed} | entries
         given |= {n: entries[n].clone() for n in call.changed if n in entries and entries[n].grad_fn}
-        outputs = _again(joint, call, given)  # kept: they own their autograd nodes
+        outputs = _again(joint, call, given)
         visible = _values(joint, outputs, given)
     ends = {edge_of(entry)[0]: number for number, entry in entries.items()}
     graph = graph_below(visible, ends, idle_nodes(visible, ends))
@@ -249,19 +296,9 @@ def rerun_region(
     nodes = [replace(n, sequence=ACCUMULATES) if i in known else n for i, n in enumerate(graph.nodes)]
     graph = replace(graph, nodes=tuple(nodes))
     structure = divide(graph, known, joint.is_single_region, joint.hooked_leaves, joint.sums_apart)
-    checks = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-    walk = Walk(graph, structure, known, number, lambda _: nullcontext(), checks)
-
-    def run() -> dict[Destination, Any]:
-        with torch.set_grad_enabled(differentiable):
-            return walk.run(cotangents)
-
     roots = [region.roots for region in structure.regions]
-    found: dict[Destination, Any] = {}
-    if roots == [region.roots for region in joint.signature.regions]:
-        found = outside_of_graph_task(run, differentiable)
-    del outputs, given
-    return _as_divided(found, joint.signature.regions[number].destinations, joint.state.name)
+    is_like = roots == [region.roots for region in joint.signature.regions]
+    return _Again(graph, structure, known, is_like, outputs)
 
 
 def _as_divided(
