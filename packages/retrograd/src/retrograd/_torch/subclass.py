@@ -411,7 +411,7 @@ def _are_numbers(layout: Layout | Constant | _Same) -> Iterator[bool]:
 def _result(value: Any, flat: list[Any]) -> Layout:
     """The layout of an output, or of a tensor in it, while it is traced; its flat values go to `flat`."""
     if not is_wrapper(value):
-        if isinstance(value, torch.Tensor) and type(value) not in _TRACED:
+        if isinstance(value, torch.Tensor) and type(value) not in TRACED:
             raise Refusal(
                 "subclass-metadata", f"tensor subclass {type(value).__name__} comes out of the segment"
             )
@@ -428,4 +428,4 @@ def _result(value: Any, flat: list[Any]) -> Layout:
     return layout
 
 
-_TRACED = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, torch._subclasses.FakeTensor)
+TRACED = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, torch._subclasses.FakeTensor)

@@ -14,7 +14,7 @@ from torch import nn
 
 from retrograd._torch import pytree
 from retrograd._torch.state import ThreadModes
-from retrograd._torch.subclass import is_wrapper
+from retrograd._torch.subclass import TRACED, is_wrapper
 from retrograd._torch.tensor import common_base, groups_sharing_memory, inner_tensors, is_lazy
 from retrograd._torch.trace import (
     alias_of_fake,
@@ -29,8 +29,6 @@ from retrograd.errors import CaptureError
 from retrograd.graph.joint import PrimalKind
 from retrograd.graph.joint_graph import AliasGroup, CaptureState, Leaf, MemberView
 
-#: the classes of tensors without Python code of a user's.
-_PLAIN = frozenset({torch.Tensor, nn.Parameter})
 #: ``True``: every size may change; ``None`` or ``False``: none; or, by number of the flat input, which
 #: dimensions.
 Dynamic = bool | None | Mapping[int, frozenset[int]]
@@ -140,7 +138,7 @@ class _Fakes:
         why = why_not_fakeable(value)
         if why is None and any(map(is_lazy, inner_tensors(value))):
             why = "lazily conjugated or negated tensor"
-        if why is None and type(value) not in _PLAIN and not is_wrapper(value) and not is_fake(value):
+        if why is None and type(value) not in TRACED and not is_wrapper(value):
             why = f"{type(value).__name__}, whose Python code a trace does not call"
         if why:
             self._refuse("input", name, f"is a {why}", "keep it eager")

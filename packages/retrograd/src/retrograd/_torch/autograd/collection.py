@@ -31,7 +31,6 @@ import re
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,7 +95,6 @@ class Window:
         self._in_frame: int | None = None
         self._forking: int | None = None
         self._entering: dict[int, int] = {}
-        self._running: Counter[int] = Counter()
         self._may_be_unseen = True
         self._lost = False
 
@@ -112,7 +110,6 @@ class Window:
             if self._owner not in (None, me):
                 self._condition.wait_for(lambda: self._owner in (None, me))
             self._entering[me] = self._entering.get(me, 0) + 1
-            self._running[me] += 1
         entered = False
 
         def has_entered() -> None:
@@ -124,11 +121,7 @@ class Window:
         try:
             yield has_entered
         finally:
-            with self._condition:
-                has_entered()
-                self._running[me] -= 1
-                if not self._running[me]:
-                    del self._running[me]
+            has_entered()
 
     def _leave(self, thread: int) -> None:
         with self._condition:
@@ -179,11 +172,8 @@ class Window:
         return not self._may_be_unseen
 
     def _has_unseen(self, me: int) -> bool:
-        """Whether another thread may be in torch's own gateway, but did not come by here."""
-        return any(
-            thread != me and not self._running[thread] and file in _BEFORE_ENGINE
-            for thread, file in innermost_files()
-        )
+        """Whether another thread may be about to enter; none that came by here is."""
+        return any(thread != me and file in _BEFORE_ENGINE for thread, file in innermost_files())
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -230,7 +220,6 @@ class Window:
         self._forking = None
         self._in_frame = me if self._in_frame == me else None
         self._entering = {thread: count for thread, count in self._entering.items() if thread == me}
-        self._running = Counter({me: self._running[me]})
 
 
 window = Window()

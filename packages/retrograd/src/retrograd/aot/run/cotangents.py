@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,9 +38,9 @@ from retrograd._torch.trace import FreeTensors, checkpoints_inlined, guard_count
 from retrograd.aot.capture import capture
 from retrograd.aot.parts import extract, finished_backward, is_backward, needed_between, primals_read
 from retrograd.aot.trace.differentiate import Walk
-from retrograd.aot.trace.structure import Structure, divide
+from retrograd.aot.trace.structure import divide
 from retrograd.errors import CaptureError, RetrogradError
-from retrograd.graph.eager_order import ACCUMULATES, LiveGraph
+from retrograd.graph.eager_order import ACCUMULATES
 from retrograd.graph.joint import Destination, Gradient, output_values
 from retrograd.graph.joint_graph import AliasOf, ComputedOutput, JointValues, Partition
 
@@ -223,45 +224,23 @@ def rerun_region(
             "aot.run_backward",
             way_out="keep the change out of the function, or run it eagerly",
         )
-    primals = dict(enumerate(call.primals))
     at = {n: version for n, version in enumerate(call.versions) if version is not None}
     changed = {n: version for n, version in at.items() if call.primals[n]._version != version}
     read = primals_read(joint, _gradients(joint, number)) if changed else set()
     for n in filter(read.__contains__, changed):
         raise RuntimeError(modified_error(call.primals[n], changed[n]))
     differentiable = torch.is_grad_enabled()
-    # Autocast casts a leaf that is a view for each use; the trace has such a leaf cast once.
-    again = _run_again(joint, call, primals, differentiable, is_view_cast_once=False)
-    is_otherwise = not differentiable and not again.is_like_the_trace
-    if is_otherwise and any(primals[n]._is_view() for n in _leaves(joint)):
-        again = _run_again(joint, call, primals, differentiable, is_view_cast_once=True)
-    checks = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-    walk = Walk(again.graph, again.structure, again.known, number, lambda _: nullcontext(), checks)
+    walk, outputs = _second_run(joint, number, call, differentiable, is_view_cast_once=False)
+    if walk is None and not differentiable and any(call.primals[n]._is_view() for n in _leaves(joint)):
+        walk, outputs = _second_run(joint, number, call, differentiable, is_view_cast_once=True)
 
-    def run() -> dict[Destination, Any]:
+    def run(walk: Walk) -> dict[Destination, Any]:
         with torch.set_grad_enabled(differentiable):
             return walk.run(cotangents)
 
-    found = outside_of_graph_task(run, differentiable) if again.is_like_the_trace else {}
-    del again
+    found = {} if walk is None else outside_of_graph_task(partial(run, walk), differentiable)
+    del outputs
     return _as_divided(found, joint.signature.regions[number].destinations, joint.state.name)
-
-
-class _Again(NamedTuple):
-    """What a second run of a call left: its outputs own its autograd nodes.
-
-    Attributes:
-        graph, structure: its backward, and how that is divided into regions.
-        known: by node of `graph`, the primal at which it ends.
-        is_like_the_trace: whether the regions begin where those of the trace do.
-        outputs: of the run.
-    """
-
-    graph: LiveGraph
-    structure: Structure
-    known: dict[int, int]
-    is_like_the_trace: bool
-    outputs: list[Any]
 
 
 def _leaves(joint: JointValues) -> list[int]:
@@ -269,14 +248,15 @@ def _leaves(joint: JointValues) -> list[int]:
     return [n for n, primal in enumerate(joint.primals) if primal.differentiable and primal.is_leaf]
 
 
-def _run_again(
-    joint: JointValues,
-    call: RepeatableCall,
-    primals: Mapping[int, Any],
-    differentiable: bool,
-    *,
-    is_view_cast_once: bool,
-) -> _Again:
+def _second_run(
+    joint: JointValues, number: int, call: RepeatableCall, differentiable: bool, *, is_view_cast_once: bool
+) -> tuple[Walk | None, list[Any]]:
+    """The backward of region `number` of the call, made again; None if its regions begin elsewhere than those
+    of the trace. And the outputs, which own its autograd nodes.
+
+    Autocast casts a leaf that is a view for each use; the trace has such a leaf cast once.
+    """
+    primals = dict(enumerate(call.primals))
     with torch.enable_grad():
         given = {n: primal.clone() if n in call.changed else primal for n, primal in primals.items()}
         entries = {n: primal[...] for n, primal in primals.items() if joint.primals[n].differentiable}
@@ -296,9 +276,10 @@ def _run_again(
     nodes = [replace(n, sequence=ACCUMULATES) if i in known else n for i, n in enumerate(graph.nodes)]
     graph = replace(graph, nodes=tuple(nodes))
     structure = divide(graph, known, joint.is_single_region, joint.hooked_leaves, joint.sums_apart)
-    roots = [region.roots for region in structure.regions]
-    is_like = roots == [region.roots for region in joint.signature.regions]
-    return _Again(graph, structure, known, is_like, outputs)
+    if [one.roots for one in structure.regions] != [one.roots for one in joint.signature.regions]:
+        return None, outputs
+    checks = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    return Walk(graph, structure, known, number, lambda _: nullcontext(), checks), outputs
 
 
 def _as_divided(

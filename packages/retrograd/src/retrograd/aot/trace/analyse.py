@@ -163,7 +163,7 @@ def _view(analysis: Analysis, tensor: torch.Tensor, base: torch.Tensor, differen
         _size(analysis, offset),
         differentiable,
         origin=view_origin(tensor),
-        is_new_leaf=_is_new_leaf(tensor, base),
+        is_new_leaf=_is_new_leaf(tensor),
     )
 
 
@@ -182,15 +182,13 @@ def _replayed(analysis: Analysis, tensor: torch.Tensor, base: torch.Tensor) -> V
         replay=tensor._view_func_unsafe,
         numbers=tuple(_size(analysis, number) for number in varying),
         origin=view_origin(tensor),
-        is_new_leaf=_is_new_leaf(tensor, base),
+        is_new_leaf=_is_new_leaf(tensor),
     )
 
 
-def _is_new_leaf(tensor: torch.Tensor, base: torch.Tensor) -> bool:
+def _is_new_leaf(tensor: torch.Tensor) -> bool:
     """Whether the function has made a view a leaf. What was made under `no_grad` may only say so."""
-    if not tensor.requires_grad or tensor.grad_fn is not None:
-        return False
-    return not base.requires_grad or edge_of(tensor)[0] is not None
+    return tensor.requires_grad and tensor.grad_fn is None and edge_of(tensor)[0] is not None
 
 
 def _size(analysis: Analysis, size: int | torch.SymInt) -> int | SizeValue:
