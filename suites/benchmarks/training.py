@@ -50,15 +50,26 @@ def _retrograd(name: str, **options: Any) -> Callable[..., Any]:
     return lambda *args: getattr(importlib.import_module("retrograd"), name)(*args, **options)
 
 
+def _stock_like_eager(model: Any, **options: Any) -> Any:
+    """``torch.compile`` with a backward outside autocast, as eager's is. By default it runs inside, in other
+    arithmetic; torch means to change that (pytorch#177287). The setting is the process's, which has one way.
+    """
+    importlib.import_module("torch._functorch.config").backward_pass_autocast = "off"
+    return torch.compile(model, **options)
+
+
 WAYS: dict[str, Way] = {
     "eager": Way(),
     "stock": Way(torch.compile),
     "stock-reduce-overhead": Way(partial(torch.compile, mode="reduce-overhead")),
+    "stock-like-eager": Way(_stock_like_eager),
+    "stock-like-eager-reduce-overhead": Way(partial(_stock_like_eager, mode="reduce-overhead")),
     "retrograd-compile": Way(_retrograd("compile")),
     "retrograd-compile-whole": Way(_retrograd("compile", options={"whole_after": WARM_UP - 2})),
     "retrograd-reduce-overhead": Way(_retrograd("compile", mode="reduce-overhead")),
     "retrograd-live": Way(backward=_retrograd("compiled_autograd", backend="inductor")),
     "retrograd-step": Way(step=_retrograd("compile_step", backend="inductor")),
+    "retrograd-step-reduce-overhead": Way(step=_retrograd("compile_step", backend="inductor", cudagraphs=True)),
 }
 #: Steps by which every way has compiled.
 STARTING = 3
