@@ -69,7 +69,9 @@ WAYS: dict[str, Way] = {
     "retrograd-reduce-overhead": Way(_retrograd("compile", mode="reduce-overhead")),
     "retrograd-live": Way(backward=_retrograd("compiled_autograd", backend="inductor")),
     "retrograd-step": Way(step=_retrograd("compile_step", backend="inductor")),
-    "retrograd-step-reduce-overhead": Way(step=_retrograd("compile_step", backend="inductor", cudagraphs=True)),
+    "retrograd-step-reduce-overhead": Way(
+        step=_retrograd("compile_step", backend="inductor", cudagraphs=True)
+    ),
 }
 #: Steps by which every way has compiled.
 STARTING = 3

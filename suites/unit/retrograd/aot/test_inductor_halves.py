@@ -114,3 +114,24 @@ def test_what_a_user_gets_and_what_is_saved_have_memory_of_their_own() -> None:
             logits.mul_(3)
         found.append((logits.detach().clone(), torch.autograd.grad(loss, x)[0]))
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_what_inductor_writes_into_inputs_takes_no_memory() -> None:
+    """An optimizer's step: what it reads is written in place, by generated code."""
+
+    def step(weight: torch.Tensor, momentum: torch.Tensor, gradient: torch.Tensor) -> None:
+        momentum.lerp_(gradient, 0.1)
+        weight.addcdiv_(momentum, (gradient.square() + 1).sqrt(), value=-0.1)
+
+    torch.manual_seed(0)
+    values = [torch.randn(64) for _ in range(3)]
+    expected = [value.clone() for value in values]
+    step(*expected)
+    compiled = aot.function(step, backend="inductor", strict=True)
+    compiled(*values)
+    torch.testing.assert_close(values, expected)
+    step(*expected)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        compiled(*values)
+    torch.testing.assert_close(values, expected)
+    assert not sum(max(event.cpu_memory_usage, 0) for event in profile.events() if event.cpu_parent is None)

@@ -345,3 +345,22 @@ def test_each_field_of_a_joint_graph_is_kept_or_refused() -> None:
     refused = {"hooked_leaves", "offsets_matter", "reports"}
     known = {*FIELDS, *others, *refused}
     assert {field.name for field in dataclasses.fields(JointGraph)} == known
+
+
+def test_what_the_graph_writes_into_its_inputs_is_kept() -> None:
+    def decayed(values: list[torch.Tensor]) -> None:
+        for value in values:
+            value.mul_(value.sin().exp() + 1)
+
+    def in_a_new_process(regions: bool) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        values = [torch.arange(4.0) + i for i in range(12)]
+        torch.compile(decayed, backend="retrograd", options={"strict": True, "regions": regions})(values)
+        return values
+
+    for regions in (True, False):
+        counters.clear()
+        first, second = in_a_new_process(regions), in_a_new_process(regions)
+        assert all(map(torch.equal, first, second))
+        assert [value._version for value in first] == [value._version for value in second] == [1] * 12
+        assert counted() == (1, 1, 0)

@@ -677,3 +677,24 @@ def test_a_call_that_dies_lets_its_recordings_go():
     assert torch._C._storage_Use_Count(x.untyped_storage()._cdata) == torch._C._storage_Use_Count(
         fresh.untyped_storage()._cdata
     )
+
+
+def test_an_input_that_is_written_is_never_copied():
+    recorder = Recorder()
+
+    def adds(inputs):
+        total, x = inputs
+        inputs.clear()
+        total.add_(x)
+        return [None]
+
+    call, told = call_of(adds, recorder, held=1000, written={0})
+    totals = [torch.zeros(3), torch.zeros(3)]
+    expected = [0.0, 0.0]
+    for step in range(20):
+        which = step % 3 == 2
+        call([totals[which], torch.full((3,), float(step))])
+        expected[which] += step
+    assert [total.tolist() for total in totals] == [[value] * 3 for value in expected]
+    assert recorder.replays > 5
+    assert told == []

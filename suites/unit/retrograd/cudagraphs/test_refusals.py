@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from retrograd._torch.fx import written_inputs
 from retrograd.cudagraphs import graphed_call
 from retrograd.cudagraphs.graphed_call import GraphedCall, graphed
 from retrograd.cudagraphs.refusals import why_not_recorded
@@ -104,3 +105,10 @@ def test_one_of_several_graphs_is_enough_to_refuse_them():
     assert why_not_recorded([fine, fine], "cpu") is None
     assert why_not_recorded([fine, looking], "cpu").code == "cuda-graphs-operator"
     assert why_not_recorded([], "cpu").text.endswith("are on no device, and not on one device")
+
+
+def test_code_that_writes_to_an_input_is_recorded_if_that_is_all_it_runs():
+    graph = traced(lambda a: a.copy_(a.sin()), torch.ones(3))
+    assert why_not_recorded([graph], "cpu") is None
+    assert written_inputs(graph) == {0}
+    assert "it writes to an input" in why_not_recorded([graph, graph], "cpu").text

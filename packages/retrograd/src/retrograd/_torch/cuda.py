@@ -87,8 +87,8 @@ class CudaRecorder:
         """Record `fn`, called with a list of `inputs`, without running it.
 
         Args:
-            fn: allocates on `device` only, and writes to none of its inputs.
-            inputs: read by each replay, from where they are now.
+            fn: allocates on `device` only.
+            inputs: read, and perhaps written, by each replay, where they are now.
             device: of everything.
             pool: where it allocates; None: in the common pool.
 

@@ -137,6 +137,17 @@ def is_mutating(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
+def is_write_to_input(node: fx.Node) -> bool:
+    """Whether the call does nothing but write elements into an input of the graph."""
+    return node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder"  # type: ignore[union-attr]
+
+
+def written_inputs(graph: fx.Graph) -> frozenset[int]:
+    """The places of the inputs that `is_write_to_input` calls of `graph` write to."""
+    targets = {node.args[0] for node in graph.nodes if is_write_to_input(node)}
+    return frozenset(i for i, node in enumerate(graph.find_nodes(op="placeholder")) if node in targets)
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether the call, or one in a graph given to it, draws random numbers. Attention without dropout does
     not, though its operator may."""

@@ -24,6 +24,7 @@ from retrograd.aot.partition import partition
 from retrograd.aot.run.call import CompiledFunction
 from retrograd.aot.run.lower_half import announce, is_ready, lower
 from retrograd.aot.run.region import RegionCode
+from retrograd.aot.writes import writing_ahead
 from retrograd.backends.base import Half
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
@@ -250,6 +251,7 @@ def run_stages(  # noqa: PLR0913 - what all stages together need
         calls = len(graph.graph.nodes) if graph is not None and kept is not None else 0
         find_backend(config.backend).prepare(calls)
         parts = partition(_captured(state, config, split_at_leaf_grads), config.partitioner)
+        parts = writing_ahead(parts) if find_backend(config.backend).takes_writes else parts
     code = compile_with(parts, config, report, lazy, None if is_known else kept)
     report.compiled(_described(parts, ended_by))
     if AOT_LOGS["graph"].isEnabledFor(logging.DEBUG):

@@ -22,6 +22,7 @@ from torch import fx
 from retrograd.aot.capture import JointGraph, capture
 from retrograd.aot.export import read_trace, serialize_trace
 from retrograd.aot.partition import partition
+from retrograd.aot.writes import writing_ahead
 from retrograd.config import Policy
 from retrograd.errors import Refusal
 from retrograd.graph.joint_graph import CaptureState, Partition, RegionBackward, Saved
@@ -80,6 +81,7 @@ def serialize_partition(made: Partition) -> bytes:
         "reads": [backward.saved for backward in made.backwards],
         "checked": [_serialize_saved(backward.checked, values) for backward in made.backwards],
         "overwritten": sorted(made.overwritten),
+        "written_ahead": sorted(made.written_ahead),
         **serialize_trace(joint),
     }
     whole = [graph.gm if head["halves"][i]["steps"] else None for i, graph in enumerate(graphs)]
@@ -101,7 +103,8 @@ def read_partition(data: bytes, state: CaptureState, policy: Policy, is_single_r
     first, _, rest = body.partition(b"\n")
     head = json.loads(first)
     values = read_examples(head["examples"], state.fake_mode)
-    again = _Again(state, policy, is_single_region, rest)
+    written = frozenset(head["written_ahead"])
+    again = _Again(state, policy, is_single_region, rest, bool(written))
     ahead, *behind = (_read_half(half, values, again.reader(i)) for i, half in enumerate(head["halves"]))
     joint = object.__new__(_KeptJoint)
     fields = read_trace(head, ahead.summary.inputs, {})
@@ -116,6 +119,7 @@ def read_partition(data: bytes, state: CaptureState, policy: Policy, is_single_r
             for graph, reads, checked in backwards
         ),
         frozenset(head["overwritten"]),
+        written,
     )
 
 
@@ -214,9 +218,11 @@ def _serialize_whole(gm: fx.GraphModule) -> dict[str, Any]:
 class _Again:
     """Graphs that are read when somebody asks for them, or captured again if they cannot be read."""
 
-    def __init__(self, state: CaptureState, policy: Policy, is_single_region: bool, rest: bytes) -> None:
+    def __init__(
+        self, state: CaptureState, policy: Policy, is_single_region: bool, rest: bytes, writes: bool
+    ) -> None:
         self._state, self._policy, self._is_single_region = state, policy, is_single_region
-        self._rest = rest
+        self._rest, self._writes = rest, writes
 
     def reader(self, number: int) -> Callable[[], fx.GraphModule]:
         """What gives graph `number`."""
@@ -232,6 +238,7 @@ class _Again:
     @functools.cached_property
     def _made(self) -> list[fx.GraphModule]:
         made = partition(self.joint(), self._policy)
+        made = writing_ahead(made) if self._writes else made
         return [made.forward, *(backward.gm for backward in made.backwards)]
 
     def joint(self) -> JointGraph:

@@ -55,12 +55,14 @@ class Backend:
             gradients equal to eager's bit for bit.
         for_speed: whether its code is meant to be faster than eager.
         takes_parts: whether parts of a graph may be compiled, each for itself, instead of the whole.
+        takes_writes: whether graphs may write to their inputs by ``aten.copy_``.
     """
 
     name: str
     traces: bool = True
     takes_parts: bool = True
     for_speed: bool = False
+    takes_writes: bool = False
 
     def prepare(self, calls: int = 0) -> None:
         """Graphs may follow soon: begin what takes time. It is called often.

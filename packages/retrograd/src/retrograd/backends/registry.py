@@ -29,6 +29,7 @@ class AtenBackend(Backend):
     makes a difference."""
 
     name = "aten"
+    takes_writes = True
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
         graph = copied(gm.graph)
@@ -57,7 +58,7 @@ class InductorBackend(Backend):
     """
 
     name = "inductor"
-    for_speed = True
+    for_speed = takes_writes = True
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         self.settings = dict(settings or {})

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.cuda import CudaRecorder
-from retrograd._torch.fx import aliased_inputs
+from retrograd._torch.fx import aliased_inputs, written_inputs
 from retrograd._torch.tensor import geometry_of, storage_of
 from retrograd.cudagraphs.recorded import Recorded
 from retrograd.cudagraphs.refusals import refusal, tensors_in, values_of, why_not_recorded
@@ -47,14 +47,15 @@ class AddressHistory:
 
     Args:
         held: bytes of what a recording holds. So many are copied rather than recorded for once more.
+        written: places of inputs that are written, and never copied.
 
     Attributes:
         copied: places of inputs whose address does not matter any more.
     """
 
-    def __init__(self, held: int) -> None:
+    def __init__(self, held: int, written: Collection[int] = ()) -> None:
         self.copied: frozenset[int] = frozenset()
-        self._held = held
+        self._held, self._written = held, frozenset(written)
         self._last: deque[list[int]] = deque(maxlen=REMEMBERED)
 
     def note(self, addresses: list[int], sizes: Sequence[int]) -> bool:
@@ -62,7 +63,7 @@ class AddressHistory:
         addresses have come before, but for what is copied; and what has changed since the last call is copied
         from now on, if that is little."""
         if self._last:
-            changed = self._changed(addresses, self._last[-1])
+            changed = self._changed(addresses, self._last[-1]) - self._written
             if sum(sizes[i] for i in self.copied | changed) <= self._held:
                 self.copied |= changed
         is_again = any(not self._changed(addresses, before) for before in self._last)
@@ -117,16 +118,18 @@ class Values:
         loose: places of inputs that may have other strides in another call; those of others must not change.
         results: by place of an input, the place among the forward's results where it comes from.
         held: bytes of the results.
+        written: places of inputs that it writes to.
     """
 
     kept: Collection[int] = ()
     loose: Sequence[int] = ()
     results: Mapping[int, int] = field(default_factory=dict)
     held: int = 0
+    written: Collection[int] = ()
 
 
 class GraphedCall:
-    """`fn`, which must not write to its inputs, recorded and replayed.
+    """`fn`, recorded and replayed. It writes to no inputs but those that `values` name.
 
     Args:
         values: of `fn`.
@@ -146,7 +149,7 @@ class GraphedCall:
         self._fn, self._recorder, self._device = fn, recorder, device
         self._kept, self._loose, self._tell = frozenset(values.kept), tuple(values.loose), tell
         self._most = MOST_LARGE if values.held > MUCH else MOST_RECORDINGS
-        self._history, self._memory = AddressHistory(values.held), memory or SharedMemory()
+        self._history, self._memory = AddressHistory(values.held, values.written), memory or SharedMemory()
         self._results = values.results
         self._lock = ForkSafeLock()
         self._told: set[Reason] = set()
@@ -314,7 +317,8 @@ def graphed(
         return code
     if all(aliased_inputs(node) for graph in graphs for node in graph.nodes if node.op == "call_function"):
         return code  # views start no kernels
-    values = Values(kept, loose, results or {}, max(LITTLE, _made_by(graphs)))
+    written = written_inputs(graphs[0])  # several have none
+    values = Values(kept, loose, results or {}, max(LITTLE, _made_by(graphs)), written)
     return GraphedCall(code, _recorder, next(values_of(graphs)).device, values, memory, tell)
 
 

@@ -19,6 +19,8 @@ from retrograd._torch.fx import (
     is_mutating,
     is_random,
     is_symbolic,
+    is_write_to_input,
+    written_inputs,
 )
 from retrograd._torch.pytree import tree_leaves
 from retrograd.errors import Reason
@@ -31,6 +33,8 @@ def why_not_recorded(graphs: Sequence[fx.Graph], device_type: str = "cuda") -> R
     """Why calls of code that was compiled from these graphs are not recorded; None if nothing speaks against
     it."""
     nodes = [node for graph in graphs for node in graph.nodes]
+    if len(graphs) > 1 and any(map(written_inputs, graphs)):
+        return refusal("cuda-graphs-operator", "it writes to an input")
     for node in nodes:
         if (text := _of_call(node) if node.op == "call_function" else None) is not None:
             return refusal("cuda-graphs-operator", f"{text} ({node.name})")
@@ -90,7 +94,8 @@ def _of_call(node: fx.Node) -> str | None:
         return "what it does depends on values"
     if is_collective(node):
         return "it communicates"
-    if is_mutating(node) and any(value.op == "placeholder" for value in node.all_input_nodes):
+    inputs = (value.op == "placeholder" for value in node.all_input_nodes)
+    if is_mutating(node) and any(inputs) and not is_write_to_input(node):
         return "it writes to an input"
     return None
 

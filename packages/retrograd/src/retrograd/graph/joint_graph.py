@@ -385,6 +385,7 @@ class Partition:
         saved: what is kept.
         backwards: one per region.
         overwritten: primals that the forward writes, and whose elements before that no gradient depends on.
+        written_ahead: primals that `ahead` writes by itself; it gives None in place of their new values.
     """
 
     joint: JointValues
@@ -392,6 +393,7 @@ class Partition:
     saved: tuple[Saved, ...]
     backwards: tuple[RegionBackward, ...]
     overwritten: frozenset[int] = frozenset()
+    written_ahead: frozenset[int] = frozenset()
 
     @property
     def forward(self) -> fx.GraphModule:

@@ -20,6 +20,7 @@ from retrograd._torch.fx import (
     is_higher_order,
     is_random,
     is_wait,
+    is_write_to_input,
     lazy_graph_module,
 )
 from retrograd.graph.structure import token_of
@@ -140,8 +141,8 @@ class TokenisedCall:
 def tokenised(node: fx.Node) -> TokenisedCall:
     """Describe a ``call_function`` node.
 
-    Calls with effects other than drawing random numbers, calls of operators of higher order, communication
-    and convolutions whose layout is open are equal to nothing but themselves.
+    Calls with effects other than drawing random numbers and writing to an input, calls of operators of higher
+    order, communication and convolutions whose layout is open are equal to nothing but themselves.
     """
     operands: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), operands.append)
@@ -155,7 +156,7 @@ def tokenised(node: fx.Node) -> TokenisedCall:
 def _may_repeat(node: fx.Node) -> bool:
     if is_higher_order(node.target) or is_collective(node) or is_wait(node) or _is_laid_out_freely(node):
         return False
-    return is_random(node) or not has_effect(node)
+    return is_random(node) or is_write_to_input(node) or not has_effect(node)
 
 
 def _is_laid_out_freely(node: fx.Node) -> bool:

@@ -21,7 +21,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomGraphPassTy
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from retrograd._torch.fx import copied, with_strides
+from retrograd._torch.fx import copied, is_write_to_input, with_strides
 from retrograd._torch.inductor.disk_cache import is_cache_trusted
 from retrograd._torch.patches import handled_here
 from retrograd._torch.trace.fakes import know_values
@@ -86,6 +86,8 @@ def compile_graph(
 
     gm = fx.GraphModule(gm, copied(gm.graph))
     output = gm.graph.output_node()
+    for write in list(filter(is_write_to_input, gm.graph.nodes)):
+        output.prepend(write)  # Inductor's passes look for them there
     fakes: list[Any] = []
     if visible is not None:
         results: Sequence[Any] = output.args[0]  # type: ignore[assignment]

@@ -25,6 +25,7 @@ from retrograd.aot.run.cotangents import RepeatableCall
 from retrograd.aot.run.frame import Finish, Layout, rebuilder
 from retrograd.aot.run.lower_half import is_ready, still_compiling
 from retrograd.aot.run.region import RegionCode
+from retrograd.aot.run.written_ahead import WrittenAhead
 from retrograd.backends.base import Boxed
 from retrograd.errors import CodeFailedError, NotReadyError, UnlikeTracedError
 from retrograd.graph.joint_graph import AliasOf, JointValues, Partition
@@ -51,11 +52,14 @@ class CompiledFunction:
         places = {value: place for place, value in layout.plain_values.items()}
         #: places of results of which views are made by their strides.
         self._strided = {places[plan.value] for plan in views if plan.value in places}
-        self._finish, self._rebuild = Finish(joint, layout.values), rebuilder(joint.out_spec)
+        self._finish = Finish(joint, layout.values, partition.written_ahead)
+        self._rebuild = rebuilder(joint.out_spec)
         self._attaching = Attaching(partition, regions, layout, self._finish) if regions else None
         #: whether the function itself may have switched autograd on
         self._records_inside = not joint.state.thread_modes.grad
-        self._draws, self._has_effects = summary.random_devices, summary.has_effects_beside_random
+        self._written = WrittenAhead(partition)
+        self._has_effects = summary.has_effects_beside_random and not self._written
+        self._draws = summary.random_devices
         changed = {update.primal for update in joint.updates} if regions else set()
         self._unread = partition.overwritten
         #: primals of which a copy is kept as they were, to run the call again.
@@ -65,7 +69,7 @@ class CompiledFunction:
         """Run on flat inputs.
 
         Raises:
-            CodeFailedError: the code has raised, before anything of the user's has changed.
+            CodeFailedError: the code has raised, and everything of the user's is as it was.
             NotReadyError: it is still being compiled.
             UnlikeTracedError: torch's fake tensors were wrong.
         """
@@ -74,15 +78,18 @@ class CompiledFunction:
         sources = [*leaves, *self._found] if self._found else leaves
         primals = self._primals(sources)
         generators = generator_states(self._draws) if self._draws else {}
+        written = self._written.before(primals) if self._written else None
         try:
             frame = self._frame(primals)
         except Exception as error:
-            if self._has_effects:
+            if self._has_effects or (written is not None and not self._written.undo(written)):
                 raise
             restore_generator_states(generators)
             if isinstance(error, UnlikeTracedError):
                 raise
             raise CodeFailedError from error
+        if written is not None:
+            self._written.after(written)
         before: dict[int, torch.Tensor] = {}
         if self._changed:
             with torch.enable_grad():  # a copy has the history that the primal had

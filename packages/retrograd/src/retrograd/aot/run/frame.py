@@ -7,7 +7,7 @@ the function changes them, and gives the function's flat outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -127,10 +127,11 @@ class Finish:
     """What is left to do after the graph of `joint` has run: `write` values into inputs as soon as they have
     their history, then give the outputs.
 
-    Works on the frame of a call, in which values begin at `first` and primals at 0.
+    Works on the frame of a call, in which values begin at `first` and primals at 0. The graph has written the
+    primals `written` itself.
     """
 
-    def __init__(self, joint: JointValues, first: int) -> None:
+    def __init__(self, joint: JointValues, first: int, written: Collection[int] = ()) -> None:
         self._joint, self._first = joint, first
         self._computed = (
             picker([first + plan.value for plan in joint.outputs if isinstance(plan, ComputedOutput)])
@@ -147,11 +148,10 @@ class Finish:
                 self._written.setdefault(update.value, []).append(update)
         values, primals = joint.values, joint.primals
         unseen = [u for u in joint.updates if u.value is None or values[u.value].boundary is None]
-        copies = [
-            u.value is not None and u.view is None and not primals[u.primal].wrapping.cls for u in unseen
-        ]
-        self._at_once = list(compress(unseen, copies))
-        self._one_by_one = list(compress(unseen, map(not_, copies)))
+        left = [u for u in unseen if u.primal not in written]
+        copies = [u.value is not None and u.view is None and not primals[u.primal].wrapping.cls for u in left]
+        self._at_once = list(compress(left, copies))
+        self._one_by_one = list(compress(left, map(not_, copies)))
         #: places of values that are primals from then on, and of these.
         self._rebound = [(first + u.value, u.primal) for u in unseen if u.value is not None]
         grouped = by_dtype([joint.primals[u.primal].fake for u in self._at_once])
@@ -164,12 +164,12 @@ class Finish:
             for group in grouped
         ]
         self._uncounted = [(u.primal, u.uncounted) for u in self._at_once if u.uncounted]
-        written = {update.value for update in joint.updates}
+        updated = {update.value for update in joint.updates}
         #: of fresh values that eager changes in place: their places, and how often.
         self._changed_fresh = [
             (first + i, value.version)
             for i, value in enumerate(joint.values)
-            if value.version and value.is_visible and i not in written
+            if value.version and value.is_visible and i not in updated
         ]
         self.begins = bool(joint.updates or self._changed_fresh)
 

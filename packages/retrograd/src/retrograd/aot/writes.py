@@ -1,0 +1,93 @@
+"""Changes in place that a graph makes by itself.
+
+In: a `Partition` without backwards, such as an optimizer's step. Out: the same, whose forward graph writes
+new elements into its inputs, each as soon as nothing reads the old ones any more.
+
+Other graphs give the new elements as results, and the call copies them into the inputs when nothing can fail
+any more. That takes memory for both, and it reads and writes all of them once more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from retrograd._torch.fx import aliased_inputs, copied_module, lazy_graph, lazy_graph_module
+from retrograd._torch.subclass import PLAIN
+from retrograd.graph.joint import output_values
+from retrograd.graph.joint_graph import JointValues, Partition, Update
+
+
+def writing_ahead(partition: Partition) -> Partition:
+    """`partition`, or another one whose ``written_ahead`` says which inputs `ahead` writes."""
+    joint, summary = partition.joint, partition.ahead.summary
+    if partition.backwards or not joint.updates or summary.has_effects_beside_random:
+        return partition  # a call with effects cannot be undone
+    gm = copied_module(partition.forward, lazy_graph_module)
+    forward: Sequence[Any] = joint.signature.outputs[: joint.signature.forward_count]
+    places = {role.index: place for place, role in enumerate(forward)}
+    results = [*output_values(gm.graph)]
+    inputs = gm.graph.find_nodes(op="placeholder")
+    last = _last_reads(gm.graph)
+    written = set()
+    for update in _simple(joint):
+        place, target = places[update.value], inputs[update.primal]
+        value = results[place]
+        if isinstance(value, fx.Node) and _is_written_as_it_is(value, target):
+            behind = max(value, last.get(target, value))
+            with gm.graph.inserting_after(behind):
+                write = gm.graph.call_function(torch.ops.aten.copy_.default, (target, value))
+            write.meta["val"] = target.meta["val"]
+            results[place] = None
+            written.add(update.primal)
+    if not written:
+        return partition
+    gm.graph.output_node().args = (tuple(results),)
+    gm.recompile()
+    return replace(partition, ahead=lazy_graph(gm, summary.inputs), written_ahead=frozenset(written))
+
+
+def _simple(joint: JointValues) -> list[Update]:
+    """Updates of nothing but the elements of a tensor that is an input by itself."""
+    if any(primal.wrapping is not PLAIN for primal in joint.primals):
+        return []
+    uses = Counter(update.value for update in joint.updates)
+    return [
+        update
+        for update in joint.updates
+        if update.value is not None
+        and update.view is None
+        and uses[update.value] == 1
+        and joint.values[update.value].wrapping is PLAIN
+        and joint.primals[update.primal].group is None
+    ]
+
+
+def _last_reads(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
+    """By input, the last call that may read its memory, itself or through views."""
+    owners: dict[fx.Node, set[fx.Node]] = {node: {node} for node in graph.find_nodes(op="placeholder")}
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        for owner in set().union(*(owners.get(value, ()) for value in node.all_input_nodes)):
+            last[owner] = node
+        owners[node] = set().union(*(owners.get(value, ()) for value in aliased_inputs(node)))
+    return last
+
+
+def _is_written_as_it_is(value: fx.Node, target: fx.Node) -> bool:
+    """Whether `value`, which the graph computes, has the target's type and sizes."""
+    new, old = value.meta.get("val"), target.meta.get("val")
+    return (
+        value.op == "call_function"
+        and isinstance(new, torch.Tensor)
+        and isinstance(old, torch.Tensor)
+        and (new.dtype, new.device, new.shape) == (old.dtype, old.device, old.shape)
+        and not (new.is_conj() or new.is_neg() or old.is_conj() or old.is_neg())
+    )
