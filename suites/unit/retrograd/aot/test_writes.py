@@ -1,4 +1,4 @@
-"""Functions without a backward write their new elements into inputs themselves; nothing else is seen of it."""
+"""Functions without a backward write new elements into inputs themselves; nothing else is seen of it."""
 
 from __future__ import annotations
 

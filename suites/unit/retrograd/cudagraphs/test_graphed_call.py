@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from retrograd.cudagraphs import graphed_call
+from retrograd.cudagraphs import graphed_call, recorded
 from retrograd.cudagraphs.graphed_call import (
     MOST_LARGE,
     MOST_RECORDINGS,
@@ -390,7 +390,7 @@ def test_a_forward_that_is_recorded_anew_frees_what_was_recorded_before():
         assert backward([saved])[0] == 2 * x.sum()
         del saved
     assert len(forward._recordings) == len(backward._recordings) == 1
-    assert forward._recordings[0].pool == backward._recordings[0].pool == recorder.made == 2
+    assert forward._recordings[0].pool.handle == backward._recordings[0].pool.handle == recorder.made == 2
 
 
 def test_where_inputs_move_without_end_recordings_become_rare():
@@ -698,3 +698,126 @@ def test_an_input_that_is_written_is_never_copied():
     assert [total.tolist() for total in totals] == [[value] * 3 for value in expected]
     assert recorder.replays > 5
     assert told == []
+
+
+# results that stay
+
+
+@pytest.fixture
+def all_large(monkeypatch):
+    """Every result is large enough to stay."""
+    monkeypatch.setattr(recorded, "LITTLE", 0)
+
+
+def trained(recorder, lets_go, steps=24, micro_batches=1):
+    """Steps of a forward that gives an output and what is saved, and a backward that gives a gradient.
+
+    Args:
+        lets_go: of the step, whether the gradient is let go of before the next forward, and whether the
+            output is.
+
+    Returns:
+        The addresses of gradients, and all that somebody held to the end, with what it should be.
+    """
+    memory, weight = SharedMemory(), torch.full((8,), 3.0)
+    forward, _ = call_of(lambda i: [i[0] * i[1], i[0] * 2], recorder, kept=[1], held=64, memory=memory)
+    backward, _ = call_of(lambda i: [i[0] * i[1]], recorder, held=64, memory=memory)
+    held, where, grad, expected = [], [], None, None
+    for step in range(steps):
+        gradient_goes, output_goes = lets_go(step)
+        if gradient_goes:
+            if step % 16 == 15:
+                held.append((grad, expected))
+            grad = None
+        for micro_batch in range(micro_batches):
+            x = torch.full((8,), float(step + micro_batch))
+            output, saved = forward([x, weight])
+            assert torch.equal(output, x * 3)
+            if not output_goes:
+                held.append((output, x * 3))
+            (found,) = backward([saved, output])
+            del saved, output
+            where.append(found.data_ptr())
+            expected = x * 2 * x * 3 + (0 if grad is None else grad)
+            grad = found if grad is None else grad.add_(found)
+            assert torch.equal(grad, expected)
+            del found
+    return where, held
+
+
+@pytest.mark.usefixtures("all_large")
+def test_a_gradient_that_is_let_go_of_stays_where_it_is():
+    recorder = Recorder()
+    where, _ = trained(recorder, lambda step: (True, True), 14)
+    assert len(set(where[-6:])) == 1
+    assert recorder.records == 2
+    assert recorder.waits == recorder.replays
+
+
+@pytest.mark.usefixtures("all_large")
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    "lets_go",
+    [
+        lambda step: (False, True),
+        lambda step: (True, False),
+        lambda step: (step % 7 != 6, step % 5 != 4),
+        lambda step: (step < 12, step < 9),
+    ],
+)
+def test_what_somebody_holds_is_not_overwritten_and_copied_from_then_on(lets_go, micro_batches):
+    recorder = Recorder()
+    _, held = trained(recorder, lets_go, 40, micro_batches)
+    assert all(torch.equal(value, expected) for value, expected in held)
+    assert recorder.replays > 20 * micro_batches
+    assert recorder.records <= 8
+
+
+@pytest.mark.usefixtures("all_large")
+def test_nothing_is_replayed_in_memory_where_a_recording_that_is_gone_left_a_result(monkeypatch):
+    monkeypatch.setattr(graphed_call, "MOST_RECORDINGS", 1)
+    recorder, memory, x = Recorder(), SharedMemory(), torch.full((8,), 3.0)
+    forward, _ = call_of(lambda i: [i[0] * 2], recorder, kept=[0], held=64, memory=memory)
+    backward, _ = call_of(lambda i: [i[0] + i[1]], recorder, memory=memory)
+    ones, twos = torch.ones(8), torch.full((8,), 2.0)
+    saved = found = None
+    while recorder.records < 2:
+        del saved, found
+        (saved,) = forward([x])
+        (found,) = backward([saved, ones])
+    assert recorder.pools == [1, 1]
+    while recorder.records == 2:  # its place is taken by another recording
+        (other,) = backward([saved, twos])
+    assert recorder.pools == [1, 1, 1]
+    del saved, other
+    assert torch.equal(forward([x])[0], x * 2)
+    assert recorder.pools == [1, 1, 1, 2]
+    assert torch.equal(found, x * 2 + 1)
+
+
+@pytest.mark.usefixtures("all_large")
+def test_a_result_whose_memory_was_taken_away_is_written_elsewhere():
+    recorder, x = Recorder(), torch.ones(8)
+    call, _ = call_of(lambda inputs: [inputs[0] * 2, inputs[0] * 3], recorder, kept=[1])
+    warmed(call, x)
+    for step in range(12):
+        x.fill_(step)
+        result, saved = call([x])
+        assert result.tolist() == [2 * step] * 8
+        del saved
+        if step == 3:
+            result.untyped_storage().resize_(0)
+        del result
+    assert recorder.replays > 4
+
+
+@pytest.mark.usefixtures("all_large")
+def test_in_inference_mode_results_are_inference_tensors():
+    recorder, x = Recorder(), torch.ones(8)
+    call, _ = call_of(lambda inputs: [inputs[0] * 2, inputs[0] * 3], recorder, kept=[1])
+    warmed(call, x)
+    call([x])
+    with torch.inference_mode():
+        assert all(value.is_inference() for value in call([x]))
+    assert not any(value.is_inference() for value in call([x]))
+    assert recorder.replays == 2

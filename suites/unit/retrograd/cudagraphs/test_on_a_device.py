@@ -11,7 +11,7 @@ from torch import nn
 
 import retrograd
 from retrograd import aot
-from retrograd.cudagraphs import graphed_call
+from retrograd.cudagraphs import graphed_call, recorded
 from retrograd.cudagraphs.graphed_call import WARM_UPS, GraphedCall, Values
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +47,13 @@ def steps(model, run, context=None, count=9):
     return kept
 
 
+@pytest.fixture(params=[0, recorded.LITTLE], ids=["all stay", "large ones stay"])
+def stay(request, monkeypatch):
+    """Which results stay in the memory of recordings."""
+    monkeypatch.setattr(recorded, "LITTLE", request.param)
+
+
+@pytest.mark.usefixtures("stay")
 @pytest.mark.parametrize(
     ("build", "context"),
     [
@@ -63,6 +70,94 @@ def test_what_is_kept_of_replayed_steps_is_eagers(build, context):
     expected = steps(model, model)
     before = retrograd.counters["cuda_graph_replays"]
     torch.testing.assert_close(steps(other, build(other), context), expected, rtol=1e-3, atol=1e-4)
+    assert retrograd.counters["cuda_graph_replays"] > before
+
+
+def trained(model, run, zero_grad, micro_batches, count=24):
+    """Losses and parameters of a training."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    losses = []
+    for _ in range(count):
+        if zero_grad == "before":
+            optimizer.zero_grad()
+        for part in range(micro_batches):
+            loss = run(torch.randn(8, 16, device="cuda")).square().mean()
+            if zero_grad == "between" and not part:
+                optimizer.zero_grad()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        if zero_grad == "in place":
+            optimizer.zero_grad(set_to_none=False)
+    return losses, [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.usefixtures("stay")
+@pytest.mark.parametrize("zero_grad", ["before", "between", "in place"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_training_accumulates_as_eager_does(zero_grad, micro_batches):
+    model = network()
+    other = copy.deepcopy(model)
+    expected = trained(model, model, zero_grad, micro_batches)
+    before = retrograd.counters["cuda_graph_replays"]
+    compiled = retrograd.compile(other, mode="reduce-overhead")
+    torch.testing.assert_close(
+        trained(other, compiled, zero_grad, micro_batches), expected, rtol=1e-3, atol=1e-4
+    )
+    assert retrograd.counters["cuda_graph_replays"] > before + 20 * micro_batches
+
+
+@pytest.mark.usefixtures("stay")
+def test_what_another_stream_reads_is_not_overwritten():
+    size = 2048
+    model = nn.Linear(size, size, bias=False, device="cuda")
+    compiled = retrograd.compile(model, mode="reduce-overhead")
+    other = torch.cuda.Stream()
+    busy = torch.ones(size, size, device="cuda")
+    for step in range(12):
+        x = torch.full((4, size), float(step), device="cuda")
+        compiled(x).sum().backward()
+        host = torch.empty(size, size, pin_memory=True)
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            for _ in range(40):
+                busy = (busy @ busy) * 0
+            host.copy_(model.weight.grad, non_blocking=True)
+            model.weight.grad.record_stream(other)
+        model.weight.grad = None
+        compiled(torch.full((4, size), 77.0, device="cuda")).sum().backward()
+        model.weight.grad = None
+        torch.cuda.synchronize()
+        assert torch.equal(host, torch.full((size, size), 4.0 * step))
+    assert retrograd.counters["cuda_graph_replays"]
+
+
+def test_a_whole_step_is_replayed_and_its_optimizer_writes_in_place():
+    def trained(model, wrap):
+        torch.manual_seed(1)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        batches = [torch.randn(8, 16, device="cuda") for _ in range(3)]
+
+        @wrap
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        losses = [step(batches[i % 3]) for i in range(24)]
+        parameters = list(model.parameters())
+        return losses, [one.detach() for one in parameters], [one._version for one in parameters]
+
+    model = network()
+    other = copy.deepcopy(model)
+    expected = trained(model, lambda step: step)
+    before = retrograd.counters["cuda_graph_replays"]
+    found = trained(other, retrograd.compile_step(backend="inductor", cudagraphs=True, strict=True))
+    torch.testing.assert_close(found[:2], expected[:2], rtol=1e-3, atol=1e-4)
+    assert found[2] == expected[2]
     assert retrograd.counters["cuda_graph_replays"] > before
 
 

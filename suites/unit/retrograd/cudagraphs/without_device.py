@@ -1,13 +1,15 @@
 """A recorder without a device: it remembers where the inputs were, and computes from there again.
 
 What it records reads the memory that the inputs had, not the inputs of the call, and writes its results to
-the same memory in each replay: a stale address, a missing copy and a result that is overwritten show as
-wrong numbers, as they would on a GPU.
+the same memory in each replay. A replay also spoils what later recordings in its pool have given: it may work
+there. So a stale address, a missing copy and a result that is overwritten show as wrong numbers, as they
+would on a GPU.
 """
 
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +24,8 @@ class Replayed:
             recorder.unheld(value) if isinstance(value, torch.Tensor) else value for value in inputs
         ]
         self._fn, self._recorder = fn, recorder
+        #: recorded later, in the same pool.
+        self.later: list[weakref.ref[Replayed]] = []
         given = {value.untyped_storage()._cdata for value in inputs if isinstance(value, torch.Tensor)}
         self._written = [
             (place, output.data)
@@ -29,13 +33,19 @@ class Replayed:
             if isinstance(output, torch.Tensor) and output.untyped_storage()._cdata not in given
         ]
         recorder.written.update(output.untyped_storage().data_ptr() for _, output in self._written)
+        self.spoil()  # nothing has been computed yet
+
+    def spoil(self) -> None:
         for _, output in self._written:
             if output.is_floating_point() and output.numel():
-                _row(output).fill_(float("nan"))  # nothing has been computed yet
+                _row(output).fill_(float("nan"))
 
     def replay(self) -> None:
         self._recorder.replays += 1
         results = self._fn(list(self._memory))
+        for later in self.later:
+            if (other := later()) is not None:
+                other.spoil()
         for place, output in self._written:
             _row(output).copy_(_row(results[place]))
 
@@ -49,7 +59,8 @@ class Recorder:
         self.records = self.replays = 0
         self.replaying = ForkSafeLock()
         self.written: set[int] = set()
-        self.made = 0
+        self.made = self.waits = 0
+        self._in_pools: dict[int | None, list[weakref.ref[Replayed]]] = {}
         self.pools: list[int | None] = []
         self.now: str | None = None
         self.current = 0
@@ -70,6 +81,9 @@ class Recorder:
         whole = torch.frombuffer(bytes_, dtype=value.dtype)
         return whole.as_strided(value.shape, value.stride(), value.storage_offset())
 
+    def wait_for_streams(self) -> None:
+        self.waits += 1
+
     def new_pool(self) -> int:
         self.made += 1
         return self.made
@@ -84,7 +98,12 @@ class Recorder:
             value.copy_(kept)  # a recording runs nothing
         self.records += 1
         self.pools.append(pool)
-        return Replayed(fn, inputs, outputs, self), outputs
+        made = Replayed(fn, inputs, outputs, self)
+        for earlier in self._in_pools.setdefault(pool, []):
+            if (other := earlier()) is not None:
+                other.later.append(weakref.ref(made))
+        self._in_pools[pool].append(weakref.ref(made))
+        return made, outputs
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:

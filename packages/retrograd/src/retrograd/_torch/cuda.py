@@ -77,6 +77,12 @@ class CudaRecorder:
             return int(torch._C._cuda_getCurrentRawStream(device.index))
         return int(torch.cuda.current_stream(device).cuda_stream)
 
+    def wait_for_streams(self) -> None:
+        """Have the current streams wait for all others that were seen: they may still read what a replay
+        overwrites, though nobody holds it any more."""
+        if side_streams.any:
+            _join()
+
     def new_pool(self) -> _Pool:
         """A pool for one recording, and for others that respect it."""
         return torch.cuda.graph_pool_handle()

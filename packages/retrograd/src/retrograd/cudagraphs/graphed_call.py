@@ -8,8 +8,8 @@ they are never recorded.
 
 Recordings read their inputs where they were. Inputs that come from elsewhere are copied to a place of their
 own, if they are smaller than what a recording holds: else another recording would hold that once more.
-Results are copied out of the recording's memory, unless they are declared kept (what a forward saves for its
-backward): while somebody holds these, the recording that wrote them is not replayed.
+`recorded` says which results are copied out of the recording's memory. While somebody holds one that is not,
+nothing is replayed that would overwrite it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import fx
 from retrograd._torch.cuda import CudaRecorder
 from retrograd._torch.fx import aliased_inputs, written_inputs
 from retrograd._torch.tensor import geometry_of, storage_of
-from retrograd.cudagraphs.recorded import Recorded
+from retrograd.cudagraphs.recorded import LITTLE, Pool, Recorded
 from retrograd.cudagraphs.refusals import refusal, tensors_in, values_of, why_not_recorded
 from retrograd.errors import Reason, first_line
 from retrograd.events import counters
@@ -38,8 +38,6 @@ NOT_NOW, HELD = "cuda-graphs-not-now", "cuda-graphs-held"
 
 #: how many calls without a recording are remembered.
 REMEMBERED = 4
-#: so many bytes are always copied.
-LITTLE = 2**20
 
 
 class AddressHistory:
@@ -81,13 +79,13 @@ class SharedMemory:
     forward did not keep is done with, and it runs when they are.
 
     Attributes:
-        pool, stream: of the forward's recording; no pool if there is none.
+        pool, stream: of the forward's recording; None if there is none.
         elsewhere: by place, the device of results that the forward, run as it is, gives on another one than
             in a recording. Fused attention hands out the state of the generator so; its backward, run as it
             is, reads it there.
     """
 
-    pool: Any = None
+    pool: Pool | None = None
     stream: int = -1
     elsewhere: dict[int, torch.device] = field(default_factory=dict)
 
@@ -114,7 +112,7 @@ class Values:
     """What is known of a function's inputs and results.
 
     Attributes:
-        kept: places of results that may stay in the recording's memory.
+        kept: places of results that are saved for a backward.
         loose: places of inputs that may have other strides in another call; those of others must not change.
         results: by place of an input, the place among the forward's results where it comes from.
         held: bytes of the results.
@@ -154,6 +152,8 @@ class GraphedCall:
         self._lock = ForkSafeLock()
         self._told: set[Reason] = set()
         self._recordings: list[Recorded] = []
+        #: places of results that users have held for longer than a call.
+        self._leaving: set[int] = set()
         #: calls that no recording fitted, recordings, and the number of the call of the last one
         self._calls = self._made = self._recorded_at = 0
         self._stream: int | None = None
@@ -167,6 +167,7 @@ class GraphedCall:
             recorded = self._recorded_for(inputs)
             if recorded is not None:
                 with self._recorder.replaying:
+                    self._recorder.wait_for_streams()
                     results = recorded(inputs)
                 inputs.clear()
                 counters["cuda_graph_replays"] += 1
@@ -190,16 +191,17 @@ class GraphedCall:
         if (why := self._recorder.why_not_now()) is not None:
             self._say(refusal(NOT_NOW, why))
             return None
+        self._forget_spoiled()
         for i, recorded in enumerate(self._recordings):
             if recorded.fits(inputs, self._loose):
-                if (reason := self._why_not_replayed(recorded)) is not None:
-                    self._say(reason)
+                if not self._may_replay(recorded):
                     return None
                 if i:
                     self._recordings.insert(0, self._recordings.pop(i))
                 return recorded
         self._calls += 1
-        if self._is_of_plain_forward(inputs):
+        memory = self._memory.pool
+        if self._is_of_plain_forward(inputs) or (not self._kept and memory is not None and memory.is_spoiled):
             return None
         if (reason := self._why_not_recorded(inputs)) is not None:
             self._say(reason)
@@ -218,10 +220,25 @@ class GraphedCall:
             of in elsewhere and inputs[i].device == elsewhere[of] for i, of in self._results.items()
         )
 
-    def _why_not_replayed(self, recorded: Recorded) -> Reason | None:
+    def _may_replay(self, recorded: Recorded) -> bool:
         if self._recorder.stream(self._device) != self._stream:
-            return _OTHER_STREAM
-        return _HELD if recorded.results.are_held else None
+            self._say(_OTHER_STREAM)
+            return False
+        overwritten = recorded.overwritten()
+        if any(results.are_saved_held for results in overwritten):
+            self._say(_HELD)
+            return False
+        held = [results for results in overwritten if results.leave()]
+        if held and recorded.pool is not None:
+            recorded.pool.is_spoiled = True
+            self._forget_spoiled()
+            return False
+        return not (recorded.results.has_visible and torch.is_inference_mode_enabled())  # they are none of it
+
+    def _forget_spoiled(self) -> None:
+        good = [one for one in self._recordings if one.pool is None or not one.pool.is_spoiled]
+        self._made -= len(self._recordings) - len(good)  # the next one may come soon
+        self._recordings = good
 
     def _why_not_recorded(self, inputs: Sequence[Any]) -> Reason | None:
         if (why := self._why_unlike(inputs)) is not None:
@@ -247,16 +264,20 @@ class GraphedCall:
         read from where something came that is copied now, or lie where a forward no longer is recorded."""
         stream, copied, memory = self._recorder.stream(self._device), self._history.copied, self._memory
         shared = memory.pool if not self._kept and memory.stream == stream else None
-        self._recordings = [
-            old for old in self._recordings if old.copied == copied and (self._kept or old.pool == shared)
+        good = [
+            old for old in self._recordings if old.copied == copied and (self._kept or old.pool is shared)
         ][: self._most - 1]
-        pool = self._recorder.new_pool() if self._kept else shared
+        for old in self._recordings:
+            if old not in good:
+                old.give_up()
+        self._recordings = good
+        pool = Pool(self._recorder.new_pool()) if self._kept else shared
 
         def record(given: Sequence[Any]) -> Any:
-            return self._recorder.record(self._fn, given, self._device, pool)
+            return self._recorder.record(self._fn, given, self._device, pool and pool.handle)
 
         try:
-            recorded = Recorded(record, inputs, copied, self._kept, pool)
+            recorded = Recorded(record, inputs, copied, self._kept, pool, self._leaving)
         except Exception as error:
             self._made, self._refused = MOST_MADE, not self._recordings  # older recordings stay good
             self._say(refusal("cuda-graphs-failed", first_line(error)))

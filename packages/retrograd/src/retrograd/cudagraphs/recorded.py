@@ -1,15 +1,17 @@
 """One recording of a call, for inputs at certain places.
 
 In: the inputs of a call that is recorded. Out: `Recorded`, which says whether it fits the
-inputs of a later call, and gives their results: in memory of their own, so that the next replay does not
-change them; those that are, or lie in, an input are, or lie in, the input of this call. Results that are
-declared *kept* stay where the recording writes them: then the next replay has to wait until everybody has let
-go of them.
+inputs of a later call, and gives their results. Those that are, or lie in, an input are, or lie in, the input
+of this call. Others *stay* where the recording writes them, or are copied, so that the next replay does not
+change them. What stays may not be held by anybody when a replay writes there again. What was *saved* for a
+backward always stays: a replay has to wait. Of what the user gets, large results stay, and are copied from
+then on if he is found to hold one of them: then all that was recorded in their memory is given up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +34,41 @@ from retrograd.errors import Refusal
 Record = Callable[[Sequence[Any]], tuple[Any, Sequence[Any]]]
 
 
+#: less is always copied: a loss is held until there is another one.
+LITTLE = 2**20
+
+
+class Pool:
+    """Memory of recordings that respect each other. One may work where a later one has its results.
+
+    Attributes:
+        handle: of the recorder.
+        is_spoiled: whether somebody holds what a recording in it would overwrite. None is replayed any more.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self.handle, self.is_spoiled = handle, False
+        self._results: list[weakref.ref[Results]] = []
+
+    def enter(self, results: Results) -> int:
+        """Take note of the results of one more recording; returns its number."""
+        self._results.append(weakref.ref(results))
+        return len(self._results) - 1
+
+    def overwritten_by(self, number: int) -> Iterator[Results]:
+        """The results of recording `number`, and of later ones."""
+        for one in self._results[number:]:
+            if (results := one()) is not None:
+                yield results
+
+
 class Recorded:
     """A recording, the addresses of the inputs that it reads where they are, and buffers for the others.
+
+    Args:
+        saved: places of results that always stay.
+        pool: in which it is recorded; None: in a common one, where no result stays.
+        leaving: places of results that are copied though they are large; may grow.
 
     Attributes:
         addresses: of the inputs that it was recorded for; 0 for None. copied: the places of those that are
@@ -44,7 +79,13 @@ class Recorded:
     """
 
     def __init__(
-        self, record: Record, inputs: Sequence[Any], copied: Collection[int], kept: Collection[int], pool: Any
+        self,
+        record: Record,
+        inputs: Sequence[Any],
+        copied: Collection[int],
+        saved: Collection[int],
+        pool: Pool | None,
+        leaving: set[int],
     ) -> None:
         self.copied, self.pool = copied, pool
         tensors = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
@@ -56,9 +97,10 @@ class Recorded:
         given = [buffers.get(i, value) for i, value in enumerate(inputs)]
         graph, outputs = record(given)
         self._replay = graph.replay
-        self.results = Results(outputs, given, kept)
+        self.results = Results(outputs, given, saved, leaving, stay=pool is not None)
         del outputs  # who holds one from now on is told from that
         self.results.settle()
+        self._number = pool.enter(self.results) if pool is not None else 0
         groups = by_dtype([one.target for one in self._copied])
         self._groups = [[self._copied[i] for i in group] for group in groups]
 
@@ -68,6 +110,15 @@ class Recorded:
         if any(geometry_of(inputs[i]) != self._layouts[i] for i in loose if i in self._layouts):
             return False
         return addresses_are(inputs, self.addresses, self._static)
+
+    def overwritten(self) -> list[Results]:
+        """The results that a replay overwrites."""
+        return [self.results] if self.pool is None else [*self.pool.overwritten_by(self._number)]
+
+    def give_up(self) -> None:
+        """It will not be replayed any more. Others in its pool are not either, if somebody holds results."""
+        if self.pool is not None and self.results.is_held():
+            self.pool.is_spoiled = True
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """The results for `inputs`, which fit."""
@@ -117,38 +168,76 @@ class Results:
     Args:
         outputs: as recorded. Those that share memory with an input are not held.
         inputs: as the recording got them.
-        kept: places of results that stay where they are, unless they share memory with one that does not.
+        saved: places of results that stay where they are, unless they share memory with others.
+        leaving: places of results that do not stay; `leave` adds to it.
+        stay: whether other results may stay.
 
     Raises:
         Refusal: a result shows an input, or another result, as another dtype.
     """
 
-    def __init__(self, outputs: Sequence[Any], inputs: Sequence[Any], kept: Collection[int]) -> None:
+    def __init__(
+        self,
+        outputs: Sequence[Any],
+        inputs: Sequence[Any],
+        saved: Collection[int],
+        leaving: set[int],
+        stay: bool,
+    ) -> None:
         self._constants: list[Any] = [None if isinstance(o, torch.Tensor) else o for o in outputs]
         self._passed: list[tuple[int, int]] = []
         #: results that are the one at an earlier place: whoever counts references must find them.
         self._same: list[tuple[int, int]] = []
         self._of_inputs: list[_View] = []
-        self._kept: list[tuple[int, torch.Tensor]] = []
+        #: what stays: what was saved, and what the user gets.
+        self._saved: list[tuple[int, torch.Tensor]] = []
+        self._visible: list[tuple[int, torch.Tensor]] = []
         #: what is copied, and where the copies stand among the results, or of which copies they are views.
         self._sources: list[torch.Tensor] = []
         self._direct: list[tuple[int, int]] = []
         self._of_copies: list[_View] = []
-        handed_out = {id(output) for place, output in enumerate(outputs) if place not in kept}
-        self._divide(outputs, inputs, {place for place in kept if id(outputs[place]) not in handed_out})
+        self._leaving, self._stay = leaving, stay
+        handed_out = {id(output) for place, output in enumerate(outputs) if place not in saved}
+        self._divide(outputs, inputs, {place for place in saved if id(outputs[place]) not in handed_out})
+        self._staying = [*self._saved, *self._visible]
         self._layouts = [(tuple(s.shape), tuple(s.stride()), s.dtype) for s in self._sources]
         self._by_dtype = by_dtype(self._sources)
-        self._storages = sorted({storage_of(tensor) for _, tensor in self._kept})
+        self._storages = [storage_of(tensor) for _, tensor in self._saved]
+        self._seen = [storage_of(tensor) for _, tensor in self._visible]
+        self._where = [tensor.data_ptr() for _, tensor in self._visible]
         self._at_rest: list[int] = []
+        self._seen_at_rest: list[int] = []
 
     def settle(self) -> None:
         """Nobody but the recording holds the results now: who does later is told from that."""
-        self._at_rest = holders(self._storages)
+        self._at_rest, self._seen_at_rest = holders(self._storages), holders(self._seen)
 
     @property
-    def are_held(self) -> bool:
-        """Whether somebody still holds a kept result of the last replay."""
+    def are_saved_held(self) -> bool:
+        """Whether somebody still holds what was saved in the last replay."""
         return bool(self._storages) and holders(self._storages) != self._at_rest
+
+    @property
+    def has_visible(self) -> bool:
+        """Whether results stay that the user gets."""
+        return bool(self._visible)
+
+    def is_held(self) -> bool:
+        """Whether somebody still holds a result that the user gets, or has given it other memory."""
+        return bool(self._visible) and (
+            holders(self._seen) != self._seen_at_rest
+            or [tensor.data_ptr() for _, tensor in self._visible] != self._where
+        )
+
+    def leave(self) -> bool:
+        """Have what `is_held` copied by the next recording; if it comes to that again, all. Returns whether
+        there is anything."""
+        if not self.is_held():
+            return False
+        counts = zip(self._visible, holders(self._seen), self._seen_at_rest, strict=True)
+        found = {place for (place, _), now, then in counts if now != then}
+        self._leaving |= found if found and not self._leaving else {place for place, _ in self._visible}
+        return True
 
     def hand_out(self, inputs: Sequence[Any]) -> list[Any]:
         """The results of the replay that has just been made with `inputs`."""
@@ -157,7 +246,7 @@ class Results:
             results[place] = inputs[i]
         for view in self._of_inputs:
             results[view.place] = view.on(inputs[view.of])
-        for place, tensor in self._kept:
+        for place, tensor in self._staying:
             results[place] = tensor.data  # with a version counter of its own
         copies = self._copies()
         for place, i in self._direct:
@@ -179,7 +268,7 @@ class Results:
 
     # once
 
-    def _divide(self, outputs: Sequence[Any], inputs: Sequence[Any], kept: Collection[int]) -> None:
+    def _divide(self, outputs: Sequence[Any], inputs: Sequence[Any], saved: Collection[int]) -> None:
         given = {(storage_of(t), t.dtype): i for i, t in enumerate(inputs) if _has_memory(t)}
         storages = {storage for storage, _ in given}
         made: dict[int, list[int]] = {}
@@ -204,10 +293,16 @@ class Results:
                 made.setdefault(storage, []).append(place)
         for places in made.values():
             members = {place: outputs[place] for place in places}
-            if all(place in kept for place in places):
-                self._kept += members.items()
+            if all(place in saved for place in places):
+                self._saved += members.items()
+            elif self._may_stay(members):
+                self._visible += members.items()
             else:
                 self._copy(members)
+
+    def _may_stay(self, members: dict[int, torch.Tensor]) -> bool:
+        is_large = any(tensor.untyped_storage().nbytes() >= LITTLE for tensor in members.values())
+        return self._stay and is_large and self._leaving.isdisjoint(members)
 
     def _copy(self, members: dict[int, torch.Tensor]) -> None:
         """These results, which share memory if there are several, are copied."""
