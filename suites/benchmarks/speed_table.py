@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +38,14 @@ SHORTEST = 10.0
 
 @dataclass
 class Run:
-    """One run: its name (the file's), where it measures, for how long, and how many long parts at once."""
+    """One run: its name (the file's), where it measures, for how long, how many long parts at once, and which
+    ways take turns (none: all)."""
 
     name: str
     device: str
     seconds_left: float = 86_400.0
     jobs: int = 1
+    ways: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self.end = time.monotonic() + self.seconds_left
@@ -56,14 +58,16 @@ class Run:
         if left < SHORTEST:
             return "the run's time was over"
         try:
-            figures = _measured(part, self.device, left)
+            figures = _measured(part, self.device, left, self.ways)
         except MeasurementError as error:
             return str(error)
         return Measured(figures, part.unit, self.name, self.jobs if part.is_long else 1)
 
 
-def _measured(part: Part, device: str, limit: float) -> dict[str, float]:
+def _measured(part: Part, device: str, limit: float, ways: Sequence[str]) -> dict[str, float]:
     arguments = {**part.arguments}
+    if ways and "ways" in arguments:
+        arguments["ways"] = [way for way in arguments["ways"] if way in ways]
     if part.measurement != "host_time":
         arguments["device"] = device
     if part.measurement == in_turns.__name__:
@@ -119,6 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", default="*", help="names or patterns of rows or parts, with commas between")
     parser.add_argument("--seconds", type=float, default=86_400.0, help="start nothing after that")
     parser.add_argument("--jobs", type=int, default=1, help="parts of stock's compile time at once")
+    parser.add_argument("--ways", default="", help="of rows in turns: only these, with commas between")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="measure nothing, merge these")
     parser.add_argument("--note", action="append", default=[], help="to stand in the file")
     parser.add_argument("--list", action="store_true", help="show the parts")
@@ -130,7 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
     if given.merge:
         table = merged(given.merge)
     else:
-        run = Run(given.out.stem if given.out else given.rows, given.device, given.seconds, given.jobs)
+        name, ways = given.out.stem if given.out else given.rows, [*filter(None, given.ways.split(","))]
+        run = Run(name, given.device, given.seconds, given.jobs, ways)
         table = Table(Machine.here(given.device))
         measure_parts(chosen(given.device, given.rows.split(",")), run, table, given.out)
     table.notes += given.note

@@ -15,7 +15,7 @@ from benchmarks.growth import allocated_bytes, growth
 from benchmarks.real_models import MODELS
 from benchmarks.render import quantity, render, worst_steady
 from benchmarks.speed_goals import GOALS
-from benchmarks.speed_rows import PARTS, chosen
+from benchmarks.speed_rows import PARTS, Part, chosen
 from benchmarks.steps import compiled_otherwise, first_step, steady, training
 from benchmarks.subjects import MissingOptionError
 from benchmarks.trained_models import TRAINED
@@ -342,3 +342,17 @@ def test_a_step_of_training_is_measured(way: str) -> None:
     found = measure.training(way, "gpt2", seconds=0.1)
     assert found["step"] > 0
     assert found["fallbacks"] == 0
+
+
+def test_a_run_may_choose_the_ways_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def in_turns(ways: list[str], **arguments: object) -> dict[str, float]:
+        asked.append(ways)
+        return {}
+
+    monkeypatch.setattr(speed_table, "in_turns", in_turns)
+    part = Part("turns-x", "cpu", "in_turns", {"ways": [*WAYS], "model": "x"})
+    for ways in ((), ("stock", "eager")):
+        speed_table.Run("one", "cpu", ways=ways).measure(part)
+    assert asked == [[*WAYS], ["eager", "stock"]]

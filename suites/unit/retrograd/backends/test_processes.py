@@ -342,7 +342,8 @@ def test_a_forked_child_does_not_wait_for_what_its_parent_has_begun() -> None:
     child = fork.Process(target=wait)
     child.start()
     assert ours.poll(60), "the child is stuck"
-    assert "in the process that has forked this one" in ours.recv()
+    said = ours.recv()  # where the parent has used a GPU, torch says that the child cannot
+    assert "in the process that has forked this one" in said or "in forked subprocess" in said
     child.join()
     elsewhere.wait()
     assert counters["compiled_elsewhere"] == 1

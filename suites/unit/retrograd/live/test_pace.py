@@ -139,3 +139,20 @@ def test_a_machine_that_is_busy_for_a_while_decides_nothing(
     measured, runs = paced(pace.SHORT_STEP, monkeypatch, compiled, 0.05)
     assert measured.aside is None
     assert all(runs[-20:])
+
+
+@pytest.mark.parametrize("cudagraphs", [False, True])
+def test_a_step_that_is_recorded_is_not_compared_with_eager(cudagraphs: bool) -> None:
+    weight, eager = torch.ones(3, requires_grad=True), []
+
+    def run() -> None:
+        if not torch.compiler.is_compiling():
+            eager.append(weight)
+        (weight * weight).sum().backward()
+
+    step = retrograd.compile_step(run, backend="eager", cudagraphs=cudagraphs, strict=True)
+    for _ in range(20):
+        step()
+    assert step.explain().calls == 20
+    assert len(eager) == step.explain().eager
+    assert (step.explain().eager == 1) == cudagraphs

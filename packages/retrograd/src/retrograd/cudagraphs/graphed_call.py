@@ -161,20 +161,24 @@ class GraphedCall:
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """The results; `inputs` is emptied."""
-        if self._refused or not self._lock.take_if_free():
+        if self._refused or self._is_no_time() or not self._lock.take_if_free():
             return self._plainly(inputs)
         try:
-            recorded = self._recorded_for(inputs)
-            if recorded is not None:
-                with self._recorder.replaying:
+            with self._recorder.replaying:  # others neither overwrite nor hand out what is looked at here
+                if (recorded := self._recorded_for(inputs)) is not None:
                     self._recorder.wait_for_streams()
                     results = recorded(inputs)
-                inputs.clear()
-                counters["cuda_graph_replays"] += 1
-                return results
+                    inputs.clear()
+                    counters["cuda_graph_replays"] += 1
+                    return results
         finally:
             self._lock.release()
         return self._plainly(inputs)
+
+    def _is_no_time(self) -> bool:
+        if (why := self._recorder.why_not_now()) is not None:
+            self._say(refusal(NOT_NOW, why))
+        return why is not None
 
     def _plainly(self, inputs: list[Any]) -> Sequence[Any]:
         counters["cuda_graph_plain_calls"] += 1
@@ -188,9 +192,6 @@ class GraphedCall:
 
     def _recorded_for(self, inputs: list[Any]) -> Recorded | None:
         """The recording to replay; None if the function is to run as it is."""
-        if (why := self._recorder.why_not_now()) is not None:
-            self._say(refusal(NOT_NOW, why))
-            return None
         self._forget_spoiled()
         for i, recorded in enumerate(self._recordings):
             if recorded.fits(inputs, self._loose):

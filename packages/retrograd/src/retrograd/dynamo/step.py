@@ -90,7 +90,7 @@ class CompiledStep:
         """Forget the report and everything that was compiled."""
         self._report = StepReport(self.__name__)
         self._session = Session(self.config, self._report.pieces)
-        self._pace = Pace(self.__name__, "step", SHORT_STEP)
+        self._pace = None if self.config.cudagraphs else Pace(self.__name__, "step", SHORT_STEP)
         self._compiled = compiled_frames(
             self.fn,
             _backend_for(self.config, weakref.ref(self._report)),
@@ -117,7 +117,7 @@ class CompiledStep:
         """
         if torch.compiler.is_dynamo_compiling() or is_tracing_here() or compile_stance() == "force_eager":
             return self.fn(*args, **kwargs)
-        if self._report.calls == 0 or not self._pace.is_worth_compiling():
+        if self._report.calls == 0 or (self._pace and not self._pace.is_worth_compiling()):
             return self._run(self.fn, args, kwargs, is_compiled=False)
         enter(self, self._session)
         try:
@@ -128,6 +128,8 @@ class CompiledStep:
     def _run(self, run: Callable[..., Any], args: Any, kwargs: Any, is_compiled: bool) -> Any:
         self._report.compiled += is_compiled
         self._report.eager += not is_compiled
+        if self._pace is None:
+            return run(*args, **kwargs)
         with self._pace.timed(is_compiled, lambda: self._report.compilations):
             result = run(*args, **kwargs)
         self._report.aside = self._pace.aside
@@ -187,7 +189,8 @@ def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
 
     The first call runs eagerly, so that the states of optimizers and lazy modules, and the gradients, exist.
     A step of less than a second that is slower compiled than eager runs eagerly from then on, and the report
-    says so. Under ``torch.use_deterministic_algorithms`` it stays compiled.
+    says so. Under ``torch.use_deterministic_algorithms`` it stays compiled, and so it does with `cudagraphs`:
+    an eager step, to compare with, needs memory beside that of the recordings.
 
     Args:
         step: the function or method; without it, a decorator is returned.
