@@ -53,7 +53,7 @@ class CudaRecorder:
     device_type = "cuda"
 
     def __init__(self) -> None:
-        #: held from the decision to replay until results are handed out: what shares the pool may write to them.
+        #: held from the decision to replay until results are handed out: others may write to them.
         self.replaying = ForkSafeLock()
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         #: the common pools, each with a graph that keeps it alive.
