@@ -17,6 +17,9 @@ from .training import WAYS
 
 OURS = ("retrograd-compile", "retrograd-reduce-overhead", "retrograd-live", "retrograd-step")
 STOCK = ("stock", "stock-reduce-overhead")
+#: with a backward in eager's arithmetic, outside autocast.
+LIKE_EAGER = ("stock-like-eager", "stock-like-eager-reduce-overhead")
+WHOLE_STEP = ("retrograd-step-reduce-overhead",)
 #: figures that are shown for each way: name, what it is divided by, its unit.
 SHOWN = (
     ("warm step", 1e-3, "steady step, ms"),
@@ -63,7 +66,17 @@ COMPARISONS = (
         1.02,
         BOTH,
     ),
-    Comparison("steady step, CUDA graphs / reduce-overhead", "warm step", OURS[1:2], STOCK[1:], None, 1.05),
+    *(
+        Comparison(f"steady step, {ours} / {theirs}", "warm step", over, under, mean, worst)
+        for theirs, under in {"reduce-overhead": STOCK[1:], "the same like eager": LIKE_EAGER[1:]}.items()
+        for ours, over, mean, worst in (
+            ("CUDA graphs", OURS[1:2], None, 1.05),
+            ("compile_step with CUDA graphs", WHOLE_STEP, 0.95, 1.02),
+        )
+    ),
+    Comparison(
+        "steady step, compile / stock compile like eager", "warm step", OURS[:1], LIKE_EAGER[:1], None, 1.02
+    ),
     Comparison(
         "steady step, compile_step / best of the others",
         "warm step",
@@ -78,6 +91,14 @@ COMPARISONS = (
     Comparison("warm start, compile / stock compile", "warm start", OURS[:1], STOCK[:1], None, 1.0, BOTH),
     Comparison("reserved memory, compile / stock compile", "warm reserved", OURS[:1], STOCK[:1], None, 1.02),
     Comparison("reserved memory, with CUDA graphs", "warm reserved", OURS[1:2], STOCK[1:], None, 1.10),
+    *(
+        Comparison(f"reserved memory, {ours}, like eager", "warm reserved", over, under, None, worst)
+        for ours, over, under, worst in (
+            ("compile / stock compile", OURS[:1], LIKE_EAGER[:1], 1.02),
+            ("with CUDA graphs", OURS[1:2], LIKE_EAGER[1:], 1.10),
+            ("compile_step with CUDA graphs", WHOLE_STEP, LIKE_EAGER[1:], 1.10),
+        )
+    ),
 )
 
 
