@@ -164,3 +164,19 @@ def aot_leaf_that_is_a_view_and_a_backward_inside(p: Probe) -> None:
             outputs = p.compile(lambda a, b: (way(a, b), torch.einsum("ii->i", b)))(x, w)
             with p.backward():
                 torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
+
+
+@scenario(tags=TAGS, fp64=False)
+def autocast_inside_the_kernels_of_an_operator(p: Probe) -> None:
+    """Kernels that call other operators have autocast cast what those are given, and give float32."""
+    for name, fn in {
+        "bilinear": lambda x, w: functional.bilinear(x, x.flip(0), w),
+        "inverse": lambda x, w: torch.linalg.pinv(x @ x.t() + 1).float(),
+        "another": lambda x, w: (x @ w[0]).float(),
+    }.items():
+        x, w = p.leaf(f"x {name}", p.randn(4, 5, requires_grad=True)), p.randn(3, 5, 5)
+        with _autocast():
+            out = p.compile(fn)(x, w)
+        p.value(name, out)
+        with p.backward():
+            out.float().square().sum().backward()

@@ -148,7 +148,7 @@ def overwritten_unread(joint: JointValues) -> set[int]:
     graph, signature = joint.gm.graph, joint.signature
     wanted = [node for node in output_values(graph)[signature.forward_count :] if isinstance(node, fx.Node)]
     matter = primals_read(joint, [*wanted, *filter(has_effect, graph.nodes)])
-    written = {update.primal for update in joint.updates if update.view is None}
+    written = {update.primal for update in joint.updates if update.value is not None and update.view is None}
     return {i for i in written - matter if joint.primals[i].group is None}
 
 

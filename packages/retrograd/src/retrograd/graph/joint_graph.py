@@ -242,7 +242,8 @@ class Update:
 
     Attributes:
         primal: which one, by its number among the primals.
-        value: number of the `ForwardValue` with the new elements; None if only its shape changes.
+        value: number of the `ForwardValue` with the new elements; None if only its shape changes, or that of
+            a view of it.
         view: the shape it has afterwards; None if that stays.
         unseen: whether autograd does not see the change.
         version: how often eager changes it in place, as its version counter says.

@@ -28,7 +28,7 @@ from retrograd._torch.fx import aliased_inputs, depends_on_data
 from retrograd._torch.trace import bytes_of
 from retrograd.graph.backward_graph import CallKind, call_of
 from retrograd.graph.structure import token_of
-from retrograd.repeats.outline import Outline, TokenisedCall, holds_graph, outline, tokenised
+from retrograd.repeats.outline import Outline, TokenisedCall, holds_graph, outlines, tokenised
 
 #: how many calls are compared together when periods are looked for: enough to tell the places in a layer
 #: apart, and fewer than the calls of any layer that is worth a period of its own.
@@ -217,15 +217,14 @@ def _united(
     runs: Sequence[Sequence[fx.Node]], known: Mapping[fx.Node, TokenisedCall], results: Mapping[fx.Node, bool]
 ) -> list[Outline]:
     """Outlines, neighbours that are like no other run taken together."""
-    parts = [outline(run, known, results) for run in runs]
+    parts = outlines(runs, known, results)
     count = Counter(part.key for part in parts)
-    united: list[Outline] = []
-    for is_single, group in itertools.groupby(parts, key=lambda part: count[part.key] == 1):
-        same = list(group)
-        if is_single and len(same) > 1:
-            same = [outline([node for part in same for node in part.calls], known, results)]
-        united += same
-    return united
+    united: list[Sequence[fx.Node]] = []
+    pairs = zip(runs, (count[part.key] == 1 for part in parts), strict=True)
+    for is_single, group in itertools.groupby(pairs, key=operator.itemgetter(1)):
+        same = [run for run, _ in group]
+        united += [[node for run in same for node in run]] if is_single else same
+    return outlines(united, known, results)
 
 
 #: kernels of their own, which nothing is fused with: by a part of the operator's name.

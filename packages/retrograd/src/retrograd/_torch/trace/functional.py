@@ -256,6 +256,11 @@ _BY_VALUE = {"pow", "pow_", "__pow__", "__rpow__", "__ipow__", "float_power", "f
 _BY_VALUE |= {f"lp_pool{dims}d" for dims in (1, 2, 3)}
 
 
+#: by name: calls whose kernels call others through the dispatcher, which casts what these are given where
+#: autocast is on. The code of a graph runs without autocast, and a trace sees one call.
+_CASTS_INSIDE = {"bilinear", "linalg_pinv", "pinverse"}
+
+
 class FreeTensors(TorchFunctionMode):
     """While open, real tensors are replaced by what `lift` makes of them, the same each time. A symbolic
     exponent is replaced by its value, which becomes a guard.
@@ -278,6 +283,8 @@ class FreeTensors(TorchFunctionMode):
         self.reads_offsets |= name == "storage_offset" or _is_given_offset(name, args, kwargs or {})
         if name in _HOOKS:
             raise Refusal("hook-in-trace", f"it calls Tensor.{func.__name__}")
+        if name in _CASTS_INSIDE and torch._C._is_any_autocast_enabled():
+            raise not_representable(f"it calls {name} under autocast, whose kernel casts inside")
         if func in _CHANGES and not (func is _DETACH and not args[0].requires_grad):
             raise Refusal("tensor-changed", f"it changes a tensor by {_CHANGES[func]}")
         if func == _DATA:

@@ -120,7 +120,9 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
             raise not_representable("it changes the shape of an input whose memory another one shares")
         if changes.memory:
             raise not_representable(f"it gives {primal.name} other memory (set_, or a resize)")
-        if not changes.elements and not changes.shape:
+        version = max(map(_version, [tensor, *sharing]))
+        is_counted = version and not primal.differentiable  # the shape of a view of it may have changed
+        if not changes.elements and not changes.shape and not is_counted:
             continue
         if changes.elements and shares_elements(primal.fake):
             raise not_representable(f"it changes {primal.name}, an expanded tensor")
@@ -135,7 +137,7 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
             )
         view = _view(analysis, tensor, primal.fake, True) if changes.shape else None
         value = analysis.add(TracedValue(tensor, False, not unseen)) if changes.elements else None
-        updates.append(Update(number, value, view, unseen, max(map(_version, [tensor, *sharing]))))
+        updates.append(Update(number, value, view, unseen, version))
     return updates
 
 
