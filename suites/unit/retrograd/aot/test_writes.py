@@ -52,6 +52,14 @@ def writes_a_part(x, y):
     x[0].mul_(y[1])
 
 
+def reads_pieces_after_the_new_value_is_there(x, y):
+    first, second = x.split(2)
+    new = x + y
+    rest = first.sin() + second.cos()
+    x.copy_(new)
+    return rest
+
+
 def in_a_list(x, y):
     torch._foreach_mul_([x, y], 2.0)
     torch._foreach_add_([x, y], [y, y])
@@ -70,6 +78,7 @@ WRITES = [
     (returns_what_it_has_written, {0}),
     (writes_one_value_twice, {0, 1}),
     (writes_a_part, {0}),
+    (reads_pieces_after_the_new_value_is_there, {0}),
     (in_a_list, {0, 1}),
     (of_another_type, {0}),
 ]

@@ -249,9 +249,10 @@ def run_stages(  # noqa: PLR0913 - what all stages together need
     is_known = parts is not None
     if parts is None:
         calls = len(graph.graph.nodes) if graph is not None and kept is not None else 0
-        find_backend(config.backend).prepare(calls)
+        backend = find_backend(config.backend)
+        backend.prepare(calls)
         parts = partition(_captured(state, config, split_at_leaf_grads), config.partitioner)
-        parts = writing_ahead(parts) if find_backend(config.backend).takes_writes else parts
+        parts = writing_ahead(parts) if backend.takes_writes else parts
     code = compile_with(parts, config, report, lazy, None if is_known else kept)
     report.compiled(_described(parts, ended_by))
     if AOT_LOGS["graph"].isEnabledFor(logging.DEBUG):

@@ -103,8 +103,7 @@ def read_partition(data: bytes, state: CaptureState, policy: Policy, is_single_r
     first, _, rest = body.partition(b"\n")
     head = json.loads(first)
     values = read_examples(head["examples"], state.fake_mode)
-    written = frozenset(head["written_ahead"])
-    again = _Again(state, policy, is_single_region, rest, bool(written))
+    again = _Again(state, policy, is_single_region, rest)
     ahead, *behind = (_read_half(half, values, again.reader(i)) for i, half in enumerate(head["halves"]))
     joint = object.__new__(_KeptJoint)
     fields = read_trace(head, ahead.summary.inputs, {})
@@ -119,7 +118,7 @@ def read_partition(data: bytes, state: CaptureState, policy: Policy, is_single_r
             for graph, reads, checked in backwards
         ),
         frozenset(head["overwritten"]),
-        written,
+        frozenset(head["written_ahead"]),
     )
 
 
@@ -218,11 +217,9 @@ def _serialize_whole(gm: fx.GraphModule) -> dict[str, Any]:
 class _Again:
     """Graphs that are read when somebody asks for them, or captured again if they cannot be read."""
 
-    def __init__(
-        self, state: CaptureState, policy: Policy, is_single_region: bool, rest: bytes, writes: bool
-    ) -> None:
+    def __init__(self, state: CaptureState, policy: Policy, is_single_region: bool, rest: bytes) -> None:
         self._state, self._policy, self._is_single_region = state, policy, is_single_region
-        self._rest, self._writes = rest, writes
+        self._rest = rest
 
     def reader(self, number: int) -> Callable[[], fx.GraphModule]:
         """What gives graph `number`."""
@@ -237,8 +234,7 @@ class _Again:
 
     @functools.cached_property
     def _made(self) -> list[fx.GraphModule]:
-        made = partition(self.joint(), self._policy)
-        made = writing_ahead(made) if self._writes else made
+        made = writing_ahead(partition(self.joint(), self._policy))  # Inductor's, which takes writes
         return [made.forward, *(backward.gm for backward in made.backwards)]
 
     def joint(self) -> JointGraph:

@@ -69,7 +69,8 @@ def _simple(joint: JointValues) -> list[Update]:
 
 
 def _last_reads(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
-    """By input, the last call that may read its memory, itself or through views."""
+    """By input, the last call that may read its memory, itself or through views, also such as stand in lists:
+    `memory_of` does not look into these."""
     owners: dict[fx.Node, set[fx.Node]] = {node: {node} for node in graph.find_nodes(op="placeholder")}
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

@@ -224,7 +224,7 @@ def _united(
     for is_single, group in itertools.groupby(pairs, key=operator.itemgetter(1)):
         same = [run for run, _ in group]
         united += [[node for run in same for node in run]] if is_single else same
-    return outlines(united, known, results)
+    return outlines(united, known, results) if len(united) < len(runs) else parts
 
 
 #: kernels of their own, which nothing is fused with: by a part of the operator's name.
