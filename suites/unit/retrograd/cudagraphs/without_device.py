@@ -1,21 +1,38 @@
 """A recorder without a device: it remembers where the inputs were, and computes from there again.
 
 What it records reads the memory that the inputs had, not the inputs of the call, and writes its results to
-the same memory in each replay. A replay also spoils what later recordings in its pool have given: it may work
-there. So a stale address, a missing copy and a result that is overwritten show as wrong numbers, as they
-would on a GPU.
+the same memory in each replay. A replay also spoils what later recordings in its pool have given, whether they
+still exist or not: it may work there. So a stale address, a missing copy and a result that is overwritten show
+as wrong numbers, as they would on a GPU.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from retrograd.process import ForkSafeLock
+
+
+class Written:
+    """Memory that a recording writes, held by others alone."""
+
+    def __init__(self, output: torch.Tensor, recorder: Recorder) -> None:
+        self._storage = StorageWeakRef(output.untyped_storage())
+        recorder.written.add(output.untyped_storage().data_ptr())
+        self._row = _row(recorder.unheld(output))
+
+    def spoil(self) -> None:
+        if self._row.is_floating_point() and self._row.numel() and not self._storage.expired():
+            self._row.fill_(float("nan"))
+
+    def write(self, result: torch.Tensor) -> None:
+        self._row.copy_(_row(result))
 
 
 class Replayed:
@@ -24,30 +41,24 @@ class Replayed:
             recorder.unheld(value) if isinstance(value, torch.Tensor) else value for value in inputs
         ]
         self._fn, self._recorder = fn, recorder
-        #: recorded later, in the same pool.
-        self.later: list[weakref.ref[Replayed]] = []
+        #: of recordings made later, in the same pool.
+        self.later: list[Written] = []
         given = {value.untyped_storage()._cdata for value in inputs if isinstance(value, torch.Tensor)}
-        self._written = [
-            (place, output.data)
+        self.written = {
+            place: Written(output, recorder)
             for place, output in enumerate(outputs)
             if isinstance(output, torch.Tensor) and output.untyped_storage()._cdata not in given
-        ]
-        recorder.written.update(output.untyped_storage().data_ptr() for _, output in self._written)
-        self.spoil()  # nothing has been computed yet
-
-    def spoil(self) -> None:
-        for _, output in self._written:
-            if output.is_floating_point() and output.numel():
-                _row(output).fill_(float("nan"))
+        }
+        for written in self.written.values():
+            written.spoil()  # nothing has been computed yet
 
     def replay(self) -> None:
         self._recorder.replays += 1
         results = self._fn(list(self._memory))
         for later in self.later:
-            if (other := later()) is not None:
-                other.spoil()
-        for place, output in self._written:
-            _row(output).copy_(_row(results[place]))
+            later.spoil()
+        for place, written in self.written.items():
+            written.write(results[place])
 
 
 class Recorder:
@@ -60,8 +71,10 @@ class Recorder:
         self.replaying = ForkSafeLock()
         self.written: set[int] = set()
         self.made = self.waits = 0
-        self._in_pools: dict[int | None, list[weakref.ref[Replayed]]] = {}
-        self.pools: list[int | None] = []
+        self._in_pools: dict[int, list[weakref.ref[Replayed]]] = {}
+        self.pools: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
+        #: the pools of recordings, in the order in which they were made.
+        self.lie_in: list[int] = []
         self.now: str | None = None
         self.current = 0
 
@@ -84,24 +97,22 @@ class Recorder:
     def wait_for_streams(self) -> None:
         self.waits += 1
 
-    def new_pool(self) -> int:
+    def new_pool(self, device: torch.device) -> int:
         self.made += 1
         return self.made
 
-    def record(
-        self, fn, inputs: Sequence[Any], device: torch.device, pool: int | None
-    ) -> tuple[Replayed, Any]:
+    def record(self, fn, inputs: Sequence[Any], device: torch.device, pool: int) -> tuple[Replayed, Any]:
         given = [_row(value.data) for value in inputs if isinstance(value, torch.Tensor)]
         before = [value.clone() for value in given]
         outputs = fn(list(inputs))
         for value, kept in zip(given, before, strict=True):
             value.copy_(kept)  # a recording runs nothing
         self.records += 1
-        self.pools.append(pool)
+        self.lie_in.append(pool)
         made = Replayed(fn, inputs, outputs, self)
         for earlier in self._in_pools.setdefault(pool, []):
             if (other := earlier()) is not None:
-                other.later.append(weakref.ref(made))
+                other.later += made.written.values()
         self._in_pools[pool].append(weakref.ref(made))
         return made, outputs
 

@@ -4,11 +4,9 @@ In: a function over a list of tensors; the streams that user code switched to, s
 that was made. Out: a CUDA graph, and results that lie in memory of their own, which each replay writes anew;
 waits between streams.
 
-What is recorded allocates from a *pool*. Recordings in the common pool (one for each device and stream) hold
-their results; the rest of it any of them may write. That is safe as long as their replays run one after the
-other, on one stream, and none has results that others must leave alone, because they did not exist when these
-were recorded. What has such results gets a pool of its own, and what runs only between two of its replays
-may share that.
+What is recorded allocates from a *pool*, of which each recording holds its results; the rest of it any of them
+may write. Their replays run one after the other, on one stream. Who replays looks after results of recordings
+that are made later: the replay of an earlier one may write there.
 
 Eager runs each node of a backward on the stream of its forward, and has the caller's stream wait for those of
 the leaves. No Python interface tells a node's stream, so a plan runs on the stream that is current where
@@ -22,9 +20,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +31,15 @@ from retrograd.errors import Refusal
 from retrograd.graph.emit import Boxed
 from retrograd.process import ForkSafeLock
 
-_Pool = Any  # a pair of numbers, of a type that exists for type checkers only
+_PoolId = Any  # a pair of numbers, of a type that exists for type checkers only
+
+
+class Handle(NamedTuple):
+    """A pool, and a graph in it, which keeps it alive."""
+
+    pool: _PoolId
+    tiny: torch.cuda.CUDAGraph
+
 
 #: captures by several threads would see each other's cuBLAS workspaces.
 _one_at_a_time = ForkSafeLock()
@@ -56,8 +62,8 @@ class CudaRecorder:
         #: held from the decision to replay until results are handed out: others may write to them.
         self.replaying = ForkSafeLock()
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
-        #: the common pools, each with a graph that keeps it alive.
-        self._common: dict[tuple[torch.device, int], tuple[_Pool, torch.cuda.CUDAGraph]] = {}
+        #: what recordings lie in at present; they hold it.
+        self.pools: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
 
     def why_not_now(self) -> str | None:
         """Which state of this thread speaks against recording and replaying."""
@@ -83,12 +89,16 @@ class CudaRecorder:
         if side_streams.any:
             _join()
 
-    def new_pool(self) -> _Pool:
-        """A pool for one recording, and for others that respect it."""
-        return torch.cuda.graph_pool_handle()
+    def new_pool(self, device: torch.device) -> Handle:
+        """A pool for recordings on `device`."""
+        pool = torch.cuda.graph_pool_handle()
+        with _one_at_a_time, torch.cuda.device(device), _quiet():
+            torch.cuda.synchronize()
+            tiny, _ = self._capture(lambda _: [torch.zeros(1, device=device)], [], device, pool)
+        return Handle(pool, tiny)
 
     def record(
-        self, fn: Boxed, inputs: Sequence[Any], device: torch.device, pool: _Pool | None
+        self, fn: Boxed, inputs: Sequence[Any], device: torch.device, handle: Handle
     ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
         """Record `fn`, called with a list of `inputs`, without running it.
 
@@ -96,7 +106,7 @@ class CudaRecorder:
             fn: allocates on `device` only.
             inputs: read, and perhaps written, by each replay, where they are now.
             device: of everything.
-            pool: where it allocates; None: in the common pool.
+            handle: of the pool in which it allocates.
 
         Returns:
             What replays it, and its results. Tensors among these that belong to no input are written by each
@@ -104,18 +114,18 @@ class CudaRecorder:
 
         Raises:
             Refusal: its memory was not that of the recording.
-            Exception: whatever `fn` raises because it is recorded. Nothing was run then.
+            Exception: whatever `fn` raises because it is recorded. Nothing was run then, and the pool may
+                not take another recording.
         """
         with _one_at_a_time, torch.cuda.device(device), _quiet():
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what it ran in so far, and what an older recording lay in
-            pool = pool or self._common_pool(device)
-            graph, outputs = self._capture(fn, inputs, device, pool)
-            _refuse_foreign(outputs, inputs, pool)
+            graph, outputs = self._capture(fn, inputs, device, handle.pool)
+            _refuse_foreign(outputs, inputs, handle.pool)
         return graph, outputs
 
     def _capture(
-        self, fn: Boxed, inputs: Sequence[Any], device: torch.device, pool: _Pool
+        self, fn: Boxed, inputs: Sequence[Any], device: torch.device, pool: _PoolId
     ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._side(device)):
@@ -138,34 +148,25 @@ class CudaRecorder:
             self._sides[device] = torch.cuda.Stream(device)
         return self._sides[device]
 
-    def _common_pool(self, device: torch.device) -> _Pool:
-        key = device, self.stream(device)
-        if key not in self._common:
-            pool = self.new_pool()
-            tiny, _ = self._capture(lambda _: [torch.zeros(1, device=device)], [], device, pool)
-            self._common[key] = pool, tiny
-        return self._common[key][0]
-
     # failures
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph, device: torch.device, pool: _Pool) -> None:
+    def _abandon(self, graph: torch.cuda.CUDAGraph, device: torch.device, pool: _PoolId) -> None:
         """End a capture in which something was raised."""
         try:
             graph.capture_end()
         except RuntimeError:  # the capture itself was invalid
             self._clean(device, pool)
 
-    def _clean(self, device: torch.device, pool: _Pool) -> None:
+    def _clean(self, device: torch.device, pool: _PoolId) -> None:
         """What torch leaves behind if a capture cannot be ended: the allocator, which goes on serving it, and
         generators, which believe in it until another one ends well. The allocator of pinned memory can not be
-        told: it never takes this pool again, so there will be another common one."""
-        self._common = {key: found for key, found in self._common.items() if found[0] != pool}
+        told: it never takes this pool again."""
         for clean in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
             try:
                 clean(device.index, pool)
             except RuntimeError:
                 continue  # torch has done it
-        graph, other = torch.cuda.CUDAGraph(), self.new_pool()
+        graph, other = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         graph.capture_begin(pool=other, capture_error_mode="thread_local")
         kept = torch.zeros(1, device=device)
         graph.capture_end()
@@ -187,7 +188,7 @@ def _quiet() -> Iterator[None]:
             gc.enable()
 
 
-def _refuse_foreign(outputs: Sequence[Any], inputs: Sequence[Any], pool: _Pool) -> None:
+def _refuse_foreign(outputs: Sequence[Any], inputs: Sequence[Any], pool: _PoolId) -> None:
     """Results must lie in the pool, or in an input: else somebody (a pool of the user's) gave memory that he
     will give to others too.
     """

@@ -95,7 +95,8 @@ def compile_with(
         # What it gives besides the function's own values may stay where it is.
         results = len(partition.ahead.summary.results)
         kept = range(partition.joint.signature.forward_count, results)
-        code = graphed(code, partition.forward.graph, kept=kept, memory=memory)
+        shared = memory if partition.backwards else None
+        code = graphed(code, partition.forward.graph, kept=kept, memory=shared)
     if not lazy:
         for region in regions:
             region.compile_ahead()

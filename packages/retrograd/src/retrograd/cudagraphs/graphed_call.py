@@ -8,8 +8,10 @@ they are never recorded.
 
 Recordings read their inputs where they were. Inputs that come from elsewhere are copied to a place of their
 own, if they are smaller than what a recording holds: else another recording would hold that once more.
-`recorded` says which results are copied out of the recording's memory. While somebody holds one that is not,
-nothing is replayed that would overwrite it.
+
+All recordings of a stream lie in one pool, so that they work in the same memory. `recorded` says which
+results are copied out of it. While somebody holds one that is not, nothing is replayed that would overwrite
+it: what is to be called while he does is recorded once more, behind it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from retrograd._torch.fx import aliased_inputs, written_inputs
 from retrograd._torch.tensor import geometry_of, storage_of
 from retrograd.cudagraphs.recorded import LITTLE, Pool, Recorded
 from retrograd.cudagraphs.refusals import refusal, tensors_in, values_of, why_not_recorded
-from retrograd.errors import Reason, first_line
+from retrograd.errors import Reason, Refusal, first_line
 from retrograd.events import counters
 from retrograd.graph.emit import Boxed
 from retrograd.process import ForkSafeLock
@@ -73,20 +75,25 @@ class AddressHistory:
         return {i for i, (now, then) in pairs if now != then and i not in self.copied}
 
 
-@dataclass
+#: so often is a function recorded once more because others were recorded later and are called earlier. From
+#: the first number on, it and its backwards have a pool of their own; from the second on, it runs as it is.
+APART, MOST_INVERSIONS = 8, 16
+
+
+@dataclass(eq=False)
 class SharedMemory:
-    """Where a forward was recorded last. Its backwards are recorded there as well: they run when all that the
-    forward did not keep is done with, and it runs when they are.
+    """What a forward and its backwards share.
 
     Attributes:
-        pool, stream: of the forward's recording; None if there is none.
+        inversions: how often one of them was recorded once more because of the order of calls.
+        given_up: recordings of the forward that are gone. What backwards read there is elsewhere now.
         elsewhere: by place, the device of results that the forward, run as it is, gives on another one than
             in a recording. Fused attention hands out the state of the generator so; its backward, run as it
             is, reads it there.
     """
 
-    pool: Pool | None = None
-    stream: int = -1
+    inversions: int = 0
+    given_up: int = 0
     elsewhere: dict[int, torch.device] = field(default_factory=dict)
 
     def put_back(self, inputs: list[Any], results: Mapping[int, int]) -> None:
@@ -131,7 +138,7 @@ class GraphedCall:
 
     Args:
         values: of `fn`.
-        memory: of a forward and its backwards.
+        memory: of a forward and its backwards; None: it is neither, and all its results are copied.
         tell: told, once each, why a call runs as it is.
     """
 
@@ -152,8 +159,10 @@ class GraphedCall:
         self._lock = ForkSafeLock()
         self._told: set[Reason] = set()
         self._recordings: list[Recorded] = []
-        #: places of results that users have held for longer than a call.
-        self._leaving: set[int] = set()
+        #: places of results that users have held for longer than a call; None: none stays.
+        self._leaving: set[int] | None = None if memory is None else set()
+        #: `SharedMemory.given_up` at the last recording.
+        self._given_up = 0
         #: calls that no recording fitted, recordings, and the number of the call of the last one
         self._calls = self._made = self._recorded_at = 0
         self._stream: int | None = None
@@ -192,17 +201,17 @@ class GraphedCall:
 
     def _recorded_for(self, inputs: list[Any]) -> Recorded | None:
         """The recording to replay; None if the function is to run as it is."""
-        self._forget_spoiled()
-        for i, recorded in enumerate(self._recordings):
-            if recorded.fits(inputs, self._loose):
-                if not self._may_replay(recorded):
-                    return None
-                if i:
-                    self._recordings.insert(0, self._recordings.pop(i))
-                return recorded
+        self._give_up([recorded for recorded in self._recordings if recorded.results.are_left])
+        recorded = next((one for one in self._recordings if one.fits(inputs, self._loose)), None)
+        if recorded is not None and self._may_replay(recorded, inputs):
+            if recorded is not self._recordings[0]:
+                self._recordings.remove(recorded)
+                self._recordings.insert(0, recorded)
+            return recorded
+        if recorded in self._recordings:
+            return None  # it may be replayed later
         self._calls += 1
-        memory = self._memory.pool
-        if self._is_of_plain_forward(inputs) or (not self._kept and memory is not None and memory.is_spoiled):
+        if self._is_of_plain_forward(inputs):
             return None
         if (reason := self._why_not_recorded(inputs)) is not None:
             self._say(reason)
@@ -221,25 +230,37 @@ class GraphedCall:
             of in elsewhere and inputs[i].device == elsewhere[of] for i, of in self._results.items()
         )
 
-    def _may_replay(self, recorded: Recorded) -> bool:
+    def _may_replay(self, recorded: Recorded, inputs: Sequence[Any]) -> bool:
+        """Whether it can be replayed now; if that is so for good, it is given up."""
         if self._recorder.stream(self._device) != self._stream:
             self._say(_OTHER_STREAM)
             return False
-        overwritten = recorded.overwritten()
-        if any(results.are_saved_held for results in overwritten):
+        own = recorded.results
+        if own.has_visible and torch.is_inference_mode_enabled():
+            return False  # they are no inference tensors
+        if not (held := recorded.overwritten()):
+            return True
+        if own.is_saved_held():
             self._say(_HELD)
             return False
-        held = [results for results in overwritten if results.leave()]
-        if held and recorded.pool is not None:
-            recorded.pool.is_spoiled = True
-            self._forget_spoiled()
-            return False
-        return not (recorded.results.has_visible and torch.is_inference_mode_enabled())  # they are none of it
+        given = {storage_of(value) for value in inputs if isinstance(value, torch.Tensor)}
+        if any(one.is_saved_held() or (one.is_in(given) and one is not own) for one in held):
+            if self._memory.inversions >= MOST_INVERSIONS:
+                self._say(_HELD)
+                return False
+            self._memory.inversions += 1
+        else:
+            for one in held:
+                one.leave()
+        self._give_up([recorded])
+        return False
 
-    def _forget_spoiled(self) -> None:
-        good = [one for one in self._recordings if one.pool is None or not one.pool.is_spoiled]
-        self._made -= len(self._recordings) - len(good)  # the next one may come soon
-        self._recordings = good
+    def _give_up(self, recordings: Sequence[Recorded]) -> None:
+        """These will not be replayed any more, and others may come soon."""
+        for recorded in recordings:
+            self._recordings.remove(recorded)
+            self._made -= 1
+            self._memory.given_up += bool(self._kept)
 
     def _why_not_recorded(self, inputs: Sequence[Any]) -> Reason | None:
         if (why := self._why_unlike(inputs)) is not None:
@@ -262,30 +283,28 @@ class GraphedCall:
 
     def _record(self, inputs: list[Any]) -> Recorded | None:
         """A new recording, made without running anything; None if there can be none. Older ones go if they
-        read from where something came that is copied now, or lie where a forward no longer is recorded."""
+        read from where something came that is copied now, or where a forward no longer saves anything."""
         stream, copied, memory = self._recorder.stream(self._device), self._history.copied, self._memory
-        shared = memory.pool if not self._kept and memory.stream == stream else None
-        good = [
-            old for old in self._recordings if old.copied == copied and (self._kept or old.pool is shared)
-        ][: self._most - 1]
-        for old in self._recordings:
-            if old not in good:
-                old.give_up()
-        self._recordings = good
-        pool = Pool(self._recorder.new_pool()) if self._kept else shared
+        is_stale = not self._kept and memory.given_up != self._given_up
+        good = [] if is_stale else [old for old in self._recordings if old.copied == copied][: self._most - 1]
+        memory.given_up += len(self._recordings) - len(good) if self._kept else 0
+        self._recordings, self._given_up = good, memory.given_up
+        key = self._device, stream, memory if memory.inversions >= APART else None
 
         def record(given: Sequence[Any]) -> Any:
-            return self._recorder.record(self._fn, given, self._device, pool and pool.handle)
+            return self._recorder.record(self._fn, given, self._device, pool.handle)
 
         try:
+            pool = self._recorder.pools.get(key) or Pool(self._recorder.new_pool(self._device))
             recorded = Recorded(record, inputs, copied, self._kept, pool, self._leaving)
+            self._recorder.pools[key] = pool
         except Exception as error:
+            if not isinstance(error, Refusal):
+                self._recorder.pools.pop(key, None)  # it may be unusable
             self._made, self._refused = MOST_MADE, not self._recordings  # older recordings stay good
             self._say(refusal("cuda-graphs-failed", first_line(error)))
             return None
         self._stream = stream
-        if self._kept:
-            memory.pool, memory.stream = pool, stream
         self._made, self._recorded_at = self._made + 1, self._calls
         counters["cuda_graph_recordings"] += 1
         self._recordings.insert(0, recorded)

@@ -4,14 +4,14 @@ In: the inputs of a call that is recorded. Out: `Recorded`, which says whether i
 inputs of a later call, and gives their results. Those that are, or lie in, an input are, or lie in, the input
 of this call. Others *stay* where the recording writes them, or are copied, so that the next replay does not
 change them. What stays may not be held by anybody when a replay writes there again. What was *saved* for a
-backward always stays: a replay has to wait. Of what the user gets, large results stay, and are copied from
-then on if he is found to hold one of them: then all that was recorded in their memory is given up.
+backward always stays. Of what the user gets, large results stay, and are copied from then on if he is found
+to hold one of them. `Pool` knows what a replay overwrites.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,27 +39,35 @@ LITTLE = 2**20
 
 
 class Pool:
-    """Memory of recordings that respect each other. One may work where a later one has its results.
+    """Memory of recordings, which are numbered in the order in which they are made.
 
-    Attributes:
-        handle: of the recorder.
-        is_spoiled: whether somebody holds what a recording in it would overwrite. None is replayed any more.
+    A recording allocates where no earlier one has its results, and works where later ones have theirs. So it
+    can be replayed if nobody holds results of its own, or of a later one.
     """
 
     def __init__(self, handle: Any) -> None:
-        self.handle, self.is_spoiled = handle, False
-        self._results: list[weakref.ref[Results]] = []
+        self.handle = handle  #: of the recorder.
+        self._count = 0
+        self._entered: dict[int, tuple[weakref.ref[Recorded], Results]] = {}
 
-    def enter(self, results: Results) -> int:
-        """Take note of the results of one more recording; returns its number."""
-        self._results.append(weakref.ref(results))
-        return len(self._results) - 1
+    def enter(self, recorded: Recorded) -> int:
+        """Take note of one more recording; returns its number."""
+        self._count += 1
+        self._entered[self._count] = weakref.ref(recorded), recorded.results
+        return self._count
 
-    def overwritten_by(self, number: int) -> Iterator[Results]:
-        """The results of recording `number`, and of later ones."""
-        for one in self._results[number:]:
-            if (results := one()) is not None:
-                yield results
+    def held_from(self, number: int) -> list[Results]:
+        """The results of recording `number`, and of later ones, that somebody holds. Those of a recording
+        that is gone count until nobody does."""
+        held = []
+        for place, (recorded, results) in list(self._entered.items()):
+            if place < number:
+                continue
+            if results.is_held():
+                held.append(results)
+            elif recorded() is None:
+                del self._entered[place]
+        return held
 
 
 class Recorded:
@@ -67,12 +75,12 @@ class Recorded:
 
     Args:
         saved: places of results that always stay.
-        pool: in which it is recorded; None: in a common one, where no result stays.
-        leaving: places of results that are copied though they are large; may grow.
+        pool: in which it is recorded.
+        leaving: places of results that are copied though they are large, and may grow; None: all are.
 
     Attributes:
         addresses: of the inputs that it was recorded for; 0 for None. copied: the places of those that are
-            copied. pool: as given. results: how they are handed out.
+            copied. results: how they are handed out.
 
     Raises:
         Exception: it cannot be recorded; nothing was run.
@@ -84,10 +92,10 @@ class Recorded:
         inputs: Sequence[Any],
         copied: Collection[int],
         saved: Collection[int],
-        pool: Pool | None,
-        leaving: set[int],
+        pool: Pool,
+        leaving: set[int] | None,
     ) -> None:
-        self.copied, self.pool = copied, pool
+        self.copied, self._pool = copied, pool
         tensors = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
         self._copied = [_Copied.of(i, inputs[i]) for i in tensors if i in copied]
         buffers = {one.place: one.buffer for one in self._copied}
@@ -97,10 +105,10 @@ class Recorded:
         given = [buffers.get(i, value) for i, value in enumerate(inputs)]
         graph, outputs = record(given)
         self._replay = graph.replay
-        self.results = Results(outputs, given, saved, leaving, stay=pool is not None)
+        self.results = Results(outputs, given, saved, leaving)
         del outputs  # who holds one from now on is told from that
         self.results.settle()
-        self._number = pool.enter(self.results) if pool is not None else 0
+        self._number = pool.enter(self)
         groups = by_dtype([one.target for one in self._copied])
         self._groups = [[self._copied[i] for i in group] for group in groups]
 
@@ -112,13 +120,8 @@ class Recorded:
         return addresses_are(inputs, self.addresses, self._static)
 
     def overwritten(self) -> list[Results]:
-        """The results that a replay overwrites."""
-        return [self.results] if self.pool is None else [*self.pool.overwritten_by(self._number)]
-
-    def give_up(self) -> None:
-        """It will not be replayed any more. Others in its pool are not either, if somebody holds results."""
-        if self.pool is not None and self.results.is_held():
-            self.pool.is_spoiled = True
+        """The results that somebody holds, and that a replay would overwrite."""
+        return self._pool.held_from(self._number)
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """The results for `inputs`, which fit."""
@@ -169,8 +172,10 @@ class Results:
         outputs: as recorded. Those that share memory with an input are not held.
         inputs: as the recording got them.
         saved: places of results that stay where they are, unless they share memory with others.
-        leaving: places of results that do not stay; `leave` adds to it.
-        stay: whether other results may stay.
+        leaving: places of results that do not stay, to which `leave` adds; None: no others than `saved` stay.
+
+    Attributes:
+        are_left: whether a new recording is to copy what this one leaves where it is.
 
     Raises:
         Refusal: a result shows an input, or another result, as another dtype.
@@ -181,9 +186,9 @@ class Results:
         outputs: Sequence[Any],
         inputs: Sequence[Any],
         saved: Collection[int],
-        leaving: set[int],
-        stay: bool,
+        leaving: set[int] | None,
     ) -> None:
+        self.are_left = False
         self._constants: list[Any] = [None if isinstance(o, torch.Tensor) else o for o in outputs]
         self._passed: list[tuple[int, int]] = []
         #: results that are the one at an earlier place: whoever counts references must find them.
@@ -196,7 +201,7 @@ class Results:
         self._sources: list[torch.Tensor] = []
         self._direct: list[tuple[int, int]] = []
         self._of_copies: list[_View] = []
-        self._leaving, self._stay = leaving, stay
+        self._leaving = leaving
         handed_out = {id(output) for place, output in enumerate(outputs) if place not in saved}
         self._divide(outputs, inputs, {place for place in saved if id(outputs[place]) not in handed_out})
         self._staying = [*self._saved, *self._visible]
@@ -207,15 +212,12 @@ class Results:
         self._where = [tensor.data_ptr() for _, tensor in self._visible]
         self._at_rest: list[int] = []
         self._seen_at_rest: list[int] = []
+        #: whether they were handed out since nobody was found to hold them.
+        self._is_out = False
 
     def settle(self) -> None:
         """Nobody but the recording holds the results now: who does later is told from that."""
         self._at_rest, self._seen_at_rest = holders(self._storages), holders(self._seen)
-
-    @property
-    def are_saved_held(self) -> bool:
-        """Whether somebody still holds what was saved in the last replay."""
-        return bool(self._storages) and holders(self._storages) != self._at_rest
 
     @property
     def has_visible(self) -> bool:
@@ -223,24 +225,36 @@ class Results:
         return bool(self._visible)
 
     def is_held(self) -> bool:
-        """Whether somebody still holds a result that the user gets, or has given it other memory."""
+        """Whether somebody holds what stays, or has given it other memory."""
+        self._is_out = self._is_out and (self.is_saved_held() or self._is_visible_held())
+        return self._is_out
+
+    def is_saved_held(self) -> bool:
+        """Whether somebody holds what was saved in the last replay."""
+        return self._is_out and holders(self._storages) != self._at_rest
+
+    def is_in(self, storages: Collection[int]) -> bool:
+        """Whether some of what the user gets lies in these storages."""
+        return any(storage in storages for storage in self._seen)
+
+    def leave(self) -> None:
+        """Have what the user holds copied by the next recording; if it comes to that again, all."""
+        if self.are_left or self._leaving is None or not self._is_visible_held():
+            return
+        counts = zip(self._visible, holders(self._seen), self._seen_at_rest, strict=True)
+        found = {place for (place, _), now, then in counts if now != then}
+        self._leaving |= found if found and not self._leaving else {place for place, _ in self._visible}
+        self.are_left = True
+
+    def _is_visible_held(self) -> bool:
         return bool(self._visible) and (
             holders(self._seen) != self._seen_at_rest
             or [tensor.data_ptr() for _, tensor in self._visible] != self._where
         )
 
-    def leave(self) -> bool:
-        """Have what `is_held` copied by the next recording; if it comes to that again, all. Returns whether
-        there is anything."""
-        if not self.is_held():
-            return False
-        counts = zip(self._visible, holders(self._seen), self._seen_at_rest, strict=True)
-        found = {place for (place, _), now, then in counts if now != then}
-        self._leaving |= found if found and not self._leaving else {place for place, _ in self._visible}
-        return True
-
     def hand_out(self, inputs: Sequence[Any]) -> list[Any]:
         """The results of the replay that has just been made with `inputs`."""
+        self._is_out = True
         results = list(self._constants)
         for place, i in self._passed:
             results[place] = inputs[i]
@@ -302,7 +316,7 @@ class Results:
 
     def _may_stay(self, members: dict[int, torch.Tensor]) -> bool:
         is_large = any(tensor.untyped_storage().nbytes() >= LITTLE for tensor in members.values())
-        return self._stay and is_large and self._leaving.isdisjoint(members)
+        return is_large and self._leaving is not None and self._leaving.isdisjoint(members)
 
     def _copy(self, members: dict[int, torch.Tensor]) -> None:
         """These results, which share memory if there are several, are copied."""
