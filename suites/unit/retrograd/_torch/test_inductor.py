@@ -166,3 +166,59 @@ def test_other_threads_keep_inductors_own_rule_meanwhile() -> None:
     with config.patch(post_grad_custom_pre_pass=asking):
         compile_graph(gm, [fake])
     assert asking.answers == [False, True]
+
+
+def _head_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of a linear layer whose rows the joint passes have padded for the first one alone."""
+    aten = torch.ops.aten
+    grad = grad * 2
+    for_weight = aten.mm.default(aten.permute.default(grad, [1, 0]), x)
+    wide = aten.constant_pad_nd.default(grad, [0, 3, 0, 0])
+    for_x = aten.mm.default(wide, aten.constant_pad_nd.default(weight, [0, 0, 0, 3]))
+    return for_x, for_weight.cos()
+
+
+def _head(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A linear layer with padded rows, read by a sum."""
+    aten = torch.ops.aten
+    wide = aten.mm.default(x, aten.constant_pad_nd.default(weight, [0, 3]))
+    out = aten.slice.Tensor(wide, 1, 0, weight.shape[1])
+    return out, out.exp().sum(1)
+
+
+def _passed(fn: Any, *shapes: tuple[int, ...], seen: int = 0) -> tuple[fx.Graph, list[Any]]:
+    """The graph of `fn` behind the joint passes, and what its code gives beside what `fn` gives."""
+    mode, generator = FakeTensorMode(), torch.Generator().manual_seed(0)
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    with mode:
+        fakes = [mode.from_tensor(value) for value in inputs]
+        gm = make_fx(fn)(*fakes)
+    results = [*zip(compile_graph(gm, fakes, visible=seen)([*inputs]), fn(*inputs), strict=True)]
+    output = gm.graph.output_node()
+    output.meta["user_visible_output_idxs"] = [*range(seen)]
+    made = [node.meta["val"] for node in output.args[0]]  # type: ignore[union-attr]
+    output.meta["original_output_strides"] = [(value.shape[1], 1) for value in made[:seen]] + [None] * 9
+    with with_joint_passes(), V.set_fake_mode(mode):
+        passes: Any = config.post_grad_custom_pre_pass
+        passes(gm.graph)
+    return gm.graph, results
+
+
+def test_a_product_of_a_transposed_matrix_reads_it_padded_as_another_one_does() -> None:
+    graph, results = _passed(_head_backward, (6, 5), (6, 4), (5, 4))
+    products = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert sorted(tuple(node.meta["val"].shape) for node in products) == [(6, 4), (8, 4)]
+    graph.lint()
+    for found, wanted in results:
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("seen", [0, 1])
+def test_what_the_user_gets_of_a_padded_product_is_copied_in_the_graph(seen: int) -> None:
+    graph, results = _passed(_head, (6, 4), (4, 5), seen=seen)
+    copies = graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+    assert [node.meta["val"].stride() for node in copies] == [(5, 1)] * seen
+    for found, wanted in results:
+        torch.testing.assert_close(found, wanted)

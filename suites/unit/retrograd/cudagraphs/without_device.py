@@ -1,9 +1,9 @@
 """A recorder without a device: it remembers where the inputs were, and computes from there again.
 
 What it records reads the memory that the inputs had, not the inputs of the call, and writes its results to
-the same memory in each replay. A replay also spoils what later recordings in its pool have given, whether they
-still exist or not: it may work there. So a stale address, a missing copy and a result that is overwritten show
-as wrong numbers, as they would on a GPU.
+the same memory in each replay. A replay also spoils what later recordings in its pool have given, whether
+they still exist or not: it may work there. So a stale address, a missing copy and a result that is
+overwritten show as wrong numbers, as they would on a GPU.
 """
 
 from __future__ import annotations

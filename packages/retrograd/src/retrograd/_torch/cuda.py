@@ -4,9 +4,9 @@ In: a function over a list of tensors; the streams that user code switched to, s
 that was made. Out: a CUDA graph, and results that lie in memory of their own, which each replay writes anew;
 waits between streams.
 
-What is recorded allocates from a *pool*, of which each recording holds its results; the rest of it any of them
-may write. Their replays run one after the other, on one stream. Who replays looks after results of recordings
-that are made later: the replay of an earlier one may write there.
+What is recorded allocates from a *pool*, of which each recording holds its results; the rest of it any of
+them may write. Their replays run one after the other, on one stream. Who replays looks after the results of
+recordings that were made later: a replay of an earlier one may write there.
 
 Eager runs each node of a backward on the stream of its forward, and has the caller's stream wait for those of
 the leaves. No Python interface tells a node's stream, so a plan runs on the stream that is current where

@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from retrograd._torch.fx import copied, is_write_to_input, with_strides
 from retrograd._torch.inductor.disk_cache import is_cache_trusted
+from retrograd._torch.inductor.padding import close_gaps, read_padded
 from retrograd._torch.patches import handled_here
 from retrograd._torch.trace.fakes import know_values
 from retrograd.graph.lazy import LazyGraph
@@ -153,7 +154,7 @@ def _with_shape_env(fake_mode: FakeTensorMode | None) -> Iterator[None]:
 
 
 class _JointPasses(CustomGraphPass):
-    """The joint passes, then the pass that the user has set in this place.
+    """The joint passes, what their padding leaves to be done, then the pass that the user has set here.
 
     Later passes read from example values which nodes share memory. Stock computes all of them again between
     the joint passes and these; what those leave behind on the way here is computed again as well.
@@ -169,20 +170,24 @@ class _JointPasses(CustomGraphPass):
         assert gm is not None
         held = {node: (node.args, node.kwargs) for node in graph.nodes}
         joint_graph_passes(gm)
+        read_padded(graph)
+        examples = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
         stale = {
             node
             for node in graph.nodes
             if node not in held or node.args is not held[node][0] or node.kwargs is not held[node][1]
         }
         if stale:
-            know_values(gm, [node.meta["val"] for node in graph.find_nodes(op="placeholder")], stale)
+            know_values(gm, examples, stale)
+        if copies := close_gaps(graph):
+            know_values(gm, examples, copies)
         for each in self._then:
             each(graph)
 
     def uuid(self) -> Any | None:
         """Tells Inductor's cache what runs here; None (nothing is cached) if the user's pass cannot."""
         theirs = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._then]
-        return None if None in theirs else ("retrograd-joint-passes-3", torch.__version__, *map(repr, theirs))
+        return None if None in theirs else ("retrograd-joint-passes-4", torch.__version__, *map(repr, theirs))
 
 
 def with_joint_passes() -> AbstractContextManager[Any]:
