@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from retrograd.cudagraphs import graphed_call, recorded
 from retrograd.cudagraphs.graphed_call import (
@@ -809,6 +810,31 @@ def test_what_a_function_that_is_gone_has_given_is_not_overwritten_by_others():
         assert one([x.fill_(step)])[0].tolist() == [2.0 * step] * 8
     assert held.tolist() == [6] * 8
     assert recorder.lie_in == [1, 1, 1]  # recorded once more, where that is not
+
+
+@pytest.mark.usefixtures("all_large")
+def test_memory_of_a_function_that_is_gone_is_free_for_what_is_recorded_later():
+    recorder, x = Recorder(), torch.ones(8)
+    made = []
+
+    def remembered(inputs):
+        made.append(StorageWeakRef((result := inputs[0] * 2).untyped_storage()))
+        return [result]
+
+    one, _ = pair(recorder)
+    other, _ = call_of(remembered, recorder, SharedMemory(), held=64)
+    third, _ = pair(recorder)
+    for _ in range(WARM_UPS + 2):
+        one([x])
+        other([x])
+    recorded_into = made[WARM_UPS]
+    assert not recorded_into.expired()
+    del other
+    gc.collect()
+    for _ in range(WARM_UPS + 2):
+        third([x])
+    assert recorder.lie_in == [1, 1, 1]
+    assert recorded_into.expired()
 
 
 @pytest.mark.usefixtures("all_large")

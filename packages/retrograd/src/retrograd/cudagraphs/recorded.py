@@ -57,17 +57,15 @@ class Pool:
         return self._count
 
     def held_from(self, number: int) -> list[Results]:
-        """The results of recording `number`, and of later ones, that somebody holds. Those of a recording
-        that is gone count until nobody does."""
-        held = []
+        """The results of recording `number`, and of later ones, that somebody holds."""
+        self.let_go()
+        return [one for place, (_, one) in self._entered.items() if place >= number and one.is_held()]
+
+    def let_go(self) -> None:
+        """Forget recordings that are gone, unless somebody holds what they gave: its memory is free then."""
         for place, (recorded, results) in list(self._entered.items()):
-            if place < number:
-                continue
-            if results.is_held():
-                held.append(results)
-            elif recorded() is None:
+            if recorded() is None and not results.is_held():
                 del self._entered[place]
-        return held
 
 
 class Recorded:
@@ -103,6 +101,7 @@ class Recorded:
         self._layouts = {i: geometry_of(inputs[i]) for i in tensors}
         self.addresses = [v.data_ptr() if isinstance(v, torch.Tensor) else 0 for v in inputs]
         given = [buffers.get(i, value) for i, value in enumerate(inputs)]
+        pool.let_go()
         graph, outputs = record(given)
         self._replay = graph.replay
         self.results = Results(outputs, given, saved, leaving)

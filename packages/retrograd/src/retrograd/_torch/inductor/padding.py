@@ -91,4 +91,4 @@ def _has_gaps(value: Any) -> bool:
 
 
 def _contiguous(shape: Any) -> tuple[int, ...]:
-    return tuple(torch._prims_common.make_contiguous_strides_for(shape))
+    return torch.empty(shape, device="meta").stride()
