@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from retrograd.cudagraphs import graphed_call, recorded
 from retrograd.cudagraphs.graphed_call import (
     MOST_LARGE,
+    MOST_MOVES,
     MOST_RECORDINGS,
     WARM_UPS,
     AddressHistory,
@@ -344,6 +345,23 @@ def test_addresses_that_come_again_are_recorded_and_little_that_changes_is_copie
     assert not history.note([2, 4], SIZES)  # both together are more
     assert history.copied == {1}
     assert history.note([2, 5], SIZES)
+
+
+def test_what_moves_to_where_a_recording_gives_it_is_not_copied_unless_it_goes_on_moving():
+    history = AddressHistory(held=64)
+    assert [history.note([1, i], SIZES, given) for i, given in ((1, []), (2, []), (3, [1]), (3, [1]))] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert history.copied == {1}
+    assert history.settle([1])
+    assert history.copied == frozenset()
+    moving = range(4, 4 + MOST_MOVES)
+    assert [history.note([1, i], SIZES, [1]) for i in moving] == [*[False] * (MOST_MOVES - 1), True]
+    assert history.copied == {1}
+    assert not history.settle([1])
 
 
 def test_batches_in_turn_share_one_recording_of_a_forward():
@@ -900,9 +918,13 @@ def test_pieces_of_a_program_work_in_one_memory():
         found, expected = run_pieces(made, x.fill_(step % 3))
         assert torch.equal(found, expected)
         del found
-    assert recorder.lie_in == [1] * 6
+    assert set(recorder.lie_in) == {1}
     assert recorder.replays > 6 * 10
     assert not any(told for *_, told in made)
+    forwards, backwards, _ = zip(*made, strict=True)
+    copied = [piece._history.copied for piece in (*forwards, *backwards)]
+    # each reads what it is given where it is, but for the gradient that the test makes
+    assert copied == [set()] * 5 + [{1}]
 
 
 @pytest.mark.usefixtures("all_large")
@@ -920,7 +942,7 @@ def test_what_was_recorded_before_what_runs_earlier_is_recorded_once_more():
         found, expected = run_pieces(made, x.fill_(step % 3))
         assert torch.equal(found, expected)
         del found
-    assert recorder.records <= before + 12
+    assert recorder.records <= before + 15
     replays = recorder.replays
     run_pieces(made, x)
     assert recorder.replays == replays + 6

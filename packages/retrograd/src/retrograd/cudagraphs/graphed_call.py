@@ -16,7 +16,7 @@ it: what is to be called while he does is recorded once more, behind it.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +40,9 @@ NOT_NOW, HELD = "cuda-graphs-not-now", "cuda-graphs-held"
 
 #: how many calls without a recording are remembered.
 REMEMBERED = 4
+#: so often may an input move to where a recording gives it before it is copied nevertheless; and in so many
+#: replays it is looked whether what is copied has moved there.
+MOST_MOVES, FIRST_REPLAYS = 8, 8
 
 
 class AddressHistory:
@@ -57,18 +60,32 @@ class AddressHistory:
         self.copied: frozenset[int] = frozenset()
         self._held, self._written = held, frozenset(written)
         self._last: deque[list[int]] = deque(maxlen=REMEMBERED)
+        self._moves: Counter[int] = Counter()
 
-    def note(self, addresses: list[int], sizes: Sequence[int]) -> bool:
-        """Note a call that no recording fits, with the bytes of its inputs. Returns whether to record it: its
-        addresses have come before, but for what is copied; and what has changed since the last call is copied
-        from now on, if that is little."""
+    def note(self, addresses: list[int], sizes: Sequence[int], given: Collection[int] = ()) -> bool:
+        """Note a call that no recording fits, with the bytes of its inputs, and the places of those that a
+        recording has `given`. Returns whether to record it: its addresses have come before, but for what is
+        copied; and what has changed since the last call is copied from now on, if that is little."""
         if self._last:
             changed = self._changed(addresses, self._last[-1]) - self._written
+            changed -= self._moved_to(changed.intersection(given))
             if sum(sizes[i] for i in self.copied | changed) <= self._held:
                 self.copied |= changed
         is_again = any(not self._changed(addresses, before) for before in self._last)
         self._last.append(addresses)
         return is_again
+
+    def settle(self, given: Collection[int]) -> bool:
+        """Copy no longer what a recording has `given`: it will come from there again. Returns whether there
+        is any."""
+        settled = self._moved_to(self.copied.intersection(given))
+        self.copied -= settled
+        return bool(settled)
+
+    def _moved_to(self, places: Collection[int]) -> set[int]:
+        """Count one more move; returns what has not moved too often."""
+        self._moves.update(places)
+        return {i for i in places if self._moves[i] <= MOST_MOVES}
 
     def _changed(self, addresses: list[int], before: list[int]) -> set[int]:
         pairs = enumerate(zip(addresses, before, strict=True))
@@ -203,6 +220,10 @@ class GraphedCall:
         """The recording to replay; None if the function is to run as it is."""
         self._give_up([recorded for recorded in self._recordings if recorded.results.are_left])
         recorded = next((one for one in self._recordings if one.fits(inputs, self._loose)), None)
+        is_young = recorded is None or recorded.replays < FIRST_REPLAYS
+        if is_young and self._history.copied and self._history.settle(self._given(inputs)) and recorded:
+            self._give_up([recorded])
+            recorded = None
         if recorded is not None and self._may_replay(recorded, inputs):
             if recorded is not self._recordings[0]:
                 self._recordings.remove(recorded)
@@ -218,10 +239,16 @@ class GraphedCall:
             return None
         addresses = [0 if value is None else value.data_ptr() for value in inputs]
         sizes = [0 if value is None else value.nbytes for value in inputs]
-        is_again = self._history.note(addresses, sizes)
+        is_again = self._history.note(addresses, sizes, self._given(inputs))
         if self._calls <= WARM_UPS or self._calls - self._recorded_at < 2**self._made - 1 or not is_again:
             return None
         return self._record(inputs)
+
+    def _given(self, inputs: Sequence[Any]) -> set[int]:
+        """The places of inputs that lie where a recording gives them."""
+        storages = {i: storage_of(value) for i, value in enumerate(inputs) if value is not None}
+        pools = list(self._recorder.pools.values())
+        return {i for i, storage in storages.items() if any(pool.gives(storage) for pool in pools)}
 
     def _is_of_plain_forward(self, inputs: Sequence[Any]) -> bool:
         """Whether some of `inputs` are where only a forward that was run as it is gives them."""

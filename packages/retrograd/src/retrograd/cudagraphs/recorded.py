@@ -61,6 +61,10 @@ class Pool:
         self.let_go()
         return [one for place, (_, one) in self._entered.items() if place >= number and one.is_held()]
 
+    def gives(self, storage: int) -> bool:
+        """Whether a recording hands out this storage."""
+        return any(one.hands_out(storage) for _, one in self._entered.values())
+
     def let_go(self) -> None:
         """Forget recordings that are gone, unless somebody holds what they gave: its memory is free then."""
         for place, (recorded, results) in list(self._entered.items()):
@@ -78,7 +82,7 @@ class Recorded:
 
     Attributes:
         addresses: of the inputs that it was recorded for; 0 for None. copied: the places of those that are
-            copied. results: how they are handed out.
+            copied. results: how they are handed out. replays: how many there were.
 
     Raises:
         Exception: it cannot be recorded; nothing was run.
@@ -93,7 +97,7 @@ class Recorded:
         pool: Pool,
         leaving: set[int] | None,
     ) -> None:
-        self.copied, self._pool = copied, pool
+        self.copied, self._pool, self.replays = copied, pool, 0
         tensors = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
         self._copied = [_Copied.of(i, inputs[i]) for i in tensors if i in copied]
         buffers = {one.place: one.buffer for one in self._copied}
@@ -126,6 +130,7 @@ class Recorded:
         """The results for `inputs`, which fit."""
         for group in self._groups:
             copy_each([one.target for one in group], [one.source(inputs[one.place]) for one in group])
+        self.replays += 1
         self._replay()
         return self.results.hand_out(inputs)
 
@@ -235,6 +240,10 @@ class Results:
     def is_in(self, storages: Collection[int]) -> bool:
         """Whether some of what the user gets lies in these storages."""
         return any(storage in storages for storage in self._seen)
+
+    def hands_out(self, storage: int) -> bool:
+        """Whether something that stays lies in this storage."""
+        return storage in self._storages or storage in self._seen
 
     def leave(self) -> None:
         """Have what the user holds copied by the next recording; if it comes to that again, all."""
