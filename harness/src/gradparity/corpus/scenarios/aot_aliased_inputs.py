@@ -309,3 +309,33 @@ def aot_who_counts_a_change_of_shared_memory(p: Probe) -> None:
                         out.sum().backward()
                 except RuntimeError as error:
                     p.event(f"error {number}", "modified by an inplace operation" in str(error))
+
+
+@scenario(tags=(*TAGS, "in-place"))
+def aot_leaf_that_is_a_view_beside_its_view(p: Probe) -> None:
+    """A leaf that is a view of what needs no gradient, and a view of the leaf; one of them is changed."""
+    kinds: dict[str, Callable[[Tensor], Tensor]] = {
+        "plain": lambda t: t,
+        "transposed": lambda t: t.t(),
+        "a part": lambda t: t[1:],
+        "columns": lambda t: t[:, ::2],
+    }
+    for kind, make in kinds.items():
+        for changed in (0, 1, None):
+            for order in (1, -1):
+
+                def run(x: Tensor, seen: Tensor, changed: int | None = changed) -> Tensor:
+                    if changed is not None:
+                        with torch.no_grad():
+                            (x, seen)[changed].add_(2.0)
+                    return x * 3 + seen.sum()
+
+                name = f"{kind} {changed} {order}"
+                leaf = p.leaf(name, make(p.randn(3, 4)).requires_grad_())
+                seen = leaf[::1] if changed else leaf.detach()[::1]
+                out = p.compile(run)(*(leaf, seen)[::order])
+                p.event(name, out.requires_grad, *history(leaf), *history(seen))
+                p.value(name, (out, leaf.detach(), seen.detach()))
+                if out.requires_grad:
+                    with p.backward():
+                        out.sum().backward()

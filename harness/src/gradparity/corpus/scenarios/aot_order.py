@@ -355,3 +355,25 @@ def aot_many_leaves_hooked_by_a_hook(p: Probe) -> None:
     leaves[6].register_hook(p.hook("sets", lambda grad: _observe(p, leaves)))
     with p.backward():
         out.sum().backward()
+
+
+@scenario(tags=(*TAGS, "higher-order"))
+def aot_leaves_of_a_second_derivative(p: Probe) -> None:
+    """Gradients of a second derivative accumulate in eager's order, however the function takes its inputs."""
+    for count in (2, 3, 5):
+        for order in (1, -1):
+
+            def run(*leaves: Tensor, order: int = order) -> Tensor:
+                made = leaves[0].sin()
+                for leaf in leaves[::order]:
+                    made = (made * leaf).exp()
+                return made
+
+            leaves = [p.leaf(f"{count} {order} {i}", p.rand(3, requires_grad=True)) for i in range(count)]
+            out = p.compile(run)(*leaves).sum()
+            for i, leaf in enumerate(leaves):
+                leaf.register_post_accumulate_grad_hook(p.hook(f"{count} {order} {i}", kind="post_accumulate"))
+            for wanted in (leaves[:1], leaves[1:]):
+                with p.backward():
+                    slopes = torch.autograd.grad(out, wanted, create_graph=True)
+                    sum(slope.pow(2).sum() for slope in slopes).backward(retain_graph=True)

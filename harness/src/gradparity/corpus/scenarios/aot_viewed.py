@@ -346,3 +346,56 @@ def aot_indexed_outputs_that_are_differentiated_again(p: Probe) -> None:
             with p.backward():
                 (grads[0].square().sum() + grads[1].sin().sum()).backward()
             p.value(f"{name} {rows}", (*grads, *(slope.grad for slope in slopes)))
+
+
+HIDDEN: dict[str, Map] = {
+    "detached": lambda t: t.detach(),
+    "detached part": lambda t: t[1:].detach(),
+    "detached row": lambda t: t.detach()[0],
+}
+ODD: dict[str, Callable[[Probe], Tensor]] = {
+    "negated": lambda p: torch.complex(p.randn(3, 4), p.randn(3, 4)).conj().imag,
+    "columns": lambda p: p.randn(4, 3).t(),
+    "wider": lambda p: p.randn(3, 4).double(),
+}
+
+
+@scenario(tags=TAGS)
+def aot_views_with_and_without_a_history(p: Probe) -> None:
+    """Views of one hidden value, one of them detached, beside a result, in a backward that is made anew."""
+    for kind, odd in ODD.items():
+        for name, hidden in HIDDEN.items():
+            for place in range(3):
+
+                def run(x: Tensor, place: int = place, hidden: Map = hidden) -> list[Tensor]:
+                    value = x * 3
+                    made = [value.transpose(0, 1), value - value.cos()]
+                    made.insert(place, hidden(value))
+                    return made
+
+                x = p.leaf(f"{kind} {name} {place}", p.randn(3, 4, requires_grad=True))
+                made = p.compile(run)(x)
+                result = next(one for one in reversed(made) if one.requires_grad)
+                with p.backward():
+                    torch.autograd.backward([result], [odd(p).to(result.dtype)])
+                p.value(f"{kind} {name} {place}", [one.detach() for one in made])
+                p.event(f"{kind} {name} {place}", [one.requires_grad for one in made])
+
+
+@scenario(tags=TAGS)
+def aot_view_of_a_view_that_was_made_a_leaf(p: Probe) -> None:
+    """A function makes a view of its input, or of a value, require grad, and returns a view of that."""
+    for name, base in {"input": lambda t: t, "value": lambda t: t.exp()}.items():
+        for kind, view in VIEWS.items():
+            for returns_leaf in (False, True):
+
+                def run(x: Tensor, base: Map = base, view: Map = view, both: bool = returns_leaf) -> Any:
+                    leaf = base(x)[:, :]
+                    leaf.requires_grad_()
+                    return (view(leaf), leaf) if both else [view(leaf)]
+
+                seen, *leaf = p.compile(run)(p.randn(3, 4))
+                p.event(f"{kind} of {name} {returns_leaf}", *history(seen))
+                with p.backward():
+                    seen.sum().backward()
+                p.value(f"{kind} of {name} {returns_leaf}", [one.grad for one in leaf])

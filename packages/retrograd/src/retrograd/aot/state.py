@@ -169,6 +169,8 @@ class _Fakes:
     def _group(self, keys: Sequence[int], tensors: Sequence[torch.Tensor]) -> AliasGroup:
         with self.mode if any(map(is_fake, tensors)) else nullcontext():
             base = common_base(tensors)
+            if base is not None and any(t.requires_grad and not base.requires_grad for t in tensors):
+                base = None  # a view of it was made a leaf
         members = tuple(
             MemberView(
                 key,

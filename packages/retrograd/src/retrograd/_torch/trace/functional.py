@@ -245,6 +245,7 @@ _CHANGES = {
 }
 #: take an offset from the beginning of the memory, as their fourth or fifth argument.
 _STRIDED = {"as_strided": 3, "as_strided_": 3, "as_strided_copy": 3, "as_strided_scatter": 4}
+_WINDOWS = {"as_strided", "as_strided_"}
 #: `torch.FloatTensor` and its like make a tensor by it: one of the function's own.
 _LIFT = torch.ops.aten.lift_fresh.default
 #: `torch.tensor` calls it for a symbolic number; without history it does nothing.
@@ -267,6 +268,7 @@ class FreeTensors(TorchFunctionMode):
 
     Attributes:
         bared: tensors of which ``.data`` was taken.
+        strided: what ``as_strided`` gave, which may lie beside the tensor that it was called on.
         reads_offsets: whether anything depended on where a tensor begins in its memory.
     """
 
@@ -274,6 +276,7 @@ class FreeTensors(TorchFunctionMode):
         super().__init__()
         self._lift = lift
         self.bared: list[torch.Tensor] = []
+        self.strided: list[torch.Tensor] = []
         self.reads_offsets = False
 
     def __torch_function__(
@@ -294,7 +297,10 @@ class FreeTensors(TorchFunctionMode):
             args, kwargs = pytree.tree_map(_known, (args, kwargs))
         free = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_free(leaf)]
         if not free or func is _LIFT:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if name in _WINDOWS:
+                self.strided.append(result)
+            return result
         args, kwargs = pytree.tree_map(self._replaced, (args, kwargs))
         result = func(*args, **kwargs)
         # What is changed in place is given back as the tensor that the function has: it may keep it.

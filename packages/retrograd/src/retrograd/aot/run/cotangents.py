@@ -260,9 +260,11 @@ def _second_run(
     with torch.enable_grad():
         given = {n: primal.clone() if n in call.changed else primal for n, primal in primals.items()}
         entries = {n: primal[...] for n, primal in primals.items() if joint.primals[n].differentiable}
-        for n in () if differentiable else _leaves(joint):
-            if is_view_cast_once or not primals[n]._is_view():
-                entries[n] = given[n].detach().requires_grad_()  # autocast casts a leaf once for all its uses
+        for n in _leaves(joint):  # autocast casts a leaf once for all its uses
+            if differentiable:
+                entries[n] = entries[n] if n in call.changed else primals[n]
+            elif is_view_cast_once or not primals[n]._is_view():
+                entries[n] = given[n].detach().requires_grad_()
         for n, entry in entries.items():
             entry._is_param = isinstance(primals[n], nn.Parameter)  # modules ask, and wrap what is none
         given = {n: one for n, one in given.items() if n in call.changed} | entries
@@ -348,8 +350,10 @@ def _values(joint: JointValues, outputs: Sequence[Any], given: Mapping[int, Any]
         if isinstance(plan, ComputedOutput):
             tensors[plan.value] = output
         elif isinstance(plan, AliasOf):
-            if plan.value is not None and plan.value not in tensors:
-                tensors[plan.value] = common_base([output])
+            if plan.value is not None:
+                known = tensors.get(plan.value)
+                if known is None or not known.requires_grad:  # a view without history has no base with one
+                    tensors[plan.value] = common_base([output])
             if plan.made is not None:
                 tensors[plan.made] = output
     edges = [edge_of(tensors[j.value]) for j in joint.signature.boundaries if j.is_visible]

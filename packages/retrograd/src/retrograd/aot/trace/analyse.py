@@ -130,6 +130,8 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
             raise not_representable(
                 f"it may change {primal.name} through .data, which no version counter shows"
             )
+        if changes.elements and any(_lies_beside(one, tensor) for one in inputs.strided):
+            raise not_representable(f"it may change memory beside {primal.name}, through as_strided")
         unseen = tensor.grad_fn is inputs.histories[number] and changes.is_unseen
         if changes.shape and (primal.wrapping.cls is not None or primal.differentiable):
             raise not_representable(
@@ -139,6 +141,11 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
         value = analysis.add(TracedValue(tensor, False, not unseen)) if changes.elements else None
         updates.append(Update(number, value, view, unseen, version))
     return updates
+
+
+def _lies_beside(view: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether it shows memory of `tensor`, and some that is none of its elements."""
+    return storage_key(view) == storage_key(tensor) and not lies_within(view, tensor)
 
 
 def _version(value: Any) -> int:
@@ -293,6 +300,8 @@ class _Outputs:
     def _seen(self, output: torch.Tensor, base: torch.Tensor) -> View:
         """How `output` looks at the memory of `base`."""
         differentiable = output.requires_grad
+        if differentiable and output.grad_fn is not None and not base.requires_grad:
+            raise not_representable("it makes a view a leaf, and returns a view of that")
         if differentiable and passes_through_function(output, base):
             raise not_representable(
                 "a Function returns a view of what it was given, which the caller gets as well"

@@ -63,7 +63,7 @@ class Inputs:
         entries: by source (leaf of the state, or after those what the function found), what the function
             sees.
         entered: by primal, the tensor that the function can change.
-        bared: tensors of which the function took ``.data``.
+        bared: tensors of which the function took ``.data``. strided: what ``as_strided`` gave it.
         reads_offsets: whether it depends on where tensors begin in their memory.
         histories: by primal, the ``grad_fn`` with which it entered.
     """
@@ -77,6 +77,7 @@ class Inputs:
     entered: list[Any] = field(default_factory=list)
     entries: list[Any] = field(default_factory=list)
     bared: list[Any] = field(default_factory=list)
+    strided: list[Any] = field(default_factory=list)
     reads_offsets: bool = False
     histories: list[Any] = field(default_factory=list)
 
@@ -92,7 +93,7 @@ class Inputs:
             if torch.is_grad_enabled() != self.state.thread_modes.grad:
                 raise not_representable("it leaves grad mode switched")
         self.tracer.refuse_other_numbers()
-        self.bared, self.reads_offsets = free.bared, free.reads_offsets
+        self.bared, self.strided, self.reads_offsets = free.bared, free.strided, free.reads_offsets
         return result
 
     def with_aliases(self, plan: EntryPlan) -> EntryPlan:
