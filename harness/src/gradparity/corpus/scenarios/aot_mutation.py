@@ -442,32 +442,3 @@ def aot_shape_of_a_view_of_an_input(p: Probe) -> None:
             p.value(name, p.compile(way)(a))
             p.event(name, a._version, *a.shape)
         p.value(f"{name}: a", a)
-
-
-@scenario(tags=(*TAGS, "views"))
-def aot_write_beside_the_input(p: Probe) -> None:
-    """Through `as_strided` a function writes before, behind, across the border of, and inside its input."""
-    for begin, end in ((0, 4), (3, 6), (4, 8), (8, 8)):
-        for place in (0, 2, 3, 5):
-
-            def run(x: Tensor, place: int = place) -> tuple[Tensor, Tensor]:
-                window = torch.as_strided(x, (2,), (2,), place)
-                window.mul_(3.0)
-                return window, x.sum() + window.sum()
-
-            whole = p.watch(f"{begin}-{end} {place}", p.randn(8))
-            p.value(f"{begin}-{end} {place}", p.compile(run)(whole[begin:end]))
-
-
-@scenario(tags=(*TAGS, "views"))
-def aot_read_beside_an_input_that_is_changed(p: Probe) -> None:
-    """A function changes its input, and reads what lies beside it in memory."""
-    for begin, end in ((0, 4), (3, 6)):
-        for place in (0, 5):
-
-            def run(x: Tensor, place: int = place) -> Tensor:
-                x.mul_(3.0)
-                return torch.as_strided(x, (2,), (1,), place) * 2
-
-            whole = p.watch(f"{begin}-{end} {place}", p.randn(8))
-            p.value(f"{begin}-{end} {place}", p.compile(run)(whole[begin:end]))

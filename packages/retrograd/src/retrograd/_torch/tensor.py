@@ -234,6 +234,14 @@ def shares_elements(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def may_share_elements(tensor: torch.Tensor) -> bool:
+    """The same, where sizes may be symbolic; asks for no guard."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(
+        type(stride) is int and stride == 0 and (type(size) is not int or size > 1) for size, stride in pairs
+    )
+
+
 def _extent(tensor: torch.Tensor) -> tuple[Any, Any]:
     first = tensor.storage_offset()
     pairs = zip(tensor.shape, tensor.stride(), strict=True)

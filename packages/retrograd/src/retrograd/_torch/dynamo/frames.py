@@ -268,6 +268,9 @@ def why_not_as_given(item: GraphInput) -> str | None:
         return "its dimensions, dtype or device"
     if [*map(hint_of, fake.shape)] != [*map(hint_of, given.shape)]:
         return "its sizes"
+    strides = zip(fake.shape, map(hint_of, fake.stride()), given.stride(), strict=True)
+    if any(hint_of(size) not in (0, 1) and one != other for size, one, other in strides):
+        return "its strides"
     return None
 
 

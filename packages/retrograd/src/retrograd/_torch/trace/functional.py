@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transfor
 
 from retrograd._torch import pytree
 from retrograd._torch.fx import FILLING, is_operator_overload, schema_of
-from retrograd._torch.tensor import inner_tensors, may_overlap, storage_of
+from retrograd._torch.tensor import inner_tensors, may_overlap, may_share_elements, storage_of
 from retrograd._torch.trace.graph_tracer import noted
 from retrograd.errors import Refusal, not_representable
 
@@ -245,7 +245,8 @@ _CHANGES = {
 }
 #: take an offset from the beginning of the memory, as their fourth or fifth argument.
 _STRIDED = {"as_strided": 3, "as_strided_": 3, "as_strided_copy": 3, "as_strided_scatter": 4}
-_WINDOWS = {"as_strided", "as_strided_"}
+#: change what a tensor says of itself, and none of its elements.
+_WRITE_NOTHING = {"requires_grad_", "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"}
 #: `torch.FloatTensor` and its like make a tensor by it: one of the function's own.
 _LIFT = torch.ops.aten.lift_fresh.default
 #: `torch.tensor` calls it for a symbolic number; without history it does nothing.
@@ -268,7 +269,7 @@ class FreeTensors(TorchFunctionMode):
 
     Attributes:
         bared: tensors of which ``.data`` was taken.
-        strided: what ``as_strided`` gave, which may lie beside the tensor that it was called on.
+        strided: what ``as_strided`` and its like gave, with what they were called on.
         reads_offsets: whether anything depended on where a tensor begins in its memory.
     """
 
@@ -276,8 +277,9 @@ class FreeTensors(TorchFunctionMode):
         super().__init__()
         self._lift = lift
         self.bared: list[torch.Tensor] = []
-        self.strided: list[torch.Tensor] = []
+        self.strided: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.reads_offsets = False
+        self._expanded: dict[int, torch.Tensor] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -290,21 +292,32 @@ class FreeTensors(TorchFunctionMode):
             raise not_representable(f"it calls {name} under autocast, whose kernel casts inside")
         if func in _CHANGES and not (func is _DETACH and not args[0].requires_grad):
             raise Refusal("tensor-changed", f"it changes a tensor by {_CHANGES[func]}")
+        kwargs = kwargs or {}
         if func == _DATA:
             self.bared.append(args[0])
-        kwargs = kwargs or {}
+        if args and id(args[0]) in self._expanded and _writes(name):
+            raise not_representable(f"it calls {name} on an expanded tensor, or on a part of one")
         if name in _BY_VALUE:
             args, kwargs = pytree.tree_map(_known, (args, kwargs))
         free = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_free(leaf)]
         if not free or func is _LIFT:
             result = func(*args, **kwargs)
-            if name in _WINDOWS:
-                self.strided.append(result)
+            of: Any = args[0] if args else kwargs.get("input")
+            if name in _STRIDED:
+                self.strided.append((result, of))
+            self._note_expanded(of, result)
             return result
         args, kwargs = pytree.tree_map(self._replaced, (args, kwargs))
         result = func(*args, **kwargs)
         # What is changed in place is given back as the tensor that the function has: it may keep it.
         return next((leaf for leaf in free if self._lift(leaf) is result), result)
+
+    def _note_expanded(self, of: Any, result: Any) -> None:
+        for one in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(one, torch.Tensor) and is_traced(one):
+                is_part = id(of) in self._expanded and storage_key(one) == storage_key(of)
+                if is_part or may_share_elements(one):
+                    self._expanded[id(one)] = one
 
     def _replaced(self, leaf: Any) -> Any:
         return self._lift(leaf) if _is_free(leaf) else leaf
@@ -314,6 +327,13 @@ def _is_given_offset(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a call names a place in the memory of a tensor, so that it matters where the tensor begins."""
     place = _STRIDED.get(name, len(args))
     return name in _STRIDED and (place < len(args) or kwargs.get("storage_offset") is not None)
+
+
+def _writes(name: str) -> bool:
+    """Whether a call writes to the elements of its first argument."""
+    if name.startswith("__"):
+        return name.startswith("__i") or name == "__setitem__"
+    return name.endswith("_") and name not in _WRITE_NOTHING
 
 
 def _known(leaf: Any) -> Any:

@@ -130,8 +130,8 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
             raise not_representable(
                 f"it may change {primal.name} through .data, which no version counter shows"
             )
-        if changes.elements and any(_lies_beside(one, tensor) for one in inputs.strided):
-            raise not_representable(f"it may change memory beside {primal.name}, through as_strided")
+        if changes.elements and _is_strided_beside(tensor, primal.fake, inputs.strided):
+            raise not_representable(f"it changes {primal.name}, and asks by as_strided for what is beside it")
         unseen = tensor.grad_fn is inputs.histories[number] and changes.is_unseen
         if changes.shape and (primal.wrapping.cls is not None or primal.differentiable):
             raise not_representable(
@@ -143,9 +143,18 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
     return updates
 
 
-def _lies_beside(view: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether it shows memory of `tensor`, and some that is none of its elements."""
-    return storage_key(view) == storage_key(tensor) and not lies_within(view, tensor)
+def _is_strided_beside(
+    tensor: torch.Tensor, fake: torch.Tensor, strided: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> bool:
+    """Whether ``as_strided`` was asked for more than the elements of `tensor`, an input that is changed; or for
+    any, if it is not the beginning of its memory: in the graph, what it is changed to is."""
+    key, offset = storage_key(tensor), fake.storage_offset()
+    is_first = type(offset) is int and offset == 0
+    return any(
+        storage_key(of) == key
+        and not (is_first and storage_key(window) == key and lies_within(window, tensor))
+        for window, of in strided
+    )
 
 
 def _version(value: Any) -> int:

@@ -63,7 +63,7 @@ class Inputs:
         entries: by source (leaf of the state, or after those what the function found), what the function
             sees.
         entered: by primal, the tensor that the function can change.
-        bared: tensors of which the function took ``.data``. strided: what ``as_strided`` gave it.
+        bared: tensors of which the function took ``.data``. strided: as in `FreeTensors`.
         reads_offsets: whether it depends on where tensors begin in their memory.
         histories: by primal, the ``grad_fn`` with which it entered.
     """
