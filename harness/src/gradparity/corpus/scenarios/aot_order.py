@@ -372,7 +372,8 @@ def aot_leaves_of_a_second_derivative(p: Probe) -> None:
             leaves = [p.leaf(f"{count} {order} {i}", p.rand(3, requires_grad=True)) for i in range(count)]
             out = p.compile(run)(*leaves).sum()
             for i, leaf in enumerate(leaves):
-                leaf.register_post_accumulate_grad_hook(p.hook(f"{count} {order} {i}", kind="post_accumulate"))
+                hook = p.hook(f"{count} {order} {i}", kind="post_accumulate")
+                leaf.register_post_accumulate_grad_hook(hook)
             for wanted in (leaves[:1], leaves[1:]):
                 with p.backward():
                     slopes = torch.autograd.grad(out, wanted, create_graph=True)

@@ -245,6 +245,7 @@ _CHANGES = {
 }
 #: take an offset from the beginning of the memory, as their fourth or fifth argument.
 _STRIDED = {"as_strided": 3, "as_strided_": 3, "as_strided_copy": 3, "as_strided_scatter": 4}
+_EXPAND = {"expand", "expand_as", "broadcast_to", "broadcast_tensors"}
 #: change what a tensor says of itself, and none of its elements.
 _WRITE_NOTHING = {"requires_grad_", "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"}
 #: `torch.FloatTensor` and its like make a tensor by it: one of the function's own.
@@ -305,18 +306,20 @@ class FreeTensors(TorchFunctionMode):
             of: Any = args[0] if args else kwargs.get("input")
             if name in _STRIDED:
                 self.strided.append((result, of))
-            self._note_expanded(of, result)
+            self._note_expanded(name, of, result)
             return result
         args, kwargs = pytree.tree_map(self._replaced, (args, kwargs))
         result = func(*args, **kwargs)
         # What is changed in place is given back as the tensor that the function has: it may keep it.
         return next((leaf for leaf in free if self._lift(leaf) is result), result)
 
-    def _note_expanded(self, of: Any, result: Any) -> None:
+    def _note_expanded(self, name: str, of: Any, result: Any) -> None:
+        """Functionalisation adds what was written to such a view to what it shows, even if that has as many
+        elements."""
         for one in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(one, torch.Tensor) and is_traced(one):
                 is_part = id(of) in self._expanded and storage_key(one) == storage_key(of)
-                if is_part or may_share_elements(one):
+                if is_part or name in _EXPAND or may_share_elements(one):
                     self._expanded[id(one)] = one
 
     def _replaced(self, leaf: Any) -> Any:
