@@ -7,6 +7,7 @@ inputs holds, also beside them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from gradparity.corpus.scenarios.storages import layout
 from gradparity.probe import Probe
 
 TAGS = ("compiled", "aot", "in-place", "views")
-Change = Callable[[Tensor], object]
+Change = Callable[[Tensor], Any]
 #: where an input begins and ends in its memory of eight elements.
 WINDOWS = ((0, 4), (3, 6), (4, 8), (8, 8))
 #: what eager does to tensors of which several elements are one.
@@ -91,10 +92,10 @@ def aot_write_through_an_expanded_view(p: Probe) -> None:
     for kind, expand in EXPANDS.items():
         for change, write in WRITES.items():
 
-            def run(x: Tensor, expand: object = expand, write: Change = write) -> tuple[Tensor, Tensor]:
+            def run(x: Tensor, expand: Change = expand, write: Change = write) -> tuple[Tensor, Tensor]:
                 value = x * 2
                 for base in (x, value):
-                    write(expand(base))  # type: ignore[operator]
+                    write(expand(base))
                 return value, x + value
 
             x = p.watch(f"{kind} {change}", p.randn(1, 3))
