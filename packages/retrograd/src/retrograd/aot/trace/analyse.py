@@ -146,8 +146,8 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
 def _is_strided_beside(
     tensor: torch.Tensor, fake: torch.Tensor, strided: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> bool:
-    """Whether ``as_strided`` was asked for more than the elements of `tensor`, an input that is changed. If the
-    input does not begin with its memory, any is more: what it is changed to in the graph does begin so."""
+    """Whether ``as_strided`` was asked for more than the elements of `tensor`, a changed input. If that does
+    not begin with its memory, any call is too much: its new value in the graph does begin so."""
     key, offset = storage_key(tensor), fake.storage_offset()
     is_first = type(offset) is int and offset == 0
     return any(
