@@ -5,6 +5,7 @@ In: a probe. Out: second derivatives in their usual forms, and hooks that run un
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -227,3 +228,26 @@ def jacobian_and_hessian(p: Probe) -> None:
     with p.backward():
         p.value("jacobian", torch.autograd.functional.jacobian(lambda t: t.sin() * t.sum(), x))
         p.value("hessian", torch.autograd.functional.hessian(lambda t: (t.exp() * t).sum(), x))
+
+
+@scenario(tags=("compiled", "higher-order", "func"))
+def compiled_transform_of_what_does_not_depend_on_its_input(p: Probe) -> None:
+    """Transforms of a function of its closure alone; what is compiled afterwards is no worse for it."""
+    x, w = p.leaf("x", p.randn(3, requires_grad=True)), p.leaf("w", p.randn(3, 4, requires_grad=True))
+
+    def constant(_: Tensor) -> Tensor:
+        return w[:, :1].expand(-1, 2) * 2
+
+    transforms: dict[str, Callable[[Tensor], Any]] = {
+        "vjp": lambda t: torch.func.vjp(constant, t)[1](w[:, :2])[0],
+        "jvp": lambda t: torch.func.jvp(constant, (t,), (t,))[1],
+        "jacrev": lambda t: torch.func.jacrev(constant)(t),
+        "jacfwd": lambda t: torch.func.jacfwd(constant)(t),
+        "vmap": lambda t: torch.func.vmap(constant)(t),
+        "hessian": lambda t: torch.func.hessian(lambda u: constant(u).sum())(t),
+    }
+    for name, transform in transforms.items():
+        out = p.compile(lambda t, transform=transform: transform(t).sum() + t.sum())(x)
+        p.value(name, out.detach())
+        with p.backward():
+            (out * p.compile(torch.sin)(x).sum()).backward()

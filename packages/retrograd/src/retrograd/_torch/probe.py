@@ -38,11 +38,11 @@ REQUIRED = {
     "_functionalize_replace _functionalize_commit_update _functionalize_mark_mutation_hidden_from_autograd "
     "_mirror_autograd_meta_to _sync",
     "torch:_C.": "DisableTorchFunction DisableTorchFunctionSubclass _AutoDispatchBelowAutograd "
-    "_DisableAutocast _DisableTorchDispatch _FunctionBase _TorchDispatchModeKey _current_graph_task_id "
+    "_DisableAutocast _DisableTorchDispatch _exit_dual_level _FunctionBase _TorchDispatchModeKey _current_graph_task_id "
     "_get_deterministic_algorithms _get_deterministic_algorithms_warn_only _get_dispatch_mode "
-    "_get_tracing_state _is_any_autocast_enabled _len_torch_dispatch_stack _len_torch_function_stack "
+    "_get_tracing_state _is_any_autocast_enabled _is_fwd_grad_enabled _len_torch_dispatch_stack _len_torch_function_stack "
     "_get_cudnn_enabled _get_mkldnn_enabled "
-    "_set_grad_enabled _storage_Use_Count _vmapmode_decrement_nesting _vmapmode_increment_nesting",
+    "_set_fwd_grad_enabled _set_grad_enabled _storage_Use_Count _vmapmode_decrement_nesting _vmapmode_increment_nesting",
     "torch:_C.TensorBase.": "grad",
     "torch:_C._autograd.": "CreationMeta SavedTensor _get_creation_meta _get_current_graph_task_keep_graph "
     "_get_sequence_nr _profiler_enabled _set_creation_meta _top_saved_tensors_default_hooks "
@@ -50,7 +50,8 @@ REQUIRED = {
     "torch:_C._dynamo.compiled_autograd.": "call_cpp_tensor_pre_hooks clear_cache set_autograd_compiler",
     "torch:_C._dynamo.guards.": "TensorGuards",
     "torch:_C._functions.AccumulateGrad.": "_sequence_nr _set_sequence_nr",
-    "torch:_C._functorch.": "is_functorch_wrapped_tensor is_legacy_batchedtensor maybe_current_level",
+    "torch:_C._functorch.": "get_dynamic_layer_stack_depth pop_dynamic_layer_stack_and_undo_to_depth "
+    "is_functorch_wrapped_tensor is_legacy_batchedtensor maybe_current_level",
     "torch._dynamo:": "optimize",
     "torch._dynamo.compiled_autograd:": "compiled_autograd_enabled ops",
     "torch._dynamo.eval_frame:": "_optimize _stance",

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._higher_order_ops.effects import with_effects
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor
@@ -276,7 +277,7 @@ class FreeTensors(TorchFunctionMode):
 
     def __init__(self, lift: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self._lift = lift
+        self._lift = _outside_of_transforms(lift)
         self.bared: list[torch.Tensor] = []
         self.strided: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.reads_offsets = False
@@ -317,13 +318,25 @@ class FreeTensors(TorchFunctionMode):
         """Functionalisation adds what was written to such a view to what it shows, even if that has as many
         elements."""
         for one in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(one, torch.Tensor) and is_traced(one):
+            if isinstance(one, FunctionalTensor):
                 is_part = id(of) in self._expanded and storage_key(one) == storage_key(of)
                 if is_part or name in _EXPAND or may_share_elements(one):
                     self._expanded[id(one)] = one
 
     def _replaced(self, leaf: Any) -> Any:
         return self._lift(leaf) if _is_free(leaf) else leaf
+
+
+def _outside_of_transforms(lift: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`lift`, called as if no transform of ``torch.func`` were open: what it makes is older than that."""
+
+    def lift_outside(tensor: torch.Tensor) -> torch.Tensor:
+        if torch._C._functorch.maybe_current_level() is None:
+            return lift(tensor)
+        with temporarily_clear_interpreter_stack():
+            return lift(tensor)
+
+    return lift_outside
 
 
 def _is_given_offset(name: str, args: Any, kwargs: dict[str, Any]) -> bool:

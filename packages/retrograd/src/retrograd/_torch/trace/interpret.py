@@ -159,14 +159,30 @@ _HANDED_ON = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "re
 
 
 def run_graph(gm: fx.GraphModule, args: Sequence[Any]) -> Any:
-    """Run `gm`; while it is traced, stack traces, module paths and checkpoint policies go on to the trace."""
-    return gm(*args) if get_proxy_mode() is None else _Interpreter(gm, itertools.count()).run(*args)
+    """Run `gm`; while it is traced, stack traces, module paths and checkpoint policies go on to the trace.
+
+    A graph of Dynamo's enters and leaves transforms of ``torch.func`` by calls. None is left open if something
+    raises in between.
+    """
+    if get_proxy_mode() is None:
+        return gm(*args)
+    interpreter = _Interpreter(gm, itertools.count())
+    depth, forward_mode = torch._C._functorch.get_dynamic_layer_stack_depth(), torch._C._is_fwd_grad_enabled()
+    try:
+        return interpreter.run(*args)
+    finally:
+        for level in reversed(interpreter.dual_levels):
+            torch._C._exit_dual_level(level=level)
+        torch._C._set_fwd_grad_enabled(forward_mode)
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
 class _Interpreter(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, checkpoints: Iterator[int]) -> None:
         super().__init__(gm)
         self._checkpoints = checkpoints
+        #: levels of forward-mode differentiation that are open.
+        self.dual_levels: list[int] = []
 
     def run_node(self, n: fx.Node) -> Any:
         with noted(**{key: n.meta[key] for key in _HANDED_ON if key in n.meta}):
@@ -180,7 +196,12 @@ class _Interpreter(fx.Interpreter):
         if getattr(target, "__name__", "") == _DATA_READ:
             return args[0].data  # seen by those who watch for it
         if target is not tag_activation_checkpoint:
-            return super().call_function(target, args, kwargs)
+            result = super().call_function(target, args, kwargs)
+            if getattr(target, "__name__", "") == "_enter_dual_level":
+                self.dual_levels.append(result)
+            elif getattr(target, "__name__", "") == "_exit_dual_level":
+                self.dual_levels.pop()
+            return result
         body, *inputs = args
         contexts = body.meta.get("_checkpoint_context_fn")
         marking = Marking(contexts, CheckpointPolicy.PREFER_RECOMPUTE, next(self._checkpoints))
