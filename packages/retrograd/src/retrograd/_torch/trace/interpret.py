@@ -161,8 +161,8 @@ _HANDED_ON = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "re
 def run_graph(gm: fx.GraphModule, args: Sequence[Any]) -> Any:
     """Run `gm`; while it is traced, stack traces, module paths and checkpoint policies go on to the trace.
 
-    A graph of Dynamo's enters and leaves transforms of ``torch.func`` by calls. None is left open if something
-    raises in between.
+    A graph of Dynamo's enters and leaves transforms of ``torch.func`` by calls. None is left open if one
+    in between raises.
     """
     if get_proxy_mode() is None:
         return gm(*args)
