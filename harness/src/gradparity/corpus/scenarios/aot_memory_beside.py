@@ -120,3 +120,26 @@ def aot_changed_and_turned_in_place(p: Probe) -> None:
             x = p.watch(f"{kind} {order}", p.randn(2, 2))
             p.compile(run)(x)
             p.event(f"{kind} {order}", *layout(x))
+
+
+@scenario(tags=TAGS)
+def aot_write_through_an_unfolded_view(p: Probe) -> None:
+    """A function writes to windows of its input; what it computes of the input afterwards lies as in eager."""
+    windows: dict[str, Callable[[Tensor], Tensor]] = {
+        "apart": lambda t: t.unfold(0, 1, 1),
+        "gaps": lambda t: t.unfold(1, 1, 2),
+        "pairs": lambda t: t.unfold(0, 2, 2),
+        "one of them": lambda t: t.unfold(1, 2, 1)[:, :1],
+        "a column of them": lambda t: t.unfold(0, 2, 1)[..., 0],
+    }
+    for kind, window in windows.items():
+        for order in ((0, 1), (1, 0)):
+
+            def run(x: Tensor, window: Callable[[Tensor], Tensor] = window) -> Tensor:
+                window(x).mul_(3.0)
+                return x * 2
+
+            x = p.watch(f"{kind} {order}", p.randn(4, 4).permute(order))
+            out = p.compile(run)(x)
+            p.value(f"{kind} {order}", out)
+            p.event(f"{kind} {order}", *layout(out), *layout(x))

@@ -6,7 +6,7 @@ In: a probe, whose `compile` is the identity for eager. Out: classes and parts o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -231,3 +231,31 @@ def aot_result_of_two_parts_is_changed_and_not_read(p: Probe) -> None:
     p.value("out", out.detach())
     with p.backward():
         (out.sum() + other.sum()).backward()
+
+
+@scenario(tags=TAGS)
+def aot_subclass_outputs_that_are_views_of_one_another(p: Probe) -> None:
+    """A value and views of it are returned, of a subclass: changes of one are seen in the others."""
+    views: dict[str, Callable[[Any], Any]] = {
+        "row": lambda t: t[0],
+        "turned": lambda t: t.t(),
+        "flat": lambda t: t.view(-1),
+        "detached": lambda t: t.detach(),
+    }
+    for name, view in views.items():
+        for needs_grad in (False, True):
+            for has_base in (False, True):
+
+                def run(x: Any, view: Callable[[Any], Any] = view, both: bool = has_base) -> list[Any]:
+                    value = x * x
+                    return [view(value), view(value), *([value] if both else [])]
+
+                x = TwoTensor(p.randn(2, 2), p.randn(2, 2)).requires_grad_(needs_grad)
+                made = p.compile(run)(x)
+                if name != "detached" and needs_grad:
+                    with p.backward():
+                        sum((one * number).sum() for number, one in enumerate(made, 1)).backward()
+                    p.value(f"{name} grad {has_base}", (x.grad.a, x.grad.b))
+                with torch.no_grad():
+                    made[-1].mul_(2)
+                p.value(f"{name} {needs_grad} {has_base}", [part for one in made for part in (one.a, one.b)])

@@ -246,7 +246,8 @@ _CHANGES = {
 }
 #: take an offset from the beginning of the memory, as their fourth or fifth argument.
 _STRIDED = {"as_strided": 3, "as_strided_": 3, "as_strided_copy": 3, "as_strided_scatter": 4}
-_EXPAND = {"expand", "expand_as", "broadcast_to", "broadcast_tensors"}
+#: make views in which an element may be several ones. What is written to one is added up to what was there.
+_SPREAD = {"expand", "expand_as", "broadcast_to", "broadcast_tensors", "unfold"}
 #: change what a tensor says of itself, and none of its elements.
 _WRITE_NOTHING = {"requires_grad_", "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"}
 #: `torch.FloatTensor` and its like make a tensor by it: one of the function's own.
@@ -281,7 +282,7 @@ class FreeTensors(TorchFunctionMode):
         self.bared: list[torch.Tensor] = []
         self.strided: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.reads_offsets = False
-        self._expanded: dict[int, torch.Tensor] = {}
+        self._spread: dict[int, torch.Tensor] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -297,8 +298,8 @@ class FreeTensors(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == _DATA:
             self.bared.append(args[0])
-        if args and id(args[0]) in self._expanded and _writes(name):
-            raise not_representable(f"it calls {name} on an expanded tensor, or on a part of one")
+        if args and id(args[0]) in self._spread and _writes(name):
+            raise not_representable(f"it calls {name} on what was expanded or unfolded, or on a part of that")
         if name in _BY_VALUE:
             args, kwargs = pytree.tree_map(_known, (args, kwargs))
         free = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_free(leaf)]
@@ -307,21 +308,19 @@ class FreeTensors(TorchFunctionMode):
             of: Any = args[0] if args else kwargs.get("input")
             if name in _STRIDED:
                 self.strided.append((result, of))
-            self._note_expanded(name, of, result)
+            self._note_spread(name, of, result)
             return result
         args, kwargs = pytree.tree_map(self._replaced, (args, kwargs))
         result = func(*args, **kwargs)
         # What is changed in place is given back as the tensor that the function has: it may keep it.
         return next((leaf for leaf in free if self._lift(leaf) is result), result)
 
-    def _note_expanded(self, name: str, of: Any, result: Any) -> None:
-        """Functionalisation adds what was written to such a view to what it shows, even if that has as many
-        elements."""
+    def _note_spread(self, name: str, of: Any, result: Any) -> None:
         for one in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(one, FunctionalTensor):
-                is_part = id(of) in self._expanded and storage_key(one) == storage_key(of)
-                if is_part or name in _EXPAND or may_share_elements(one):
-                    self._expanded[id(one)] = one
+                is_part = id(of) in self._spread and storage_key(one) == storage_key(of)
+                if is_part or name in _SPREAD or may_share_elements(one):
+                    self._spread[id(one)] = one
 
     def _replaced(self, leaf: Any) -> Any:
         return self._lift(leaf) if _is_free(leaf) else leaf

@@ -353,7 +353,7 @@ def _values(joint: JointValues, outputs: Sequence[Any], given: Mapping[int, Any]
             if plan.value is not None:
                 known = tensors.get(plan.value)
                 if known is None or not known.requires_grad:  # a view without history has no base with one
-                    tensors[plan.value] = common_base([output])
+                    tensors[plan.value] = output if output._base is None else output._base
             if plan.made is not None:
                 tensors[plan.made] = output
     edges = [edge_of(tensors[j.value]) for j in joint.signature.boundaries if j.is_visible]

@@ -295,7 +295,7 @@ class _Outputs:
 
     def _computed(self, output: torch.Tensor, sharing: Sequence[torch.Tensor]) -> OutputPlan:
         is_without_history = output._is_view() and output.requires_grad and output.grad_fn is None
-        if is_wrapper(output) or (len(sharing) == 1 and not is_without_history):
+        if len(sharing) == 1 and (is_wrapper(output) or not is_without_history):
             return ComputedOutput(self.analysis.add(TracedValue(output)))
         base = next((other for other in sharing if other._is_view() and other.requires_grad), sharing[0])
         base = next((other for other in sharing if not other._is_view() and other.requires_grad), base)
