@@ -124,7 +124,7 @@ def aot_changed_and_turned_in_place(p: Probe) -> None:
 
 @scenario(tags=TAGS)
 def aot_write_through_an_unfolded_view(p: Probe) -> None:
-    """A function writes to windows of its input; what it computes of the input afterwards lies as in eager."""
+    """A function writes to windows of its input; what is computed of the input then lies as in eager."""
     windows: dict[str, Callable[[Tensor], Tensor]] = {
         "apart": lambda t: t.unfold(0, 1, 1),
         "gaps": lambda t: t.unfold(1, 1, 2),
