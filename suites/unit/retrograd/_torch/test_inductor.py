@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Event, current_thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import sympy
 import torch
 from torch import fx
-from torch._inductor import config
+from torch._inductor import config, cpu_vec_isa
 from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.virtualized import V
@@ -21,7 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import retrograd
-from retrograd._torch.inductor import compile_graph, with_joint_passes
+from retrograd._torch.inductor import compile_graph, get_ready, with_joint_passes
+from retrograd._torch.inductor.compile import _probe_processor
+from unit.retrograd._torch.forks import answer_of_a_child
 
 
 class Doubling(CustomGraphPass):
@@ -222,3 +226,60 @@ def test_what_the_user_gets_of_a_padded_product_is_copied_in_the_graph(seen: int
     assert [node.meta["val"].stride() for node in copies] == [(5, 1)] * seen
     for found, wanted in results:
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.fixture
+def probe(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """The search for vector instructions, which ends when `go` is set, or raises `error`."""
+    control = SimpleNamespace(began=Event(), go=Event(), error=None)
+    original = cpu_vec_isa.valid_vec_isa_list
+
+    def search() -> Any:
+        if current_thread().name == "retrograd-probe":
+            control.began.set()
+            control.go.wait(60)
+            if control.error is not None:
+                raise control.error
+        return original()
+
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", search)
+    _probe_processor.cache_clear()
+    yield control
+    control.go.set()
+    _probe_processor.cache_clear()
+
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no GPU is it probed ahead")
+
+
+@no_gpu
+def test_what_compiles_waits_for_the_probe_that_began_ahead(probe: SimpleNamespace) -> None:
+    get_ready()
+    assert probe.began.wait(60)
+    with ThreadPoolExecutor(2) as pool:
+        gm, fake = _traced(FakeTensorMode())
+        compiling = pool.submit(compile_graph, gm, [fake])
+        with pytest.raises(TimeoutError):
+            compiling.result(0.2)
+        pool.submit(get_ready).result(60)  # asked once more, it goes on at once
+        probe.go.set()
+        assert callable(compiling.result(60))
+
+
+@no_gpu
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_probe_that_fails_is_left_to_what_compiles(probe: SimpleNamespace) -> None:
+    probe.error = RuntimeError("no compiler")
+    get_ready()
+    probe.go.set()
+    gm, fake = _traced(FakeTensorMode())
+    assert callable(compile_graph(gm, [fake]))
+
+
+@no_gpu
+def test_a_forked_child_does_not_wait_for_its_parents_probe(probe: SimpleNamespace) -> None:
+    get_ready()
+    assert probe.began.wait(60)
+    probing = _probe_processor()
+    assert probing is not None
+    assert answer_of_a_child(lambda: probing.join(30) or "went on") == "went on"

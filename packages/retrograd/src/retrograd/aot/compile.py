@@ -245,12 +245,13 @@ def run_stages(  # noqa: PLR0913 - what all stages together need
         ended_by: as in `GraphReport`.
         graph: from Dynamo, if that is all that `state` calls; then partitions are kept on disk.
     """
+    backend = find_backend(config.backend)
+    backend.prepare()
     kept = None if graph is None else kept_partition(state, graph, config)
     parts = None if kept is None else kept.read()
     is_known = parts is not None
     if parts is None:
         calls = len(graph.graph.nodes) if graph is not None and kept is not None else 0
-        backend = find_backend(config.backend)
         backend.prepare(calls)
         parts = partition(_captured(state, config, split_at_leaf_grads), config.partitioner)
         parts = writing_ahead(parts) if backend.takes_writes else parts

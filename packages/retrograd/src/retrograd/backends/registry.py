@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.fx import boxed, copied, fill_in_place, lazy_graph_module
-from retrograd._torch.inductor import chooses_layouts, compile_graph, decompositions, patched, warm_workers
+from retrograd._torch.inductor import chooses_layouts, compile_graph, decompositions, get_ready, patched
 from retrograd.backends import processes
 from retrograd.backends.base import SEGMENT, Backend, Boxed, Elsewhere, Half
 from retrograd.errors import BackendError, OptionError, first_line
@@ -64,7 +64,7 @@ class InductorBackend(Backend):
         self.settings = dict(settings or {})
 
     def prepare(self, calls: int = 0) -> None:
-        warm_workers()
+        get_ready()
         if calls >= _WORTH_PROCESSES:
             processes.start()
 

@@ -7,7 +7,7 @@ from retrograd._torch.inductor.compile import (
     chooses_layouts,
     compile_graph,
     decompositions,
-    warm_workers,
+    get_ready,
     with_joint_passes,
 )
 from retrograd._torch.inductor.disk_cache import cache_folder, environment, why_not_trusted

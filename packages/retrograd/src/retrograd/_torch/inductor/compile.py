@@ -9,8 +9,9 @@ even loaded.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -47,12 +48,17 @@ def _bernoulli(value: torch.Tensor, p: float = 0.5, *, generator: Any = None) ->
     return torch.native_dropout(torch.ones_like(value), 1 - p, True)[1].to(value.dtype)
 
 
-def warm_workers() -> None:
-    """Have Inductor start the processes that compile for GPUs, as the stock backend does before it traces.
-    Until they run, kernels are compiled here, one after the other. In a process that has used no GPU yet,
-    nothing happens."""
+def get_ready() -> None:
+    """Have Inductor begin what it would wait for when it compiles.
+
+    In a process that has used a GPU, it starts the processes that compile for it, as the stock backend does
+    before it traces: until they run, kernels are compiled here, one after the other. Where there is no GPU, it
+    finds out what the processor can do.
+    """
     if torch.cuda.is_initialized():
         start_workers()
+    else:
+        _probe_processor()
 
 
 @functools.cache
@@ -60,6 +66,27 @@ def start_workers() -> None:
     from torch._inductor.async_compile import maybe_warm_pool
 
     maybe_warm_pool()
+
+
+@functools.cache
+def _probe_processor() -> threading.Thread | None:
+    """Where there is no GPU, a thread that finds out which vector instructions there are. Inductor remembers
+    it. It compiles and loads a program for each kind, which takes seconds; most of one if it has them."""
+    if torch.cuda.is_available():
+        return None
+    # What the probe imports, and another thread may import at the same time in another order.
+    from torch._inductor import codecache, cpp_builder, cpu_vec_isa
+    from torch.utils import _filelock
+
+    del codecache, cpp_builder, _filelock
+
+    def probe() -> None:
+        with suppress(Exception):  # Inductor will ask again, and raise it where the user sees it
+            cpu_vec_isa.valid_vec_isa_list()
+
+    thread = threading.Thread(target=probe, name="retrograd-probe", daemon=True)
+    thread.start()
+    return thread
 
 
 def compile_graph(
@@ -85,6 +112,8 @@ def compile_graph(
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
+    if (probing := _probe_processor()) is not None:
+        probing.join()
     gm = fx.GraphModule(gm, copied(gm.graph))
     output = gm.graph.output_node()
     for write in list(filter(is_write_to_input, gm.graph.nodes)):
