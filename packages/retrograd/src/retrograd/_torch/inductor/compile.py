@@ -52,8 +52,8 @@ def get_ready() -> None:
     """Have Inductor begin what it would wait for when it compiles.
 
     In a process that has used a GPU, it starts the processes that compile for it, as the stock backend does
-    before it traces: until they run, kernels are compiled here, one after the other. Where there is no GPU, it
-    finds out what the processor can do.
+    before it traces: until they run, kernels are compiled here, one after the other. Without a GPU, it finds
+    out what the processor can do.
     """
     if torch.cuda.is_initialized():
         start_workers()
