@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import retrograd
 from retrograd import aot
@@ -448,6 +449,25 @@ def test_a_write_to_what_was_spread_is_not_captured(
 
     with pytest.raises(CaptureError, match="expanded or unfolded"):
         captured(fn, tensor(1, 3))
+
+
+def spread_and_filled(x: Tensor) -> Tensor:
+    made = x * 1
+    made.expand(2, 3)[0].fill_(3.0)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("x", "fn"),
+    [
+        (TwoTensor(torch.zeros(1, 3), torch.ones(1, 3)), spread_and_filled),
+        (torch.zeros(2, 1, 3), torch.func.vmap(spread_and_filled)),
+    ],
+    ids=["subclass", "vmap"],
+)
+def test_nor_is_one_of_a_subclass_or_inside_a_transform(x: Tensor, fn: Any) -> None:
+    with pytest.raises(CaptureError, match="expanded or unfolded"):
+        captured(fn, x)
 
 
 def test_a_list_in_which_memory_stands_twice_is_not_captured() -> None:

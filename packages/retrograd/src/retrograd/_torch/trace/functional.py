@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import combinations
 from types import MethodType
@@ -23,7 +23,7 @@ from torch._higher_order_ops.effects import with_effects
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, guard_or_true
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
@@ -44,10 +44,13 @@ def functional_mode(keeps_gaps: bool = False) -> AbstractContextManager[Any]:
     """
     mode: Any = FunctionalTensorMode(_allow_token_discovery=True)
     run = mode.__torch_dispatch__
+    #: views of which an element may be several ones, and parts of them. What is written to one is added up to
+    #: what was there.
+    spread: dict[int, torch.Tensor] = {}
 
     def dispatch(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.unfold.default:
-            func, args = _without_gaps(*args)
+        if args and id(args[0]) in spread and _writes_to_first(func):
+            raise not_representable(f"it calls {func} on what was expanded or unfolded, or on a part of that")
         changed = _changed_in_lists(func, args)
         if any(may_overlap(one, other) for one, other in combinations(changed, 2)):
             raise not_representable(f"{func} writes to tensors of which two share memory")
@@ -60,6 +63,9 @@ def functional_mode(keeps_gaps: bool = False) -> AbstractContextManager[Any]:
         torch.autograd.graph.increment_version(changed)  # of these, functionalisation does not count it
         if isinstance(result, FunctionalTensor) and args and result is args[0]:
             _keep_layout(result)
+        for one in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(one, FunctionalTensor) and _is_spread(func, args, one, spread):
+                spread[id(one)] = one
         return result
 
     mode.__torch_dispatch__ = MethodType(dispatch, mode)
@@ -107,19 +113,19 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _without_gaps(value: torch.Tensor, dim: int, size: int, step: int) -> tuple[Any, tuple[Any, ...]]:
-    """`unfold`, or `as_strided` where windows leave elements out: functionalisation undoes `unfold` by adding
-    windows up, so that a write to them would make zeros of the rest."""
-    unfold = torch.ops.aten.unfold.default
-    if value.ndim == 0:
-        return unfold, (value, dim, size, step)
-    dim %= value.ndim
-    rest, stride = value.shape[dim] - size, value.stride(dim)
-    if step <= size and not guard_or_true(rest % step != 0):
-        return unfold, (value, dim, size, step)
-    sizes, strides = [*value.shape, size], [*value.stride(), stride]
-    sizes[dim], strides[dim] = rest // step + 1, stride * step
-    return torch.ops.aten.as_strided.default, (value, sizes, strides)
+_SPREADING = {torch.ops.aten.expand.default, torch.ops.aten.unfold.default}
+
+
+def _is_spread(func: Any, args: Sequence[Any], result: torch.Tensor, spread: Mapping[int, Any]) -> bool:
+    is_part = bool(args) and id(args[0]) in spread and storage_key(result) == storage_key(args[0])
+    return is_part or func in _SPREADING or may_share_elements(result)
+
+
+def _writes_to_first(func: Any) -> bool:
+    """Whether an operator writes to the elements of its first argument."""
+    if not is_operator_overload(func) or torch.Tag.inplace_view in func.tags:
+        return False
+    return bool(schema_of(func).is_mutable and schema_of(func).arguments[0].is_write)
 
 
 def _changed_in_lists(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
@@ -246,10 +252,6 @@ _CHANGES = {
 }
 #: take an offset from the beginning of the memory, as their fourth or fifth argument.
 _STRIDED = {"as_strided": 3, "as_strided_": 3, "as_strided_copy": 3, "as_strided_scatter": 4}
-#: make views in which an element may be several ones. What is written to one is added up to what was there.
-_SPREAD = {"expand", "expand_as", "broadcast_to", "broadcast_tensors", "unfold"}
-#: change what a tensor says of itself, and none of its elements.
-_WRITE_NOTHING = {"requires_grad_", "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"}
 #: `torch.FloatTensor` and its like make a tensor by it: one of the function's own.
 _LIFT = torch.ops.aten.lift_fresh.default
 #: `torch.tensor` calls it for a symbolic number; without history it does nothing.
@@ -282,7 +284,6 @@ class FreeTensors(TorchFunctionMode):
         self.bared: list[torch.Tensor] = []
         self.strided: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.reads_offsets = False
-        self._spread: dict[int, torch.Tensor] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -298,29 +299,18 @@ class FreeTensors(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == _DATA:
             self.bared.append(args[0])
-        if args and id(args[0]) in self._spread and _writes(name):
-            raise not_representable(f"it calls {name} on what was expanded or unfolded, or on a part of that")
         if name in _BY_VALUE:
             args, kwargs = pytree.tree_map(_known, (args, kwargs))
         free = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_free(leaf)]
         if not free or func is _LIFT:
             result = func(*args, **kwargs)
-            of: Any = args[0] if args else kwargs.get("input")
             if name in _STRIDED:
-                self.strided.append((result, of))
-            self._note_spread(name, of, result)
+                self.strided.append((result, args[0] if args else kwargs["input"]))
             return result
         args, kwargs = pytree.tree_map(self._replaced, (args, kwargs))
         result = func(*args, **kwargs)
         # What is changed in place is given back as the tensor that the function has: it may keep it.
         return next((leaf for leaf in free if self._lift(leaf) is result), result)
-
-    def _note_spread(self, name: str, of: Any, result: Any) -> None:
-        for one in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(one, FunctionalTensor):
-                is_part = id(of) in self._spread and storage_key(one) == storage_key(of)
-                if is_part or name in _SPREAD or may_share_elements(one):
-                    self._spread[id(one)] = one
 
     def _replaced(self, leaf: Any) -> Any:
         return self._lift(leaf) if _is_free(leaf) else leaf
@@ -342,13 +332,6 @@ def _is_given_offset(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a call names a place in the memory of a tensor, so that it matters where the tensor begins."""
     place = _STRIDED.get(name, len(args))
     return name in _STRIDED and (place < len(args) or kwargs.get("storage_offset") is not None)
-
-
-def _writes(name: str) -> bool:
-    """Whether a call writes to the elements of its first argument."""
-    if name.startswith("__"):
-        return name.startswith("__i") or name == "__setitem__"
-    return name.endswith("_") and name not in _WRITE_NOTHING
 
 
 def _known(leaf: Any) -> Any:
