@@ -162,6 +162,29 @@ def test_a_live_context_without_a_device_says_that_nothing_is_recorded():
     assert "note  no CUDA graph is recorded: it has tensors on cpu" in str(context.explain())
 
 
+def test_an_optimizer_reads_gradients_of_a_mebibyte_from_wherever_they_come(recorder):
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), *[nn.Linear(64, 64) for _ in range(80)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    x, held = torch.randn(4, 64), []
+
+    @retrograd.compile_step(backend="aten", cudagraphs=True)
+    def step():
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for number in range(16):
+        step()
+        held.append([p.grad for p in model.parameters()][: number % 5])  # so that memory is elsewhere
+    assert sum(p.nbytes for p in model.parameters()) > 2**20
+    before = recorder.replays
+    for _ in range(4):
+        step()
+    assert recorder.replays - before == 3 * 4
+
+
 def test_symbolic_sizes_are_refused_with_a_reason(recorder):
     retrograd.reset()
     run = aot.function(lambda a: a.sin() * 2, backend="eager", dynamic=True, cudagraphs=True)

@@ -7,7 +7,7 @@ the call runs as it is, and the reason is told once. Of some graphs of operators
 they are never recorded.
 
 Recordings read their inputs where they were. Inputs that come from elsewhere are copied to a place of their
-own, if they are smaller than what a recording holds: else another recording would hold that once more.
+own, if they are few, or smaller than what a recording holds: else another recording would hold that once more.
 
 All recordings of a stream lie in one pool, so that they work in the same memory. `recorded` says which
 results are copied out of it. While somebody holds one that is not, nothing is replayed that would overwrite
@@ -27,7 +27,7 @@ from torch import fx
 from retrograd._torch.cuda import CudaRecorder
 from retrograd._torch.fx import aliased_inputs, written_inputs
 from retrograd._torch.tensor import geometry_of, storage_of
-from retrograd.cudagraphs.recorded import LITTLE, Pool, Recorded
+from retrograd.cudagraphs.recorded import Pool, Recorded
 from retrograd.cudagraphs.refusals import refusal, tensors_in, values_of, why_not_recorded
 from retrograd.errors import Reason, Refusal, first_line
 from retrograd.events import counters
@@ -125,6 +125,8 @@ class SharedMemory:
 WARM_UPS = 2
 #: recordings that are held, the ones used last: of a function whose results take much memory, and of others.
 MOST_LARGE, MOST_RECORDINGS = 2, 4
+#: bytes. Less is copied, if it comes from elsewhere each time, whatever a recording holds: an optimizer's step
+#: gives no results, and reads a gradient for each parameter.
 MUCH = 2**26
 #: recordings that are made before no more are. Between one and the next come twice as many calls each time:
 #: where inputs move without end, recording costs more than it saves.
@@ -139,7 +141,7 @@ class Values:
         kept: places of results that are saved for a backward.
         loose: places of inputs that may have other strides in another call; those of others must not change.
         results: by place of an input, the place among the forward's results where it comes from.
-        held: bytes of the results.
+        held: bytes of the results; so many are copied to it before there is another recording.
         written: places of inputs that it writes to.
     """
 
@@ -386,7 +388,7 @@ def graphed(
     if all(aliased_inputs(node) for graph in graphs for node in graph.nodes if node.op == "call_function"):
         return code  # views start no kernels
     written = written_inputs(graphs[0])  # several have none
-    values = Values(kept, loose, results or {}, max(LITTLE, _made_by(graphs)), written)
+    values = Values(kept, loose, results or {}, max(MUCH, _made_by(graphs)), written)
     return GraphedCall(code, _recorder, next(values_of(graphs)).device, values, memory, tell)
 
 

@@ -35,7 +35,7 @@ Record = Callable[[Sequence[Any]], tuple[Any, Sequence[Any]]]
 
 
 #: less is always copied: a loss is held until there is another one.
-LITTLE = 2**20
+LITTLE = 2**16
 
 
 class Pool:
