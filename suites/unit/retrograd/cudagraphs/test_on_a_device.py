@@ -237,7 +237,27 @@ def test_batches_in_turn_are_trained_on_one_recording_and_in_the_memory_of_one()
     before = retrograd.counters["cuda_graph_recordings"]
     recorded = reserved(aot.module(model, backend="eager", cudagraphs=True))
     assert retrograd.counters["cuda_graph_recordings"] - before <= 4
-    assert recorded <= 2 * plain
+    assert recorded <= 1.2 * plain
+
+
+@pytest.mark.usefixtures("stay")
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_graphs_that_are_retained_now_and_then_have_their_saved_tensors(backend):
+    model = network()
+    other = copy.deepcopy(model)
+    run = aot.module(other, backend=backend, cudagraphs=True)
+    before = retrograd.counters["cuda_graph_replays"]
+    for step in range(24):
+        x = torch.randn(8, 16, device="cuda")
+        for module, forward in ((model, model), (other, run)):
+            module.zero_grad()
+            loss = forward(x).square().sum()
+            if step > WARM_UPS + 6 and step % 3 == 0:
+                loss.backward(retain_graph=True)
+            loss.backward()
+        grads = [[p.grad for p in module.parameters()] for module in (other, model)]
+        torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-3)
+    assert retrograd.counters["cuda_graph_replays"] > before
 
 
 @pytest.mark.parametrize("dtype", [torch.uint64, torch.uint8, torch.bool, torch.complex64])

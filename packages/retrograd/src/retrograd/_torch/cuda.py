@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from retrograd._torch.patches import handle
+from retrograd._torch.tensor import storage_of
 from retrograd.errors import Refusal
 from retrograd.graph.emit import Boxed
 from retrograd.process import ForkSafeLock
@@ -98,13 +99,14 @@ class CudaRecorder:
         return Handle(pool, tiny)
 
     def record(
-        self, fn: Boxed, inputs: Sequence[Any], device: torch.device, handle: Handle
+        self, fn: Boxed, inputs: list[Any], device: torch.device, handle: Handle
     ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
-        """Record `fn`, called with a list of `inputs`, without running it.
+        """Record `fn`, called with `inputs`, without running it.
 
         Args:
             fn: allocates on `device` only.
-            inputs: read, and perhaps written, by each replay, where they are now.
+            inputs: read, and perhaps written, by each replay, where they are now. The list is emptied. What
+                lies in the pool and has no other owner is freed as `fn` lets go of it.
             device: of everything.
             handle: of the pool in which it allocates.
 
@@ -120,18 +122,20 @@ class CudaRecorder:
         with _one_at_a_time, torch.cuda.device(device), _quiet():
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what it ran in so far, and what an older recording lay in
+            given = {storage_of(value) for value in inputs if isinstance(value, torch.Tensor)}
             graph, outputs = self._capture(fn, inputs, device, handle.pool)
-            _refuse_foreign(outputs, inputs, handle.pool)
+            _refuse_foreign(outputs, given, handle.pool)
         return graph, outputs
 
     def _capture(
-        self, fn: Boxed, inputs: Sequence[Any], device: torch.device, pool: _PoolId
+        self, fn: Boxed, inputs: list[Any], device: torch.device, pool: _PoolId
     ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._side(device)):
             try:
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                outputs = fn(list(inputs))
+                outputs = fn(inputs)
+                inputs.clear()
             except BaseException:
                 self._abandon(graph, device, pool)
                 raise
@@ -188,15 +192,14 @@ def _quiet() -> Iterator[None]:
             gc.enable()
 
 
-def _refuse_foreign(outputs: Sequence[Any], inputs: Sequence[Any], pool: _PoolId) -> None:
-    """Results must lie in the pool, or in an input: else somebody (a pool of the user's) gave memory that he
+def _refuse_foreign(outputs: Sequence[Any], given: Collection[int], pool: _PoolId) -> None:
+    """Results must lie in the pool, or in storages that were given: else somebody (a pool of the user's) gave memory that he
     will give to others too.
     """
     segments = torch.cuda.memory_snapshot(pool, include_traces=False)
     segments = [segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool)]
-    given = {i.untyped_storage()._cdata for i in inputs if isinstance(i, torch.Tensor)}
     for output in outputs:
-        if not isinstance(output, torch.Tensor) or output.untyped_storage()._cdata in given:
+        if not isinstance(output, torch.Tensor) or storage_of(output) in given:
             continue
         if output.device.type != "cuda":
             raise Refusal("recording", f"it gives a tensor on {output.device}")

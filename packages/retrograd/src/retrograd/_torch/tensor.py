@@ -8,6 +8,7 @@ The layout contract is ``torch/csrc/autograd/utils/grad_layout_contract.h``.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -60,6 +61,14 @@ def holders(storages: Sequence[int]) -> list[int]:
     return [count(storage) for storage in storages]
 
 
+def is_only_here(values: list[Any], place: int) -> bool:
+    """Whether what stands at `place` is a tensor to which only the list refers, in Python and in C++."""
+    if not isinstance(values[place], torch.Tensor):
+        return False
+    # the list, and the argument
+    return sys.getrefcount(values[place]) <= 2 and values[place]._use_count() <= 1  # noqa: PLR2004
+
+
 def reinterpreted(
     tensor: torch.Tensor, size: Sequence[Any], stride: Sequence[Any], further: Any = 0
 ) -> torch.Tensor:
@@ -67,6 +76,21 @@ def reinterpreted(
     does not know as a view."""
     made: torch.Tensor = _compiled._reinterpret_tensor(tensor, tuple(size), tuple(stride), further)
     return made
+
+
+def unowned(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Another storage for the memory of `tensor`, which does not keep that memory."""
+    memory = tensor.untyped_storage()
+    make: Any = torch._C._construct_storage_from_data_pointer
+    made: torch.UntypedStorage = make(memory.data_ptr(), tensor.device, memory.nbytes())
+    return made
+
+
+def placed_on(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that lies in `storage` as `tensor` lies in its own."""
+    where = tensor.storage_offset(), tensor.shape, tensor.stride()
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *where)
 
 
 def new_memory(device: torch.device) -> Callable[[Size, Size, torch.dtype], torch.Tensor]:

@@ -65,13 +65,13 @@ class AddressHistory:
     def note(self, addresses: list[int], sizes: Sequence[int], given: Collection[int] = ()) -> bool:
         """Note a call that no recording fits, with the bytes of its inputs, and the places of those that a
         recording has `given`. Returns whether to record it: its addresses have come before, but for what is
-        copied; and what has changed since the last call is copied from now on, if that is little."""
+        copied or given; and what has changed since the last call is copied from now on, if that is little."""
         if self._last:
             changed = self._changed(addresses, self._last[-1]) - self._written
             changed -= self._moved_to(changed.intersection(given))
             if sum(sizes[i] for i in self.copied | changed) <= self._held:
                 self.copied |= changed
-        is_again = any(not self._changed(addresses, before) for before in self._last)
+        is_again = any(not self._changed(addresses, before) - set(given) for before in self._last)
         self._last.append(addresses)
         return is_again
 
@@ -220,7 +220,7 @@ class GraphedCall:
 
     def _recorded_for(self, inputs: list[Any]) -> Recorded | None:
         """The recording to replay; None if the function is to run as it is."""
-        self._give_up([recorded for recorded in self._recordings if recorded.results.are_left])
+        self._give_up([recorded for recorded in self._recordings if recorded.results.is_outdated])
         recorded = next((one for one in self._recordings if one.fits(inputs, self._loose)), None)
         is_young = recorded is None or recorded.replays < FIRST_REPLAYS
         if is_young and self._history.copied and self._history.settle(self._given(inputs)) and recorded:
@@ -267,9 +267,9 @@ class GraphedCall:
         own = recorded.results
         if own.has_visible and torch.is_inference_mode_enabled():
             return False  # they are no inference tensors
-        if not (held := recorded.overwritten()):
+        if not (held := recorded.in_the_way(inputs)):
             return True
-        if own.is_saved_held():
+        if own.is_saved_held() or recorded.is_shared(inputs):
             self._say(_HELD)
             return False
         given = {storage_of(value) for value in inputs if isinstance(value, torch.Tensor)}
@@ -311,21 +311,25 @@ class GraphedCall:
         return None
 
     def _record(self, inputs: list[Any]) -> Recorded | None:
-        """A new recording, made without running anything; None if there can be none. Older ones go if they
+        """A new recording, made without running anything; None if there can be none now. Older ones go if they
         read from where something came that is copied now, or where a forward no longer saves anything."""
         stream, copied, memory = self._recorder.stream(self._device), self._history.copied, self._memory
+        key = self._device, stream, memory if memory.inversions >= APART else None
+        pool = self._recorder.pools.get(key)
+        if pool is not None and pool.is_unowned_in_use():
+            return None
         is_stale = not self._kept and memory.given_up != self._given_up
         good = [] if is_stale else [old for old in self._recordings if old.copied == copied][: self._most - 1]
         memory.given_up += len(self._recordings) - len(good) if self._kept else 0
         self._recordings, self._given_up = good, memory.given_up
-        key = self._device, stream, memory if memory.inversions >= APART else None
 
-        def record(given: Sequence[Any]) -> Any:
+        def record(given: list[Any]) -> Any:
             return self._recorder.record(self._fn, given, self._device, pool.handle)
 
         try:
-            pool = self._recorder.pools.get(key) or Pool(self._recorder.new_pool(self._device))
-            recorded = Recorded(record, inputs, copied, self._kept, pool, self._leaving)
+            pool = pool or Pool(self._recorder.new_pool(self._device))
+            donated = pool.donatable(inputs, self._results.keys() - copied)
+            recorded = Recorded(record, inputs, copied, self._kept, donated, pool, self._leaving)
             self._recorder.pools[key] = pool
         except Exception as error:
             if not isinstance(error, Refusal):
@@ -348,8 +352,8 @@ class GraphedCall:
 _OTHER_STREAM = refusal(NOT_NOW, "another stream is current than when it was recorded", "stay on one stream")
 _HELD = refusal(
     HELD,
-    "what an earlier call saved for its backward is still held",
-    "run each backward before the next forward",
+    "what an earlier call saved for its backward is still held, or a backward retains it",
+    "run each backward before the next forward, and once",
 )
 _MOVING = refusal(
     "cuda-graphs-moving",
