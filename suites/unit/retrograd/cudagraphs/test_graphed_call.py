@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from retrograd.cudagraphs import graphed_call, recorded
+from retrograd.cudagraphs import graphed_call, results
 from retrograd.cudagraphs.graphed_call import (
     MOST_LARGE,
     MOST_MOVES,
@@ -725,7 +725,7 @@ def test_an_input_that_is_written_is_never_copied():
 @pytest.fixture
 def all_large(monkeypatch):
     """Every result is large enough to stay."""
-    monkeypatch.setattr(recorded, "LITTLE", 0)
+    monkeypatch.setattr(results, "LITTLE", 0)
 
 
 def trained(recorder, lets_go, steps=24, micro_batches=1):
@@ -880,8 +880,8 @@ def test_in_inference_mode_results_are_inference_tensors():
 
 
 def pieces(recorder, count):
-    """So many forwards, each of which works on what the one before it gives, and their backwards, to which what
-    is saved is donated."""
+    """So many forwards, each of which works on what the one before it gives, and their backwards, to which
+    what is saved is donated."""
     made = []
     for _ in range(count):
         memory = SharedMemory()

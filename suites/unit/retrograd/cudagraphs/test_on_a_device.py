@@ -11,7 +11,7 @@ from torch import nn
 
 import retrograd
 from retrograd import aot
-from retrograd.cudagraphs import graphed_call, recorded
+from retrograd.cudagraphs import graphed_call, results
 from retrograd.cudagraphs.graphed_call import WARM_UPS, GraphedCall, Values
 
 pytestmark = pytest.mark.gpu
@@ -47,10 +47,10 @@ def steps(model, run, context=None, count=9):
     return kept
 
 
-@pytest.fixture(params=[0, recorded.LITTLE], ids=["all stay", "large ones stay"])
+@pytest.fixture(params=[0, results.LITTLE], ids=["all stay", "large ones stay"])
 def stay(request, monkeypatch):
     """Which results stay in the memory of recordings."""
-    monkeypatch.setattr(recorded, "LITTLE", request.param)
+    monkeypatch.setattr(results, "LITTLE", request.param)
 
 
 @pytest.mark.usefixtures("stay")

@@ -133,8 +133,10 @@ class Recorder:
         memory = [_remembered(value) if isinstance(value, torch.Tensor) else value for value in inputs]
         rows = [_row(value) for value in memory if isinstance(value, torch.Tensor)]
         before = [row.clone() for row in rows]
-        used = [StorageWeakRef(value.untyped_storage()) for value in inputs if isinstance(value, torch.Tensor)]
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        used = [StorageWeakRef(value.untyped_storage()) for value in tensors]
         given = {one.cdata for one in used}  # no other storage comes to be there while they are referred to
+        del tensors
         outputs = list(fn(inputs))
         inputs.clear()
         for row, kept in zip(rows, before, strict=True):
@@ -145,8 +147,8 @@ class Recorder:
 
 
 def _remembered(value: torch.Tensor) -> torch.Tensor:
-    """The same memory. It is held, so that replays can read it whoever else lets it go, unless it is a pool's:
-    then that one holds it, and its owners are counted."""
+    """The same memory. It is held, so that replays can read it whoever else lets it go, unless it is a
+    pool's: then that one holds it, and its owners are counted."""
     is_pools = any(value.untyped_storage().data_ptr() == row.data_ptr() for row in _memory)
     return placed_on(unowned(value), value) if is_pools else value.data
 

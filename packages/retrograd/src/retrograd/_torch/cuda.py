@@ -6,7 +6,7 @@ waits between streams.
 
 What is recorded allocates from a *pool*, of which each recording holds its results; the rest of it any of
 them may write. Their replays run one after the other, on one stream. Who replays looks after the results of
-recordings that were made later: a replay of an earlier one may write there.
+recordings that were made later, and after those that nobody owned when it was made: it may write there.
 
 Eager runs each node of a backward on the stream of its forward, and has the caller's stream wait for those of
 the leaves. No Python interface tells a node's stream, so a plan runs on the stream that is current where
@@ -193,8 +193,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _refuse_foreign(outputs: Sequence[Any], given: Collection[int], pool: _PoolId) -> None:
-    """Results must lie in the pool, or in storages that were given: else somebody (a pool of the user's) gave memory that he
-    will give to others too.
+    """Results must lie in the pool, or in storages that were given: else somebody (a pool of the user's) gave
+    memory that he will give to others too.
     """
     segments = torch.cuda.memory_snapshot(pool, include_traces=False)
     segments = [segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool)]

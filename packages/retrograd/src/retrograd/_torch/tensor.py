@@ -66,7 +66,7 @@ def is_only_here(values: list[Any], place: int) -> bool:
     if not isinstance(values[place], torch.Tensor):
         return False
     # the list, and the argument
-    return sys.getrefcount(values[place]) <= 2 and values[place]._use_count() <= 1  # noqa: PLR2004
+    return sys.getrefcount(values[place]) <= 2 and values[place]._use_count() <= 1
 
 
 def reinterpreted(

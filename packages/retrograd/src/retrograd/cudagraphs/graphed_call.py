@@ -7,7 +7,7 @@ the call runs as it is, and the reason is told once. Of some graphs of operators
 they are never recorded.
 
 Recordings read their inputs where they were. Inputs that come from elsewhere are copied to a place of their
-own, if they are few, or smaller than what a recording holds: else another recording would hold that once more.
+own, if they are few, or smaller than what a recording holds: else another one would hold that once more.
 
 All recordings of a stream lie in one pool, so that they work in the same memory. `recorded` says which
 results are copied out of it. While somebody holds one that is not, nothing is replayed that would overwrite
@@ -27,7 +27,8 @@ from torch import fx
 from retrograd._torch.cuda import CudaRecorder
 from retrograd._torch.fx import aliased_inputs, written_inputs
 from retrograd._torch.tensor import geometry_of, storage_of
-from retrograd.cudagraphs.recorded import Pool, Recorded
+from retrograd.cudagraphs.pool import Pool
+from retrograd.cudagraphs.recorded import Recorded
 from retrograd.cudagraphs.refusals import refusal, tensors_in, values_of, why_not_recorded
 from retrograd.errors import Reason, Refusal, first_line
 from retrograd.events import counters
@@ -125,8 +126,8 @@ class SharedMemory:
 WARM_UPS = 2
 #: recordings that are held, the ones used last: of a function whose results take much memory, and of others.
 MOST_LARGE, MOST_RECORDINGS = 2, 4
-#: bytes. Less is copied, if it comes from elsewhere each time, whatever a recording holds: an optimizer's step
-#: gives no results, and reads a gradient for each parameter.
+#: bytes. Less is copied, if it comes from elsewhere each time, whatever a recording holds: an optimizer's
+#: step gives no results, and reads a gradient for each parameter.
 MUCH = 2**26
 #: recordings that are made before no more are. Between one and the next come twice as many calls each time:
 #: where inputs move without end, recording costs more than it saves.
@@ -259,7 +260,7 @@ class GraphedCall:
             of in elsewhere and inputs[i].device == elsewhere[of] for i, of in self._results.items()
         )
 
-    def _may_replay(self, recorded: Recorded, inputs: Sequence[Any]) -> bool:
+    def _may_replay(self, recorded: Recorded, inputs: list[Any]) -> bool:
         """Whether it can be replayed now; if that is so for good, it is given up."""
         if self._recorder.stream(self._device) != self._stream:
             self._say(_OTHER_STREAM)
@@ -311,7 +312,7 @@ class GraphedCall:
         return None
 
     def _record(self, inputs: list[Any]) -> Recorded | None:
-        """A new recording, made without running anything; None if there can be none now. Older ones go if they
+        """A new recording, made without running anything; None if there can be none now. Older ones go that
         read from where something came that is copied now, or where a forward no longer saves anything."""
         stream, copied, memory = self._recorder.stream(self._device), self._history.copied, self._memory
         key = self._device, stream, memory if memory.inversions >= APART else None
@@ -324,13 +325,13 @@ class GraphedCall:
         self._recordings, self._given_up = good, memory.given_up
 
         def record(given: list[Any]) -> Any:
-            return self._recorder.record(self._fn, given, self._device, pool.handle)
+            return self._recorder.record(self._fn, given, self._device, into.handle)
 
         try:
-            pool = pool or Pool(self._recorder.new_pool(self._device))
-            donated = pool.donatable(inputs, self._results.keys() - copied)
-            recorded = Recorded(record, inputs, copied, self._kept, donated, pool, self._leaving)
-            self._recorder.pools[key] = pool
+            into = pool or Pool(self._recorder.new_pool(self._device))
+            donated = into.donatable(inputs, self._results.keys() - copied)
+            recorded = Recorded(record, inputs, copied, self._kept, donated, into, self._leaving)
+            self._recorder.pools[key] = into
         except Exception as error:
             if not isinstance(error, Refusal):
                 self._recorder.pools.pop(key, None)  # it may be unusable

@@ -1,0 +1,111 @@
+"""The memory that recordings share, and what a replay overwrites.
+
+In: recordings, as they are made, and their results. Out: `Pool`, which says of each recording which results
+that somebody holds are in the way of its replay, and which of its inputs may be donated to it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from retrograd._torch.tensor import is_only_here, placed_on, storage_of
+from retrograd.cudagraphs.results import Results
+
+#: so often is it found that something is to be recorded while memory that was given away is in use, before
+#: nothing is given away in a pool any more.
+MOST_UNDONE = 3
+#: pools without recordings, of which somebody holds results.
+_lingering: set[Pool] = set()
+
+
+class Pool:
+    """Memory of recordings, which are numbered in the order in which they are made.
+
+    A recording allocates where no earlier one has its results, and works where later ones have theirs. What a
+    forward saved may be *donated* to the recording of its backward, which frees it as it goes on. From then
+    on the result lies there without owning the memory, and other recordings work there too. So a recording
+    can be replayed if nobody holds results of its own, of a later one, or such as were donated before it was
+    made.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle  #: of the recorder.
+        self._count = self._undone = 0
+        self._entered: dict[int, tuple[weakref.ref[Any], Results]] = {}
+
+    def next_number(self) -> int:
+        """That of a recording which is made now."""
+        for pool in [self, *_lingering]:
+            pool.let_go()
+        self._count += 1
+        return self._count
+
+    def enter(self, recorded: object, results: Results, number: int) -> None:
+        """Take note of one more recording."""
+        self._entered[number] = weakref.ref(recorded), results
+        weakref.finalize(recorded, self._linger).atexit = False
+
+    def in_the_way(self, number: int, given: Mapping[int, int]) -> list[Results]:
+        """The results that somebody holds, and that a replay of recording `number` would overwrite. Of
+        storages that were donated to it, the `given` holders do not count: they are its inputs."""
+        self.let_go()
+        return [one for place, (_, one) in self._entered.items() if one.is_in_the_way(place, number, given)]
+
+    def is_shared(self, number: int, given: Mapping[int, int]) -> bool:
+        """Whether somebody besides the `given` holds what was donated to recording `number`."""
+        return any(one.is_shared(number, given) for _, one in self._entered.values())
+
+    def donatable(self, inputs: list[Any], places: Iterable[int]) -> set[int]:
+        """Of `places`, those of inputs that were saved here, and that nobody else holds."""
+        if self._undone >= MOST_UNDONE:
+            return set()
+        given = held_here(inputs, places)
+        free = {storage for _, one in self._entered.values() for storage in one.saved_but_for(given)}
+        return {i for i in places if isinstance(inputs[i], torch.Tensor) and storage_of(inputs[i]) in free}
+
+    def donate(self, inputs: list[Any], places: Collection[int], number: int) -> None:
+        """Leave the memory of `inputs` at `places` to recording `number`. In the list, and among the results
+        that they are, stand tensors from then on that do not own it."""
+        tensors = {place: inputs[place] for place in places}
+        aliases: dict[int, torch.Tensor] = {}
+        for _, one in self._entered.values():
+            aliases |= one.give({storage_of(tensor) for tensor in tensors.values()}, number)
+        for place, tensor in tensors.items():
+            inputs[place] = placed_on(aliases[storage_of(tensor)].untyped_storage(), tensor)
+
+    def is_unowned_in_use(self) -> bool:
+        """Whether somebody holds results that lie in memory which is nobody's: what is recorded now could
+        work there. Then recordings in which it is somebody's are made in place of these."""
+        self.let_go()
+        found = [one for _, one in self._entered.values() if one.is_unowned_held()]
+        for one in found:
+            one.is_outdated = True
+        self._undone += bool(found)
+        return bool(found)
+
+    def gives(self, storage: int) -> bool:
+        """Whether a recording hands out this storage."""
+        return any(one.hands_out(storage) for _, one in self._entered.values())
+
+    def let_go(self) -> None:
+        """Forget recordings that are gone, unless somebody holds what they gave: its memory is free then."""
+        for place, (recorded, results) in list(self._entered.items()):
+            if recorded() is None and not results.is_held():
+                del self._entered[place]
+        if all(recorded() is not None for recorded, _ in self._entered.values()):
+            _lingering.discard(self)
+
+    def _linger(self) -> None:
+        """A recording is gone: stay, if somebody holds what one that is gone gave. It may own no memory."""
+        if any(recorded() is None and one.is_held() for recorded, one in list(self._entered.values())):
+            _lingering.add(self)
+
+
+def held_here(inputs: list[Any], places: Iterable[int]) -> Counter[int]:
+    """How many of the tensors at `places` hold each storage. What others refer to does not count."""
+    return Counter(storage_of(inputs[i]) for i in places if is_only_here(inputs, i))
