@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 
 import pytest
 import torch
@@ -160,6 +161,50 @@ def test_a_live_context_without_a_device_says_that_nothing_is_recorded():
         with context:
             x.sin().exp().sum().backward()
     assert "note  no CUDA graph is recorded: it has tensors on cpu" in str(context.explain())
+
+
+class Block(nn.Module):
+    """A layer; those of one size share their compiled code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return torch.tanh(x + self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+def blocks(count: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), *[Block() for _ in range(count)])
+
+
+def test_layers_that_share_code_have_recordings_of_their_own(recorder):
+    model = blocks(6)
+    other = copy.deepcopy(model)
+    for block in other[1:]:
+        block.compile(backend="retrograd", options={"backend": "aten", "cudagraphs": True})
+    torch.manual_seed(1)
+    expected = steps(model, model)
+    torch.manual_seed(1)
+    torch.testing.assert_close(steps(other, other), expected)
+    before = recorder.records, recorder.replays
+    steps(other, other, count=4)
+    assert recorder.records - before[0] <= 2  # the first block's inputs may move
+    assert recorder.replays - before[1] >= 4 * 12 - 4
+
+
+def test_recordings_go_with_the_layers_whose_parameters_they_read(recorder):
+    model = blocks(3)
+    for block in model[1:]:
+        block.compile(backend="retrograd", options={"backend": "aten", "cudagraphs": True})
+    steps(model, model)
+    (pool,) = recorder.pools.values()
+    before = len(pool.handle.recordings)
+    del model[1]
+    gc.collect()
+    assert len(pool.handle.recordings) == before - 2
+    steps(model, model)
 
 
 def test_an_optimizer_reads_gradients_of_a_mebibyte_from_wherever_they_come(recorder):

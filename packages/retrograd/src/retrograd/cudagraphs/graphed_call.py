@@ -27,6 +27,7 @@ from torch import fx
 from retrograd._torch.cuda import CudaRecorder
 from retrograd._torch.fx import aliased_inputs, written_inputs
 from retrograd._torch.tensor import geometry_of, storage_of
+from retrograd.cudagraphs.by_parameters import GraphedFunction
 from retrograd.cudagraphs.pool import Pool
 from retrograd.cudagraphs.recorded import Recorded
 from retrograd.cudagraphs.refusals import refusal, tensors_in, values_of, why_not_recorded
@@ -160,6 +161,9 @@ class GraphedCall:
         values: of `fn`.
         memory: of a forward and its backwards; None: it is neither, and all its results are copied.
         tell: told, once each, why a call runs as it is.
+
+    Attributes:
+        is_refused: whether it can not be recorded.
     """
 
     def __init__(
@@ -186,11 +190,11 @@ class GraphedCall:
         #: calls that no recording fitted, recordings, and the number of the call of the last one
         self._calls = self._made = self._recorded_at = 0
         self._stream: int | None = None
-        self._refused = False
+        self.is_refused = False
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """The results; `inputs` is emptied."""
-        if self._refused or self._is_no_time() or not self._lock.take_if_free():
+        if self.is_refused or self._is_no_time() or not self._lock.take_if_free():
             return self._plainly(inputs)
         try:
             with self._recorder.replaying:  # others neither overwrite nor hand out what is looked at here
@@ -335,7 +339,7 @@ class GraphedCall:
         except Exception as error:
             if not isinstance(error, Refusal):
                 self._recorder.pools.pop(key, None)  # it may be unusable
-            self._made, self._refused = MOST_MADE, not self._recordings  # older recordings stay good
+            self._made, self.is_refused = MOST_MADE, not self._recordings  # older recordings stay good
             self._say(refusal("cuda-graphs-failed", first_line(error)))
             return None
         self._stream = stream
@@ -394,7 +398,15 @@ def graphed(
         return code  # views start no kernels
     written = written_inputs(graphs[0])  # several have none
     values = Values(kept, loose, results or {}, max(MUCH, _made_by(graphs)), written)
-    return GraphedCall(code, _recorder, next(values_of(graphs)).device, values, memory, tell)
+    told = set[Reason]()
+
+    def tell_once(reason: Reason) -> None:
+        if reason not in told:
+            told.add(reason)
+            tell(reason)
+
+    device = next(values_of(graphs)).device
+    return GraphedFunction(lambda: GraphedCall(code, _recorder, device, values, memory, tell_once))
 
 
 def _made_by(graphs: Sequence[fx.Graph]) -> int:

@@ -24,7 +24,8 @@ from retrograd.aot.run.lower_half import LateCode, announce, is_ready, lower, st
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, EagerBackend
 from retrograd.config import Config
-from retrograd.cudagraphs.graphed_call import GraphedCall, SharedMemory, graphed
+from retrograd.cudagraphs.by_parameters import GraphedFunction
+from retrograd.cudagraphs.graphed_call import SharedMemory, graphed
 from retrograd.events import counters
 from retrograd.graph.joint_graph import Partition, SavedKind
 from retrograd.graph.lazy import LazyGraph
@@ -125,7 +126,7 @@ class RegionCode:
             code = self._codes.get(self._as_traced) or self._code_for(self._as_traced)
         is_as_traced = code.graph is not self._graph or layouts in (self._as_traced, _BATCHED)
         args = self._arguments(saved, ctx.numbers, cotangents, is_as_traced)
-        if self._memory.elsewhere and not (code.has_run and isinstance(code.run, GraphedCall)):
+        if self._memory.elsewhere and not (code.has_run and isinstance(code.run, GraphedFunction)):
             self._memory.put_back(args, self._made)
         if not code.has_run:
             del saved
