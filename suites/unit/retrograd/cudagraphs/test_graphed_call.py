@@ -15,6 +15,7 @@ from retrograd.cudagraphs.graphed_call import (
     MOST_LARGE,
     MOST_MOVES,
     MOST_RECORDINGS,
+    TRIED,
     WARM_UPS,
     AddressHistory,
     GraphedCall,
@@ -419,6 +420,37 @@ def test_where_inputs_move_without_end_recordings_become_rare():
         for _ in range(2):  # each address comes twice
             assert call([x])[0].tolist() == [2] * 8
     assert recorder.records <= 6
+
+
+def test_recordings_that_are_seldom_replayed_are_let_go_of(monkeypatch):
+    monkeypatch.setattr(graphed_call, "MOST_RECORDINGS", 2)
+    recorder = Recorder()
+    call, told = call_of(lambda inputs: [inputs[0] + inputs[1]], recorder, written={0, 1})  # none is copied
+    x = torch.ones(8)
+    places = [torch.ones(8) for _ in range(100)]
+    for place in places:
+        for _ in range(2):
+            assert call([x, place])[0].tolist() == [2] * 8
+    assert recorder.records == TRIED
+    assert [reason.code for reason in told] == ["cuda-graphs-moving"]
+    gc.collect()
+    assert not recorder.pools
+    records = recorder.records
+    for _ in range(8):
+        assert call([x, x])[0].tolist() == [2] * 8
+    assert recorder.records == records
+
+
+def test_recordings_of_a_function_copy_into_the_same_buffers_and_keep_no_memory_for_what_they_copy():
+    recorder, weights = Recorder(), [torch.full((8,), 2.0), torch.full((8,), 3.0)]
+    call, _ = call_of(lambda inputs: [inputs[0] * inputs[1]], recorder, held=32, written={1})
+    for step in range(40):
+        x, weight = torch.full((8,), float(step)), weights[step % 2]
+        assert torch.equal(call([x, weight])[0], x * weight)
+    assert recorder.records == 2
+    first, second = call._recordings
+    assert first._buffers[0].tensor is second._buffers[0].tensor
+    assert all(block.is_free() for block in blocks_of(recorder))
 
 
 def test_of_what_holds_much_fewer_recordings_are_held(monkeypatch):
@@ -966,7 +998,7 @@ def test_a_backward_that_always_retains_its_graph_is_recorded_beside_what_was_sa
     recorder, x = Recorder(), torch.ones(8)
     ((forward, backward, _),) = pieces(recorder, 1)
     for step in range(12):
-        _, saved = forward([x.fill_(step)])
+        saved = forward([x.fill_(step)])[1]
         for factor in (1.0, 2.0):
             assert torch.equal(backward([saved, torch.full((8,), factor)])[0], (x + 1) * factor)
         del saved

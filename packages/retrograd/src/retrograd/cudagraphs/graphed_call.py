@@ -29,7 +29,7 @@ from retrograd._torch.fx import aliased_inputs, written_inputs
 from retrograd._torch.tensor import geometry_of, storage_of
 from retrograd.cudagraphs.by_parameters import GraphedFunction
 from retrograd.cudagraphs.pool import Pool
-from retrograd.cudagraphs.recorded import Recorded
+from retrograd.cudagraphs.recorded import Buffer, Places, Recorded
 from retrograd.cudagraphs.refusals import refusal, tensors_in, values_of, why_not_recorded
 from retrograd.errors import Reason, Refusal, first_line
 from retrograd.events import counters
@@ -133,6 +133,8 @@ MUCH = 2**26
 #: recordings that are made before no more are. Between one and the next come twice as many calls each time:
 #: where inputs move without end, recording costs more than it saves.
 MOST_MADE = 12
+#: if after so many recordings less than one of `RARE` calls was a replay, there are none any more.
+TRIED, RARE = 5, 4
 
 
 @dataclass(frozen=True)
@@ -187,8 +189,10 @@ class GraphedCall:
         self._leaving: set[int] | None = None if memory is None else set()
         #: `SharedMemory.given_up` at the last recording.
         self._given_up = 0
+        self._buffers: dict[int, Buffer] = {}
         #: calls that no recording fitted, recordings, and the number of the call of the last one
         self._calls = self._made = self._recorded_at = 0
+        self._replays = 0
         self._stream: int | None = None
         self.is_refused = False
 
@@ -202,6 +206,7 @@ class GraphedCall:
                     self._recorder.wait_for_streams()
                     results = recorded(inputs)
                     inputs.clear()
+                    self._replays += 1
                     counters["cuda_graph_replays"] += 1
                     return results
         finally:
@@ -248,6 +253,11 @@ class GraphedCall:
         sizes = [0 if value is None else value.nbytes for value in inputs]
         is_again = self._history.note(addresses, sizes, self._given(inputs))
         if self._calls <= WARM_UPS or self._calls - self._recorded_at < 2**self._made - 1 or not is_again:
+            return None
+        if self._made >= TRIED and self._replays * RARE < self._replays + self._calls:
+            self._give_up([*self._recordings])
+            self._made, self._buffers = MOST_MADE, {}
+            self._say(_MOVING)
             return None
         return self._record(inputs)
 
@@ -334,7 +344,9 @@ class GraphedCall:
         try:
             into = pool or Pool(self._recorder.new_pool(self._device))
             donated = into.donatable(inputs, self._results.keys() - copied)
-            recorded = Recorded(record, inputs, copied, self._kept, donated, into, self._leaving)
+            self._buffers = {i: buffer for i, buffer in self._buffers.items() if i in copied}
+            places = Places(copied, donated, self._kept)
+            recorded = Recorded(record, inputs, places, into, self._buffers, self._leaving)
             self._recorder.pools[key] = into
         except Exception as error:
             if not isinstance(error, Refusal):
@@ -362,7 +374,7 @@ _HELD = refusal(
 )
 _MOVING = refusal(
     "cuda-graphs-moving",
-    f"{MOST_MADE} recordings were made, and its inputs still come from other places",
+    "several recordings were made, and its inputs still come from other places",
     "nothing to do: results are the same",
 )
 

@@ -27,15 +27,23 @@ from retrograd.cudagraphs.results import Results
 Record = Callable[[list[Any]], tuple[Any, Sequence[Any]]]
 
 
+class Places(NamedTuple):
+    """Places of inputs that are copied, of inputs whose memory a recording may work in, and of results that
+    always stay."""
+
+    copied: Collection[int]
+    donated: Collection[int]
+    saved: Collection[int]
+
+
 class Recorded:
     """A recording, the addresses of the inputs that it reads where they are, and buffers for the others.
 
     Args:
         inputs: of the call. Those that are donated are replaced.
-        copied: places of inputs that are copied.
-        saved: places of results that always stay.
-        donated: places of inputs whose memory it may work in.
+        places: of these and of the results.
         pool: in which it is recorded.
+        buffers: of recordings of the same function, by place; its own are added.
         leaving: places of results that are copied though they are large, and may grow; None: all are.
 
     Attributes:
@@ -46,35 +54,38 @@ class Recorded:
         Exception: it cannot be recorded; nothing was run.
     """
 
-    def __init__(  # noqa: PLR0913 - what a recording depends on
+    def __init__(
         self,
         record: Record,
         inputs: list[Any],
-        copied: Collection[int],
-        saved: Collection[int],
-        donated: Collection[int],
+        places: Places,
         pool: Pool,
+        buffers: dict[int, Buffer],
         leaving: set[int] | None,
     ) -> None:
-        self.copied, self._pool, self.replays, self._donated = copied, pool, 0, donated
+        self.copied, self._donated, saved = places
+        self._pool, self.replays = pool, 0
         tensors = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
-        self._copied = [_Copied.of(i, inputs[i]) for i in tensors if i in copied]
-        buffers = {one.place: one.buffer for one in self._copied}
-        self._static = [i for i in tensors if i not in buffers]
+        for i in [i for i in tensors if i in self.copied]:
+            if i not in buffers or not buffers[i].fits(inputs[i]):
+                buffers[i] = Buffer.of(inputs[i])
+        self._buffers = {i: buffers[i] for i in tensors if i in self.copied}
+        self._static = [i for i in tensors if i not in self.copied]
         self._layouts = {i: geometry_of(inputs[i]) for i in tensors}
         self.addresses = [v.data_ptr() if isinstance(v, torch.Tensor) else 0 for v in inputs]
         self._number = pool.next_number()
-        given = [buffers.get(i, value) for i, value in enumerate(inputs)]
-        pool.donate(inputs, donated, self._number)
-        kept = [None if i in donated else value for i, value in enumerate(given)]
+        given = [self._buffers[i].tensor if i in self._buffers else value for i, value in enumerate(inputs)]
+        pool.donate(inputs, self._donated, self._number)
+        kept = [None if i in self._donated else value for i, value in enumerate(given)]
         graph, outputs = record(given)
         self._replay = graph.replay
         self.results = Results(outputs, kept, saved, leaving)
         del outputs  # who holds one from now on is told from that
         self.results.settle()
         pool.enter(self, self.results, self._number)
-        groups = by_dtype([one.target for one in self._copied])
-        self._groups = [[self._copied[i] for i in group] for group in groups]
+        order = list(self._buffers)
+        targets = [self._buffers[i].target for i in order]
+        self._groups = [[order[i] for i in group] for group in by_dtype(targets)]
 
     def fits(self, inputs: list[Any], loose: Sequence[int]) -> bool:
         """Whether a replay reads these inputs. Only those at `loose` may have other sizes and strides than
@@ -94,28 +105,33 @@ class Recorded:
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """The results for `inputs`, which fit."""
         for group in self._groups:
-            copy_each([one.target for one in group], [one.source(inputs[one.place]) for one in group])
+            copy_each(
+                [self._buffers[i].target for i in group], [self._buffers[i].source(inputs[i]) for i in group]
+            )
         self.replays += 1
         self._replay()
         return self.results.hand_out(inputs)
 
 
-class _Copied(NamedTuple):
-    """An input that is copied: the function gets `buffer`; `target` is its memory as it is written."""
+class Buffer(NamedTuple):
+    """Where an input is copied to: the function gets `tensor`; `target` is its memory as it is written."""
 
-    place: int
-    buffer: torch.Tensor
+    tensor: torch.Tensor
     target: torch.Tensor
 
     @staticmethod
-    def of(place: int, value: torch.Tensor) -> _Copied:
+    def of(value: torch.Tensor) -> Buffer:
         """A buffer like `value`. One whose elements do not fill their memory, each place once, is copied as a
         row from its first to its last element."""
         with torch.inference_mode(False):
             make = new_memory(value.device)
-            buffer = make(tuple(value.shape), tuple(value.stride()), value.dtype)
-        return _Copied(place, buffer, buffer if is_dense(buffer) else whole_of([buffer]))
+            tensor = make(tuple(value.shape), tuple(value.stride()), value.dtype)
+        return Buffer(tensor, tensor if is_dense(tensor) else whole_of([tensor]))
+
+    def fits(self, value: torch.Tensor) -> bool:
+        """Whether it is a buffer for `value`."""
+        return self.tensor.dtype is value.dtype and geometry_of(self.tensor) == geometry_of(value)
 
     def source(self, value: torch.Tensor) -> torch.Tensor:
         """`value`, as it is read."""
-        return value if self.target is self.buffer else whole_of([value])
+        return value if self.target is self.tensor else whole_of([value])

@@ -91,6 +91,8 @@ class Results:
         visible = self._divide(outputs, inputs, saved)
         self._saved = len(self._staying)
         self._staying += visible
+        # they are copied right after each replay, so others may work there
+        self._sources = [placed_on(unowned(source), source) for source in self._sources]
         self._layouts = [(tuple(s.shape), tuple(s.stride()), s.dtype) for s in self._sources]
         self._by_dtype = by_dtype(self._sources)
         self._where = self._addresses()
