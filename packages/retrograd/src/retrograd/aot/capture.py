@@ -24,7 +24,7 @@ from torch import fx
 from retrograd._torch import pytree
 from retrograd._torch.fx import copied_module
 from retrograd._torch.state import autocast_off
-from retrograd._torch.trace import JointTracer, functional_mode, make_graph, without_tokens
+from retrograd._torch.trace import JointTracer, functional_mode, is_fake, make_graph, without_tokens
 from retrograd.aot.trace.analyse import analyse
 from retrograd.aot.trace.differentiate import Manner, differentiate
 from retrograd.aot.trace.enter import EntryPlan, Inputs
@@ -125,6 +125,7 @@ def capture(
                 # A code generator is given what stock gives it, such as a dropout in one piece.
                 python_kernels = state.is_symbolic or bool(state.decompositions)
                 gm = make_graph(attempt.body, state.decompositions, JointTracer, python_kernels)
+                _refuse_fakes(gm)
         except RetrogradError:
             raise
         except Exception as error:
@@ -226,6 +227,15 @@ class _Attempt:
             regions=tuple(Region(region.roots, region.destinations) for region in structure.regions),
             order=structure.order,
         )
+
+
+def _refuse_fakes(gm: fx.GraphModule) -> None:
+    """No tensor that the graph holds may be one of the trace's. What makes a graph inside the function, as
+    ``torch.func.linearize`` does, keeps tensors in it that nobody knows again afterwards."""
+    for node in gm.graph.find_nodes(op="get_attr"):
+        value = attrgetter(node.target)(gm)
+        if isinstance(value, torch.Tensor) and is_fake(value):
+            raise Refusal("not-representable", "it keeps tensors where a trace does not see them")
 
 
 _aten = torch.ops.aten

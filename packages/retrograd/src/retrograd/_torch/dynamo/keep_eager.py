@@ -5,6 +5,7 @@ wants eager kept, and breaks of the graph for it; and
 
 - an operation that raises on fake tensors is left to Python. So all that eager does before the error is done,
   and the program gets the error that it may expect. With ``fullgraph`` Dynamo's own error stands;
+- so is a custom operator whose backward raises on them, because it looks at values: no graph holds it;
 - hooks of modules that are set after Dynamo has traced a call of the module are noticed. Dynamo leaves that
   open, to save time. One more guard does for the whole frame, as long as nobody in the process has set a hook
   of a module; from then on, there is one for each module. Guards on modules are dear: Dynamo no longer skips
@@ -19,10 +20,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import fx
 from torch._dynamo import exc, mark_static_address
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.utils import get_static_address_type
@@ -30,8 +32,10 @@ from torch._guards import Guard
 from torch.nn.modules import module as all_modules
 from torch.utils.hooks import RemovableHandle
 
+from retrograd._torch import pytree
 from retrograd._torch.patches import handle
 from retrograd._torch.releases import raised_on_fakes
+from retrograd.errors import first_line
 
 _RAISED = raised_on_fakes(exc)
 
@@ -123,12 +127,56 @@ def _guard_hooks(found: Sequence[Guard], builder: Any, guard: Guard) -> None:
 
 def _fake_value(original: Callable[..., Any], node: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     try:
-        return original(node, tx, *args, **kwargs)
+        value = original(node, tx, *args, **kwargs)
     except _RAISED as error:
         if tx.one_graph or not keeps_eager(tx):
             raise
         text = str(error).partition("\n\n")[0]
-    return break_graph("operation that raises on fake tensors", str(node.target), text)
+        break_graph("operation that raises on fake tensors", str(node.target), text)
+    if (text := _why_not_differentiable(node, tx)) is not None:
+        break_graph("operator whose backward raises on fake tensors", str(node.target), text)
+    return value
+
+
+#: namespaces of torch's operators.
+_OF_TORCH = frozenset({"aten", "prim", "prims", "quantized", "_c10d_functional", "inductor"})
+#: by operator and which arguments require grad: what its backward raised.
+_raised_by: dict[Hashable, str | None] = {}
+
+
+def _why_not_differentiable(node: Any, tx: Any) -> str | None:
+    """What the backward of a call of a custom operator raises on fake tensors; None if nothing."""
+    target = node.target
+    is_operator = isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    if not is_operator or str(target).partition(".")[0] in _OF_TORCH or tx.one_graph:
+        return None
+    given = fx.map_arg((node.args, node.kwargs), lambda value: value.meta["example_value"])
+    asked = tuple(value.requires_grad for value in _tensors(given))
+    if not (torch.is_grad_enabled() and any(asked) and keeps_eager(tx)):
+        return None
+    if (target, asked) not in _raised_by:
+        with tx.fake_mode, torch.enable_grad():
+            _raised_by[target, asked] = _raised_backwards(target, *pytree.tree_map(_sample, given))
+    return _raised_by[target, asked]
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _sample(value: Any) -> Any:
+    return torch.empty_like(value).requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
+def _raised_backwards(operator: Any, args: Any, kwargs: Any) -> str | None:
+    roots = [value for value in _tensors(operator(*args, **kwargs)) if value.requires_grad]
+    leaves = [value for value in _tensors((args, kwargs)) if value.requires_grad]
+    try:
+        if roots:
+            torch.autograd.grad(roots, leaves, [*map(torch.empty_like, roots)], allow_unused=True)
+    except Exception as error:
+        return f"{type(error).__name__}: {first_line(error)}"
+    return None
 
 
 def _wrap_tensor(original: Callable[..., Any], builder: Any, value: torch.Tensor) -> Any:
