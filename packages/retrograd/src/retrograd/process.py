@@ -80,6 +80,32 @@ tracing = ForkSafeLock()
 compiling = ForkSafeLock()
 
 
+class Cycle:
+    """Whether a program has come round since something in it ran for the first time.
+
+    Attributes:
+        is_complete: whether it has.
+    """
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        self._first: weakref.ref[object] | None = None
+
+    def begin(self) -> None:
+        """Something runs for the first time: what runs next is to come again."""
+        self.is_complete, self._first = False, None
+
+    def runs(self, what: object) -> None:
+        """Something runs."""
+        if self.is_complete:
+            return
+        first = self._first and self._first()
+        if first is None:
+            self._first = weakref.ref(what)
+        else:
+            self.is_complete = first is what
+
+
 class Recent(Generic[Entry]):
     """A mapping of the entries used last; ``reset`` empties it.
 

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from retrograd.cudagraphs import graphed_call, results
+from retrograd.cudagraphs.addresses import AddressHistory
 from retrograd.cudagraphs.graphed_call import (
     MOST_LARGE,
-    MOST_MOVES,
     MOST_RECORDINGS,
     TRIED,
     WARM_UPS,
-    AddressHistory,
     GraphedCall,
     SharedMemory,
     Values,
@@ -347,7 +346,7 @@ def test_addresses_that_come_again_are_recorded_and_little_that_changes_is_copie
     assert history.note([2, 5], SIZES)
 
 
-def test_what_moves_to_where_a_recording_gives_it_is_not_copied_unless_it_goes_on_moving():
+def test_what_moves_to_where_a_recording_gives_it_is_not_copied_unless_it_moves_away_again():
     history = AddressHistory(held=64)
     assert [history.note([1, i], SIZES, given) for i, given in ((1, []), (2, []), (3, [1]), (3, [1]))] == [
         False,
@@ -358,8 +357,9 @@ def test_what_moves_to_where_a_recording_gives_it_is_not_copied_unless_it_goes_o
     assert history.copied == {1}
     assert history.settle([1])
     assert history.copied == frozenset()
-    moving = range(4, 4 + MOST_MOVES)
-    assert all(history.note([1, i], SIZES, [1]) for i in moving)
+    assert all(history.note([1, i], SIZES, [1]) for i in range(4, 40))
+    assert history.copied == frozenset()
+    assert [history.note([1, i], SIZES) for i in (50, 51)] == [True, True]
     assert history.copied == {1}
     assert not history.settle([1])
 
@@ -954,6 +954,38 @@ def test_pieces_of_a_program_work_in_one_memory():
     assert copied == [set()] * 5 + [{1}]
 
 
+@pytest.mark.usefixtures("all_large")
+def test_code_that_layers_share_is_recorded_for_what_each_of_them_gives():
+    recorder, x = Recorder(), torch.ones(8)
+    shared, _ = call_of(lambda i: [i[0] * 2], recorder, SharedMemory(), held=64)
+    apart = [call_of(lambda i: [i[0] + 1], recorder, SharedMemory(), held=64)[0] for _ in range(6)]
+    for step in range(12):
+        expected = y = x.fill_(step % 3)
+        for call in apart:
+            (y,) = call([y])
+            (y,) = shared([y])
+            expected = (expected + 1) * 2
+        assert torch.equal(y, expected)
+        del y
+    assert recorder.records <= 6 + 6 + 3
+    assert recorder.replays >= 9 * 12
+    assert len(shared._recordings) == 6
+    assert set(recorder.lie_in) == {1}
+
+
+@pytest.mark.usefixtures("all_large")
+def test_all_that_a_program_repeats_is_recorded_in_the_order_in_which_it_runs():
+    recorder, x = Recorder(), torch.ones(8)
+    often, _ = pair(recorder)
+    made = [pair(recorder)[0] for _ in range(3)]
+    for _ in range(12):
+        for call in (made[0], often, made[1], often, made[2]):
+            call([x])
+    calls = (made[0], often, made[1], made[2])
+    assert [len(call._recordings) for call in calls] == [1] * 4
+    assert [call._recordings[0]._number for call in calls] == [1, 2, 3, 4]
+
+
 # memory that a forward donates to its backward
 
 
@@ -1106,7 +1138,7 @@ def test_functions_that_wait_for_each_other_in_turns_end_in_pools_of_their_own()
             del saved
     assert len(set(recorder.lie_in)) > 1
     records, replays = recorder.records, recorder.replays
-    assert records < 30
+    assert records < 40
     for step in range(4):
         forward, backward = ((one, back), (other, other_back))[step % 2]
         waiting.append((backward, forward([x])[1], x + 1))
@@ -1126,7 +1158,7 @@ def test_whatever_the_order_of_calls_and_whoever_holds_results_nothing_is_overwr
     alone, _ = call_of(lambda i: [i[0] * 3], recorder, held=64)
     waiting, held = [], []
     schedule = [draw.randrange(8) for _ in range(draw.choice([3, 7, 13]))]
-    for step in range(240):
+    for step in range(360):
         what = schedule[step % len(schedule)] if draw.random() < 0.9 else draw.randrange(8)
         x = draw.choice(batches)
         x.fill_(draw.randrange(50))

@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from retrograd._torch.tensor import placed_on, unowned
-from retrograd.process import ForkSafeLock
+from retrograd.process import Cycle, ForkSafeLock
 
 #: outlives every tensor that shows it.
 _memory: list[torch.Tensor] = []
@@ -110,6 +110,7 @@ class Recorder:
         self.records = self.replays = 0
         self.replaying = ForkSafeLock()
         self.made = self.waits = 0
+        self.cycle = Cycle()
         self.pools: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
         #: the pools of recordings, in the order in which they were made.
         self.lie_in: list[int] = []

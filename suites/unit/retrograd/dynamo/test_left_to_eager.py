@@ -182,3 +182,36 @@ def test_an_optimizer_sees_the_classes_of_its_parameters(make):
         fast()
         assert torch.equal(*map(torch.Tensor.detach, parameters))
     assert [type(each) for each in parameters] == [type(parameters[0])] * 2
+
+
+@torch.library.custom_op("retrograd_tests::first_rows", mutates_args=())
+def first_rows(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    return x * (torch.arange(len(x)) < count)[:, None]
+
+
+first_rows.register_fake(lambda x, count: torch.empty_like(x))
+first_rows.register_autograd(
+    lambda ctx, grad: (torch.cat([grad[: ctx.count.item()], grad[ctx.count.item() :] * 0]), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "count", inputs[1]),
+)
+
+
+def test_the_graph_breaks_around_an_operator_whose_backward_looks_at_values():
+    plain, other = model(), model()
+    fast = compiled(lambda x, count: first_rows(other(x).sin(), count).cos())
+    x = torch.randn(4, 3)
+    for count in (torch.tensor(1), torch.tensor(3)):
+        expected, found = first_rows(plain(x).sin(), count).cos(), fast(x, count)
+        assert torch.equal(found, expected)
+        expected.sum().backward()
+        found.sum().backward()
+    assert all(map(torch.equal, *([p.grad for p in each.parameters()] for each in (plain, other))))
+    report = str(retrograd.explain())
+    assert "operator whose backward raises on fake tensors" in report
+    assert "as eager runs it" not in report
+
+
+def test_without_gradients_an_operator_stays_in_the_graph_whatever_its_backward_does():
+    fast, x = compiled(lambda x, count: first_rows(x.sin(), count).cos()), torch.randn(4, 3)
+    assert torch.equal(fast(x, torch.tensor(2)), first_rows(x.sin(), torch.tensor(2)).cos())
+    assert "raises on fake tensors" not in str(retrograd.explain())

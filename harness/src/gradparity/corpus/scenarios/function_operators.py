@@ -5,6 +5,7 @@ In: a probe. Out: what the registered backward is given, and the gradients of ev
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -69,6 +70,50 @@ def add_one_(x: Tensor) -> None:
 def no_gradient(x: Tensor) -> Tensor:
     """An operator without a registered gradient."""
     return x * 2
+
+
+@torch.library.custom_op("gradparity::grouped_product", mutates_args=())
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Products of groups of rows, which end where `ends` says, with one matrix each, as experts make them."""
+    found = rows.new_zeros(len(rows), weights.shape[2])
+    for (start, end), weight in zip(pairwise([0, *ends.tolist()]), weights, strict=True):
+        found[start:end] = rows[start:end] @ weight
+    return found
+
+
+grouped_product.register_fake(lambda rows, weights, ends: rows.new_empty(rows.shape[0], weights.shape[2]))
+
+
+def _grouped_product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows, weights, ends = ctx.saved_tensors
+    by_rows, by_weights, places = torch.zeros_like(rows), torch.zeros_like(weights), [0, *ends.tolist()]
+    for i, (start, end) in enumerate(pairwise(places)):
+        by_rows[start:end] = grad[start:end] @ weights[i].T
+        by_weights[i] = rows[start:end].T @ grad[start:end]
+    return by_rows, by_weights, None
+
+
+grouped_product.register_autograd(
+    _grouped_product_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+@scenario(tags=("compiled", "function", "operator"))
+def compiled_operator_whose_backward_looks_at_values(p: Probe) -> None:
+    """Between other calls stands an operator whose backward reads numbers out of a tensor."""
+    rows = p.leaf("rows", p.randn(6, 4, requires_grad=True))
+    weights = p.leaf("weights", p.randn(3, 4, 5, requires_grad=True))
+
+    def experts(ends: Tensor) -> Tensor:
+        mixed = grouped_product(rows.tanh() * 2, weights.exp(), ends)
+        return grouped_product(weights=weights.sin(), rows=mixed.cos()[:, 1:], ends=ends)
+
+    run = p.compile(experts)
+    for ends in ([2, 3, 6], [0, 5, 6]):
+        out = run(torch.tensor(ends))
+        out.register_hook(p.hook("out"))
+        with p.backward():
+            out.square().sum().backward()
 
 
 @scenario(tags=("function", "operator"))

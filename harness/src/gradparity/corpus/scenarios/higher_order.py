@@ -251,3 +251,21 @@ def compiled_transform_of_what_does_not_depend_on_its_input(p: Probe) -> None:
         p.value(name, out.detach())
         with p.backward():
             (out * p.compile(torch.sin)(x).sum()).backward()
+
+
+@scenario(tags=("compiled", "higher-order", "func"))
+def compiled_linearize(p: Probe) -> None:
+    """`torch.func.linearize`, which makes a graph of its own, of a function of what was computed before."""
+    x = p.leaf("x", p.randn(4, requires_grad=True))
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "sine": torch.sin,
+        "choice": lambda t: torch.where(t > 0.1, t * 2, t / 2),
+        "product": lambda t: t * 2,
+    }
+    for name, function in functions.items():
+        for inner in (torch.tanh, lambda t: t):
+            run = p.compile(lambda t, f=function, g=inner: torch.func.linearize(f, g(t))[1](t * 0.5))
+            out = run(x)
+            p.value(name, out)
+            with p.backward():
+                (out * out.detach()).sum().backward()

@@ -30,7 +30,7 @@ from retrograd._torch.patches import handle
 from retrograd._torch.tensor import storage_of
 from retrograd.errors import Refusal
 from retrograd.graph.emit import Boxed
-from retrograd.process import ForkSafeLock
+from retrograd.process import Cycle, ForkSafeLock
 
 _PoolId = Any  # a pair of numbers, of a type that exists for type checkers only
 
@@ -62,6 +62,7 @@ class CudaRecorder:
     def __init__(self) -> None:
         #: held from the decision to replay until results are handed out: others may write to them.
         self.replaying = ForkSafeLock()
+        self.cycle = Cycle()  #: of the functions that may be recorded
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         #: what recordings lie in at present; they hold it.
         self.pools: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()

@@ -16,7 +16,6 @@ it: what is to be called while he does is recorded once more, behind it.
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,7 @@ from torch import fx
 from retrograd._torch.cuda import CudaRecorder
 from retrograd._torch.fx import aliased_inputs, written_inputs
 from retrograd._torch.tensor import geometry_of, storage_of
+from retrograd.cudagraphs.addresses import AddressHistory
 from retrograd.cudagraphs.by_parameters import GraphedFunction
 from retrograd.cudagraphs.pool import Pool
 from retrograd.cudagraphs.recorded import Buffer, Places, Recorded
@@ -40,58 +40,8 @@ from retrograd.report import process_report
 #: codes of reasons that concern one call.
 NOT_NOW, HELD = "cuda-graphs-not-now", "cuda-graphs-held"
 
-#: how many calls without a recording are remembered.
-REMEMBERED = 4
-#: so often may an input move to where a recording gives it before it is copied nevertheless; and in so many
-#: replays it is looked whether what is copied has moved there.
-MOST_MOVES, FIRST_REPLAYS = 8, 8
-
-
-class AddressHistory:
-    """The addresses of the last calls.
-
-    Args:
-        held: bytes of what a recording holds. So many are copied rather than recorded for once more.
-        written: places of inputs that are written, and never copied.
-
-    Attributes:
-        copied: places of inputs whose address does not matter any more.
-    """
-
-    def __init__(self, held: int, written: Collection[int] = ()) -> None:
-        self.copied: frozenset[int] = frozenset()
-        self._held, self._written = held, frozenset(written)
-        self._last: deque[list[int]] = deque(maxlen=REMEMBERED)
-        self._moves: Counter[int] = Counter()
-
-    def note(self, addresses: list[int], sizes: Sequence[int], given: Collection[int] = ()) -> bool:
-        """Note a call that no recording fits, with the bytes of its inputs, and the places of those that a
-        recording has `given`. Returns whether to record it: its addresses have come before, but for what is
-        copied or given; and what has changed since the last call is copied from now on, if that is little."""
-        if self._last:
-            changed = self._changed(addresses, self._last[-1]) - self._written
-            changed -= self._moved_to(changed.intersection(given))
-            if sum(sizes[i] for i in self.copied | changed) <= self._held:
-                self.copied |= changed
-        is_again = any(not self._changed(addresses, before) - set(given) for before in self._last)
-        self._last.append(addresses)
-        return is_again
-
-    def settle(self, given: Collection[int]) -> bool:
-        """Copy no longer what a recording has `given`: it will come from there again. Returns whether there
-        is any."""
-        settled = self._moved_to(self.copied.intersection(given))
-        self.copied -= settled
-        return bool(settled)
-
-    def _moved_to(self, places: Collection[int]) -> set[int]:
-        """Count one more move; returns what has not moved too often."""
-        self._moves.update(places)
-        return {i for i in places if self._moves[i] <= MOST_MOVES}
-
-    def _changed(self, addresses: list[int], before: list[int]) -> set[int]:
-        pairs = enumerate(zip(addresses, before, strict=True))
-        return {i for i, (now, then) in pairs if now != then and i not in self.copied}
+#: in so many replays it is looked whether what is copied comes from a recording by now.
+FIRST_REPLAYS = 8
 
 
 #: so often is a function recorded once more because others were recorded later and are called earlier. From
@@ -133,6 +83,12 @@ MUCH = 2**26
 #: recordings that are made before no more are. Between one and the next come twice as many calls each time:
 #: where inputs move without end, recording costs more than it saves.
 MOST_MADE = 12
+#: recordings that are made at once, because their inputs come from other recordings than those of the others:
+#: code that several layers share is called with what each of them gives.
+MOST_GIVEN = 64
+#: so often does a function wait with its first recording because others run that are not warm: all that a
+#: program repeats is to be recorded in the order in which it runs.
+MOST_WAITS = 4
 #: if after so many recordings less than one of `RARE` calls was a replay, there are none any more.
 TRIED, RARE = 5, 4
 
@@ -192,7 +148,7 @@ class GraphedCall:
         self._buffers: dict[int, Buffer] = {}
         #: calls that no recording fitted, recordings, and the number of the call of the last one
         self._calls = self._made = self._recorded_at = 0
-        self._replays = 0
+        self._replays = self._waits = self._given_made = 0
         self._stream: int | None = None
         self.is_refused = False
 
@@ -202,6 +158,7 @@ class GraphedCall:
             return self._plainly(inputs)
         try:
             with self._recorder.replaying:  # others neither overwrite nor hand out what is looked at here
+                self._recorder.cycle.runs(self)
                 if (recorded := self._recorded_for(inputs)) is not None:
                     self._recorder.wait_for_streams()
                     results = recorded(inputs)
@@ -251,15 +208,34 @@ class GraphedCall:
             return None
         addresses = [0 if value is None else value.data_ptr() for value in inputs]
         sizes = [0 if value is None else value.nbytes for value in inputs]
-        is_again = self._history.note(addresses, sizes, self._given(inputs))
-        if self._calls <= WARM_UPS or self._calls - self._recorded_at < 2**self._made - 1 or not is_again:
+        given = self._given(inputs)
+        is_again = self._history.note(addresses, sizes, given)
+        if self._calls < WARM_UPS:
+            self._recorder.cycle.begin()
+            return None
+        if self._calls == WARM_UPS or not is_again or self._is_to_wait():
+            return None
+        givers = {i: addresses[i] for i in given - self._history.copied}
+        is_other = bool(givers) and all(one.givers != givers for one in self._recordings)
+        if is_other and self._given_made < MOST_GIVEN:
+            self._given_made += 1
+            return self._record(inputs, givers)
+        if self._calls - self._recorded_at < 2**self._made - 1:
             return None
         if self._made >= TRIED and self._replays * RARE < self._replays + self._calls:
             self._give_up([*self._recordings])
             self._made, self._buffers = MOST_MADE, {}
             self._say(_MOVING)
             return None
-        return self._record(inputs)
+        self._made, self._recorded_at = self._made + 1, self._calls
+        return self._record(inputs, givers)
+
+    def _is_to_wait(self) -> bool:
+        """Whether there is no recording yet, and others still have to become warm."""
+        if self._recordings or self._recorder.cycle.is_complete or self._waits >= MOST_WAITS:
+            return False
+        self._waits += 1
+        return True
 
     def _given(self, inputs: Sequence[Any]) -> set[int]:
         """The places of inputs that lie where a recording gives them."""
@@ -303,7 +279,7 @@ class GraphedCall:
         """These will not be replayed any more, and others may come soon."""
         for recorded in recordings:
             self._recordings.remove(recorded)
-            self._made -= 1
+            self._made = max(0, self._made - 1)
             self._memory.given_up += bool(self._kept)
 
     def _why_not_recorded(self, inputs: Sequence[Any]) -> Reason | None:
@@ -325,7 +301,7 @@ class GraphedCall:
                 return "an input is lazily conjugated or negated, sparse or batched"
         return None
 
-    def _record(self, inputs: list[Any]) -> Recorded | None:
+    def _record(self, inputs: list[Any], givers: Mapping[int, int]) -> Recorded | None:
         """A new recording, made without running anything; None if there can be none now. Older ones go that
         read from where something came that is copied now, or where a forward no longer saves anything."""
         stream, copied, memory = self._recorder.stream(self._device), self._history.copied, self._memory
@@ -334,7 +310,7 @@ class GraphedCall:
         if pool is not None and pool.is_unowned_in_use():
             return None
         is_stale = not self._kept and memory.given_up != self._given_up
-        good = [] if is_stale else [old for old in self._recordings if old.copied == copied][: self._most - 1]
+        good = [] if is_stale else self._good(givers)
         memory.given_up += len(self._recordings) - len(good) if self._kept else 0
         self._recordings, self._given_up = good, memory.given_up
 
@@ -351,14 +327,26 @@ class GraphedCall:
         except Exception as error:
             if not isinstance(error, Refusal):
                 self._recorder.pools.pop(key, None)  # it may be unusable
-            self._made, self.is_refused = MOST_MADE, not self._recordings  # older recordings stay good
+            self._made = self._given_made = MOST_GIVEN
+            self.is_refused = not self._recordings  # older recordings stay good
             self._say(refusal("cuda-graphs-failed", first_line(error)))
             return None
-        self._stream = stream
-        self._made, self._recorded_at = self._made + 1, self._calls
+        self._stream, recorded.givers = stream, givers
         counters["cuda_graph_recordings"] += 1
         self._recordings.insert(0, recorded)
         return recorded
+
+    def _good(self, givers: Mapping[int, int]) -> list[Recorded]:
+        """The recordings that are held beside a new one: they copy the same inputs, what gives the others is
+        there, and of those with the same `givers`, the ones used last."""
+        good, copied = list[Recorded](), self._history.copied
+        pools = list(self._recorder.pools.values())
+        there = {address for pool in pools for address in pool.addresses()}
+        for old in self._recordings:
+            is_like = old.copied == copied and there.issuperset(old.givers.values())
+            if is_like and (old.givers != givers or sum(o.givers == givers for o in good) < self._most - 1):
+                good.append(old)
+        return good
 
     def _say(self, reason: Reason) -> None:
         if reason not in self._told:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -87,6 +87,11 @@ class Pool:
             one.is_outdated = True
         self._undone += bool(found)
         return bool(found)
+
+    def addresses(self) -> Iterator[int]:
+        """Where the results of recordings lie that stay."""
+        for _, one in self._entered.values():
+            yield from one.where
 
     def gives(self, storage: int) -> bool:
         """Whether a recording hands out this storage."""

@@ -6,7 +6,7 @@ call, and gives their results (`results` says how). `Pool` knows what a replay o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,8 @@ class Recorded:
 
     Attributes:
         addresses: of the inputs that it was recorded for; 0 for None. copied: the places of those that are
-            copied. results: how they are handed out. replays: how many there were.
+            copied. results: how they are handed out. replays: how many there were. givers: the addresses of
+            inputs that other recordings give, by place; the caller sets them.
 
     Raises:
         Exception: it cannot be recorded; nothing was run.
@@ -65,6 +66,7 @@ class Recorded:
     ) -> None:
         self.copied, self._donated, saved = places
         self._pool, self.replays = pool, 0
+        self.givers: Mapping[int, int] = {}
         tensors = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
         for i in [i for i in tensors if i in self.copied]:
             if i not in buffers or not buffers[i].fits(inputs[i]):

@@ -59,6 +59,7 @@ class Results:
         leaving: places of results that do not stay, to which `leave` adds; None: no others than `saved` stay.
 
     Attributes:
+        where: the addresses of what stays.
         is_outdated: whether there is to be another recording, which copies what this one leaves where it is,
             or in which what was donated is owned again.
 
@@ -95,7 +96,7 @@ class Results:
         self._sources = [placed_on(unowned(source), source) for source in self._sources]
         self._layouts = [(tuple(s.shape), tuple(s.stride()), s.dtype) for s in self._sources]
         self._by_dtype = by_dtype(self._sources)
-        self._where = self._addresses()
+        self.where = self._addresses()
         #: the numbers of the recordings that each was donated to, and the least of them.
         self._until, self._least = [NOBODY] * len(self._staying), NOBODY
         self._storages: list[int] = []
@@ -184,7 +185,7 @@ class Results:
         if not self._is_out:
             return []
         now = [*zip(holders(self._storages), self._addresses(), strict=True)]
-        then = [*zip(self._at_rest, self._where, strict=True)]
+        then = [*zip(self._at_rest, self.where, strict=True)]
         self._is_out = now != then
         return [i for i in range(len(now)) if now[i] != then[i]] if self._is_out else []
 

@@ -133,8 +133,8 @@ def _fake_value(original: Callable[..., Any], node: Any, tx: Any, *args: Any, **
             raise
         text = str(error).partition("\n\n")[0]
         break_graph("operation that raises on fake tensors", str(node.target), text)
-    if (text := _why_not_differentiable(node, tx)) is not None:
-        break_graph("operator whose backward raises on fake tensors", str(node.target), text)
+    if (why := _why_not_differentiable(node, tx)) is not None:
+        break_graph("operator whose backward raises on fake tensors", str(node.target), why)
     return value
 
 
@@ -165,7 +165,9 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _sample(value: Any) -> Any:
-    return torch.empty_like(value).requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_like(value).requires_grad_(value.requires_grad)
 
 
 def _raised_backwards(operator: Any, args: Any, kwargs: Any) -> str | None:
