@@ -1,7 +1,7 @@
 """The addresses of a function's inputs in its last calls.
 
-In: the addresses and sizes of the inputs of each call that no recording fits. Out: which inputs are copied from
-now on, and whether a call is one that has come before.
+In: the addresses and sizes of the inputs of each call that no recording fits. Out: which inputs are copied
+from now on, and whether a call is one that has come before.
 """
 
 from __future__ import annotations
