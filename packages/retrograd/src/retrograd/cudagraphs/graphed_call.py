@@ -16,6 +16,7 @@ it: what is to be called while he does is recorded once more, behind it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,7 +119,7 @@ class GraphedCall:
     Args:
         values: of `fn`.
         memory: of a forward and its backwards; None: it is neither, and all its results are copied.
-        tell: told, once each, why a call runs as it is.
+        tell: told of each call why it runs as it is.
 
     Attributes:
         is_refused: whether it can not be recorded.
@@ -139,7 +140,6 @@ class GraphedCall:
         self._history, self._memory = AddressHistory(values.held, values.written), memory or SharedMemory()
         self._results = values.results
         self._lock = ForkSafeLock()
-        self._told: set[Reason] = set()
         self._recordings: list[Recorded] = []
         #: places of results that users have held for longer than a call; None: none stays.
         self._leaving: set[int] | None = None if memory is None else set()
@@ -172,7 +172,7 @@ class GraphedCall:
 
     def _is_no_time(self) -> bool:
         if (why := self._recorder.why_not_now()) is not None:
-            self._say(refusal(NOT_NOW, why))
+            self._tell(refusal(NOT_NOW, why))
         return why is not None
 
     def _plainly(self, inputs: list[Any]) -> Sequence[Any]:
@@ -204,7 +204,7 @@ class GraphedCall:
         if self._is_of_plain_forward(inputs):
             return None
         if (reason := self._why_not_recorded(inputs)) is not None:
-            self._say(reason)
+            self._tell(reason)
             return None
         addresses = [0 if value is None else value.data_ptr() for value in inputs]
         sizes = [0 if value is None else value.nbytes for value in inputs]
@@ -225,7 +225,7 @@ class GraphedCall:
         if self._made >= TRIED and self._replays * RARE < self._replays + self._calls:
             self._give_up([*self._recordings])
             self._made, self._buffers = MOST_MADE, {}
-            self._say(_MOVING)
+            self._tell(_MOVING)
             return None
         self._made, self._recorded_at = self._made + 1, self._calls
         return self._record(inputs, givers)
@@ -253,7 +253,7 @@ class GraphedCall:
     def _may_replay(self, recorded: Recorded, inputs: list[Any]) -> bool:
         """Whether it can be replayed now; if that is so for good, it is given up."""
         if self._recorder.stream(self._device) != self._stream:
-            self._say(_OTHER_STREAM)
+            self._tell(_OTHER_STREAM)
             return False
         own = recorded.results
         if own.has_visible and torch.is_inference_mode_enabled():
@@ -261,12 +261,12 @@ class GraphedCall:
         if not (held := recorded.in_the_way(inputs)):
             return True
         if own.is_saved_held() or recorded.is_shared(inputs):
-            self._say(_HELD)
+            self._tell(_HELD)
             return False
         given = {storage_of(value) for value in inputs if isinstance(value, torch.Tensor)}
         if any(one.is_saved_held() or (one.is_in(given) and one is not own) for one in held):
             if self._memory.inversions >= MOST_INVERSIONS:
-                self._say(_HELD)
+                self._tell(_HELD)
                 return False
             self._memory.inversions += 1
         else:
@@ -329,7 +329,7 @@ class GraphedCall:
                 self._recorder.pools.pop(key, None)  # it may be unusable
             self._made = self._given_made = MOST_GIVEN
             self.is_refused = not self._recordings  # older recordings stay good
-            self._say(refusal("cuda-graphs-failed", first_line(error)))
+            self._tell(refusal("cuda-graphs-failed", first_line(error)))
             return None
         self._stream, recorded.givers = stream, givers
         counters["cuda_graph_recordings"] += 1
@@ -347,11 +347,6 @@ class GraphedCall:
             if is_like and (old.givers != givers or sum(o.givers == givers for o in good) < self._most - 1):
                 good.append(old)
         return good
-
-    def _say(self, reason: Reason) -> None:
-        if reason not in self._told:
-            self._told.add(reason)
-            self._tell(reason)
 
 
 _OTHER_STREAM = refusal(NOT_NOW, "another stream is current than when it was recorded", "stay on one stream")
@@ -398,15 +393,8 @@ def graphed(
         return code  # views start no kernels
     written = written_inputs(graphs[0])  # several have none
     values = Values(kept, loose, results or {}, max(MUCH, _made_by(graphs)), written)
-    told = set[Reason]()
-
-    def tell_once(reason: Reason) -> None:
-        if reason not in told:
-            told.add(reason)
-            tell(reason)
-
-    device = next(values_of(graphs)).device
-    return GraphedFunction(lambda: GraphedCall(code, _recorder, device, values, memory, tell_once))
+    device, tell = next(values_of(graphs)).device, functools.cache(tell)  # once each, for all parameters
+    return GraphedFunction(lambda: GraphedCall(code, _recorder, device, values, memory, tell))
 
 
 def _made_by(graphs: Sequence[fx.Graph]) -> int:
