@@ -1,7 +1,7 @@
-"""Functions compiled ahead that write through views which show more, or less, memory than it seems.
+"""Functions compiled ahead that write through views of more or less memory than it seems, or reshape views.
 
-In: a probe, whose `compile` is the identity for eager. Out: what the views show, and what the memory of the
-inputs holds, also beside them.
+In: a probe, whose `compile` is the identity for eager. Out: what the views show, what the memory of inputs
+holds, also beside them, and versions.
 """
 
 from __future__ import annotations
@@ -143,3 +143,46 @@ def aot_write_through_an_unfolded_view(p: Probe) -> None:
             out = p.compile(run)(x)
             p.value(f"{kind} {order}", out)
             p.event(f"{kind} {order}", *layout(out), *layout(x))
+
+
+@scenario(tags=(*TAGS, "versions"))
+def aot_shape_of_a_view_of_an_input(p: Probe) -> None:
+    """A view whose shape is changed in place counts as a change of what it shows, elements or not."""
+    ways: dict[str, Callable[[Tensor], object]] = {
+        "unsqueeze": lambda a: a.view(a.shape).unsqueeze_(0).sum(),
+        "transpose twice": lambda a: a[1:].t_().t_().sum(),
+        "nothing is returned": lambda a: (a.view(-1).unsqueeze_(0), None)[1],
+        "elements too": lambda a: a.view(-1).unsqueeze_(0).mul_(2).sum(),
+    }
+    for name, way in ways.items():
+        a = p.randn(3, 2)
+        for _ in range(2):
+            p.value(name, p.compile(way)(a))
+            p.event(name, a._version, *a.shape)
+        p.value(f"{name}: a", a)
+
+
+@scenario(tags=(*TAGS, "versions"))
+def aot_shape_of_a_view_without_gradients(p: Probe) -> None:
+    """So does that of a view of an input that requires grad, where no gradients are taken."""
+    reshapes: dict[str, Callable[[Tensor], Tensor]] = {
+        "unsqueeze": lambda v: v.unsqueeze_(0),
+        "transpose": lambda v: v.transpose_(0, 1),
+        "as_strided": lambda v: v.as_strided_((2,), (1,)),
+    }
+    for name, reshape in reshapes.items():
+
+        def inside(a: Tensor, reshape: Callable[[Tensor], Tensor] = reshape) -> Tensor:
+            with torch.no_grad():
+                reshape(a[::1])
+            return a * 2
+
+        x = p.leaf(name, p.randn(2, 3, requires_grad=True))
+        for a in (x, x * 1):
+            with torch.no_grad():
+                p.compile(lambda t, reshape=reshape: (reshape(t[::1]), None)[1])(a)
+            p.event(f"{name} around", a._version)
+            out = p.compile(inside)(a)
+            p.event(f"{name} inside", a._version, *a.shape)
+            with p.backward():
+                out.sum().backward()

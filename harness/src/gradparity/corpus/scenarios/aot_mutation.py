@@ -425,20 +425,3 @@ def aot_gated_cells_of_odd_width(p: Probe) -> None:
         p.value(f"loss{number}", loss)
         with p.backward():
             loss.backward()
-
-
-@scenario(tags=(*TAGS, "versions"))
-def aot_shape_of_a_view_of_an_input(p: Probe) -> None:
-    """A view whose shape is changed in place counts as a change of what it shows, elements or not."""
-    ways: dict[str, Callable[[Tensor], object]] = {
-        "unsqueeze": lambda a: a.view(a.shape).unsqueeze_(0).sum(),
-        "transpose twice": lambda a: a[1:].t_().t_().sum(),
-        "nothing is returned": lambda a: (a.view(-1).unsqueeze_(0), None)[1],
-        "elements too": lambda a: a.view(-1).unsqueeze_(0).mul_(2).sum(),
-    }
-    for name, way in ways.items():
-        a = p.randn(3, 2)
-        for _ in range(2):
-            p.value(name, p.compile(way)(a))
-            p.event(name, a._version, *a.shape)
-        p.value(f"{name}: a", a)

@@ -121,7 +121,9 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
         if changes.memory:
             raise not_representable(f"it gives {primal.name} other memory (set_, or a resize)")
         version = max(map(_version, [tensor, *sharing]))
-        is_counted = version and not primal.differentiable  # the shape of a view of it may have changed
+        is_as_it_was = tensor.grad_fn is inputs.histories[number]
+        # the shape of a view of it may have changed
+        is_counted = version and (is_as_it_was or not primal.differentiable)
         if not changes.elements and not changes.shape and not is_counted:
             continue
         if changes.elements and shares_elements(primal.fake):
@@ -132,7 +134,7 @@ def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
             )
         if changes.elements and _is_strided_beside(tensor, primal.fake, inputs.strided):
             raise not_representable(f"it changes {primal.name}, and asks by as_strided for what is beside it")
-        unseen = tensor.grad_fn is inputs.histories[number] and changes.is_unseen
+        unseen = is_as_it_was and changes.is_unseen
         if changes.shape and (primal.wrapping.cls is not None or primal.differentiable):
             raise not_representable(
                 f"it changes the shape of {primal.name}, which is differentiable or a subclass"
