@@ -938,14 +938,19 @@ def run_pieces(made, x):
     return grad, expected
 
 
+def run_steps(made, x, count):
+    """So many steps of all of them, with three batches in turn."""
+    for step in range(count):
+        found, expected = run_pieces(made, x.fill_(step % 3))
+        assert torch.equal(found, expected)
+        del found
+
+
 @pytest.mark.usefixtures("all_large")
 def test_pieces_of_a_program_work_in_one_memory():
     recorder, x = Recorder(), torch.ones(8)
     made = pieces(recorder, 3)
-    for step in range(16):
-        found, expected = run_pieces(made, x.fill_(step % 3))
-        assert torch.equal(found, expected)
-        del found
+    run_steps(made, x, 16)
     assert set(recorder.lie_in) == {1}
     assert recorder.replays > 6 * 10
     assert not any(told for *_, told in made)
@@ -953,6 +958,21 @@ def test_pieces_of_a_program_work_in_one_memory():
     copied = [piece._history.copied for piece in (*forwards, *backwards)]
     # each reads what it is given where it is, but for the gradient that the test makes
     assert copied == [set()] * 5 + [{1}]
+
+
+@pytest.mark.usefixtures("all_large")
+@pytest.mark.parametrize("begin", [0, 3])
+def test_recordings_stay_whatever_they_read_of_what_another_gives(begin):
+    recorder, x = Recorder(), torch.ones(8)
+    shared, _ = call_of(lambda i: [i[0] * 2], recorder, SharedMemory(), held=64)
+    apart = [call_of(lambda i: [i[0] + 1], recorder, SharedMemory(), held=64)[0] for _ in range(6)]
+    for step in range(12):
+        for call in apart:
+            (y,) = call([x.fill_(step % 3)])
+            part = y[begin:]
+            assert torch.equal(shared([part])[0], part * 2)
+            del y, part
+    assert len(shared._recordings) == 6
 
 
 @pytest.mark.usefixtures("all_large")
@@ -999,10 +1019,7 @@ def blocks_of(recorder):
 def test_a_backward_works_in_what_its_forward_saved():
     recorder, x = Recorder(), torch.ones(8)
     made = pieces(recorder, 2)
-    for step in range(12):
-        found, expected = run_pieces(made, x.fill_(step % 3))
-        assert torch.equal(found, expected)
-        del found
+    run_steps(made, x, 12)
     # an output and what is saved by each forward, then a gradient by each backward
     assert [block.is_free() for block in blocks_of(recorder)] == [False, True, False, True, False, False]
     assert recorder.records == 4
@@ -1107,16 +1124,10 @@ def test_what_was_recorded_before_what_runs_earlier_is_recorded_once_more():
     recorder, x = Recorder(), torch.ones(8)
     first, second, third = made = pieces(recorder, 3)
     for late, early in ((second, [third]), (first, [second, third])):
-        for step in range(8):
-            found, expected = run_pieces(early, x.fill_(step % 3))
-            assert torch.equal(found, expected)
-            del found
+        run_steps(early, x, 8)
         assert late[0]._recordings == []
     before = recorder.records
-    for step in range(16):
-        found, expected = run_pieces(made, x.fill_(step % 3))
-        assert torch.equal(found, expected)
-        del found
+    run_steps(made, x, 16)
     assert recorder.records <= before + 15
     replays = recorder.replays
     run_pieces(made, x)

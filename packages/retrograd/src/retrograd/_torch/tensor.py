@@ -55,6 +55,11 @@ def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """The address at which its storage begins."""
+    return tensor.untyped_storage().data_ptr()
+
+
 def holders(storages: Sequence[int]) -> list[int]:
     """How many hold each storage (of `storage_of`; it must live)."""
     count = torch._C._storage_Use_Count

@@ -36,8 +36,8 @@ class GraphedFunction:
     def __init__(self, make: Callable[[], RecordedCall]) -> None:
         self._make = make
         self._places: tuple[int, ...] | None = None
-        self._calls: dict[tuple[int, ...], RecordedCall] = {}
-        self._watches: dict[tuple[int, ...], list[weakref.ref[Any]]] = {}
+        #: by the addresses of the parameters, with what sees one of them go.
+        self._calls: dict[tuple[int, ...], tuple[RecordedCall, list[weakref.ref[Any]]]] = {}
         self._refused: RecordedCall | None = None
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
@@ -45,7 +45,8 @@ class GraphedFunction:
         if self._places is None:
             self._places = tuple(i for i, value in enumerate(inputs) if isinstance(value, nn.Parameter))
         where = tuple([inputs[i].data_ptr() for i in self._places])
-        call = self._refused or self._calls.get(where) or self._new(where, [inputs[i] for i in self._places])
+        known = self._calls.get(where)
+        call = self._refused or (known[0] if known else self._new(where, [inputs[i] for i in self._places]))
         results = call(inputs)
         if call.is_refused:
             self._refused = call  # and so will others be
@@ -53,16 +54,15 @@ class GraphedFunction:
 
     def _new(self, where: tuple[int, ...], parameters: Sequence[Any]) -> RecordedCall:
         while len(self._calls) >= MOST_SETS:
-            self._forget(next(iter(self._calls)))
-        this = weakref.ref(self)
+            self._calls.pop(next(iter(self._calls)), None)
+        calls = weakref.WeakMethod(self._forget)
 
         def gone(_: object) -> None:
-            if (function := this()) is not None:
-                function._forget(where)
+            if (forget := calls()) is not None:
+                forget(where)
 
-        self._watches[where] = [weakref.ref(one, gone) for one in parameters]
-        return self._calls.setdefault(where, self._make())
+        watches = [weakref.ref(one, gone) for one in parameters]
+        return self._calls.setdefault(where, (self._make(), watches))[0]
 
     def _forget(self, where: tuple[int, ...]) -> None:
         self._calls.pop(where, None)
-        self._watches.pop(where, None)

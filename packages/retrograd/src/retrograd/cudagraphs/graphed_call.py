@@ -9,7 +9,7 @@ they are never recorded.
 Recordings read their inputs where they were. Inputs that come from elsewhere are copied to a place of their
 own, if they are few, or smaller than what a recording holds: else another one would hold that once more.
 
-All recordings of a stream lie in one pool, so that they work in the same memory. `recorded` says which
+All recordings of a stream lie in one pool, so that they work in the same memory. `results` says which
 results are copied out of it. While somebody holds one that is not, nothing is replayed that would overwrite
 it: what is to be called while he does is recorded once more, behind it.
 """
@@ -26,11 +26,11 @@ from torch import fx
 
 from retrograd._torch.cuda import CudaRecorder
 from retrograd._torch.fx import aliased_inputs, written_inputs
-from retrograd._torch.tensor import geometry_of, storage_of
+from retrograd._torch.tensor import geometry_of, memory_of, storage_of
 from retrograd.cudagraphs.addresses import AddressHistory
 from retrograd.cudagraphs.by_parameters import GraphedFunction
 from retrograd.cudagraphs.pool import Pool
-from retrograd.cudagraphs.recorded import Buffer, Places, Recorded
+from retrograd.cudagraphs.recorded import Buffer, Givers, Places, Recorded
 from retrograd.cudagraphs.refusals import refusal, tensors_in, values_of, why_not_recorded
 from retrograd.errors import Reason, Refusal, first_line
 from retrograd.events import counters
@@ -215,7 +215,7 @@ class GraphedCall:
             return None
         if self._calls == WARM_UPS or not is_again or self._is_to_wait():
             return None
-        givers = {i: addresses[i] for i in given - self._history.copied}
+        givers = {i: (given[i], addresses[i]) for i in given.keys() - self._history.copied}
         is_other = bool(givers) and all(one.givers != givers for one in self._recordings)
         if is_other and self._given_made < MOST_GIVEN:
             self._given_made += 1
@@ -237,11 +237,14 @@ class GraphedCall:
         self._waits += 1
         return True
 
-    def _given(self, inputs: Sequence[Any]) -> set[int]:
-        """The places of inputs that lie where a recording gives them."""
-        storages = {i: storage_of(value) for i, value in enumerate(inputs) if value is not None}
-        pools = list(self._recorder.pools.values())
-        return {i for i, storage in storages.items() if any(pool.gives(storage) for pool in pools)}
+    def _given(self, inputs: Sequence[Any]) -> dict[int, int]:
+        """By place, where the storage of an input begins, if a recording gives it."""
+        there = self._given_now()
+        found = {i: memory_of(value) for i, value in enumerate(inputs) if value is not None}
+        return {i: address for i, address in found.items() if address in there}
+
+    def _given_now(self) -> set[int]:
+        return {address for pool in list(self._recorder.pools.values()) for address in pool.given()}
 
     def _is_of_plain_forward(self, inputs: Sequence[Any]) -> bool:
         """Whether some of `inputs` are where only a forward that was run as it is gives them."""
@@ -301,7 +304,7 @@ class GraphedCall:
                 return "an input is lazily conjugated or negated, sparse or batched"
         return None
 
-    def _record(self, inputs: list[Any], givers: Mapping[int, int]) -> Recorded | None:
+    def _record(self, inputs: list[Any], givers: Givers) -> Recorded | None:
         """A new recording, made without running anything; None if there can be none now. Older ones go that
         read from where something came that is copied now, or where a forward no longer saves anything."""
         stream, copied, memory = self._recorder.stream(self._device), self._history.copied, self._memory
@@ -336,14 +339,13 @@ class GraphedCall:
         self._recordings.insert(0, recorded)
         return recorded
 
-    def _good(self, givers: Mapping[int, int]) -> list[Recorded]:
+    def _good(self, givers: Givers) -> list[Recorded]:
         """The recordings that are held beside a new one: they copy the same inputs, what gives the others is
         there, and of those with the same `givers`, the ones used last."""
         good, copied = list[Recorded](), self._history.copied
-        pools = list(self._recorder.pools.values())
-        there = {address for pool in pools for address in pool.addresses()}
+        there = self._given_now()
         for old in self._recordings:
-            is_like = old.copied == copied and there.issuperset(old.givers.values())
+            is_like = old.copied == copied and there.issuperset(address for address, _ in old.givers.values())
             if is_like and (old.givers != givers or sum(o.givers == givers for o in good) < self._most - 1):
                 good.append(old)
         return good

@@ -88,14 +88,10 @@ class Pool:
         self._undone += bool(found)
         return bool(found)
 
-    def addresses(self) -> Iterator[int]:
-        """Where the results of recordings lie that stay."""
+    def given(self) -> Iterator[int]:
+        """Where the storages begin that recordings hand out."""
         for _, one in self._entered.values():
-            yield from one.where
-
-    def gives(self, storage: int) -> bool:
-        """Whether a recording hands out this storage."""
-        return any(one.hands_out(storage) for _, one in self._entered.values())
+            yield from one.given()
 
     def let_go(self) -> None:
         """Forget recordings that are gone, unless somebody holds what they gave: its memory is free then."""

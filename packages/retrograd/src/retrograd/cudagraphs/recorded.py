@@ -25,6 +25,8 @@ from retrograd.cudagraphs.results import Results
 
 #: records a function for these inputs, and empties the list; returns what replays it, and its results.
 Record = Callable[[list[Any]], tuple[Any, Sequence[Any]]]
+#: by place of an input, where its storage begins, and where it does.
+Givers = Mapping[int, tuple[int, int]]
 
 
 class Places(NamedTuple):
@@ -48,8 +50,8 @@ class Recorded:
 
     Attributes:
         addresses: of the inputs that it was recorded for; 0 for None. copied: the places of those that are
-            copied. results: how they are handed out. replays: how many there were. givers: the addresses of
-            inputs that other recordings give, by place; the caller sets them.
+            copied. results: how they are handed out. replays: how many there were. givers: of the inputs
+            that other recordings give; the caller sets them.
 
     Raises:
         Exception: it cannot be recorded; nothing was run.
@@ -66,7 +68,7 @@ class Recorded:
     ) -> None:
         self.copied, self._donated, saved = places
         self._pool, self.replays = pool, 0
-        self.givers: Mapping[int, int] = {}
+        self.givers: Givers = {}
         tensors = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
         for i in [i for i in tensors if i in self.copied]:
             if i not in buffers or not buffers[i].fits(inputs[i]):

@@ -10,7 +10,7 @@ results stay, and are copied from then on if he is found to hold one of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from retrograd._torch.tensor import (
     geometry_of,
     holders,
     is_dense,
+    memory_of,
     new_memory,
     placed_on,
     reinterpreted,
@@ -59,7 +60,6 @@ class Results:
         leaving: places of results that do not stay, to which `leave` adds; None: no others than `saved` stay.
 
     Attributes:
-        where: the addresses of what stays.
         is_outdated: whether there is to be another recording, which copies what this one leaves where it is,
             or in which what was donated is owned again.
 
@@ -96,7 +96,7 @@ class Results:
         self._sources = [placed_on(unowned(source), source) for source in self._sources]
         self._layouts = [(tuple(s.shape), tuple(s.stride()), s.dtype) for s in self._sources]
         self._by_dtype = by_dtype(self._sources)
-        self.where = self._addresses()
+        self._where = self._addresses()
         #: the numbers of the recordings that each was donated to, and the least of them.
         self._until, self._least = [NOBODY] * len(self._staying), NOBODY
         self._storages: list[int] = []
@@ -130,9 +130,9 @@ class Results:
         """Whether some of what the user gets lies in these storages."""
         return any(storage in storages for storage in self._storages[self._saved :])
 
-    def hands_out(self, storage: int) -> bool:
-        """Whether something that stays lies in this storage."""
-        return storage in self._storages
+    def given(self) -> Iterator[int]:
+        """Where the storages begin of what stays."""
+        return (memory_of(tensor) for _, tensor in self._staying)
 
     def is_in_the_way(self, own: int, number: int, given: Mapping[int, int]) -> bool:
         """As `Pool.in_the_way`, of the results of recording `own`."""
@@ -184,13 +184,16 @@ class Results:
         """Which of what stays somebody holds, or has given other memory."""
         if not self._is_out:
             return []
-        now = [*zip(holders(self._storages), self._addresses(), strict=True)]
-        then = [*zip(self._at_rest, self.where, strict=True)]
-        self._is_out = now != then
-        return [i for i in range(len(now)) if now[i] != then[i]] if self._is_out else []
+        now, where = holders(self._storages), self._addresses()
+        self._is_out = now != self._at_rest or where != self._where
+        if not self._is_out:
+            return []
+        moved = {i for i, address in enumerate(where, self._saved) if address != self._where[i - self._saved]}
+        return [i for i, count in enumerate(now) if count != self._at_rest[i] or i in moved]
 
     def _addresses(self) -> list[int]:
-        return [tensor.data_ptr() for _, tensor in self._staying]
+        """Of what the user gets: he may give it other memory."""
+        return [tensor.data_ptr() for _, tensor in self._staying[self._saved :]]
 
     def _is_beside(self, i: int, given: Mapping[int, int]) -> bool:
         """Whether others hold it than the `given`."""

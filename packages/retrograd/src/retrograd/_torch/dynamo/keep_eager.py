@@ -156,7 +156,7 @@ def _why_not_differentiable(node: Any, tx: Any) -> str | None:
         return None
     if (target, asked) not in _raised_by:
         with tx.fake_mode, torch.enable_grad():
-            _raised_by[target, asked] = _raised_backwards(target, *pytree.tree_map(_sample, given))
+            _raised_by[target, asked] = _raised_backwards(target, *pytree.tree_map(sample, given))
     return _raised_by[target, asked]
 
 
@@ -164,18 +164,29 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
-def _sample(value: Any) -> Any:
+def sample(value: Any) -> Any:
+    """A fake tensor as a leaf of its own; other values as they are."""
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty_like(value).requires_grad_(value.requires_grad)
+    with torch.no_grad():
+        return torch.empty_like(value).requires_grad_(value.requires_grad)
+
+
+def differentiate(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+    """Run the backward of what was computed from leaves `given`, if there is one, and drop the gradients.
+
+    Raises: whatever the backward raises.
+    """
+    roots = [value for value in results if value.requires_grad]
+    leaves = [value for value in given if value.requires_grad]
+    if roots:
+        torch.autograd.grad(roots, leaves, [*map(torch.empty_like, roots)], allow_unused=True)
 
 
 def _raised_backwards(operator: Any, args: Any, kwargs: Any) -> str | None:
-    roots = [value for value in _tensors(operator(*args, **kwargs)) if value.requires_grad]
-    leaves = [value for value in _tensors((args, kwargs)) if value.requires_grad]
+    results = _tensors(operator(*args, **kwargs))
     try:
-        if roots:
-            torch.autograd.grad(roots, leaves, [*map(torch.empty_like, roots)], allow_unused=True)
+        differentiate(results, _tensors((args, kwargs)))
     except Exception as error:
         return f"{type(error).__name__}: {first_line(error)}"
     return None

@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrograd._torch import pytree
 from retrograd._torch.autograd import Reading, methods_of
-from retrograd._torch.dynamo.keep_eager import break_graph, keeps_eager
+from retrograd._torch.dynamo.keep_eager import break_graph, differentiate, keeps_eager, sample
 from retrograd._torch.patches import handle, hidden_from_dynamo
 from retrograd._torch.tensor import storage_of
 from retrograd._torch.trace import any_changed, fake_mode_of, functional_mode, to_functional
@@ -109,11 +109,7 @@ def _fake(variable: Any) -> Any:
 
 def _sample(variable: Any) -> Any:
     """An argument as a leaf of its own, still fake."""
-    if not variable.is_tensor():
-        return variable.as_python_constant()
-    fake = _fake(variable)
-    with torch.no_grad():
-        return torch.empty_like(fake).requires_grad_(fake.requires_grad)
+    return sample(_fake(variable)) if variable.is_tensor() else variable.as_python_constant()
 
 
 def _why_unlike_eager(function: Any, variables: Sequence[Any]) -> str | None:
@@ -143,9 +139,7 @@ def _why_unlike(function: Any, args: Sequence[Any]) -> str | None:
     kept = [value for value in kept if isinstance(value, torch.Tensor)]
     if any(_shares_memory(value, [*tensors, *given_back]) for value in kept):
         return "it keeps a tensor of the caller's without save_for_backward"
-    if roots:
-        leaves = [tensor for tensor in tensors if tensor.requires_grad]
-        torch.autograd.grad(roots, leaves, [torch.empty_like(root) for root in roots], allow_unused=True)
+    differentiate(roots, tensors)
     return None
 
 
