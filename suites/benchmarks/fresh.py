@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -69,6 +70,31 @@ def measure_cold_and_warm(
     """As `measure`, in fresh processes, each but the first with the caches that those before have filled."""
     with TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         return {name: _run(measurement, arguments, one_cache(cache), limit) for name in runs}
+
+
+def starts_in_turns(
+    measurement: str, subjects: Sequence[str], rounds: int = 7, **arguments: Any
+) -> dict[str, float]:
+    """As `measure_cold_and_warm`, of each of `subjects` with caches of its own. Once all caches are filled,
+    fresh processes start in turns, so that the drift of the machine meets all subjects.
+
+    Returns: "SUBJECT cold", and "SUBJECT warm", the median of `rounds` starts.
+    """
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        caches = {subject: one_cache(str(Path(folder, subject))) for subject in subjects}
+
+        def start(subject: str) -> float:
+            seconds: float = _run(measurement, {**arguments, "subject": subject}, caches[subject], None)
+            return seconds
+
+        cold = {subject: start(subject) for subject in subjects}
+        warm: dict[str, list[float]] = {subject: [] for subject in subjects}
+        for number in range(rounds):
+            for subject in subjects[:: 1 if number % 2 else -1]:
+                warm[subject].append(start(subject))
+    return {f"{subject} cold": seconds for subject, seconds in cold.items()} | {
+        f"{subject} warm": statistics.median(seconds) for subject, seconds in warm.items()
+    }
 
 
 def python_path() -> str:

@@ -24,7 +24,7 @@ class Part:
 
     Attributes:
         row, name: together its id.
-        measurement, arguments: of `measure`, or `turns.in_turns`.
+        measurement, arguments: of `measure`, or of `speed_table.IN_TURNS`.
         caches: of compiled code: none, the user's own, or first empty and then filled (two processes).
         devices: where it is measured.
         needs: the name of the model, if it is one that must be installed; "train-NAME" for `trained_models`.
@@ -91,12 +91,10 @@ def first_step(row: str, model: str, devices: tuple[str, ...] = BOTH, needs: str
     ]
 
 
-def start(row: str, model: str) -> list[Part]:
-    """The first step through `torch.compile` in a process with empty caches, and in the next one."""
-    return [
-        Part(row, name, "first_step", {"subject": subject, "model": model}, "filled", is_long=name == "stock")
-        for name, subject in {"retrograd": AHEAD, "stock": STOCK_AHEAD}.items()
-    ]
+def start(row: str, model: str) -> Part:
+    """The first step through `torch.compile` in a process with empty caches, and in later ones, in turns."""
+    arguments = {"measurement": "first_step", "subjects": [AHEAD, STOCK_AHEAD], "model": model}
+    return Part(row, "compiled", "starts_in_turns", arguments)
 
 
 def steady(row: str, name: str, model: str, *subjects: str, **settings: Any) -> Part:
@@ -185,8 +183,8 @@ PARTS: tuple[Part, ...] = (
     *first_step("firststep4", "transformer4", CPU),
     *first_step("firststep12", "transformer12", CUDA),
     *first_step("firststep48", "transformer48", CUDA),
-    *start("start12", "transformer12"),
-    *start("start48", "transformer48"),
+    start("start12", "transformer12"),
+    start("start48", "transformer48"),
     *steady_rows(),
     *overhead_rows(),
     *sweep_rows(),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .figures import Machine, Measured, Table, merged
-from .fresh import MeasurementError, measure, measure_cold_and_warm
+from .fresh import MeasurementError, measure, measure_cold_and_warm, starts_in_turns
 from .real_models import MODELS, RealModel
 from .speed_rows import PARTS, Part, chosen
 from .trained_models import TRAINED, TrainedModel
@@ -31,6 +31,11 @@ from .turns import in_turns
 NEEDED: dict[str, RealModel | TrainedModel] = {
     **MODELS,
     **{f"train-{name}": model for name, model in TRAINED.items()},
+}
+#: measurements that start processes themselves.
+IN_TURNS: dict[str, Callable[..., dict[str, float]]] = {
+    "in_turns": in_turns,
+    "starts_in_turns": starts_in_turns,
 }
 #: Less is not worth starting a part for.
 SHORTEST = 10.0
@@ -70,8 +75,8 @@ def _measured(part: Part, device: str, limit: float, ways: Sequence[str]) -> dic
         arguments["ways"] = [way for way in arguments["ways"] if way in ways]
     if part.measurement != "host_time":
         arguments["device"] = device
-    if part.measurement == in_turns.__name__:
-        return in_turns(**arguments)
+    if part.measurement in IN_TURNS:
+        return IN_TURNS[part.measurement](**arguments)
     if part.caches == "filled":
         return _flat(measure_cold_and_warm(part.measurement, limit=limit / 2, **arguments))
     figures: Any = measure(part.measurement, cold=part.caches == "none", limit=limit, **arguments)

@@ -90,6 +90,21 @@ def test_a_measurement_runs_in_a_fresh_process() -> None:
     assert 0 < seconds < 10
 
 
+def test_starts_in_turns_fill_caches_first_and_take_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+    answers = iter([30.0, 40.0, 3.0, 4.0, 6.0, 5.0, 7.0, 8.0])
+
+    def run(measurement: str, arguments: dict[str, str], settings: dict[str, str], limit: None) -> float:
+        asked.append((arguments["subject"], settings["TORCHINDUCTOR_CACHE_DIR"]))
+        return next(answers)
+
+    monkeypatch.setattr(fresh, "_run", run)
+    found = fresh.starts_in_turns("first_step", ["a", "b"], rounds=3, model="small")
+    assert [subject for subject, _ in asked] == ["a", "b", "b", "a", "a", "b", "b", "a"]
+    assert len({*asked}) == 2  # each has a folder of its own
+    assert found == {"a cold": 30.0, "b cold": 40.0, "a warm": 6.0, "b warm": 5.0}
+
+
 def test_a_measurement_that_fails_says_why() -> None:
     with pytest.raises(fresh.MeasurementError, match="KeyError: 'nobody'"):
         fresh.measure("first_backward", subject="nobody")

@@ -12,7 +12,7 @@ from torch import nn
 
 import retrograd
 from retrograd import aot
-from retrograd.cudagraphs import graphed_call, results
+from retrograd.cudagraphs import graphed_function, results
 from retrograd.cudagraphs.graphed_call import WARM_UPS, GraphedCall, Values
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,7 @@ def call_of(fn, **values):
     told = []
     device = torch.device("cuda", torch.cuda.current_device())
     tell = functools.cache(told.append)
-    return GraphedCall(fn, graphed_call._recorder, device, Values(**values), None, tell), told
+    return GraphedCall(fn, graphed_function._recorder, device, Values(**values), None, tell), told
 
 
 def network() -> nn.Module:

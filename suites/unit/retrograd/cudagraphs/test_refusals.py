@@ -7,9 +7,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from retrograd._torch.fx import written_inputs
-from retrograd.cudagraphs import graphed_call
-from retrograd.cudagraphs.by_parameters import GraphedFunction
-from retrograd.cudagraphs.graphed_call import graphed
+from retrograd.cudagraphs import graphed_function
+from retrograd.cudagraphs.graphed_function import GraphedFunction, graphed
 from retrograd.cudagraphs.refusals import why_not_recorded
 from unit.retrograd.cudagraphs.without_device import Recorder
 
@@ -19,7 +18,7 @@ def traced(fn, *args, mode="fake"):
 
 
 def test_a_graph_of_one_device_and_static_sizes_is_recorded(monkeypatch):
-    monkeypatch.setattr(graphed_call, "_recorder", Recorder())
+    monkeypatch.setattr(graphed_function, "_recorder", Recorder())
     graph = traced(lambda a, b: (a @ b).relu(), torch.ones(3, 3), torch.ones(3, 3))
     assert why_not_recorded([graph], "cpu") is None
     assert isinstance(graphed(lambda inputs: inputs, graph, tell=print), GraphedFunction)

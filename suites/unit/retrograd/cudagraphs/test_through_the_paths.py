@@ -14,7 +14,7 @@ from torch import nn
 
 import retrograd
 from retrograd import aot
-from retrograd.cudagraphs import graphed_call
+from retrograd.cudagraphs import graphed_call, graphed_function
 from retrograd.dynamo import retrograd as backend
 from unit.retrograd.cudagraphs.without_device import Recorder
 
@@ -23,7 +23,7 @@ from unit.retrograd.cudagraphs.without_device import Recorder
 def recorder(monkeypatch) -> Recorder:
     torch._dynamo.reset()  # other tests may have brought it to its recompile limit
     made = Recorder()
-    monkeypatch.setattr(graphed_call, "_recorder", made)
+    monkeypatch.setattr(graphed_function, "_recorder", made)
     return made
 
 

@@ -28,7 +28,8 @@ from retrograd.aot.writes import writing_ahead
 from retrograd.backends.base import Half
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
-from retrograd.cudagraphs.graphed_call import SharedMemory, graphed
+from retrograd.cudagraphs.graphed_call import SharedMemory
+from retrograd.cudagraphs.graphed_function import graphed
 from retrograd.errors import CallError, CodeFailedError, NotReadyError
 from retrograd.events import AOT_LOGS
 from retrograd.graph.joint_graph import CaptureState, Leaf, Partition, SavedKind

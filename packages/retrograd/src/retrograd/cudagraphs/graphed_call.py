@@ -3,8 +3,7 @@
 In: a boxed pure function of tensors on one device, of static sizes. Out: the same function. The first calls
 run as they are; then a call is recorded for the addresses of its inputs, which are the same again and again
 where memory comes from torch's allocator and the program repeats itself. Whatever speaks against a replay,
-the call runs as it is, and the reason is told once. Of some graphs of operators it is known beforehand that
-they are never recorded.
+the call runs as it is, and the reason is told once.
 
 Recordings read their inputs where they were. Inputs that come from elsewhere are copied to a place of their
 own, if they are few, or smaller than what a recording holds: else another one would hold that once more.
@@ -16,27 +15,22 @@ it: what is to be called while he does is recorded once more, behind it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
 
 from retrograd._torch.cuda import CudaRecorder
-from retrograd._torch.fx import aliased_inputs, written_inputs
 from retrograd._torch.tensor import geometry_of, memory_of, storage_of
 from retrograd.cudagraphs.addresses import AddressHistory
-from retrograd.cudagraphs.by_parameters import GraphedFunction
 from retrograd.cudagraphs.pool import Pool
 from retrograd.cudagraphs.recorded import Buffer, Givers, Places, Recorded
-from retrograd.cudagraphs.refusals import refusal, tensors_in, values_of, why_not_recorded
+from retrograd.cudagraphs.refusals import refusal
 from retrograd.errors import Reason, Refusal, first_line
 from retrograd.events import counters
 from retrograd.graph.emit import Boxed
 from retrograd.process import ForkSafeLock
-from retrograd.report import process_report
 
 #: codes of reasons that concern one call.
 NOT_NOW, HELD = "cuda-graphs-not-now", "cuda-graphs-held"
@@ -362,53 +356,3 @@ _MOVING = refusal(
     "several recordings were made, and its inputs still come from other places",
     "nothing to do: results are the same",
 )
-
-
-_recorder = CudaRecorder()
-
-
-def graphed(
-    code: Boxed,
-    *graphs: fx.Graph,
-    kept: Collection[int] = (),
-    loose: Sequence[int] = (),
-    results: Mapping[int, int] | None = None,
-    memory: SharedMemory | None = None,
-    tell: Callable[[Reason], None] | None = None,
-) -> Boxed:
-    """`code`, replayed where that is safe.
-
-    Args:
-        graphs: all that it was compiled from, with the fakes of their values.
-        kept, loose, results: as in `Values`. memory: as in `GraphedCall`.
-        tell: told, once each, why a call is not replayed; by default the report is, with a warning of what
-            concerns all calls.
-
-    Returns:
-        `code` itself if it is never to be recorded, or does nothing on the device.
-    """
-    tell = tell or _report
-    if (reason := why_not_recorded(graphs, _recorder.device_type)) is not None:
-        tell(reason)
-        return code
-    if all(aliased_inputs(node) for graph in graphs for node in graph.nodes if node.op == "call_function"):
-        return code  # views start no kernels
-    written = written_inputs(graphs[0])  # several have none
-    values = Values(kept, loose, results or {}, max(MUCH, _made_by(graphs)), written)
-    device, tell = next(values_of(graphs)).device, functools.cache(tell)  # once each, for all parameters
-    return GraphedFunction(lambda: GraphedCall(code, _recorder, device, values, memory, tell))
-
-
-def _made_by(graphs: Sequence[fx.Graph]) -> int:
-    """The bytes of the graphs' results that show no input."""
-    given, made = dict[int, int](), dict[int, int]()
-    for graph in graphs:
-        inputs, outputs = graph.find_nodes(op="placeholder"), graph.output_node().all_input_nodes
-        for found, nodes in ((given, inputs), (made, outputs)):
-            for value in tensors_in([node.meta.get("val") for node in nodes]):
-                found[storage_of(value)] = value.nbytes
-    return sum(size for storage, size in made.items() if storage not in given)
-
-
-def _report(reason: Reason) -> None:
-    process_report.noted(reason, warn=reason.code not in (NOT_NOW, HELD))

@@ -24,8 +24,8 @@ from retrograd.aot.run.lower_half import LateCode, announce, is_ready, lower, st
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, EagerBackend
 from retrograd.config import Config
-from retrograd.cudagraphs.by_parameters import GraphedFunction
-from retrograd.cudagraphs.graphed_call import SharedMemory, graphed
+from retrograd.cudagraphs.graphed_call import SharedMemory
+from retrograd.cudagraphs.graphed_function import GraphedFunction, graphed
 from retrograd.events import counters
 from retrograd.graph.joint_graph import Partition, SavedKind
 from retrograd.graph.lazy import LazyGraph

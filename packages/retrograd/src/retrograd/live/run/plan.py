@@ -30,7 +30,7 @@ from retrograd.backends.background import pending, take_finished
 from retrograd.backends.base import Backend
 from retrograd.backends.registry import EagerBackend
 from retrograd.config import Config
-from retrograd.cudagraphs.graphed_call import graphed
+from retrograd.cudagraphs.graphed_function import graphed
 from retrograd.events import counters
 from retrograd.graph.backward_graph import (
     Accumulation,

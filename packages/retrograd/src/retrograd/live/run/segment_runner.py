@@ -25,7 +25,7 @@ from retrograd._torch.state import (
 from retrograd.backends.background import is_taken
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
-from retrograd.cudagraphs.graphed_call import graphed
+from retrograd.cudagraphs.graphed_function import graphed
 from retrograd.errors import first_line
 from retrograd.events import counters
 from retrograd.graph.backward_graph import Segment, call_of

@@ -1,0 +1,120 @@
+"""Compiled code that is recorded, for each set of parameters that it is called with.
+
+In: a boxed function, and the graphs that it was compiled from. Out: the same function; of some graphs it is
+known beforehand that they are never recorded. Layers may share code: each set of parameters has recordings of
+its own, which read the parameters where they are and are held at the same time. They go when a parameter
+does.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from retrograd._torch.cuda import CudaRecorder
+from retrograd._torch.fx import aliased_inputs, written_inputs
+from retrograd._torch.tensor import storage_of
+from retrograd.cudagraphs.graphed_call import HELD, MUCH, NOT_NOW, GraphedCall, SharedMemory, Values
+from retrograd.cudagraphs.refusals import tensors_in, values_of, why_not_recorded
+from retrograd.errors import Reason
+from retrograd.graph.emit import Boxed
+from retrograd.report import process_report
+
+#: sets of parameters that are remembered, the ones met last.
+MOST_SETS = 256
+
+
+class GraphedFunction:
+    """A function, recorded apart for each set of parameters among its inputs.
+
+    Args:
+        make: makes the call for one more set.
+    """
+
+    def __init__(self, make: Callable[[], GraphedCall]) -> None:
+        self._make = make
+        self._places: tuple[int, ...] | None = None
+        #: by the addresses of the parameters, with what sees one of them go.
+        self._calls: dict[tuple[int, ...], tuple[GraphedCall, list[weakref.ref[Any]]]] = {}
+        self._refused: GraphedCall | None = None
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        """The results; `inputs` is emptied."""
+        if self._places is None:
+            self._places = tuple(i for i, value in enumerate(inputs) if isinstance(value, nn.Parameter))
+        where = tuple([inputs[i].data_ptr() for i in self._places])
+        known = self._calls.get(where)
+        call = self._refused or (known[0] if known else self._new(where, [inputs[i] for i in self._places]))
+        results = call(inputs)
+        if call.is_refused:
+            self._refused = call  # and so will others be
+        return results
+
+    def _new(self, where: tuple[int, ...], parameters: Sequence[Any]) -> GraphedCall:
+        while len(self._calls) >= MOST_SETS:
+            self._calls.pop(next(iter(self._calls)), None)
+        calls = weakref.WeakMethod(self._forget)
+
+        def gone(_: object) -> None:
+            if (forget := calls()) is not None:
+                forget(where)
+
+        watches = [weakref.ref(one, gone) for one in parameters]
+        return self._calls.setdefault(where, (self._make(), watches))[0]
+
+    def _forget(self, where: tuple[int, ...]) -> None:
+        self._calls.pop(where, None)
+
+
+_recorder = CudaRecorder()
+
+
+def graphed(
+    code: Boxed,
+    *graphs: fx.Graph,
+    kept: Collection[int] = (),
+    loose: Sequence[int] = (),
+    results: Mapping[int, int] | None = None,
+    memory: SharedMemory | None = None,
+    tell: Callable[[Reason], None] | None = None,
+) -> Boxed:
+    """`code`, replayed where that is safe.
+
+    Args:
+        graphs: all that it was compiled from, with the fakes of their values.
+        kept, loose, results: as in `Values`. memory: as in `GraphedCall`.
+        tell: told, once each, why a call is not replayed; by default the report is, with a warning of what
+            concerns all calls.
+
+    Returns:
+        `code` itself if it is never to be recorded, or does nothing on the device.
+    """
+    tell = tell or _report
+    if (reason := why_not_recorded(graphs, _recorder.device_type)) is not None:
+        tell(reason)
+        return code
+    if all(aliased_inputs(node) for graph in graphs for node in graph.nodes if node.op == "call_function"):
+        return code  # views start no kernels
+    written = written_inputs(graphs[0])  # several have none
+    values = Values(kept, loose, results or {}, max(MUCH, _made_by(graphs)), written)
+    device, tell = next(values_of(graphs)).device, functools.cache(tell)  # once each, for all parameters
+    return GraphedFunction(lambda: GraphedCall(code, _recorder, device, values, memory, tell))
+
+
+def _made_by(graphs: Sequence[fx.Graph]) -> int:
+    """The bytes of the graphs' results that show no input."""
+    given, made = dict[int, int](), dict[int, int]()
+    for graph in graphs:
+        inputs, outputs = graph.find_nodes(op="placeholder"), graph.output_node().all_input_nodes
+        for found, nodes in ((given, inputs), (made, outputs)):
+            for value in tensors_in([node.meta.get("val") for node in nodes]):
+                found[storage_of(value)] = value.nbytes
+    return sum(size for storage, size in made.items() if storage not in given)
+
+
+def _report(reason: Reason) -> None:
+    process_report.noted(reason, warn=reason.code not in (NOT_NOW, HELD))
