@@ -305,18 +305,6 @@ def test_what_shares_memory_with_a_result_that_is_handed_out_is_not_kept():
 # how many
 
 
-def test_recordings_are_not_made_without_end(monkeypatch):
-    monkeypatch.setattr(graphed_call, "MOST_MADE", 2)
-    recorder = Recorder()
-    call, told = call_of(double, recorder)
-    held = [torch.full((2,), float(i)) for i in range(4)]
-    for x in held:
-        for _ in range(3):
-            assert torch.equal(call([x])[0], x * 2)
-    assert recorder.records == 2
-    assert [reason.code for reason in told] == ["cuda-graphs-moving"]
-
-
 def test_the_recordings_used_last_are_held():
     recorder = Recorder()
     call, _ = call_of(double, recorder)

@@ -75,16 +75,15 @@ MOST_LARGE, MOST_RECORDINGS = 2, 4
 #: bytes. Less is copied, if it comes from elsewhere each time, whatever a recording holds: an optimizer's
 #: step gives no results, and reads a gradient for each parameter.
 MUCH = 2**26
-#: recordings that are made before no more are. Between one and the next come twice as many calls each time:
-#: where inputs move without end, recording costs more than it saves.
-MOST_MADE = 12
 #: recordings that are made at once, because their inputs come from other recordings than those of the others:
 #: code that several layers share is called with what each of them gives.
 MOST_GIVEN = 64
 #: so often does a function wait with its first recording because others run that are not warm: all that a
 #: program repeats is to be recorded in the order in which it runs.
 MOST_WAITS = 4
-#: if after so many recordings less than one of `RARE` calls was a replay, there are none any more.
+#: if after so many recordings less than one of `RARE` calls was a replay, there are none any more. Between one
+#: and the next come twice as many calls each time, for recording costs more than it saves where inputs move
+#: without end.
 TRIED, RARE = 5, 4
 
 
@@ -144,6 +143,8 @@ class GraphedCall:
         self._calls = self._made = self._recorded_at = 0
         self._replays = self._waits = self._given_made = 0
         self._stream: int | None = None
+        #: whether no more recordings are made.
+        self._is_over = False
         self.is_refused = False
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
@@ -218,7 +219,7 @@ class GraphedCall:
             return None
         if self._made >= TRIED and self._replays * RARE < self._replays + self._calls:
             self._give_up([*self._recordings])
-            self._made, self._buffers = MOST_MADE, {}
+            self._is_over, self._buffers = True, {}
             self._tell(_MOVING)
             return None
         self._made, self._recorded_at = self._made + 1, self._calls
@@ -282,7 +283,7 @@ class GraphedCall:
     def _why_not_recorded(self, inputs: Sequence[Any]) -> Reason | None:
         if (why := self._why_unlike(inputs)) is not None:
             return refusal(NOT_NOW, why)
-        if self._made >= MOST_MADE:
+        if self._is_over:
             return _MOVING
         if self._stream not in (None, self._recorder.stream(self._device)):
             return _OTHER_STREAM
@@ -324,7 +325,7 @@ class GraphedCall:
         except Exception as error:
             if not isinstance(error, Refusal):
                 self._recorder.pools.pop(key, None)  # it may be unusable
-            self._made = self._given_made = MOST_GIVEN
+            self._is_over = True
             self.is_refused = not self._recordings  # older recordings stay good
             self._tell(refusal("cuda-graphs-failed", first_line(error)))
             return None
