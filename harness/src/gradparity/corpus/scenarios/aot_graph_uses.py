@@ -369,6 +369,20 @@ def aot_gradient_penalty_training(p: Probe) -> None:
 
 
 @scenario(tags=(*TAGS, "higher-order"))
+def aot_derivatives_of_derivatives_in_some_steps(p: Probe) -> None:
+    """Ten steps with a second derivative, three without, and again one with, of one compiled function."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+    run = p.compile(lambda a: (a.sin() * a).sum())
+    for step in range(14):
+        is_twice = step < 10 or step == 13
+        with p.backward():
+            (grad,) = torch.autograd.grad(run(x), x, create_graph=is_twice)
+            p.value(f"first{step}", grad)
+            if is_twice:
+                p.value(f"second{step}", torch.autograd.grad(grad.sum(), x))
+
+
+@scenario(tags=(*TAGS, "higher-order"))
 def aot_hessian_row_by_row(p: Probe) -> None:
     """A Hessian, one row after the other, from a kept graph of second order."""
     x = p.leaf("x", p.randn(3, requires_grad=True))

@@ -88,6 +88,49 @@ def aot_autocast_of_a_model_over_steps(p: Probe) -> None:
         optimizer.step()
 
 
+class _FloatInside(nn.Module):
+    """A product in float32 between layers that autocast runs in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(nn.functional.gelu(self.first(x)))
+        with torch.autocast(x.device.type, enabled=False):
+            hidden = hidden.float() @ self.first.weight.float()
+            hidden = hidden @ self.first.weight.t()
+        return self.last(hidden)
+
+
+@scenario(tags=(*TAGS, "autocast"), issue="pytorch#177287", fp64=False)
+def aot_autocast_around_whole_steps(p: Probe) -> None:
+    """Forward and backward under one autocast: products of the backward of a float32 part are in bfloat16."""
+    model = p.module(_FloatInside())
+    run, optimizer = p.compile(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        with torch.autocast(p.device.type, dtype=BFLOAT16):
+            loss = run(p.randn(3, 4)).float().square().mean()
+            with p.backward():
+                loss.backward()
+        p.value(f"grads{step}", tuple(one.grad for one in model.parameters()))
+        optimizer.step()
+
+
+@scenario(tags=(*TAGS, "autocast"), fp64=False)
+def aot_autocast_around_backwards_of_other_layouts(p: Probe) -> None:
+    """Cotangents of three layouts, from a kept graph, each with autocast off, in bfloat16 and in float16."""
+    x, w = (p.leaf(name, p.randn(3, 3, requires_grad=True)) for name in "xw")
+    out = p.compile(lambda a, b: (a @ b.sin()).tanh() @ b)(x, w)
+    cotangents = p.randn(3, 3), p.randn(3, 3).t(), p.randn(3, 1).expand(3, 3)
+    for number, cotangent in enumerate(cotangents):
+        for dtype in (None, BFLOAT16, torch.float16):
+            with torch.autocast(p.device.type, dtype=dtype, enabled=dtype is not None), p.backward():
+                grads = torch.autograd.grad(out, [x, w], cotangent, retain_graph=True)
+            p.value(f"grads{number} {dtype}", grads)
+
+
 @scenario(tags=(*TAGS, "no-grad"))
 def aot_no_grad_around_every_other_call(p: Probe) -> None:
     """Under no_grad a call gives a result without history; the next call gives one with."""

@@ -96,6 +96,7 @@ def capture(
     split_at_leaf_grads: bool = False,
     sums_apart: bool = False,
     layouts: Mapping[int, Sequence[int]] = MappingProxyType({}),
+    backward_autocast: Sequence[tuple[str, torch.dtype]] = (),
 ) -> JointGraph:
     """Capture the function of `state`.
 
@@ -110,6 +111,7 @@ def capture(
             added in eager's order to those of other functions. They occupy memory until the region ends.
         layouts: strides of cotangents, by boundary. Other cotangents have the layout of their values if these
             are dense; otherwise they are contiguous.
+        backward_autocast: device type and dtype of each autocast that is on in the backward.
 
     Returns:
         The joint graph. If nothing requires grad (or grad mode is off) it has no backward half.
@@ -117,7 +119,8 @@ def capture(
     Raises:
         CaptureError: the function does what a graph cannot hold; the cause is chained.
     """
-    plan, manner = EntryPlan(), Manner(single_region, split_at_leaf_grads, sums_apart, layouts)
+    plan = EntryPlan()
+    manner = Manner(single_region, split_at_leaf_grads, sums_apart, layouts, tuple(backward_autocast))
     while True:
         attempt = _Attempt(state, plan, manner)
         try:

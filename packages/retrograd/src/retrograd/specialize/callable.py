@@ -31,6 +31,7 @@ class Variant:
         run: the code, for flat inputs; None: such calls run eagerly, for `reason`.
         failures: how often the code has raised where eager did not.
         used: when it was used last, on the clock of its cache.
+        why_aside: asked before each call, why `run` had better not be used from now on.
     """
 
     guard: CallGuard | None
@@ -38,6 +39,7 @@ class Variant:
     reason: Reason | None = None
     failures: int = 0
     used: int = 0
+    why_aside: Callable[[], Reason | None] = lambda: None
 
 
 class VariantCache:
@@ -129,11 +131,14 @@ class Specialized:
                 if self._config.strict:
                     raise
                 return self.run_eagerly(reason_of(error, self._stage), eagerly)
-        if variant.run is None:
+        run = variant.run
+        if run is not None and not self._config.strict and (aside := variant.why_aside()) is not None:
+            run, variant.run, variant.reason = None, None, aside
+        if run is None:
             assert variant.reason is not None
             return self.run_eagerly(variant.reason, eagerly)
         try:
-            return variant.run(leaves)
+            return run(leaves)
         except UnlikeTracedError as error:  # in the first call, before anything was changed
             variant.run, variant.reason = None, error.reason
             return self.run_eagerly(error.reason, eagerly)

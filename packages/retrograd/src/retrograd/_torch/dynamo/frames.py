@@ -190,8 +190,9 @@ def _sign_of_zero(value: Any) -> float | None:
     return math.copysign(1.0, value) if type(value) is float and value == 0.0 else None
 
 
-def _names_in_environment(value: Any) -> frozenset[str] | None:
-    return frozenset(value) if value is os.environ else None
+def _names_in_environment(value: Any) -> frozenset[bytes | str] | None:
+    """They are compared in each call, so they are not decoded, as an iteration would do."""
+    return frozenset(getattr(value, "_data", value)) if value is os.environ else None
 
 
 _SIGN_OF_ZERO = functools.partial(_keeps, _sign_of_zero, "sign")

@@ -27,8 +27,12 @@ from retrograd.aot.run.lower_half import is_ready, still_compiling
 from retrograd.aot.run.region import RegionCode
 from retrograd.aot.run.written_ahead import WrittenAhead
 from retrograd.backends.base import Boxed
-from retrograd.errors import CodeFailedError, NotReadyError, UnlikeTracedError
+from retrograd.errors import CodeFailedError, NotReadyError, Reason, UnlikeTracedError
 from retrograd.graph.joint_graph import AliasOf, JointValues, Partition
+
+#: a function is left to eager once so many backwards were made by running the call again, for half of its
+#: calls: that takes longer than eager does.
+FEWEST_RERUNS = 8
 
 
 class CompiledFunction:
@@ -64,6 +68,7 @@ class CompiledFunction:
         self._unread = partition.overwritten
         #: primals of which a copy is kept as they were, to run the call again.
         self._changed = sorted(changed - self._unread)
+        self._regions, self._calls = regions, 0
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Run on flat inputs.
@@ -101,6 +106,19 @@ class CompiledFunction:
             return self._outputs(sources, frame, again)
         with torch.enable_grad():  # views that the function made under no_grad say so themselves
             return self._outputs(sources, frame, again)
+
+    def why_aside(self) -> Reason | None:
+        """Why calls had better run eagerly from now on; None if they had not. Ask before each call."""
+        most = max(self._regions, key=lambda region: region.reruns, default=None)
+        if most is None or most.reruns < FEWEST_RERUNS or 2 * most.reruns < self._calls:
+            self._calls += 1
+            return None
+        return Reason(
+            "backwards-rerun",
+            f"compiled code served for few backwards of {self._joint.state.name}, for {most.why_rerun}",
+            "aot.run_backward",
+            way_out="nothing to do: it runs eagerly from now on, which is faster",
+        )
 
     def _outputs(self, sources: Sequence[Any], frame: list[Any], again: RepeatableCall | None) -> Any:
         if self._attaching is not None:

@@ -138,8 +138,13 @@ def _dense_strides(shape: Sequence[int], fake: torch.Tensor) -> list[int]:
     return strides
 
 
-def traced_for(partition: Partition, number: int, layouts: Mapping[int, Strides]) -> fx.GraphModule | None:
-    """The backward of region `number` for cotangents with these strides, by boundary."""
+def traced_for(
+    partition: Partition,
+    number: int,
+    layouts: Mapping[int, Strides],
+    autocast: Sequence[tuple[str, torch.dtype]] = (),
+) -> fx.GraphModule | None:
+    """The backward of region `number` for cotangents with these strides, by boundary, under `autocast`."""
     state, before = partition.joint.state, guard_count(partition.joint.state.fake_mode)
     try:
         joint = outside_of_graph_task(
@@ -149,6 +154,7 @@ def traced_for(partition: Partition, number: int, layouts: Mapping[int, Strides]
                 split_at_leaf_grads=bool(partition.joint.hooked_leaves),
                 sums_apart=partition.joint.sums_apart,
                 layouts=layouts,
+                backward_autocast=autocast,
             ),
             False,
         )

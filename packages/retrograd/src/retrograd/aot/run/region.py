@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.fx import asks_for_memory, copied_module, draws_again, lazy_graph
-from retrograd._torch.state import ThreadModes
+from retrograd._torch.state import ThreadModes, without_autocast
 from retrograd._torch.subclass import PLAIN, Layout, built
 from retrograd._torch.tensor import graph_is_kept
 from retrograd._torch.trace import is_batched, know_values, laid_out_like
@@ -38,11 +38,13 @@ MOST_LAYOUTS = 4
 _BATCHED = ("batched",)
 #: layouts, one entry for each root.
 Layouts = tuple[Strides | str | None, ...]
+#: the autocasts that are on in a backward.
+Autocast = tuple[tuple[str, torch.dtype], ...]
 
 
 @dataclass(eq=False)
 class _Code:
-    """Code for one layout of the cotangents.
+    """Code for one layout of the cotangents, under one kind of autocast.
 
     Attributes:
         graph: what it was made of; None: there is none for this layout.
@@ -56,7 +58,11 @@ class _Code:
 
 
 class RegionCode:
-    """Code for the backward of region `number`, compiled when it is first needed; recorded in `memory`."""
+    """Code for the backward of region `number`, compiled when it is first needed; recorded in `memory`.
+
+    Attributes:
+        reruns, why_rerun: how often the call was run again instead, as eager runs it, and why it was last.
+    """
 
     def __init__(
         self,
@@ -90,14 +96,15 @@ class RegionCode:
         self._numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number or self.frees_nothing)
         self._tensors = len(saved) - len(self._numbers)
         self.follows_layout = isinstance(backend, AtenBackend)
-        self._codes: dict[Layouts, _Code] = {}
+        self._codes: dict[tuple[Autocast, Layouts], _Code] = {}
         self._saves = number in joint.saving or bool(self._tensors or self._backward.checked)
         self._graph = self._backward.graph
         self._has_effects = self._graph.summary.has_effects
+        self.reruns, self.why_rerun = 0, ""
 
     def compile_ahead(self) -> None:
         """Compile now, for the layouts that tracing predicted."""
-        self._codes[self._as_traced] = _Code(self._graph, self._lowered(self._graph, None))
+        self._codes[(), self._as_traced] = _Code(self._graph, self._lowered(self._graph, None))
 
     def announce(self) -> None:
         """Tell the backend that it will be asked for this code, for the layouts that tracing predicted."""
@@ -112,18 +119,17 @@ class RegionCode:
         saved = ctx.saved_tensors if self._saves else ()  # what saves nothing may run as often as one likes
         if (
             torch.is_grad_enabled()
-            or ThreadModes.autocast_now()
             or torch.is_anomaly_enabled()
             or are_undefined
             or not self._fit(cotangents)
         ):
             return self._as_eager(ctx, cotangents)
-        layouts = self._layouts(cotangents)
-        code = self._codes.get(layouts) or self._code_for(layouts)
+        autocast, layouts = ThreadModes.autocast_now(), self._layouts(cotangents)
+        code = self._codes.get((autocast, layouts)) or self._code_for(autocast, layouts)
         if code.graph is None:
-            if ctx.again is not None:
+            if autocast or ctx.again is not None:
                 return self._as_eager(ctx, cotangents)
-            code = self._codes.get(self._as_traced) or self._code_for(self._as_traced)
+            code = self._codes.get(((), self._as_traced)) or self._code_for((), self._as_traced)
         is_as_traced = code.graph is not self._graph or layouts in (self._as_traced, _BATCHED)
         args = self._arguments(saved, ctx.numbers, cotangents, is_as_traced)
         if self._memory.elsewhere and not (code.has_run and isinstance(code.run, GraphedFunction)):
@@ -134,7 +140,7 @@ class RegionCode:
         del saved, cotangents
         _give_up(ctx)
         assert code.run is not None
-        return self._results(code.run(args))
+        return self._run(code.run, args)
 
     def _layouts(self, cotangents: Sequence[torch.Tensor | None]) -> Layouts:
         """For each cotangent that is laid out otherwise than traced, its strides."""
@@ -142,34 +148,36 @@ class RegionCode:
             return _BATCHED
         return tuple([e.layout(c) for c, e in zip(cotangents, self._expected, strict=True)])
 
-    def _code_for(self, layouts: Layouts) -> _Code:
-        """What is known for these layouts, from now on: a graph for them, if there is one."""
+    def _code_for(self, autocast: Autocast, layouts: Layouts) -> _Code:
+        """What is known for these, from now on: a graph for them, if there is one."""
         if layouts is _BATCHED:  # a batch does not lie in memory as one of its rows does
-            graph = None if asks_for_memory(self._graph.gm.graph) else self._graph
-        elif layouts == self._as_traced:
+            graph = None if autocast or asks_for_memory(self._graph.gm.graph) else self._graph
+        elif layouts == self._as_traced and not autocast:
             graph = self._graph
         elif len(self._codes) >= MOST_LAYOUTS:
             return _Code(None)
         else:
-            graph = self._retraced({r: s for r, s in zip(self.roots, layouts, strict=True) if s is not None})
-        code = self._codes[layouts] = _Code(graph)
+            own = {r: s for r, s in zip(self.roots, layouts, strict=True) if s is not None}
+            graph = self._retraced(own, autocast)
+        code = self._codes[autocast, layouts] = _Code(graph)
         return code
 
     @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
-    def _retraced(self, layouts: dict[int, Any]) -> LazyGraph | None:
+    def _retraced(self, layouts: dict[int, Any], autocast: Autocast) -> LazyGraph | None:
+        as_traced = None if autocast else self._graph
         if getattr(self._partition.joint, "reports", ()):  # passes have changed the graph since it was traced
-            return self._graph
+            return as_traced
         if draws_again(self._graph.gm.graph):
-            return self._graph  # the states from which it draws are in no other trace
+            return as_traced  # the states from which it draws are in no other trace
         expected = dict(zip(self.roots, self._expected, strict=True))
         if not all(expected[root].is_plain for root in layouts):
             return None
         if not all(expected[root].is_static for root in layouts):
             if not self.follows_layout:
-                return self._graph  # code that is made now may add guards, which nobody would check
+                return as_traced  # code that is made now may add guards, which nobody would check
             if any(map(any, layouts.values())):
                 return None
-        gm = traced_for(self._partition, self._number, layouts)
+        gm = traced_for(self._partition, self._number, layouts, autocast)
         return None if gm is None else lazy_graph(gm)
 
     def _fit(self, cotangents: Sequence[torch.Tensor | None]) -> bool:
@@ -209,7 +217,7 @@ class RegionCode:
                 reason = still_compiling(f"the backward of {self._partition.joint.state.name}")
                 self._report.fell_back(reason, "a backward ran eagerly")
                 return self._interpreted(code.graph.gm, kept)
-            grads = self._results(code.run(args))
+            grads = self._run(code.run, args)
         except Exception as error:
             if self._config.strict or self._has_effects:
                 raise
@@ -243,7 +251,7 @@ class RegionCode:
         return grads
 
     def _interpreted(self, gm: fx.GraphModule, args: list[Any]) -> list[Any]:
-        return self._results(EagerBackend().compile(gm, ())(args))
+        return self._run(EagerBackend().compile(gm, ()), args)
 
     @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
     def _lowered(self, graph: LazyGraph, args: Sequence[Any] | None) -> Boxed:
@@ -261,6 +269,10 @@ class RegionCode:
         cotangents = range(len(self._backward.saved), len(examples))
         return graphed(code, graph.gm.graph, loose=cotangents, results=self._made, memory=self._memory)
 
+    def _run(self, code: Boxed, args: list[Any]) -> list[Any]:
+        """Gradients by code, which holds the casts of the autocast that is on."""
+        return self._results(without_autocast(code)(args))
+
     def _results(self, results: Sequence[Any]) -> list[Any]:
         if self._plain:
             if len(self._places) == len(self.destinations):
@@ -274,7 +286,12 @@ class RegionCode:
 
     @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
     def _as_eager(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
-        counters["aot_eager_regions"] += 1
+        self.reruns += 1
+        self.why_rerun = (
+            "they are differentiated themselves"
+            if torch.is_grad_enabled()
+            else "they get gradients, or run under modes, of another kind than captured"
+        )
         given = dict(zip(self.roots, cotangents, strict=True))
         found = rerun_region(self._partition.joint, self._number, ctx.again, given)
         return [found[there] for there in self.destinations]

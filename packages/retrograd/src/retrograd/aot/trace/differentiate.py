@@ -28,6 +28,7 @@ from retrograd._torch.autograd import (
     saves_tensors,
     why_backward_has_effects,
 )
+from retrograd._torch.state import ThreadModes
 from retrograd._torch.subclass import Layout, built, is_wrapper, layout_of, parts_of
 from retrograd._torch.trace import JointTracer, is_traced, plain, to_functional
 from retrograd.aot.trace.analyse import Analysis, TracedValue, stand_in
@@ -125,6 +126,7 @@ class Manner:
     split_at_leaf_grads: bool
     sums_apart: bool
     layouts: Mapping[int, Sequence[int]]
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
 
 
 @dataclass
@@ -220,8 +222,9 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     def noting(node: LiveNode) -> AbstractContextManager[None]:
         return tracer.noting(seq_nr=node.sequence, autograd_node=node.name)
 
+    modes = ThreadModes(grad=False, autocast=manner.autocast)
     for number, region in enumerate(structure.regions):
-        with torch.no_grad(), tracer.noting(is_backward=True, region=number):
+        with modes.restored(), tracer.noting(is_backward=True, region=number):
             roots = {root: traced[values[root]] for root in region.roots}
             handles = [graph.nodes[node].handle for node in region.nodes]
             functions = [one for one in handles if hasattr(one, "apply")]
