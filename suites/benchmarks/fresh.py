@@ -20,8 +20,8 @@ PACKAGE = Path(__file__).resolve().parent
 
 
 SETTINGS = {"OMP_NUM_THREADS": "1"}
-#: For measurements of memory: a freed tensor leaves the process at once above this size, so that resident memory
-#: is what tensors take. That makes allocations slow, so what is timed has the allocator that users have.
+#: For measurements of memory: a freed tensor leaves the process at once above this size, so that resident
+#: memory is what tensors take. That makes allocations slow, so what is timed has the allocator of users.
 MEMORY_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 

@@ -81,9 +81,8 @@ MOST_GIVEN = 64
 #: so often does a function wait with its first recording because others run that are not warm: all that a
 #: program repeats is to be recorded in the order in which it runs.
 MOST_WAITS = 4
-#: if after so many recordings less than one of `RARE` calls was a replay, there are none any more. Between one
-#: and the next come twice as many calls each time, for recording costs more than it saves where inputs move
-#: without end.
+#: if after so many recordings less than one of `RARE` calls was a replay, there are none any more. The calls
+#: between two recordings double each time: where inputs move, recording costs more than it saves.
 TRIED, RARE = 5, 4
 
 

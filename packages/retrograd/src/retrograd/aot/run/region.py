@@ -286,6 +286,7 @@ class RegionCode:
 
     @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
     def _as_eager(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
+        counters["aot_eager_regions"] += 1
         self.reruns += 1
         self.why_rerun = (
             "they are differentiated themselves"

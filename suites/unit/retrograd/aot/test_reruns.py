@@ -1,0 +1,189 @@
+"""Backwards for which a call is run again, and when there are so many that the function is left to eager.
+
+What eager computes is asked of eager in the same test, to the bit; counters say which way was taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import retrograd
+from retrograd import aot
+from retrograd.aot.run.call import FEWEST_RERUNS
+from retrograd.aot.run.region import MOST_LAYOUTS
+from unit.retrograd.aot.against_eager import Fn, leaf, tensor
+
+quiet = pytest.mark.filterwarnings("ignore::retrograd.errors.FallbackWarning")
+BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
+
+
+def compiled(fn: Fn, **options: object) -> Fn:
+    return aot.function(fn, **{"backend": "eager", **options})
+
+
+def reruns() -> int:
+    return retrograd.counters["aot_eager_regions"]
+
+
+def autocast(dtype: torch.dtype | None) -> AbstractContextManager[object]:
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+
+def products(x: Tensor, w: Tensor) -> Tensor:
+    return ((x @ w).tanh() @ w).float()
+
+
+def gradients(call: Fn, around: torch.dtype | None, behind: torch.dtype | None) -> list[Tensor]:
+    x, w = leaf(4, 4), leaf(4, 4, seed=5)
+    with autocast(around):
+        out = call(x, w)
+    with autocast(behind):
+        return list(torch.autograd.grad(out, [x, w], tensor(4, 4, seed=7)))
+
+
+# autocast
+
+
+@pytest.mark.parametrize("around", [None, BFLOAT16])
+def test_a_backward_under_autocast_has_code_of_its_own(around: torch.dtype | None) -> None:
+    call = compiled(products, strict=True)
+    found = {}
+    for behind in (None, BFLOAT16, FLOAT16, BFLOAT16, None):
+        found[behind] = gradients(call, around, behind)
+        assert all(map(torch.equal, found[behind], gradients(products, around, behind)))
+    assert reruns() == 0
+    assert retrograd.counters["aot_captures"] == 1
+    if around is None:
+        assert not torch.equal(found[None][0], found[BFLOAT16][0])
+
+
+@pytest.mark.parametrize("backend", ["aten", "inductor"])
+def test_a_step_inside_autocast(backend: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 1))
+    run, x = aot.module(model, backend=backend, strict=True), tensor(3, 4)
+    results = []
+    for call in (model, run):
+        model.zero_grad()
+        with torch.autocast("cpu", BFLOAT16):
+            call(x).float().square().mean().backward()
+        results.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(*results, rtol=2e-2, atol=2e-3)
+    assert reruns() == 0
+
+
+def test_code_runs_without_the_autocast_whose_casts_it_holds() -> None:
+    """Eager's float32 product inside stays one, though it runs under autocast in the backward of the step."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)  # type: ignore[attr-defined]
+            return x @ x
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+            with torch.autocast("cpu", enabled=False):
+                return grad @ x.t() + x.t() @ grad
+
+    results = []
+    for call in (Doubled.apply, compiled(lambda x: Doubled.apply(x))):
+        x = leaf(4, 4)
+        out = call(x)
+        with torch.autocast("cpu", BFLOAT16):
+            results.append(torch.autograd.grad(out, x, tensor(4, 4, seed=7))[0])
+    assert torch.equal(*results)
+
+
+@quiet
+def test_more_kinds_of_backward_than_code_is_made_for_are_run_again() -> None:
+    call = compiled(products)
+    base = tensor(4, 4, seed=7)
+    layouts = [base, base.t(), base[:, :1].expand(4, 4)]
+    for cotangent in layouts:
+        for behind in (None, BFLOAT16):
+            results = []
+            for fn in (products, call):
+                x, w = leaf(4, 4), leaf(4, 4, seed=5)
+                out = fn(x, w)
+                with autocast(behind):
+                    results.append(torch.autograd.grad(out, [x, w], cotangent))
+            assert all(map(torch.equal, *results))
+    assert reruns() == 2 * len(layouts) - MOST_LAYOUTS
+
+
+# left to eager
+
+
+def twice(call: Callable[[Tensor], Tensor]) -> Tensor:
+    x = leaf(3)
+    (first,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+    return torch.autograd.grad(first.sum(), x)[0]
+
+
+def once(call: Callable[[Tensor], Tensor]) -> Tensor:
+    x = leaf(3)
+    return torch.autograd.grad(call(x).sum(), x)[0]
+
+
+def curved(x: Tensor) -> Tensor:
+    return x.sin() * x
+
+
+def codes() -> set[str]:
+    return {reason.code for reason in retrograd.explain().fallbacks}
+
+
+@quiet
+def test_a_function_that_is_differentiated_twice_is_left_to_eager() -> None:
+    call = compiled(curved)
+    for number in range(FEWEST_RERUNS + 4):
+        assert torch.equal(twice(call), twice(curved))
+        assert reruns() == min(number + 1, FEWEST_RERUNS)
+    assert codes() == {"backwards-rerun"}
+    assert torch.equal(once(call), once(curved))
+    assert reruns() == FEWEST_RERUNS
+
+
+@quiet
+def test_under_dynamo_too() -> None:
+    call = torch.compile(curved, backend="retrograd", options={"backend": "eager"})
+    for _ in range(FEWEST_RERUNS + 4):
+        assert torch.equal(twice(call), twice(curved))
+    assert (reruns(), codes()) == (FEWEST_RERUNS, {"backwards-rerun"})
+
+
+def test_one_that_is_differentiated_twice_now_and_then_is_not() -> None:
+    call = compiled(curved)
+    for _ in range(FEWEST_RERUNS + 4):
+        assert torch.equal(twice(call), twice(curved))
+        for _ in range(2):
+            assert torch.equal(once(call), once(curved))
+    assert (reruns(), codes()) == (FEWEST_RERUNS + 4, set())
+
+
+def test_a_strict_one_never_is() -> None:
+    call = compiled(curved, strict=True)
+    for _ in range(FEWEST_RERUNS + 4):
+        assert torch.equal(twice(call), twice(curved))
+    assert (reruns(), codes()) == (FEWEST_RERUNS + 4, set())
+
+
+@quiet
+def test_other_kinds_of_call_keep_their_code() -> None:
+    call = compiled(curved)
+    for _ in range(FEWEST_RERUNS + 1):
+        twice(call)
+    captured = retrograd.counters["aot_captures"]
+    x = leaf(5)
+    for _ in range(2):
+        assert torch.equal(
+            torch.autograd.grad(call(x).sum(), x)[0], torch.autograd.grad(curved(x).sum(), x)[0]
+        )
+    assert retrograd.counters["aot_captures"] == captured + 1
