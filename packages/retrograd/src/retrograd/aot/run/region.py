@@ -172,7 +172,8 @@ class RegionCode:
         expected = dict(zip(self.roots, self._expected, strict=True))
         if not all(expected[root].is_plain for root in layouts):
             return None
-        if not all(expected[root].is_static for root in layouts):
+        is_static = all(expected[root].is_static for root in layouts)
+        if not is_static or (autocast and self._partition.joint.state.is_symbolic):
             if not self.follows_layout:
                 return as_traced  # code that is made now may add guards, which nobody would check
             if any(map(any, layouts.values())):
