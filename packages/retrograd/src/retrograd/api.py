@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -46,10 +47,10 @@ class CompiledAutograd:
     stock compiled autograd too.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, place: Hashable = None) -> None:
         self.config = config
         self.report = Report(above=process_report)
-        self._session = Session(config, self.report, is_paced=True)
+        self._session = Session(config, self.report, is_paced=True, place=place)
 
     def __enter__(self) -> CompiledAutograd:
         check_supported()
@@ -153,7 +154,8 @@ def compiled_autograd(  # noqa: PLR0913 - as many parameters as there are choice
     find_backend(backend)
     watch_compiled_forwards(is_anything_open)
     side_streams.watch()
-    return CompiledAutograd(config)
+    caller = sys._getframe(1)  # each step may come by here, and what earlier ones have taught is to count
+    return CompiledAutograd(config, (caller.f_code, caller.f_lineno))
 
 
 def compile(

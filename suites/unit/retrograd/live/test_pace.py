@@ -36,29 +36,38 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace.time, "perf_counter", clock)
 
 
-def train(context: AbstractContextManager[Any], steps: int = 120) -> None:
+def train(context: Callable[[], AbstractContextManager[Any]], steps: int = 120) -> None:
     w = torch.ones(3, requires_grad=True)
     for _ in range(steps):
         w.grad = None
-        with context:
+        with context():
             (w * w).sum().backward()
         assert torch.equal(w.grad, torch.full((3,), 2.0))
 
 
 def test_a_backward_that_is_slower_compiled_runs_eagerly_from_then_on(timed: None) -> None:
     context = retrograd.compiled_autograd("aten")
-    train(context)
+    train(lambda: context)
     (reason,) = context.explain().fallbacks
     assert reason.code == "slower-than-eager"
     assert "below SumBackward0 takes 1.00 ms compiled and 0.00 ms eager" in reason.text
     assert retrograd.counters["runs"] < 80
 
 
+def test_contexts_that_each_step_makes_anew_learn_from_each_other(timed: None) -> None:
+    train(lambda: retrograd.compiled_autograd("aten"))
+    assert retrograd.counters["runs"] < 80
+    assert [reason.code for reason in retrograd.explain().fallbacks] == ["slower-than-eager"]
+    runs = retrograd.counters["runs"]
+    train(lambda: retrograd.compiled_autograd("aten"), steps=10)  # another place
+    assert runs < retrograd.counters["runs"]
+
+
 def test_nothing_is_decided_by_a_clock_under_deterministic_algorithms(timed: None) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         context = retrograd.compiled_autograd("aten")
-        train(context)
+        train(lambda: context)
     finally:
         torch.use_deterministic_algorithms(False)
     assert not context.explain().fallbacks
@@ -69,7 +78,7 @@ def test_nothing_is_decided_by_a_clock_under_deterministic_algorithms(timed: Non
 def test_what_was_asked_for_is_not_measured(timed: None, backend: str, strict: bool) -> None:
     """Who asks for strictness, or for the eager lowering, does not ask for speed."""
     context = retrograd.compiled_autograd(backend, strict=strict)
-    train(context)
+    train(lambda: context)
     assert retrograd.counters["runs"] == 120
 
 

@@ -37,12 +37,13 @@ from retrograd.graph.structure import first_difference
 from retrograd.live.capture.retained_graph import ask_for_compiled_functions, collect_and_release, use_up
 from retrograd.live.captured import CapturedBackward
 from retrograd.live.run.plan import Plan
+from retrograd.process import Recent
 from retrograd.report import Report
 from retrograd.specialize.pace import Pace
 
 Grads = tuple[torch.Tensor | None, ...]
 
-#: for this many kinds of backwards a session decides whether they are worth compiling; others are compiled.
+#: for this many kinds of backwards it is decided whether they are worth compiling; others are compiled.
 KEPT_PACES = 64
 
 #: so many nodes beside a compiled forward's cannot be compiled together.
@@ -65,15 +66,18 @@ class Session:
         config: its settings.
         report: is told everything.
         is_paced: whether small backwards that are slower compiled than eager are to run eagerly.
+        place: in the program. Each step may make a session there: they share what they measure.
     """
 
-    def __init__(self, config: Config, report: Report, is_paced: bool = False) -> None:
+    def __init__(
+        self, config: Config, report: Report, is_paced: bool = False, place: Hashable = None
+    ) -> None:
         self.config, self._report = config, report
         backend = find_backend(config.backend)
         backend.prepare()
-        paced = is_paced and not config.strict and backend.for_speed
-        self._paces: dict[Hashable, Pace] | None = {} if paced else None
+        self._paces: _Paces = {} if place is None else _paces.get((config, place), dict)[0]
         self._repetition = _Repetition()
+        self._is_paced = is_paced and not config.strict and backend.for_speed
 
     def run(self, asked: EngineRequest) -> Grads:
         """Run one backward."""
@@ -95,7 +99,7 @@ class Session:
     def _pace_of(self, asked: EngineRequest) -> Pace | None:
         """What measures backwards like this one; None if nothing does. Two backwards are alike if they begin
         alike: the engine has not walked their graphs yet."""
-        if self._paces is None or plans_under_way():
+        if not self._is_paced or plans_under_way():
             return None
         names = beginning_of(asked)
         pace = self._paces.get(names)
@@ -242,6 +246,11 @@ class _Repetition:
         self._spent, self._looks = 0, self._looks * LOOKS
         self._seen.clear()
         return None
+
+
+_Paces = dict[Hashable, Pace]
+#: by configuration and place.
+_paces = Recent[_Paces](64)
 
 
 def _run_stock(request: EngineRequest) -> Grads:
