@@ -26,6 +26,8 @@ from retrograd._torch.fx import real_tensors
 P = ParamSpec("P")
 T = TypeVar("T")
 
+#: device type and dtype of each autocast that is on.
+Autocast = tuple[tuple[str, torch.dtype], ...]
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 #: hooks of torch's own, and ours, that keep values as they are, whatever is saved.
@@ -37,14 +39,14 @@ class ThreadModes(NamedTuple):
 
     Attributes:
         grad: whether autograd records.
-        autocast: device type and dtype of each autocast that is on.
+        autocast: those that are on.
         autocast_caches: whether autocast keeps casts of parameters.
         deterministic: whether operations without a deterministic form raise (2), warn (1), or neither (0).
         dtype, device: the defaults for new tensors.
     """
 
     grad: bool
-    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    autocast: Autocast = ()
     autocast_caches: bool = True
     deterministic: int = 0
     dtype: torch.dtype = torch.float32
@@ -65,7 +67,7 @@ class ThreadModes(NamedTuple):
         )
 
     @staticmethod
-    def autocast_now() -> tuple[tuple[str, torch.dtype], ...]:
+    def autocast_now() -> Autocast:
         """The autocasts of this thread that are on."""
         if not torch._C._is_any_autocast_enabled():
             return ()

@@ -23,7 +23,7 @@ from torch import fx
 
 from retrograd._torch import pytree
 from retrograd._torch.fx import copied_module
-from retrograd._torch.state import autocast_off
+from retrograd._torch.state import Autocast, autocast_off
 from retrograd._torch.trace import JointTracer, functional_mode, is_fake, make_graph, without_tokens
 from retrograd.aot.trace.analyse import analyse
 from retrograd.aot.trace.differentiate import Manner, differentiate
@@ -96,7 +96,7 @@ def capture(
     split_at_leaf_grads: bool = False,
     sums_apart: bool = False,
     layouts: Mapping[int, Sequence[int]] = MappingProxyType({}),
-    backward_autocast: Sequence[tuple[str, torch.dtype]] = (),
+    backward_autocast: Autocast = (),
 ) -> JointGraph:
     """Capture the function of `state`.
 
@@ -111,7 +111,7 @@ def capture(
             added in eager's order to those of other functions. They occupy memory until the region ends.
         layouts: strides of cotangents, by boundary. Other cotangents have the layout of their values if these
             are dense; otherwise they are contiguous.
-        backward_autocast: device type and dtype of each autocast that is on in the backward.
+        backward_autocast: those that are on in the backward.
 
     Returns:
         The joint graph. If nothing requires grad (or grad mode is off) it has no backward half.
@@ -120,7 +120,7 @@ def capture(
         CaptureError: the function does what a graph cannot hold; the cause is chained.
     """
     plan = EntryPlan()
-    manner = Manner(single_region, split_at_leaf_grads, sums_apart, layouts, tuple(backward_autocast))
+    manner = Manner(single_region, split_at_leaf_grads, sums_apart, layouts, backward_autocast)
     while True:
         attempt = _Attempt(state, plan, manner)
         try:

@@ -124,7 +124,7 @@ class AotFunction:
                 )
             guard = CallGuard.for_joint(leaves, code.partition.joint)
             self._tell(guard, leaves, known)
-            return Variant(guard, code, why_aside=code.why_aside)
+            return Variant(guard, code)
         except Exception as error:
             if self.config.strict or any(isinstance(x, torch.Tensor) and why_not_fakeable(x) for x in leaves):
                 raise  # no guard can describe such inputs

@@ -83,7 +83,7 @@ class GraphFunction:
         matter = code.partition.joint.offsets_matter
         self._offsets = [(i, value.storage_offset()) for i, value in tensors] if matter else []
         self._specialized = Specialized("a graph of Dynamo's", "dynamo", config, report, self._recompiled)
-        self._specialized.variants.add(self._leafness(given), Variant(None, code, why_aside=code.why_aside))
+        self._specialized.variants.add(self._leafness(given), Variant(None, code))
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph's code on real inputs."""
@@ -117,8 +117,7 @@ class GraphFunction:
             described[place] = replace(described[place], is_leaf=leaves[place].is_leaf)
         try:
             with traced_in(self._mode):
-                code = self._compiled(replace(self._state, leaves=tuple(described)))
-                return Variant(None, code, why_aside=code.why_aside)
+                return Variant(None, self._compiled(replace(self._state, leaves=tuple(described))))
         except Exception as error:
             if self._config.strict:
                 raise

@@ -42,7 +42,10 @@ from retrograd.report import Report
 from retrograd.specialize.pace import Pace
 
 Grads = tuple[torch.Tensor | None, ...]
+_Paces = dict[Hashable, Pace]
 
+#: by configuration and place.
+_paces = Recent[_Paces](64)
 #: for this many kinds of backwards it is decided whether they are worth compiling; others are compiled.
 KEPT_PACES = 64
 
@@ -75,9 +78,11 @@ class Session:
         self.config, self._report = config, report
         backend = find_backend(config.backend)
         backend.prepare()
-        self._paces: _Paces = {} if place is None else _paces.get((config, place), dict)[0]
+        paced = is_paced and not config.strict and backend.for_speed
+        self._paces: _Paces | None = None
+        if paced:
+            self._paces = {} if place is None else _paces.get((config, place), dict)[0]
         self._repetition = _Repetition()
-        self._is_paced = is_paced and not config.strict and backend.for_speed
 
     def run(self, asked: EngineRequest) -> Grads:
         """Run one backward."""
@@ -99,7 +104,7 @@ class Session:
     def _pace_of(self, asked: EngineRequest) -> Pace | None:
         """What measures backwards like this one; None if nothing does. Two backwards are alike if they begin
         alike: the engine has not walked their graphs yet."""
-        if not self._is_paced or plans_under_way():
+        if self._paces is None or plans_under_way():
             return None
         names = beginning_of(asked)
         pace = self._paces.get(names)
@@ -246,11 +251,6 @@ class _Repetition:
         self._spent, self._looks = 0, self._looks * LOOKS
         self._seen.clear()
         return None
-
-
-_Paces = dict[Hashable, Pace]
-#: by configuration and place.
-_paces = Recent[_Paces](64)
 
 
 def _run_stock(request: EngineRequest) -> Grads:

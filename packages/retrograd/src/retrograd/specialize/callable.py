@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,16 @@ from retrograd.report import MOST_FAILURES, Report, reason_of, why_failed
 from retrograd.specialize.guard import CallGuard
 
 
+class Code(Protocol):
+    """What was compiled for one kind of call."""
+
+    def __call__(self, leaves: Sequence[Any], /) -> Any:
+        """The result for flat inputs."""
+
+    def why_aside(self) -> Reason | None:
+        """Why calls had better run eagerly from now on; None if they had not."""
+
+
 @dataclass(eq=False)
 class Variant:
     """What is known about one kind of call.
@@ -31,15 +41,13 @@ class Variant:
         run: the code, for flat inputs; None: such calls run eagerly, for `reason`.
         failures: how often the code has raised where eager did not.
         used: when it was used last, on the clock of its cache.
-        why_aside: asked before each call, why `run` had better not be used from now on.
     """
 
     guard: CallGuard | None
-    run: Callable[[Sequence[Any]], Any] | None
+    run: Code | None
     reason: Reason | None = None
     failures: int = 0
     used: int = 0
-    why_aside: Callable[[], Reason | None] = lambda: None
 
 
 class VariantCache:
@@ -132,7 +140,7 @@ class Specialized:
                     raise
                 return self.run_eagerly(reason_of(error, self._stage), eagerly)
         run = variant.run
-        if run is not None and not self._config.strict and (aside := variant.why_aside()) is not None:
+        if run is not None and not self._config.strict and (aside := run.why_aside()) is not None:
             run, variant.run, variant.reason = None, None, aside
         if run is None:
             assert variant.reason is not None

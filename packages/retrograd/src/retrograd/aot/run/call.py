@@ -84,6 +84,7 @@ class CompiledFunction:
         primals = self._primals(sources)
         generators = generator_states(self._draws) if self._draws else {}
         written = self._written.before(primals) if self._written else None
+        self._calls += 1
         try:
             frame = self._frame(primals)
         except Exception as error:
@@ -108,14 +109,13 @@ class CompiledFunction:
             return self._outputs(sources, frame, again)
 
     def why_aside(self) -> Reason | None:
-        """Why calls had better run eagerly from now on; None if they had not. Ask before each call."""
+        """Why calls had better run eagerly from now on; None if they had not."""
         most = max(self._regions, key=lambda region: region.reruns, default=None)
         if most is None or most.reruns < FEWEST_RERUNS or 2 * most.reruns < self._calls:
-            self._calls += 1
             return None
         return Reason(
             "backwards-rerun",
-            f"compiled code served for few backwards of {self._joint.state.name}, for {most.why_rerun}",
+            f"compiled code served for few backwards of {self._joint.state.name}, because {most.why_rerun}",
             "aot.run_backward",
             way_out="nothing to do: it runs eagerly from now on, which is faster",
         )

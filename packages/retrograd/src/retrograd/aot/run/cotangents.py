@@ -31,7 +31,7 @@ from retrograd._torch.autograd import (
     outside_of_graph_task,
 )
 from retrograd._torch.fx import has_effect, is_symbolic
-from retrograd._torch.state import with_generator_states
+from retrograd._torch.state import Autocast, with_generator_states
 from retrograd._torch.subclass import PLAIN, Layout, fits, parts_of
 from retrograd._torch.tensor import common_base, is_lazy
 from retrograd._torch.trace import FreeTensors, checkpoints_inlined, guard_count, hint_of
@@ -142,7 +142,7 @@ def traced_for(
     partition: Partition,
     number: int,
     layouts: Mapping[int, Strides],
-    autocast: Sequence[tuple[str, torch.dtype]] = (),
+    autocast: Autocast,
 ) -> fx.GraphModule | None:
     """The backward of region `number` for cotangents with these strides, by boundary, under `autocast`."""
     state, before = partition.joint.state, guard_count(partition.joint.state.fake_mode)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.fx import asks_for_memory, copied_module, draws_again, lazy_graph
-from retrograd._torch.state import ThreadModes, without_autocast
+from retrograd._torch.state import Autocast, ThreadModes, without_autocast
 from retrograd._torch.subclass import PLAIN, Layout, built
 from retrograd._torch.tensor import graph_is_kept
 from retrograd._torch.trace import is_batched, know_values, laid_out_like
@@ -38,8 +38,6 @@ MOST_LAYOUTS = 4
 _BATCHED = ("batched",)
 #: layouts, one entry for each root.
 Layouts = tuple[Strides | str | None, ...]
-#: the autocasts that are on in a backward.
-Autocast = tuple[tuple[str, torch.dtype], ...]
 
 
 @dataclass(eq=False)

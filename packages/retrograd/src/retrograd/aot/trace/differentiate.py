@@ -28,7 +28,7 @@ from retrograd._torch.autograd import (
     saves_tensors,
     why_backward_has_effects,
 )
-from retrograd._torch.state import ThreadModes
+from retrograd._torch.state import Autocast, ThreadModes
 from retrograd._torch.subclass import Layout, built, is_wrapper, layout_of, parts_of
 from retrograd._torch.trace import JointTracer, is_traced, plain, to_functional
 from retrograd.aot.trace.analyse import Analysis, TracedValue, stand_in
@@ -126,7 +126,7 @@ class Manner:
     split_at_leaf_grads: bool
     sums_apart: bool
     layouts: Mapping[int, Sequence[int]]
-    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    autocast: Autocast
 
 
 @dataclass
