@@ -1187,3 +1187,25 @@ def test_whatever_the_order_of_calls_and_whoever_holds_results_nothing_is_overwr
         if held and draw.random() < 0.6:
             held.pop(draw.randrange(len(held)))
     assert recorder.replays
+
+
+@pytest.mark.parametrize("count", [4, 32])
+def test_how_much_is_looked_at_before_a_replay_does_not_grow_with_the_recordings(count, monkeypatch):
+    recorder, asked = Recorder(), []
+    ask = results.Results.is_in_the_way
+    monkeypatch.setattr(results.Results, "is_in_the_way", lambda *given: asked.append(1) or ask(*given))
+    calls = [call_of(lambda i: [i[0] * 2, i[0] + 1], recorder, kept=[1], held=64)[0] for _ in range(count)]
+
+    def step(x):
+        for call in calls:
+            (x, _) = call([x / 2])
+        return x.tolist()
+
+    x = torch.ones(3)
+    for _ in range(WARM_UPS + 4):
+        step(x)
+    before = recorder.replays
+    asked.clear()
+    assert step(x) == [1] * 3
+    assert recorder.replays == before + count
+    assert len(asked) <= 2 * count

@@ -12,6 +12,7 @@ from torch import nn
 
 import retrograd
 from retrograd import aot
+from retrograd._torch.cuda import side_streams
 from retrograd.cudagraphs import graphed_function, results
 from retrograd.cudagraphs.graphed_call import WARM_UPS, GraphedCall, Values
 
@@ -197,6 +198,17 @@ def test_inside_a_capture_of_the_users_it_runs_as_it_is():
     graph.replay()
     assert result.tolist() == [10] * 4
     assert "being captured" in told[0].text
+
+
+def test_nobody_waits_for_the_stream_that_captures_are_made_on():
+    side_streams.watch()
+    before = len([*side_streams.apart()])
+    x = torch.ones(4, device="cuda")
+    call, _ = call_of(lambda inputs: [inputs[0] * 2])
+    for _ in range(WARM_UPS + 2):
+        call([x])
+    assert call._recordings
+    assert len([*side_streams.apart()]) == before
 
 
 def test_memory_of_a_pool_of_the_users_is_not_recorded():

@@ -42,6 +42,11 @@ class Handle(NamedTuple):
     tiny: torch.cuda.CUDAGraph
 
 
+class CaptureStream(torch.cuda.Stream):
+    """Where captures are made: the default stream allows none. Nothing else is given to it, so nobody waits
+    for it."""
+
+
 #: captures by several threads would see each other's cuBLAS workspaces.
 _one_at_a_time = ForkSafeLock()
 
@@ -63,7 +68,7 @@ class CudaRecorder:
         #: held from the decision to replay until results are handed out: others may write to them.
         self.replaying = ForkSafeLock()
         self.cycle = Cycle()  #: of the functions that may be recorded
-        self._sides: dict[torch.device, torch.cuda.Stream] = {}
+        self._sides: dict[torch.device, CaptureStream] = {}
         #: what recordings lie in at present; they hold it.
         self.pools: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
 
@@ -147,10 +152,9 @@ class CudaRecorder:
                 raise
         return graph, outputs
 
-    def _side(self, device: torch.device) -> torch.cuda.Stream:
-        """Where captures are made: the default stream allows none."""
+    def _side(self, device: torch.device) -> CaptureStream:
         if device not in self._sides:
-            self._sides[device] = torch.cuda.Stream(device)
+            self._sides[device] = CaptureStream(device)
         return self._sides[device]
 
     # failures
@@ -241,7 +245,7 @@ class SideStreams:
         return original(stream)
 
     def _note(self, stream: Any) -> None:
-        if stream.cuda_stream:  # the default stream has no handle
+        if stream.cuda_stream and not isinstance(stream, CaptureStream):  # the default stream has no handle
             # torch's own streams come from a pool and outlive their Python objects.
             streams = self._seen if type(stream) is torch.cuda.Stream else self._external
             streams[stream.device_index, stream.cuda_stream] = stream

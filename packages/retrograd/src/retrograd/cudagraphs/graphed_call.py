@@ -238,7 +238,7 @@ class GraphedCall:
         return {i: address for i, address in found.items() if address in there}
 
     def _given_now(self) -> set[int]:
-        return {address for pool in list(self._recorder.pools.values()) for address in pool.given()}
+        return set().union(*[pool.given() for pool in list(self._recorder.pools.values())])
 
     def _is_of_plain_forward(self, inputs: Sequence[Any]) -> bool:
         """Whether some of `inputs` are where only a forward that was run as it is gives them."""

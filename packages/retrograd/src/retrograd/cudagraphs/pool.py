@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,12 @@ class Pool:
     def __init__(self, handle: Any) -> None:
         self.handle = handle  #: of the recorder.
         self._count = self._undone = 0
-        self._entered: dict[int, tuple[weakref.ref[Any], Results]] = {}
+        self._entered: dict[int, Results] = {}
+        #: of these, results that were handed out since nobody was found to hold them, and the numbers of
+        #: recordings that are gone.
+        self._out: dict[int, Results] = {}
+        self._gone: set[int] = set()
+        self._given: frozenset[int] | None = None
 
     def next_number(self) -> int:
         """That of a recording which is made now."""
@@ -47,25 +52,37 @@ class Pool:
 
     def enter(self, recorded: object, results: Results, number: int) -> None:
         """Take note of one more recording."""
-        self._entered[number] = weakref.ref(recorded), results
-        weakref.finalize(recorded, self._linger).atexit = False
+        self._entered[number], self._given = results, None
+        weakref.finalize(recorded, self._went, number).atexit = False
+
+    def handed_out(self, number: int) -> None:
+        """The results of recording `number` are somebody's now."""
+        self._out[number] = self._entered[number]
 
     def in_the_way(self, number: int, given: Mapping[int, int]) -> list[Results]:
         """The results that somebody holds, and that a replay of recording `number` would overwrite. Of
         storages that were donated to it, the `given` holders do not count: they are its inputs."""
         self.let_go()
-        return [one for place, (_, one) in self._entered.items() if one.is_in_the_way(place, number, given)]
+        found = []
+        for place, one in list(self._out.items()):
+            if place < number < one.least:
+                continue
+            if one.is_in_the_way(place, number, given):
+                found.append(one)
+            elif not one.is_out:
+                del self._out[place]
+        return found
 
     def is_shared(self, number: int, given: Mapping[int, int]) -> bool:
         """Whether somebody besides the `given` holds what was donated to recording `number`."""
-        return any(one.is_shared(number, given) for _, one in self._entered.values())
+        return any(one.is_shared(number, given) for one in self._out.values())
 
     def donatable(self, inputs: list[Any], places: Iterable[int]) -> set[int]:
         """Of `places`, those of inputs that were saved here, and that nobody else holds."""
         if self._undone >= MOST_UNDONE:
             return set()
         given = held_here(inputs, places)
-        free = {storage for _, one in self._entered.values() for storage in one.saved_but_for(given)}
+        free = {storage for one in self._out.values() for storage in one.saved_but_for(given)}
         return {i for i in places if isinstance(inputs[i], torch.Tensor) and storage_of(inputs[i]) in free}
 
     def donate(self, inputs: list[Any], places: Collection[int], number: int) -> None:
@@ -73,7 +90,7 @@ class Pool:
         that they are, stand tensors from then on that do not own it."""
         tensors = {place: inputs[place] for place in places}
         aliases: dict[int, torch.Tensor] = {}
-        for _, one in self._entered.values():
+        for one in self._entered.values():
             aliases |= one.give({storage_of(tensor) for tensor in tensors.values()}, number)
         for place, tensor in tensors.items():
             inputs[place] = placed_on(aliases[storage_of(tensor)].untyped_storage(), tensor)
@@ -82,28 +99,33 @@ class Pool:
         """Whether somebody holds results that lie in memory which is nobody's: what is recorded now could
         work there. Then recordings in which it is somebody's are made in place of these."""
         self.let_go()
-        found = [one for _, one in self._entered.values() if one.is_unowned_held()]
+        found = [one for one in self._out.values() if one.is_unowned_held()]
         for one in found:
             one.is_outdated = True
         self._undone += bool(found)
         return bool(found)
 
-    def given(self) -> Iterator[int]:
+    def given(self) -> frozenset[int]:
         """Where the storages begin that recordings hand out."""
-        for _, one in self._entered.values():
-            yield from one.given()
+        if self._given is None:
+            self._given = frozenset(address for one in self._entered.values() for address in one.given())
+        return self._given
 
     def let_go(self) -> None:
         """Forget recordings that are gone, unless somebody holds what they gave: its memory is free then."""
-        for place, (recorded, results) in list(self._entered.items()):
-            if recorded() is None and not results.is_held():
-                del self._entered[place]
-        if all(recorded() is not None for recorded, _ in self._entered.values()):
+        for number in list(self._gone):
+            if not self._entered[number].is_held():
+                del self._entered[number]
+                self._out.pop(number, None)
+                self._gone.discard(number)
+                self._given = None
+        if not self._gone:
             _lingering.discard(self)
 
-    def _linger(self) -> None:
-        """A recording is gone: stay, if somebody holds what one that is gone gave. It may own no memory."""
-        if any(recorded() is None and one.is_held() for recorded, one in list(self._entered.values())):
+    def _went(self, number: int) -> None:
+        """A recording is gone: stay, if somebody holds what it gave. It may own no memory."""
+        self._gone.add(number)
+        if self._entered[number].is_held():
             _lingering.add(self)
 
 

@@ -114,6 +114,7 @@ class Recorded:
             )
         self.replays += 1
         self._replay()
+        self._pool.handed_out(self._number)
         return self.results.hand_out(inputs)
 
 

@@ -62,6 +62,8 @@ class Results:
     Attributes:
         is_outdated: whether there is to be another recording, which copies what this one leaves where it is,
             or in which what was donated is owned again.
+        is_out: whether they were handed out since nobody was found to hold them.
+        least: of the numbers of the recordings that some were donated to.
 
     Raises:
         Refusal: a result shows an input, or another result, as another dtype.
@@ -97,12 +99,11 @@ class Results:
         self._layouts = [(tuple(s.shape), tuple(s.stride()), s.dtype) for s in self._sources]
         self._by_dtype = by_dtype(self._sources)
         self._where = self._addresses()
-        #: the numbers of the recordings that each was donated to, and the least of them.
-        self._until, self._least = [NOBODY] * len(self._staying), NOBODY
+        #: the numbers of the recordings that each was donated to.
+        self._until, self.least = [NOBODY] * len(self._staying), NOBODY
         self._storages: list[int] = []
         self._at_rest: list[int] = []
-        #: whether they were handed out since nobody was found to hold them.
-        self._is_out = False
+        self.is_out = False
 
     def settle(self) -> None:
         """Nobody but the recording holds the results now: who does later is told from that."""
@@ -124,7 +125,7 @@ class Results:
 
     def is_unowned_held(self) -> bool:
         """Whether somebody holds what has been donated."""
-        return self._least < NOBODY and any(self._until[i] < NOBODY for i in self._held())
+        return self.least < NOBODY and any(self._until[i] < NOBODY for i in self._held())
 
     def is_in(self, storages: Collection[int]) -> bool:
         """Whether some of what the user gets lies in these storages."""
@@ -135,9 +136,7 @@ class Results:
         return (memory_of(tensor) for _, tensor in self._staying)
 
     def is_in_the_way(self, own: int, number: int, given: Mapping[int, int]) -> bool:
-        """As `Pool.in_the_way`, of the results of recording `own`."""
-        if own < number < self._least:
-            return False
+        """As `Pool.in_the_way`, of the results of recording `own`; not if ``own < number < least``."""
         return any(
             own >= number or until < number or (until == number and self._is_beside(i, given))
             for i, until in ((i, self._until[i]) for i in self._held())
@@ -165,7 +164,7 @@ class Results:
         for i in places:
             place, tensor = self._staying[i]
             self._staying[i] = place, placed_on(aliases[self._storages[i]], tensor)
-            self._until[i], self._least = number, min(number, self._least)
+            self._until[i], self.least = number, min(number, self.least)
         aliases.clear()
         for i in places:
             self._storages[i] = storage_of(self._staying[i][1])
@@ -182,11 +181,11 @@ class Results:
 
     def _held(self) -> list[int]:
         """Which of what stays somebody holds, or has given other memory."""
-        if not self._is_out:
+        if not self.is_out:
             return []
         now, where = holders(self._storages), self._addresses()
-        self._is_out = now != self._at_rest or where != self._where
-        if not self._is_out:
+        self.is_out = now != self._at_rest or where != self._where
+        if not self.is_out:
             return []
         moved = {i for i, address in enumerate(where, self._saved) if address != self._where[i - self._saved]}
         return [i for i, count in enumerate(now) if count != self._at_rest[i] or i in moved]
@@ -201,7 +200,7 @@ class Results:
 
     def hand_out(self, inputs: Sequence[Any]) -> list[Any]:
         """The results of the replay that has just been made with `inputs`."""
-        self._is_out = True
+        self.is_out = True
         results = list(self._constants)
         for place, i in self._passed:
             results[place] = inputs[i]

@@ -302,13 +302,13 @@ class FreeTensors(TorchFunctionMode):
         if name in _BY_VALUE:
             args, kwargs = pytree.tree_map(_known, (args, kwargs))
         free = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_free(leaf)]
-        if not free or func is _LIFT:
-            result = func(*args, **kwargs)
-            if name in _STRIDED:
-                self.strided.append((result, args[0] if args else kwargs["input"]))
-            return result
-        args, kwargs = pytree.tree_map(self._replaced, (args, kwargs))
+        if func is _LIFT:
+            free = []
+        if free:
+            args, kwargs = pytree.tree_map(self._replaced, (args, kwargs))
         result = func(*args, **kwargs)
+        if name in _STRIDED:
+            self.strided.append((result, args[0] if args else kwargs["input"]))
         # What is changed in place is given back as the tensor that the function has: it may keep it.
         return next((leaf for leaf in free if self._lift(leaf) is result), result)
 

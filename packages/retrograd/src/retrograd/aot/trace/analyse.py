@@ -14,7 +14,7 @@ import torch
 
 from retrograd._torch.autograd import edge_of, leads_to, nodes_below, passes_through_function, versions_of
 from retrograd._torch.subclass import ATOMS, Layout, is_wrapper, layout_of, parts_of
-from retrograd._torch.tensor import lies_within, shares_elements, view_origin
+from retrograd._torch.tensor import is_dense, lies_within, shares_elements, view_origin
 from retrograd._torch.trace import changes_of, is_traced, lost_layout, plain, storage_key
 from retrograd.errors import not_representable
 from retrograd.graph.joint_graph import (
@@ -262,9 +262,12 @@ class _Outputs:
         made = self.analysis.add(TracedValue(stand_in(output), is_visible=False, view=output))
         plan, base = plans[id(output)], plans.get(id(above))
         assert isinstance(plan, AliasOf)
-        if above is None or not isinstance(base, AliasOf) or not _is_window(output, above):
+        if above is None:
             return replace(plan, made=made)
-        return AliasOf(_view(self.analysis, output, above, True), value=base.made, made=made)
+        assert isinstance(base, AliasOf)
+        if not _is_window(output, above):
+            raise not_representable("it returns a view of another one that it returns, by more than strides")
+        return AliasOf(self._by_strides(output, above, True), value=base.made, made=made)
 
     def _plan(self, output: Any) -> OutputPlan:
         if isinstance(output, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -328,6 +331,16 @@ class _Outputs:
                 return replayed
             if is_otherwise or (differentiable and shares_elements(base)):
                 raise not_representable("it returns a view that torch cannot make again")
+        return self._by_strides(output, base, differentiable)
+
+    def _by_strides(self, output: torch.Tensor, base: torch.Tensor, differentiable: bool) -> View:
+        """A view of `base` that no longer says which views lie between."""
+        memory = storage_key(output)
+        windows = [(window, of) for window, of in self.inputs.strided if storage_key(of) == memory]
+        if differentiable and not all(is_dense(of) and lies_within(window, of) for window, of in windows):
+            raise not_representable(
+                "it asks by as_strided for what lies beside a view, and returns another view of that memory"
+            )
         return _view(self.analysis, output, base, differentiable)
 
 
