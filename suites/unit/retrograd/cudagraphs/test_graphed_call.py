@@ -897,6 +897,49 @@ def test_in_inference_mode_results_are_inference_tensors():
     assert recorder.replays == 2
 
 
+def forward_and_backward(recorder):
+    """Of a function whose result the backward does not read."""
+    memory = SharedMemory()
+    forward, told = call_of(lambda i: [i[0] * 2, i[0] * 3], recorder, memory, kept=[1], held=64)
+    backward, _ = call_of(lambda i: [i[0] + 1], recorder, memory, held=64, results={0: 1})
+    return forward, backward, told
+
+
+@pytest.mark.usefixtures("all_large")
+def test_a_result_that_nobody_holds_leaves_its_memory_to_the_backward():
+    recorder, x = Recorder(), torch.ones(8)
+    forward, backward, _ = forward_and_backward(recorder)
+    for step in range(WARM_UPS + 4):
+        result, saved = forward([x.fill_(step)])
+        assert result.tolist() == [2 * step] * 8
+        del result
+        args = [saved]
+        del saved
+        assert backward(args)[0].tolist() == [3 * step + 1] * 8
+    (pool,) = recorder.pools.values()
+    assert [block.is_free() for block in pool.handle.blocks] == [True, True, False]
+    assert recorder.records == 2
+
+
+@pytest.mark.usefixtures("all_large")
+@pytest.mark.parametrize("holds", [lambda step: step > 8, lambda step: step % 3 == 0, lambda step: step == 9])
+def test_a_result_that_somebody_holds_in_some_backwards_is_not_overwritten(holds):
+    recorder, x = Recorder(), torch.ones(8)
+    forward, backward, told = forward_and_backward(recorder)
+    for step in range(40):
+        result, saved = forward([x.fill_(step)])
+        kept = result if holds(step) else None
+        del result
+        args = [saved]
+        del saved
+        assert backward(args)[0].tolist() == [3 * step + 1] * 8
+        assert kept is None or kept.tolist() == [2 * step] * 8
+        del kept
+    assert recorder.replays > 2 * 25
+    assert recorder.records <= 8
+    assert not told
+
+
 # one pool for several functions
 
 
@@ -1008,8 +1051,8 @@ def test_a_backward_works_in_what_its_forward_saved():
     recorder, x = Recorder(), torch.ones(8)
     made = pieces(recorder, 2)
     run_steps(made, x, 12)
-    # an output and what is saved by each forward, then a gradient by each backward
-    assert [block.is_free() for block in blocks_of(recorder)] == [False, True, False, True, False, False]
+    # an output and what is saved by each forward, then a gradient by each backward; the last output is held
+    assert [block.is_free() for block in blocks_of(recorder)] == [True, True, False, True, False, False]
     assert recorder.records == 4
 
 
@@ -1084,7 +1127,7 @@ def test_what_is_recorded_while_donated_memory_is_in_use_does_not_work_there():
     del out, saved
     backward(args)
     assert recorder.replays == replays + 3
-    assert sum(block.is_free() for block in blocks_of(recorder)[-4:]) == 1  # donated once more
+    assert sum(block.is_free() for block in blocks_of(recorder)[-4:]) == 2  # donated once more, and the output
 
 
 @pytest.mark.usefixtures("all_large")

@@ -5,7 +5,7 @@ In: a probe, whose `compile` is the identity for eager. Out: gradients, and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,6 +24,14 @@ from gradparity.corpus.scenarios.watch import watch_parameters
 from gradparity.probe import Probe
 
 TAGS = ("compiled", "aot", "checkpoint")
+#: requests of a loss that is made of two leaves.
+REQUESTS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "all": lambda loss, x, w: loss.backward(),
+    "differentiable": lambda loss, x, w: loss.backward(create_graph=True),
+    "into an argument": lambda loss, x, w: loss.backward(inputs=[x]),
+    "into what is read": lambda loss, x, w: loss.backward(inputs=[w]),
+    "gradient of an argument": lambda loss, x, w: torch.autograd.grad(loss, x),
+}
 
 
 @scenario(tags=(*TAGS, "hooks", "order"))
@@ -54,6 +62,29 @@ def aot_reentrant_checkpoints_in_a_row(p: Probe) -> None:
 
     with p.backward():
         p.compile(run)(p.randn(2, 3, requires_grad=True)).sum().backward()
+
+
+@scenario(tags=(*TAGS, "reentrant"))
+def aot_reentrant_checkpoint_and_what_is_asked_for(p: Probe) -> None:
+    """A reentrant checkpoint refuses some requests, is not reached by others, and gives nothing to differentiate."""
+    programs: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "read inside": lambda x, w: checkpoint(lambda t: (t * w).sin(), x, use_reentrant=True),
+        "and outside": lambda x, w: checkpoint(lambda t: (t * w).sin(), x, use_reentrant=True) * w,
+        "only outside": lambda x, w: checkpoint(torch.sin, x, use_reentrant=True) + w.exp(),
+        "given": lambda x, w: checkpoint(lambda t, u: t.cos() * u, x * 2, w, use_reentrant=True),
+    }
+    for name, program in programs.items():
+        run = p.compile(program)
+        for kind, request in REQUESTS.items():
+            x, w = (p.leaf(f"{leaf} {name} {kind}", p.randn(3, requires_grad=True)) for leaf in "xw")
+            loss = run(x, w).square().sum()
+            with p.backward():
+                try:
+                    request(loss, x, w)
+                except RuntimeError as error:
+                    p.event(f"{name} {kind}", str(error).split(".", maxsplit=1)[0])
+            history = [leaf.grad is not None and leaf.grad.requires_grad for leaf in (x, w)]
+            p.event(f"{name} {kind}", history)
 
 
 @scenario(tags=TAGS)

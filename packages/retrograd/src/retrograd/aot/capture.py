@@ -205,6 +205,7 @@ class _Attempt:
             sums_apart=self.manner.sums_apart,
             hooked_leaves=self.backward.hooked_leaves,
             offsets_matter=self.inputs.reads_offsets,
+            reenters=self.inputs.reenters,
         )
 
     def _signature(self, values: Sequence[Any]) -> JointSignature:

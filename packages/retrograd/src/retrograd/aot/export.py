@@ -39,7 +39,7 @@ from retrograd.serialize import (
 from retrograd.version import VERSION
 
 #: of the files that are written; files of another one are refused.
-SCHEMA = 5
+SCHEMA = 6
 
 _FORMAT = "retrograd-joint-graph"
 _MANIFEST, _JOINT, _TENSORS = "manifest.json", "joint.json", "tensors.pt"
@@ -58,6 +58,7 @@ FIELDS = (
     "is_single_region",
     "sums_apart",
     "hooked_leaves",
+    "reenters",
 )
 
 

@@ -27,10 +27,10 @@ class Pool:
     """Memory of recordings, which are numbered in the order in which they are made.
 
     A recording allocates where no earlier one has its results, and works where later ones have theirs. What a
-    forward saved may be *donated* to the recording of its backward, which frees it as it goes on. From then
-    on the result lies there without owning the memory, and other recordings work there too. So a recording
-    can be replayed if nobody holds results of its own, of a later one, or such as were donated before it was
-    made.
+    forward saved may be *donated* to the recording of its backward, which frees it as it goes on; so are
+    results that the user got from a forward, and let go of before. From then on the result lies there without
+    owning the memory, and other recordings work there too. So a recording can be replayed if nobody holds
+    results of its own, of a later one, or such as were donated before it was made.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -90,6 +90,8 @@ class Pool:
         that they are, stand tensors from then on that do not own it."""
         tensors = {place: inputs[place] for place in places}
         aliases: dict[int, torch.Tensor] = {}
+        if not tensors:
+            return
         for one in self._entered.values():
             aliases |= one.give({storage_of(tensor) for tensor in tensors.values()}, number)
         for place, tensor in tensors.items():
@@ -101,6 +103,7 @@ class Pool:
         self.let_go()
         found = [one for one in self._out.values() if one.is_unowned_held()]
         for one in found:
+            one.leave()
             one.is_outdated = True
         self._undone += bool(found)
         return bool(found)

@@ -145,7 +145,7 @@ class Results:
     def is_shared(self, number: int, given: Mapping[int, int]) -> bool:
         """As `Pool.is_shared`."""
         return number in self._until and any(
-            self._until[i] == number and self._is_beside(i, given) for i in self._held()
+            i < self._saved and self._until[i] == number and self._is_beside(i, given) for i in self._held()
         )
 
     def saved_but_for(self, given: Mapping[int, int]) -> set[int]:
@@ -157,8 +157,11 @@ class Results:
         }
 
     def give(self, storages: Collection[int], number: int) -> dict[int, torch.Tensor]:
-        """Own those of the storages no more that are saved; returns what lies in their memory from now on."""
-        places = [i for i in range(self._saved) if self._storages[i] in storages]
+        """Own those of the storages no more that are saved, and nothing of what a user got beside them, and
+        does not hold; returns what lies in that memory from now on."""
+        kept = {*self._held(), *range(self._saved)} if self._saved else {*range(len(self._staying))}
+        pairs = enumerate(zip(self._storages, self._until, strict=True))
+        places = [i for i, (there, until) in pairs if until == NOBODY and (there in storages or i not in kept)]
         aliases = {self._storages[i]: unowned(self._staying[i][1]) for i in places}
         given = {self._storages[i]: i for i in places}
         for i in places:

@@ -29,15 +29,18 @@ from retrograd._torch.autograd.graph_task import (
 from retrograd._torch.autograd.nodes import (
     Versions,
     call_node,
+    checkpoint_is_valid,
     entry_of,
     fitted,
     materializes_grads,
     modified_error,
     refuse_nan,
+    refuse_reentry,
     request_to_release,
     saved_name,
     saves_tensors,
     versions_of,
+    will_run,
 )
 from retrograd._torch.autograd.protocol import EngineProtocol
 from retrograd._torch.autograd.request import (

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import CheckpointFunction
 
 from retrograd._torch.autograd.collection import run_stock, window
 from retrograd._torch.autograd.function_code import reads_saved_tensors
@@ -214,6 +215,31 @@ def refuse_nan(name: str, grads: Sequence[torch.Tensor | None]) -> None:
     for i, grad in enumerate(grads):
         if grad is not None and bool(grad.ne(grad).any()):
             raise RuntimeError(f"Function '{name}' returned nan values in its {i}th output.")
+
+
+def checkpoint_is_valid() -> bool:
+    """Whether the backward that is running may enter reentrant checkpoints: it accumulates, into all leaves."""
+    return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
+
+
+def will_run(node: Any) -> list[bool]:
+    """For each edge of `node`, whether the backward that is running goes on there. One that returns gradients
+    does not say so of leaves: it may."""
+
+    def runs(below: Any) -> bool:
+        try:
+            return below is not None and bool(torch._C._will_engine_execute_node(below))
+        except RuntimeError:
+            return True
+
+    return [runs(below) for below, _ in node.next_functions]
+
+
+def refuse_reentry(nodes: Iterable[Any]) -> None:
+    """Raises: RuntimeError: a node is a reentrant checkpoint, which may not run now; in its own words."""
+    for node in nodes:
+        if isinstance(node, CheckpointFunction._backward_cls):  # type: ignore[attr-defined]
+            CheckpointFunction.backward(node)
 
 
 def _by_edge(node: Any, results: Sequence[Any]) -> list[torch.Tensor | None]:

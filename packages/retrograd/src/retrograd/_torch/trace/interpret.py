@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
+    CheckpointFunction,
     CheckpointPolicy,
     _CachingTorchDispatchMode,
     noop_context_fn,
@@ -34,11 +35,13 @@ from retrograd.errors import Refusal, not_representable
 
 #: what the function that is traced was given; a checkpoint in it may change none of that.
 _GIVEN: ContextVar[Sequence[Any]] = ContextVar("given", default=())
+#: numbers for its checkpoints.
+_GROUPS: ContextVar[Iterator[int]] = ContextVar("groups", default=itertools.count(1))
 
 
 @contextmanager
-def checkpoints_marked(given: Sequence[Any]) -> Iterator[None]:
-    """Checkpoints that run inside, on this thread, only mark.
+def checkpoints_marked(given: Sequence[Any]) -> Iterator[list[int]]:
+    """Checkpoints that run inside, on this thread, only mark. Gives the numbers of those that are reentrant.
 
     Args:
         given: what the function can change that others see; more may be appended while it runs.
@@ -46,8 +49,8 @@ def checkpoints_marked(given: Sequence[Any]) -> Iterator[None]:
     Raises:
         Refusal: a checkpoint changes one of these, which eager does again when it computes it once more.
     """
-    groups = itertools.count(1)
-    token = _GIVEN.set(given)
+    groups, reentrant_groups = itertools.count(1), list[int]()
+    given_before, groups_before = _GIVEN.set(given), _GROUPS.set(groups)
 
     def without_reentry(original: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         contexts, repeats_draws = checkpoint_options(*args, **kwargs)
@@ -57,15 +60,18 @@ def checkpoints_marked(given: Sequence[Any]) -> Iterator[None]:
 
     @contextmanager
     def reentrant(args: Sequence[Any], repeats_draws: bool) -> Iterator[None]:
-        marking = Marking(None, CheckpointPolicy.MUST_RECOMPUTE, next(groups))
+        marking = Marking(None, CheckpointPolicy.MUST_RECOMPUTE, group := next(groups))
+        if torch.is_grad_enabled():
+            reentrant_groups.append(group)
         with _repeatable(args, repeats_draws), marking:
             yield
 
     try:
         with handled_here(CHECKPOINT, without_reentry), checkpoints_inlined(reentrant):
-            yield
+            yield reentrant_groups
     finally:
-        _GIVEN.reset(token)
+        _GIVEN.reset(given_before)
+        _GROUPS.reset(groups_before)
 
 
 @contextmanager
@@ -164,9 +170,9 @@ def run_graph(gm: fx.GraphModule, args: Sequence[Any]) -> Any:
     A graph of Dynamo's enters and leaves transforms of ``torch.func`` by calls. None is left open if one
     in between raises.
     """
-    if get_proxy_mode() is None:
+    if get_proxy_mode() is None and not any(map(_reenters, gm.graph.nodes)):
         return gm(*args)
-    interpreter = _Interpreter(gm, itertools.count())
+    interpreter = _Interpreter(gm)
     depth, forward_mode = torch._C._functorch.get_dynamic_layer_stack_depth(), torch._C._is_fwd_grad_enabled()
     try:
         return interpreter.run(*args)
@@ -177,10 +183,13 @@ def run_graph(gm: fx.GraphModule, args: Sequence[Any]) -> Any:
         torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
+def _reenters(node: fx.Node) -> bool:
+    return node.target is tag_activation_checkpoint and bool(node.kwargs.get("use_reentrant"))
+
+
 class _Interpreter(fx.Interpreter):
-    def __init__(self, gm: fx.GraphModule, checkpoints: Iterator[int]) -> None:
+    def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
-        self._checkpoints = checkpoints
         #: levels of forward-mode differentiation that are open.
         self.dual_levels: list[int] = []
 
@@ -203,7 +212,9 @@ class _Interpreter(fx.Interpreter):
                 self.dual_levels.pop()
             return result
         body, *inputs = args
-        contexts = body.meta.get("_checkpoint_context_fn")
-        marking = Marking(contexts, CheckpointPolicy.PREFER_RECOMPUTE, next(self._checkpoints))
-        with _repeatable(inputs, kwargs.get("preserve_rng_state", True)), marking:
-            return _Interpreter(body, self._checkpoints).run(*inputs)
+        contexts, repeats_draws = body.meta.get("_checkpoint_context_fn"), kwargs.get("preserve_rng_state", True)
+        if kwargs.get("use_reentrant"):  # what it reads besides its arguments are arguments here
+            return CheckpointFunction.apply(_Interpreter(body).run, repeats_draws, *inputs)
+        marking = Marking(contexts, CheckpointPolicy.PREFER_RECOMPUTE, next(_GROUPS.get()))
+        with _repeatable(inputs, repeats_draws), marking:
+            return _Interpreter(body).run(*inputs)

@@ -13,7 +13,7 @@ the inputs and cotangents of the call.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +29,7 @@ from retrograd._torch.autograd import (
     idle_nodes,
     modified_error,
     outside_of_graph_task,
+    refuse_reentry,
 )
 from retrograd._torch.fx import has_effect, is_symbolic
 from retrograd._torch.state import Autocast, with_generator_states
@@ -214,9 +215,14 @@ class RepeatableCall(NamedTuple):
 
 
 def rerun_region(
-    joint: JointValues, number: int, call: RepeatableCall | None, cotangents: Mapping[int, Any]
+    joint: JointValues,
+    number: int,
+    call: RepeatableCall | None,
+    cotangents: Mapping[int, Any],
+    wanted: Collection[Destination] | None = None,
 ) -> dict[Destination, Any]:
-    """Gradients of region `number`.
+    """Gradients of region `number`, for all its destinations or those `wanted`. These are given where a
+    backward may not enter a reentrant checkpoint, which raises then if it is on the way to one of them.
 
     Raises:
         CaptureError: the call cannot be repeated, because it changed its inputs.
@@ -236,17 +242,24 @@ def rerun_region(
     for n in filter(read.__contains__, changed):
         raise RuntimeError(modified_error(call.primals[n], changed[n]))
     differentiable = torch.is_grad_enabled()
-    walk, outputs = _second_run(joint, number, call, differentiable, is_view_cast_once=False)
+    inlined = not joint.reenters or (wanted is None and not differentiable)
+    second = partial(_second_run, joint, number, call, differentiable, inlined)
+    walk, outputs = second(is_view_cast_once=False)
     if walk is None and not differentiable and any(call.primals[n]._is_view() for n in _leaves(joint)):
-        walk, outputs = _second_run(joint, number, call, differentiable, is_view_cast_once=True)
+        walk, outputs = second(is_view_cast_once=True)
+    if walk is not None and wanted is not None:
+        refuse_reentry(walk.graph.nodes[index].handle for index in walk.leading_to(wanted))
 
     def run(walk: Walk) -> dict[Destination, Any]:
         with torch.set_grad_enabled(differentiable):
-            return walk.run(cotangents)
+            return walk.run(cotangents, wanted)
 
     found = {} if walk is None else outside_of_graph_task(partial(run, walk), differentiable)
     del outputs
-    return _as_divided(found, joint.signature.regions[number].destinations, joint.state.name)
+    destinations = joint.signature.regions[number].destinations
+    if not inlined and walk is not None:  # no gradient of what a checkpoint reads besides its arguments
+        found = dict.fromkeys(destinations) | found
+    return _as_divided(found, destinations, joint.state.name)
 
 
 def _leaves(joint: JointValues) -> list[int]:
@@ -255,12 +268,19 @@ def _leaves(joint: JointValues) -> list[int]:
 
 
 def _second_run(
-    joint: JointValues, number: int, call: RepeatableCall, differentiable: bool, *, is_view_cast_once: bool
+    joint: JointValues,
+    number: int,
+    call: RepeatableCall,
+    differentiable: bool,
+    inlined: bool,
+    *,
+    is_view_cast_once: bool,
 ) -> tuple[Walk | None, list[Any]]:
     """The backward of region `number` of the call, made again; None if its regions begin elsewhere than those
     of the trace. And the outputs, which own its autograd nodes.
 
-    Autocast casts a leaf that is a view for each use; the trace has such a leaf cast once.
+    Autocast casts a leaf that is a view for each use; the trace has such a leaf cast once. Reentrant checkpoints
+    are part of the graph if they are `inlined`.
     """
     primals = dict(enumerate(call.primals))
     with torch.enable_grad():
@@ -275,7 +295,7 @@ def _second_run(
             entry._is_param = isinstance(primals[n], nn.Parameter)  # modules ask, and wrap what is none
         given = {n: one for n, one in given.items() if n in call.changed} | entries
         given |= {n: entries[n].clone() for n in call.changed if n in entries and entries[n].grad_fn}
-        outputs = _again(joint, call, given)
+        outputs = _again(joint, call, given, inlined)
         visible = _values(joint, outputs, given)
     ends = {edge_of(entry)[0]: number for number, entry in entries.items()}
     graph = graph_below(visible, ends, idle_nodes(visible, ends))
@@ -318,7 +338,7 @@ def _as_divided(
     return made
 
 
-def _again(joint: JointValues, call: RepeatableCall, given: Mapping[int, Any]) -> list[Any]:
+def _again(joint: JointValues, call: RepeatableCall, given: Mapping[int, Any], inlined: bool) -> list[Any]:
     """The flat outputs of the function, run with the primals in `given`, which stand for what it finds by
     itself too."""
     leaves = list(call.sources[: len(joint.state.leaves)])
@@ -338,7 +358,7 @@ def _again(joint: JointValues, call: RepeatableCall, given: Mapping[int, Any]) -
         joint.state.thread_modes.restored(),
         with_generator_states(dict(call.generators)),
         FreeTensors(lambda tensor: found.get(id(tensor), tensor)),
-        checkpoints_inlined(),
+        checkpoints_inlined() if inlined else nullcontext(),
     ):
         return pytree.tree_leaves(joint.state.call(leaves))
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from retrograd._torch.autograd import checkpoint_is_valid, will_run
 from retrograd._torch.fx import asks_for_memory, copied_module, draws_again, lazy_graph
 from retrograd._torch.state import Autocast, ThreadModes, without_autocast
 from retrograd._torch.subclass import PLAIN, Layout, built
@@ -86,7 +87,7 @@ class RegionCode:
         )
         self._places = [i for i, g in enumerate(self._gradients) if g is not None]
         self._undefined_matters = number in joint.undefined_matters
-        self._has_functions = number in joint.with_functions
+        self._has_functions, self._reenters = number in joint.with_functions, joint.reenters
         saved = [partition.saved[i] for i in self._backward.saved]
         self._made = {i: entry.place for i, entry in enumerate(saved) if entry.kind is SavedKind.INTERMEDIATE}
         #: whether what is saved is kept as attributes of a context are: eager's nodes free nothing either.
@@ -119,6 +120,7 @@ class RegionCode:
             torch.is_grad_enabled()
             or torch.is_anomaly_enabled()
             or are_undefined
+            or (self._reenters and not checkpoint_is_valid())
             or not self._fit(cotangents)
         ):
             return self._as_eager(ctx, cotangents)
@@ -293,7 +295,10 @@ class RegionCode:
             else "they get gradients, or run under modes, of another kind than captured"
         )
         given = dict(zip(self.roots, cotangents, strict=True))
-        found = rerun_region(self._partition.joint, self._number, ctx.again, given)
+        wanted = None
+        if self._reenters and not checkpoint_is_valid():
+            wanted = {there for there, runs in zip(self.destinations, will_run(ctx), strict=True) if runs}
+        found = rerun_region(self._partition.joint, self._number, ctx.again, given, wanted)
         return [found[there] for there in self.destinations]
 
 

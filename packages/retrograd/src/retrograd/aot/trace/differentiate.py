@@ -8,9 +8,9 @@ new inputs of the graph, and the gradients that they give.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,7 +60,9 @@ class Walk:
     _grads: dict[int, list[Any]] = field(default_factory=dict)
     _found: dict[Destination, Any] = field(default_factory=dict)
 
-    def run(self, cotangents: Mapping[int, Any]) -> dict[Destination, Any]:
+    def run(
+        self, cotangents: Mapping[int, Any], wanted: Collection[Destination] | None = None
+    ) -> dict[Destination, Any]:
         """Gradients of the region's destinations; None where undefined.
 
         A node is called with whatever arrives, as the engine calls it, also if all of that is undefined: a
@@ -69,6 +71,7 @@ class Walk:
         Args:
             cotangents: by boundary; None is undefined. That of all is one that arrives; that of some is an
                 output from which this backward does not come.
+            wanted: only nodes that lead to one of these are called.
 
         Raises:
             Refusal: a node gives what the engine would refuse.
@@ -80,9 +83,20 @@ class Walk:
         given = [root for root in region.roots if cotangents[root] is not None]
         for root in given or region.roots:
             self._add_inside(self.structure.boundaries[root], cotangents[root])
-        for node in region.nodes:
+        for node in region.nodes if wanted is None else self.leading_to(wanted):
             self._call(node)
         return self._found
+
+    def leading_to(self, wanted: Collection[Destination]) -> list[int]:
+        """The region's nodes on the way to one of these, in order; contributions to one count as one."""
+        region, leading = self.structure.regions[self.number], set[int]()
+        asked = {replace(there, number=0) for there in wanted}
+        for index in reversed(region.nodes):
+            for place, edge in enumerate(self.graph.nodes[index].edges):
+                there = region.sends.get((index, place))
+                if replace(there, number=0) in asked if there else edge and edge.node in leading:
+                    leading.add(index)
+        return [index for index in region.nodes if index in leading]
 
     def _call(self, index: int) -> None:
         node = self.graph.nodes[index]

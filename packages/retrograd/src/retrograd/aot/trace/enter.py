@@ -65,6 +65,7 @@ class Inputs:
         entered: by primal, the tensor that the function can change.
         bared: tensors of which the function took ``.data``. strided: as in `FreeTensors`.
         reads_offsets: whether it depends on where tensors begin in their memory.
+        reenters: whether it has reentrant checkpoints that are differentiated.
         histories: by primal, the ``grad_fn`` with which it entered.
     """
 
@@ -79,6 +80,7 @@ class Inputs:
     bared: list[Any] = field(default_factory=list)
     strided: list[Any] = field(default_factory=list)
     reads_offsets: bool = False
+    reenters: bool = False
     histories: list[Any] = field(default_factory=list)
 
     def call(self) -> Any:
@@ -87,13 +89,14 @@ class Inputs:
         with (
             self.state.thread_modes.restored(),
             FreeTensors(self.found) as free,
-            checkpoints_marked(self.entered),
+            checkpoints_marked(self.entered) as reentrant,
         ):
             result = self.state.call(self.entries[:count])
             if torch.is_grad_enabled() != self.state.thread_modes.grad:
                 raise not_representable("it leaves grad mode switched")
         self.tracer.refuse_other_numbers()
         self.bared, self.strided, self.reads_offsets = free.bared, free.strided, free.reads_offsets
+        self.reenters = bool(reentrant)
         return result
 
     def with_aliases(self, plan: EntryPlan) -> EntryPlan:
