@@ -566,6 +566,32 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_is_not_tried_again():
     assert "RuntimeError: operation not permitted" in reason.text
 
 
+class _Picky(Recorder):
+    """Cannot record functions that wait."""
+
+    def record(self, fn, inputs, device, pool):
+        if fn is not double:
+            self.records += 1
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().record(fn, inputs, device, pool)
+
+
+def test_a_custom_operator_that_cannot_be_recorded_is_tried_once_and_spoils_no_pool():
+    recorder, xs = _Picky(), [torch.full((3,), float(i)) for i in range(4)]
+    plain = [call_of(double, recorder)[0] for _ in range(2)]
+    waiting = [call_of(lambda i: double(i), recorder, custom=frozenset({"my::op"})) for _ in range(2)]
+    other, _ = call_of(double, recorder, custom=frozenset({"my::other"}))
+    for _ in range(WARM_UPS + 3):
+        for call, x in zip([plain[0], waiting[0][0], waiting[1][0], plain[1]], xs, strict=True):
+            assert torch.equal(call([x])[0], x * 2)
+        assert torch.equal(other([xs[0]])[0], xs[0] * 2)
+    assert recorder.records == 4
+    assert [len(call._recordings) for call in (*plain, other)] == [1, 1, 1]
+    assert recorder.lie_in[0] == recorder.lie_in[1] != recorder.lie_in[2]
+    assert [told[0].code for _, told in waiting] == ["cuda-graphs-failed"] * 2
+    assert "my::op failed to be recorded before" in waiting[1][1][0].text
+
+
 def test_a_failure_leaves_older_recordings_in_use():
     recorder, x, y = Recorder(), torch.ones(3), torch.full((3,), 2.0)
     call, _ = call_of(double, recorder)
@@ -1127,7 +1153,7 @@ def test_what_is_recorded_while_donated_memory_is_in_use_does_not_work_there():
     del out, saved
     backward(args)
     assert recorder.replays == replays + 3
-    assert sum(block.is_free() for block in blocks_of(recorder)[-4:]) == 2  # donated once more, and the output
+    assert sum(block.is_free() for block in blocks_of(recorder)[-4:]) == 2  # donated once more, as the output
 
 
 @pytest.mark.usefixtures("all_large")

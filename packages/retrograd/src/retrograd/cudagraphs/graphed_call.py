@@ -30,7 +30,7 @@ from retrograd.cudagraphs.refusals import refusal
 from retrograd.errors import Reason, Refusal, first_line
 from retrograd.events import counters
 from retrograd.graph.emit import Boxed
-from retrograd.process import ForkSafeLock
+from retrograd.process import ForkSafeLock, forgotten_by_reset
 
 #: codes of reasons that concern one call.
 NOT_NOW, HELD = "cuda-graphs-not-now", "cuda-graphs-held"
@@ -96,6 +96,7 @@ class Values:
         results: by place of an input, the place among the forward's results where it comes from.
         held: bytes of the results; so many are copied to it before there is another recording.
         written: places of inputs that it writes to.
+        custom: the operators that torch does not define. One that waits for the device cannot be recorded.
     """
 
     kept: Collection[int] = ()
@@ -103,6 +104,18 @@ class Values:
     results: Mapping[int, int] = field(default_factory=dict)
     held: int = 0
     written: Collection[int] = ()
+    custom: frozenset[str] = frozenset()
+
+
+#: sets of custom operators: some of each could not be recorded; all of these could be.
+_failed: set[frozenset[str]] = set()
+_proven: set[str] = set()
+
+
+@forgotten_by_reset
+def _forget() -> None:
+    _failed.clear()
+    _proven.clear()
 
 
 class GraphedCall:
@@ -130,7 +143,7 @@ class GraphedCall:
         self._kept, self._loose, self._tell = frozenset(values.kept), tuple(values.loose), tell
         self._most = MOST_LARGE if values.held > MUCH else MOST_RECORDINGS
         self._history, self._memory = AddressHistory(values.held, values.written), memory or SharedMemory()
-        self._results = values.results
+        self._results, self._custom = values.results, values.custom
         self._lock = ForkSafeLock()
         self._recordings: list[Recorded] = []
         #: places of results that users have held for longer than a call; None: none stays.
@@ -286,6 +299,10 @@ class GraphedCall:
             return _MOVING
         if self._stream not in (None, self._recorder.stream(self._device)):
             return _OTHER_STREAM
+        if any(failed <= self._custom for failed in _failed):
+            self.is_refused = not self._recordings
+            names = ", ".join(sorted(self._custom))
+            return refusal("cuda-graphs-failed", f"{names} failed to be recorded before")
         return None
 
     def _why_unlike(self, inputs: Sequence[Any]) -> str | None:
@@ -300,9 +317,11 @@ class GraphedCall:
 
     def _record(self, inputs: list[Any], givers: Givers) -> Recorded | None:
         """A new recording, made without running anything; None if there can be none now. Older ones go that
-        read from where something came that is copied now, or where a forward no longer saves anything."""
+        read from where something came that is copied now, or where a forward no longer saves anything. Custom
+        operators show in a pool of their own that they can be recorded: a failure may leave it unusable."""
         stream, copied, memory = self._recorder.stream(self._device), self._history.copied, self._memory
-        key = self._device, stream, memory if memory.inversions >= APART else None
+        unproven = self._custom - _proven
+        key = self._device, stream, memory if memory.inversions >= APART else None, unproven
         pool = self._recorder.pools.get(key)
         if pool is not None and pool.is_unowned_in_use():
             return None
@@ -324,10 +343,12 @@ class GraphedCall:
         except Exception as error:
             if not isinstance(error, Refusal):
                 self._recorder.pools.pop(key, None)  # it may be unusable
+                _failed.update({unproven} - {frozenset()})
             self._is_over = True
             self.is_refused = not self._recordings  # older recordings stay good
             self._tell(refusal("cuda-graphs-failed", first_line(error)))
             return None
+        _proven.update(unproven)
         self._stream, recorded.givers = stream, givers
         counters["cuda_graph_recordings"] += 1
         self._recordings.insert(0, recorded)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx, nn
 
 from retrograd._torch.cuda import CudaRecorder
-from retrograd._torch.fx import aliased_inputs, written_inputs
+from retrograd._torch.fx import aliased_inputs, custom_operators, written_inputs
 from retrograd._torch.tensor import storage_of
 from retrograd.cudagraphs.graphed_call import HELD, MUCH, NOT_NOW, GraphedCall, SharedMemory, Values
 from retrograd.cudagraphs.refusals import tensors_in, values_of, why_not_recorded
@@ -100,7 +100,8 @@ def graphed(
     if all(aliased_inputs(node) for graph in graphs for node in graph.nodes if node.op == "call_function"):
         return code  # views start no kernels
     written = written_inputs(graphs[0])  # several have none
-    values = Values(kept, loose, results or {}, max(MUCH, _made_by(graphs)), written)
+    custom = frozenset(name for graph in graphs for name in custom_operators(graph))
+    values = Values(kept, loose, results or {}, max(MUCH, _made_by(graphs)), written, custom)
     device, tell = next(values_of(graphs)).device, functools.cache(tell)  # once each, for all parameters
     return GraphedFunction(lambda: GraphedCall(code, _recorder, device, values, memory, tell))
 

@@ -160,8 +160,8 @@ class Results:
         """Own those of the storages no more that are saved, and nothing of what a user got beside them, and
         does not hold; returns what lies in that memory from now on."""
         kept = {*self._held(), *range(self._saved)} if self._saved else {*range(len(self._staying))}
-        pairs = enumerate(zip(self._storages, self._until, strict=True))
-        places = [i for i, (there, until) in pairs if until == NOBODY and (there in storages or i not in kept)]
+        owned = [i for i, until in enumerate(self._until) if until == NOBODY]
+        places = [i for i in owned if self._storages[i] in storages or i not in kept]
         aliases = {self._storages[i]: unowned(self._staying[i][1]) for i in places}
         given = {self._storages[i]: i for i in places}
         for i in places:

@@ -282,8 +282,8 @@ class JointValues:
         is_single_region: whether the outputs are differentiated together, not in eager's structure.
         sums_apart: whether a region hands over several contributions to one gradient one by one.
         offsets_matter: whether the function reads where its inputs begin in their memory.
-        reenters: whether it has reentrant checkpoints. Their gradients are part of the graph here; eager makes
-            them by another backward, which some requests forbid, and others do not reach.
+        reenters: whether it has reentrant checkpoints. Their gradients are part of the graph here; eager
+            makes them by another backward, which some requests forbid, and others do not reach.
     """
 
     state: CaptureState

@@ -218,8 +218,8 @@ def refuse_nan(name: str, grads: Sequence[torch.Tensor | None]) -> None:
 
 
 def checkpoint_is_valid() -> bool:
-    """Whether the backward that is running may enter reentrant checkpoints: it accumulates, into all leaves."""
-    return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
+    """Whether the backward that is running may enter reentrant checkpoints: it goes into all leaves."""
+    return bool(torch.autograd._is_checkpoint_valid())
 
 
 def will_run(node: Any) -> list[bool]:
@@ -238,7 +238,7 @@ def will_run(node: Any) -> list[bool]:
 def refuse_reentry(nodes: Iterable[Any]) -> None:
     """Raises: RuntimeError: a node is a reentrant checkpoint, which may not run now; in its own words."""
     for node in nodes:
-        if isinstance(node, CheckpointFunction._backward_cls):  # type: ignore[attr-defined]
+        if isinstance(node, CheckpointFunction._backward_cls):
             CheckpointFunction.backward(node)
 
 

@@ -36,7 +36,7 @@ from retrograd.errors import Refusal, not_representable
 #: what the function that is traced was given; a checkpoint in it may change none of that.
 _GIVEN: ContextVar[Sequence[Any]] = ContextVar("given", default=())
 #: numbers for its checkpoints.
-_GROUPS: ContextVar[Iterator[int]] = ContextVar("groups", default=itertools.count(1))
+_GROUPS: ContextVar[Iterator[int]] = ContextVar("groups")
 
 
 @contextmanager
@@ -212,9 +212,10 @@ class _Interpreter(fx.Interpreter):
                 self.dual_levels.pop()
             return result
         body, *inputs = args
-        contexts, repeats_draws = body.meta.get("_checkpoint_context_fn"), kwargs.get("preserve_rng_state", True)
+        contexts = body.meta.get("_checkpoint_context_fn")
+        repeats_draws = kwargs.get("preserve_rng_state", True)
         if kwargs.get("use_reentrant"):  # what it reads besides its arguments are arguments here
             return CheckpointFunction.apply(_Interpreter(body).run, repeats_draws, *inputs)
-        marking = Marking(contexts, CheckpointPolicy.PREFER_RECOMPUTE, next(_GROUPS.get()))
+        marking = Marking(contexts, CheckpointPolicy.PREFER_RECOMPUTE, next(_GROUPS.get(itertools.count(1))))
         with _repeatable(inputs, repeats_draws), marking:
             return _Interpreter(body).run(*inputs)

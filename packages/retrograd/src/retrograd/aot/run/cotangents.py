@@ -279,8 +279,8 @@ def _second_run(
     """The backward of region `number` of the call, made again; None if its regions begin elsewhere than those
     of the trace. And the outputs, which own its autograd nodes.
 
-    Autocast casts a leaf that is a view for each use; the trace has such a leaf cast once. Reentrant checkpoints
-    are part of the graph if they are `inlined`.
+    Autocast casts a leaf that is a view for each use; the trace has such a leaf cast once. Reentrant
+    checkpoints are part of the graph if they are `inlined`.
     """
     primals = dict(enumerate(call.primals))
     with torch.enable_grad():
