@@ -66,7 +66,7 @@ def aot_reentrant_checkpoints_in_a_row(p: Probe) -> None:
 
 @scenario(tags=(*TAGS, "reentrant"))
 def aot_reentrant_checkpoint_and_what_is_asked_for(p: Probe) -> None:
-    """A reentrant checkpoint refuses some requests, and others do not reach it; its gradients have no history."""
+    """It refuses some requests, and others do not reach it; its gradients have no history."""
     programs: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "read inside": lambda x, w: checkpoint(lambda t: (t * w).sin(), x, use_reentrant=True),
         "and outside": lambda x, w: checkpoint(lambda t: (t * w).sin(), x, use_reentrant=True) * w,
