@@ -19,7 +19,7 @@ from retrograd._torch.fx import asks_for_memory, copied_module, draws_again, laz
 from retrograd._torch.state import Autocast, ThreadModes, without_autocast
 from retrograd._torch.subclass import PLAIN, Layout, built
 from retrograd._torch.tensor import graph_is_kept
-from retrograd._torch.trace import is_batched, know_values, laid_out_like
+from retrograd._torch.trace import InputGuard, is_batched, know_values, laid_out_like
 from retrograd.aot.run.cotangents import Expected, Strides, rerun_region, traced_for
 from retrograd.aot.run.lower_half import LateCode, announce, is_ready, lower, still_compiling
 from retrograd.backends.base import Backend, Boxed, Half
@@ -100,6 +100,8 @@ class RegionCode:
         self._graph = self._backward.graph
         self._has_effects = self._graph.summary.has_effects
         self.reruns, self.why_rerun = 0, ""
+        #: the code that ran last, and what cotangents it takes as they are.
+        self._last: tuple[_Code, InputGuard] | None = None
 
     def compile_ahead(self) -> None:
         """Compile now, for the layouts that tracing predicted."""
@@ -112,6 +114,9 @@ class RegionCode:
 
     def __call__(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         """Gradients for the destinations."""
+        if self._last is not None and self._last[1].check(cotangents):
+            if not torch.is_grad_enabled() and not torch.is_anomaly_enabled():
+                return self._once_more(self._last[0], ctx, cotangents)
         are_undefined = all(cotangent is None for cotangent in cotangents)
         if are_undefined and not self._has_functions:
             return [None] * len(self.destinations)
@@ -137,10 +142,32 @@ class RegionCode:
         if not code.has_run:
             del saved
             return self._first_run(code, ctx, cotangents, args)
+        if is_as_traced and not autocast:
+            self._last = self._guarded(code, cotangents)
         del saved, cotangents
         _give_up(ctx)
         assert code.run is not None
         return self._run(code.run, args)
+
+    def _guarded(self, code: _Code, cotangents: Sequence[Any]) -> tuple[_Code, InputGuard] | None:
+        """`code`, and a guard that says of cotangents at once whether it takes them too."""
+        is_static = self._plain and all(expected.is_static for expected in self._expected)
+        if not is_static or self._reenters or any(c is None for c in cotangents) or any(map(is_batched, cotangents)):
+            return None
+        if self._config.cudagraphs and not isinstance(code.run, GraphedFunction):
+            return None
+        return code, InputGuard(cotangents, (), (), None)
+
+    def _once_more(self, code: _Code, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
+        """Gradients by code that has taken such cotangents before, where neither autocast nor a mode is on:
+        guards look at that too."""
+        args: list[Any] = [*ctx.saved_tensors[: self._tensors]] if self._saves else []
+        for place, value in zip(self._numbers, ctx.numbers, strict=True):
+            args.insert(place, value)
+        args += cotangents
+        _give_up(ctx)
+        assert code.run is not None
+        return self._results(code.run(args))
 
     def _layouts(self, cotangents: Sequence[torch.Tensor | None]) -> Layouts:
         """For each cotangent that is laid out otherwise than traced, its strides."""
