@@ -114,16 +114,15 @@ class RegionCode:
 
     def __call__(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         """Gradients for the destinations."""
-        if self._last is not None and self._last[1].check(cotangents):
-            if not torch.is_grad_enabled() and not torch.is_anomaly_enabled():
-                return self._once_more(self._last[0], ctx, cotangents)
+        is_recorded = torch.is_grad_enabled() or torch.is_anomaly_enabled()
+        if self._last is not None and not is_recorded and self._last[1].check(cotangents):
+            return self._once_more(self._last[0], ctx, cotangents)
         are_undefined = all(cotangent is None for cotangent in cotangents)
         if are_undefined and not self._has_functions:
             return [None] * len(self.destinations)
         saved = ctx.saved_tensors if self._saves else ()  # what saves nothing may run as often as one likes
         if (
-            torch.is_grad_enabled()
-            or torch.is_anomaly_enabled()
+            is_recorded
             or are_undefined
             or (self._reenters and not checkpoint_is_valid())
             or not self._fit(cotangents)
@@ -152,7 +151,7 @@ class RegionCode:
     def _guarded(self, code: _Code, cotangents: Sequence[Any]) -> tuple[_Code, InputGuard] | None:
         """`code`, and a guard that says of cotangents at once whether it takes them too."""
         is_static = self._plain and all(expected.is_static for expected in self._expected)
-        if not is_static or self._reenters or any(c is None for c in cotangents) or any(map(is_batched, cotangents)):
+        if not is_static or self._reenters or any(c is None or is_batched(c) for c in cotangents):
             return None
         if self._config.cudagraphs and not isinstance(code.run, GraphedFunction):
             return None
