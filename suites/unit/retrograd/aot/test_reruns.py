@@ -118,6 +118,54 @@ def test_more_kinds_of_backward_than_code_is_made_for_are_run_again() -> None:
     assert reruns() == 2 * len(layouts) - MOST_LAYOUTS
 
 
+# one kind after the other
+
+ODD: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "undefined": lambda grad: None,
+    "transposed": lambda grad: grad.t().contiguous().t(),
+    "expanded": lambda grad: grad[:, :1].expand(4, 4),
+    "differentiable": lambda grad: grad.clone().requires_grad_(),
+    "a parameter": lambda grad: nn.Parameter(grad),
+    "negated lazily": lambda grad: torch._neg_view(grad),
+    "without elements of its own": lambda grad: torch._efficientzerotensor((4, 4)),
+}
+
+
+def pair(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = (x @ w).tanh()
+    return hidden, (hidden * w).sin()
+
+
+@quiet
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("place", [0, 1])
+def test_code_that_has_run_takes_no_other_kind_of_cotangent(kind: str, place: int) -> None:
+    call, usual = compiled(pair), [tensor(4, 4, seed=7), tensor(4, 4, seed=8)]
+    odd: list[Tensor | None] = [*usual]
+    odd[place] = ODD[kind](usual[place])
+    for given in (usual, usual, odd, usual, odd):
+        results = []
+        for fn in (pair, call):
+            x, w = leaf(4, 4), leaf(4, 4, seed=5)
+            defined = [(out, grad) for out, grad in zip(fn(x, w), given, strict=True) if grad is not None]
+            torch.autograd.backward(*map(list, zip(*defined, strict=True)))
+            results.append([x.grad, w.grad])
+        assert all(map(torch.equal, *results))
+
+
+@quiet
+def test_code_that_has_run_leaves_differentiated_and_watched_backwards_to_eager() -> None:
+    call, grad = compiled(curved), torch.ones(3)
+    for around in (nullcontext, nullcontext, torch.autograd.detect_anomaly, nullcontext):
+        for create_graph in (False, True):
+            x, y = leaf(3), leaf(3)
+            with around():
+                first = torch.autograd.grad(curved(x), x, grad, create_graph=create_graph)[0]
+                second = torch.autograd.grad(call(y), y, grad, create_graph=create_graph)[0]
+            assert torch.equal(first, second)
+            assert first.requires_grad == second.requires_grad == create_graph
+
+
 # left to eager
 
 
