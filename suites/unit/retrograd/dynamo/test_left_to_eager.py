@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -33,9 +35,10 @@ def tripled(module, args, output):
 
 
 @pytest.mark.parametrize("hooks_before", [False, True])
-def test_a_hook_that_is_set_later_is_noticed(hooks_before, monkeypatch):
-    monkeypatch.setattr(keep_eager, "_set", int(hooks_before))
+def test_a_hook_that_is_set_later_is_noticed(hooks_before):
     plain, other = model(), model()
+    if hooks_before:
+        model()[0].register_forward_hook(tripled)
     fast, x = compiled(other), torch.ones(2, 3)
     assert torch.equal(fast(x), plain(x))
     handles = [each[0].register_forward_hook(tripled) for each in (plain, other)]
@@ -61,9 +64,8 @@ def test_a_hook_of_all_modules_is_noticed(kind):
 
 
 @pytest.mark.parametrize("is_removed", [False, True])
-def test_a_hook_that_is_set_while_the_backend_compiles(is_removed, monkeypatch):
+def test_a_hook_that_is_set_while_the_backend_compiles(is_removed):
     """Torch's count of operations, under a memory budget, sets and removes hooks of all modules then."""
-    monkeypatch.setattr(keep_eager, "_set", 0)
 
     def backend(graph, inputs):
         handle = nn.Linear(1, 1).register_forward_hook(tripled)
@@ -79,21 +81,40 @@ def test_a_hook_that_is_set_while_the_backend_compiles(is_removed, monkeypatch):
     assert torch.equal(fast(x), plain(x))
 
 
-def test_modules_without_hooks_have_one_guard(monkeypatch):
-    monkeypatch.setattr(keep_eager, "_set", 0)
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    module = model()
-    fast = compiled(module)
+def graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_hooks_of_others_compile_nothing_again():
+    before, module = graphs(), model()
+    fast, x = compiled(module), torch.ones(2, 3, requires_grad=True)
     for _ in range(2):
-        fast(torch.ones(2, 3, requires_grad=True)).sum().backward()
+        fast(x).sum().backward()
     torch.ones(2, requires_grad=True).register_hook(lambda grad: None)  # of no module
-    fast(torch.ones(2, 3, requires_grad=True))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
-    assert keep_eager._set == 0
+    held = model()[0].register_forward_hook(tripled)
+    fast(x)
+    held.remove()
+    module[0].register_forward_hook(tripled).remove()
+    fast(x)
+    assert graphs() == before + 1
+    module[2].register_forward_hook(tripled)
+    assert torch.equal(fast(x), module(x))
+    assert graphs() == before + 2
 
 
-def test_hooks_are_not_looked_for_if_dynamos_way_is_wanted(monkeypatch):
-    monkeypatch.setattr(keep_eager, "_set", 0)
+def test_modules_are_looked_at_once_after_a_hook_was_set(monkeypatch):
+    looks, look = [], weakref.ref
+    monkeypatch.setattr(keep_eager, "ref", lambda each: lambda: (looks.append(1), look(each)())[1])
+    fast, x = compiled(model()), torch.ones(2, 3)
+    for expected in (False, False, True, False):
+        looks.clear()
+        if expected:
+            model()[0].register_forward_hook(tripled)
+        fast(x)
+        assert bool(looks) == expected
+
+
+def test_hooks_are_not_looked_for_if_dynamos_way_is_wanted():
     module, x = model(), torch.ones(2, 3)
     fast = compiled(module, stock_dynamo=True)
     expected = fast(x)

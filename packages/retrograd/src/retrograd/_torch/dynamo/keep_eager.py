@@ -7,9 +7,9 @@ wants eager kept, and breaks of the graph for it; and
   and the program gets the error that it may expect. With ``fullgraph`` Dynamo's own error stands;
 - so is a custom operator whose backward raises on them, because it looks at values: no graph holds it;
 - hooks of modules that are set after Dynamo has traced a call of the module are noticed. Dynamo leaves that
-  open, to save time. One more guard does for the whole frame, as long as nobody in the process has set a hook
-  of a module; from then on, there is one for each module. Guards on modules are dear: Dynamo no longer skips
-  the parts of a module that did not change;
+  open, to save time: with a guard on each module, it no longer skips the parts of a module that did not
+  change. So one guard does for the whole frame. It looks at the modules only after somebody in the process
+  has set a hook of a module;
 - a parameter of an optimizer keeps its class. Dynamo guards its address and writes it into the graph as a
   plain tensor, of which ``isinstance`` is false.
 
@@ -22,15 +22,14 @@ import functools
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import fx
 from torch._dynamo import exc, mark_static_address
-from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.utils import get_static_address_type
 from torch._guards import Guard
 from torch.nn.modules import module as all_modules
-from torch.utils.hooks import RemovableHandle
 
 from retrograd._torch import pytree
 from retrograd._torch.patches import handle
@@ -39,7 +38,7 @@ from retrograd.errors import first_line
 
 _RAISED = raised_on_fakes(exc)
 
-#: hooks of modules that were set in this process. Those before the first look count, whatever they hang from.
+#: how many hooks of modules were set in this process.
 _set = 0
 
 _SETTERS = ("register_forward", "register_full_backward", "register_backward", "register_module_")
@@ -86,8 +85,6 @@ def break_graph(what: str, where: str, why: str) -> NoReturn:
 def watch_dynamo() -> None:
     """From here on, errors are left to eager, tensors keep their class, and every hook of a module is counted
     when it is set."""
-    global _set
-    _set = RemovableHandle.next_id
     handle("torch.utils.hooks:RemovableHandle.__init__", _made)
     handle("torch._dynamo.utils:_get_fake_value_impl", _fake_value)
     handle("torch._dynamo.variables.builder:VariableBuilder.wrap_tensor", _wrap_tensor)
@@ -112,17 +109,27 @@ def guard_module_hooks(guards: Any) -> None:
 def _guard_hooks(found: Sequence[Guard], builder: Any, guard: Guard) -> None:
     """The backend has compiled by now, and may have set hooks: under a memory budget, torch counts operations
     by hooks of all modules."""
-    if not _set:
-        parts = ["nobody has set a hook of a module"]
-        builder.guard_manager.root.add_lambda_guard(lambda _: not _set, parts, guard.user_stack)
-        return
-    for one in found:
-        builder.SEQUENCE_LENGTH(Guard(one.originating_source, GuardBuilder.SEQUENCE_LENGTH))
-    before = [*map(tuple, _OF_ALL_MODULES)]
-    parts = ["the hooks of all modules"]
-    builder.guard_manager.root.add_lambda_guard(
-        lambda _: [*map(tuple, _OF_ALL_MODULES)] == before, parts, guard.user_stack
-    )
+    hooks = _Hooks([builder.get(one) for one in found])
+    builder.guard_manager.root.add_lambda_guard(hooks, ["the hooks of modules"], guard.user_stack)
+
+
+class _Hooks:
+    """Whether modules have no other hooks than now.
+
+    Args:
+        empty: the dictionaries in which they would be.
+    """
+
+    def __init__(self, empty: Sequence[Any]) -> None:
+        self._empty, self._set = [ref(each) for each in empty], _set
+        self._of_all = [*map(tuple, _OF_ALL_MODULES)]
+
+    def __call__(self, _: object) -> bool:
+        if self._set != _set:
+            if any(each() is None or each() for each in self._empty):
+                return False
+            self._set = _set
+        return [*map(tuple, _OF_ALL_MODULES)] == self._of_all
 
 
 def _fake_value(original: Callable[..., Any], node: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
