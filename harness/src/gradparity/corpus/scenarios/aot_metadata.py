@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gradparity.corpus.scenario import scenario
 from gradparity.corpus.scenarios.storages import history, layout, share
@@ -264,3 +265,34 @@ def aot_sizes_of_one_of_two_that_share_memory_change(p: Probe) -> None:
         p.event(name, returned is shown, *layout(shown), *layout(base), shown._version, base._version)
         with p.backward():
             out.backward()
+
+
+#: results that are contiguous whatever is given; torch's fake kernels say otherwise.
+ORDERED: dict[str, Callable[[Tensor], Tensor]] = {
+    "power of a number": lambda t: torch.pow(2, t),
+    "log sigmoid": functional.logsigmoid,
+    "squares": lambda t: functional.mse_loss(t, torch.zeros_like(t), reduction="none"),
+    "smooth": lambda t: functional.smooth_l1_loss(t, torch.zeros_like(t), reduction="none"),
+    "huber": lambda t: functional.huber_loss(t, torch.zeros_like(t), reduction="none"),
+    "log softmax": lambda t: functional.log_softmax(t, -1),
+    "membership": lambda t: torch.isin(t, t[0, 0, :1]).to(t.dtype) * t,
+}
+
+
+@scenario(tags=("compiled", "aot", "metadata"))
+def aot_results_of_permuted_inputs(p: Probe) -> None:
+    """Results and gradients lie as in eager, and a product with a constant folds the same dimensions."""
+    weight = p.rand(2, 5)
+    for name, function in ORDERED.items():
+        for order in ((0, 1, 2), (0, 2, 1), (2, 0, 1), (1, 0, 2)):
+
+            def run(t: Tensor, function: Callable[[Tensor], Tensor] = function) -> tuple[Tensor, Tensor]:
+                result = function(t)
+                return result, functional.linear(result, weight) if result.shape[-1] == 5 else result.sin()
+
+            x = p.rand(*(6, 5, 5)).permute(order).requires_grad_() * 1
+            results = p.compile(run)(x)
+            with p.backward():
+                (grad,) = torch.autograd.grad(sum(each.square().sum() for each in results), x)
+            p.value(f"{name} {order}", (*results, grad))
+            p.event(f"{name} {order}", *[each.stride() for each in (*results, grad)])

@@ -41,6 +41,7 @@ from retrograd._torch.fx import is_mutating, is_random, lazily, real_tensors
 from retrograd._torch.state import autocast_off, seeds_and_states
 from retrograd._torch.tensor import is_lazy
 from retrograd._torch.trace.fakes import fake_of, is_fake, new_fake_mode, symbolic_integer, why_not_fakeable
+from retrograd._torch.trace.layouts import laid_out_as_real
 from retrograd._torch.trace.recall import remember_calls
 from retrograd.errors import Refusal
 from retrograd.graph.emit import Boxed
@@ -197,8 +198,9 @@ def make_graph(
             _current.tracer = before
 
     dispatcher = enable_python_dispatcher() if python_kernels else nullcontext()
+    table = laid_out_as_real(decompositions)
     with tracing, dispatcher, _unseen(), lazily():
-        gm = _GraphMaker(dict(decompositions), "real", False, False, False, False, True).trace(traced)
+        gm = _GraphMaker(table, "real", False, False, False, False, True).trace(traced)
     _placeholders_first(gm.graph)
     return gm
 

@@ -1,0 +1,78 @@
+"""Where results of operators lie in memory: real ones and those of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from retrograd import aot
+from retrograd._torch.trace.layouts import CONTIGUOUS
+
+aten = torch.ops.aten
+CALLS: dict[object, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
+    aten.pow.Scalar: lambda x: aten.pow.Scalar(2, x),
+    aten.isin.Tensor_Tensor: lambda x: aten.isin.Tensor_Tensor(x, torch.ones(3)),
+    aten.isin.Tensor_Scalar: lambda x: aten.isin.Tensor_Scalar(x, 1),
+    aten.mse_loss_backward.default: lambda x: aten.mse_loss_backward(x, x, x, 0),
+    aten.smooth_l1_loss_backward.default: lambda x: aten.smooth_l1_loss_backward(x, x, x, 0, 1.0),
+    aten.huber_loss_backward.default: lambda x: aten.huber_loss_backward(x, x, x, 0, 1.0),
+    aten._log_softmax_backward_data.default: lambda x: aten._log_softmax_backward_data(x, x, 1, x.dtype),
+    aten._weight_norm_interface.default: lambda x: aten._weight_norm_interface(x, torch.ones(len(x), 1, 1)),
+    aten.log_sigmoid_forward.default: lambda x: aten.log_sigmoid_forward(x)[0],
+}
+ORDERS = [(0, 1, 2), (2, 0, 1), (1, 0, 2)]
+
+
+def laid_out(order: tuple[int, ...]) -> Tensor:
+    return torch.rand(3, 4, 5, generator=torch.Generator().manual_seed(0)).permute(order)
+
+
+def test_the_table_is_tested_as_a_whole() -> None:
+    assert CALLS.keys() == CONTIGUOUS.keys()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("operator", CALLS, ids=str)
+def test_a_traced_result_lies_as_the_real_one(operator: object, order: tuple[int, ...]) -> None:
+    call, x = CALLS[operator], laid_out(order)
+    joint = aot.capture(aot.create_state(call, (x,)))
+    (output,) = joint.gm.graph.find_nodes(op="output")
+    traced = [node.meta["val"] for node in output.all_input_nodes]
+    real = call(x)
+    real = list(real) if isinstance(real, tuple) else [real]
+    assert [value.stride() for value in traced] == [value.stride() for value in real]
+    copies = joint.gm.graph.find_nodes(op="call_function", target=aten.clone.default)
+    assert bool(copies) == (not x.is_contiguous())
+
+
+def test_what_follows_from_the_layout_is_eagers() -> None:
+    weight = torch.full((1, 5), 0.5, dtype=torch.float64)
+
+    def program(x: Tensor) -> Tensor:
+        return functional.linear(torch.pow(2, x), weight)
+
+    x = laid_out((0, 1, 2)).double().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    assert torch.equal(aot.function(program, backend="eager")(x), program(x))
+
+
+def test_generated_code_lays_results_and_gradients_out_as_eager_does() -> None:
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.pow(2, x), functional.mse_loss(x, torch.zeros(4, 3))
+
+    found = []
+    for call in (program, aot.function(program, backend="inductor")):
+        x = torch.rand(3, 4).t().requires_grad_() * 1
+        powers, loss = call(x)
+        slopes = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for out in (powers, loss)]
+        found.append([value.stride() for value in (powers, *slopes)])
+    assert found[0] == found[1]
+
+
+def test_contiguous_results_are_not_copied() -> None:
+    x = torch.rand(4, 3, requires_grad=True)
+    joint = aot.capture(aot.create_state(lambda x: functional.mse_loss(x, torch.zeros(4, 3)), (x,)))
+    assert not joint.gm.graph.find_nodes(op="call_function", target=aten.clone.default)
