@@ -4,8 +4,8 @@ In: decompositions, as ``make_fx`` takes them. Out: the same, and for each such 
 result contiguous where the fake one is not. The operator is given what it was given: its kernel may round
 otherwise for another layout.
 
-What a function does may depend on how a value lies: ``matmul`` folds dimensions, or does not, and the result's
-last bits follow. Generated code lays results out as the fakes are.
+What a function does may depend on how a value lies: ``matmul`` folds dimensions, or does not, and the last bits
+follow. Generated code lays results out as the fakes are.
 """
 
 from __future__ import annotations
