@@ -4,8 +4,8 @@ In: decompositions, as ``make_fx`` takes them. Out: the same, and for each such 
 result contiguous where the fake one is not. The operator is given what it was given: its kernel may round
 otherwise for another layout.
 
-What a function does may depend on how a value lies: ``matmul`` folds dimensions, or does not, and the last bits
-follow. Generated code lays results out as the fakes are.
+What a function does may depend on how a value lies: ``matmul`` folds dimensions, or does not, and rounds
+accordingly. Generated code lays results out as the fakes are.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 _aten = torch.ops.aten
-#: by operator, on which devices its (first) result is contiguous where the fake one has the strides of an input;
-#: None: on all. Source: their ``TORCH_META_FUNC`` or kernels in ``aten/src/ATen/native``.
+#: by operator, on which devices its (first) result is contiguous, though the fake one has the strides of an
+#: input; None: on all. Source: their ``TORCH_META_FUNC`` or kernels in ``aten/src/ATen/native``.
 CONTIGUOUS: Mapping[Any, str | None] = {
     _aten.pow.Scalar: None,
     _aten.isin.Tensor_Tensor: None,
