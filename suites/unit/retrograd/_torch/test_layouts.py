@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from retrograd import aot
-from retrograd._torch.trace.layouts import CONTIGUOUS
+from retrograd._torch.trace.layouts import CONTIGUOUS, FORMATS
 
 aten = torch.ops.aten
 CALLS: dict[object, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
@@ -32,7 +32,8 @@ def laid_out(order: tuple[int, ...]) -> Tensor:
 
 
 def test_the_table_is_tested_as_a_whole() -> None:
-    assert CALLS.keys() == CONTIGUOUS.keys()
+    own = {operator for operator, number in FORMATS.items() if number is CONTIGUOUS}
+    assert CALLS.keys() == own
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -69,6 +70,37 @@ def test_generated_code_lays_results_and_gradients_out_as_eager_does() -> None:
         powers, loss = call(x)
         slopes = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for out in (powers, loss)]
         found.append([value.stride() for value in (powers, *slopes)])
+    assert found[0] == found[1]
+
+
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "batch norm": lambda x: functional.batch_norm(x, torch.zeros(4), torch.ones(4), training=True),
+    "batch norm that is not trained": lambda x: functional.batch_norm(x, torch.zeros(4), torch.ones(4)),
+    "instance norm": functional.instance_norm,
+    "one in a row": lambda x: torch.cat([x], 1),
+    "two in a row": lambda x: torch.cat([x, x], 1),
+    "channels shuffled": lambda x: functional.channel_shuffle(x, 2),
+}
+GIVEN: dict[str, Callable[[], Tensor]] = {
+    "columns": lambda: torch.rand(3, 7, 4).transpose(1, 2),
+    "images with channels last": lambda: torch.rand(3, 4, 5, 6).contiguous(memory_format=torch.channels_last),
+    "images turned": lambda: torch.rand(6, 5, 4, 3).permute(3, 2, 1, 0),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_generated_code_keeps_the_memory_format_that_eager_keeps(given: str) -> None:
+    shown = {name: form for name, form in FORMS.items() if "channels" not in name or "images" in given}
+
+    def program(x: Tensor) -> list[Tensor]:
+        return [form(x) for form in shown.values()]
+
+    found = []
+    for call in (program, aot.function(program, backend="inductor")):
+        x = GIVEN[given]().requires_grad_() * 1
+        results = call(x)
+        slopes = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for out in results]
+        found.append({n: (r.stride(), s.stride()) for n, r, s in zip(shown, results, slopes, strict=True)})
     assert found[0] == found[1]
 
 

@@ -47,9 +47,9 @@ _SYMBOLIC = frozenset(getattr(torch, name) for name in dir(torch) if name.starts
 _WAIT = "_c10d_functional::wait_tensor"
 #: types of ``meta["val"]`` of what may share memory; None where it is not known.
 _MAY_HOLD_MEMORY = (torch.Tensor, list, tuple, type(None))
-#: of operators that torch defines.
-_NAMESPACES = frozenset({"aten", "prims", "rngprims", "inductor", "quantized", "quantized_decomposed"})
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
+#: namespaces of torch's operators.
+OF_TORCH = frozenset({"aten", "prim", "prims", "rngprims", "inductor", "quantized", *_COLLECTIVES})
 #: share memory with their input, and their schema does not say so.
 _UNDECLARED_ALIASES = frozenset({torch.ops.aten._unsafe_view.default})
 #: called to raise if a value is wrong; newer releases of torch know that themselves.
@@ -137,7 +137,7 @@ def is_higher_order(target: Any) -> bool:
 def custom_operators(graph: fx.Graph) -> Iterator[str]:
     """The names of the operators in a graph that torch does not define."""
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in _NAMESPACES:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in OF_TORCH:
             yield node.target.name()
 
 

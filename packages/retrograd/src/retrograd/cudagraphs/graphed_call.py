@@ -343,7 +343,8 @@ class GraphedCall:
         except Exception as error:
             if not isinstance(error, Refusal):
                 self._recorder.pools.pop(key, None)  # it may be unusable
-                _failed.update({unproven} - {frozenset()})
+                if unproven and not isinstance(error, torch.OutOfMemoryError):
+                    _failed.add(unproven)
             self._is_over = True
             self.is_refused = not self._recordings  # older recordings stay good
             self._tell(refusal("cuda-graphs-failed", first_line(error)))

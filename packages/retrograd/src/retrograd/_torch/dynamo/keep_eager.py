@@ -32,6 +32,7 @@ from torch._guards import Guard
 from torch.nn.modules import module as all_modules
 
 from retrograd._torch import pytree
+from retrograd._torch.fx import OF_TORCH
 from retrograd._torch.patches import handle
 from retrograd._torch.releases import raised_on_fakes
 from retrograd.errors import first_line
@@ -145,8 +146,6 @@ def _fake_value(original: Callable[..., Any], node: Any, tx: Any, *args: Any, **
     return value
 
 
-#: namespaces of torch's operators.
-_OF_TORCH = frozenset({"aten", "prim", "prims", "quantized", "_c10d_functional", "inductor"})
 #: by operator and which arguments require grad: what its backward raised.
 _raised_by: dict[Hashable, str | None] = {}
 
@@ -155,7 +154,7 @@ def _why_not_differentiable(node: Any, tx: Any) -> str | None:
     """What the backward of a call of a custom operator raises on fake tensors; None if nothing."""
     target = node.target
     is_operator = isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
-    if not is_operator or str(target).partition(".")[0] in _OF_TORCH or tx.one_graph:
+    if not is_operator or str(target).partition(".")[0] in OF_TORCH or tx.one_graph:
         return None
     given = fx.map_arg((node.args, node.kwargs), lambda value: value.meta["example_value"])
     asked = tuple(value.requires_grad for value in _tensors(given))

@@ -1,8 +1,9 @@
-"""Operators whose results lie otherwise in memory than torch's fake kernels say.
+"""Operators whose results lie otherwise in memory than a trace says.
 
-In: decompositions, as ``make_fx`` takes them. Out: the same, and for each such operator one that makes its
-result contiguous where the fake one is not. The operator is given what it was given: its kernel may round
-otherwise for another layout.
+In: decompositions, as ``make_fx`` takes them. Out: the same, and for each operator in the table one that
+gives its result the layout that the real kernel gives it: torch's fake kernel or Inductor's decomposition
+keeps the strides of an input there. The operator is given what it was given: its kernel may round otherwise
+for another layout.
 
 What a function does may depend on how a value lies: ``matmul`` folds dimensions, or does not, and rounds
 accordingly. Generated code lays results out as the fakes are.
@@ -10,34 +11,49 @@ accordingly. Generated code lays results out as the fakes are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 _aten = torch.ops.aten
-#: by operator, on which devices its (first) result is contiguous, though the fake one has the strides of an
-#: input; None: on all. Source: their ``TORCH_META_FUNC`` or kernels in ``aten/src/ATen/native``.
-CONTIGUOUS: Mapping[Any, str | None] = {
-    _aten.pow.Scalar: None,
-    _aten.isin.Tensor_Tensor: None,
-    _aten.isin.Tensor_Scalar: None,
-    _aten.mse_loss_backward.default: None,
-    _aten.smooth_l1_loss_backward.default: None,
-    _aten.huber_loss_backward.default: None,
-    _aten._log_softmax_backward_data.default: None,
-    _aten._weight_norm_interface.default: None,
-    _aten.log_sigmoid_forward.default: "cpu",
+#: of a result that has the memory format of no argument.
+CONTIGUOUS = None
+#: by operator, the number of the argument whose memory format its first result has; of a list, the one that
+#: all have, or none. Source: their ``TORCH_META_FUNC`` or kernels in ``aten/src/ATen/native``.
+FORMATS: Mapping[Any, int | None] = {
+    _aten.pow.Scalar: CONTIGUOUS,
+    _aten.isin.Tensor_Tensor: CONTIGUOUS,
+    _aten.isin.Tensor_Scalar: CONTIGUOUS,
+    _aten.mse_loss_backward.default: CONTIGUOUS,
+    _aten.smooth_l1_loss_backward.default: CONTIGUOUS,
+    _aten.huber_loss_backward.default: CONTIGUOUS,
+    _aten._log_softmax_backward_data.default: CONTIGUOUS,
+    _aten._weight_norm_interface.default: CONTIGUOUS,
+    _aten.log_sigmoid_forward.default: CONTIGUOUS,
+    _aten.cat.default: 0,
+    _aten.channel_shuffle.default: 0,
+    _aten.max_unpool2d.default: 0,
+    _aten.native_batch_norm.default: 0,
+    _aten._native_batch_norm_legit_functional.default: 0,
+    _aten._native_batch_norm_legit_no_training.default: 0,
+    _aten._native_batch_norm_legit.no_stats: 0,
+    _aten.native_batch_norm_backward.default: 1,
+    _aten.upsample_nearest1d.default: 0,
+    _aten._upsample_nearest_exact1d.default: 0,
 }
+#: what holds for other devices too is not known.
+_CPU_ONLY = frozenset({_aten.log_sigmoid_forward.default})
 #: the operator that is being traced without what is said here.
 _within: ContextVar[Any] = ContextVar("within", default=None)
 
 
 def laid_out_as_real(decompositions: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """`decompositions`, and those of `CONTIGUOUS`."""
-    own = {operator: partial(_laid_out, operator, decompositions.get(operator)) for operator in CONTIGUOUS}
+    """`decompositions`, and those of `FORMATS`."""
+    own = {operator: partial(_laid_out, operator, decompositions.get(operator)) for operator in FORMATS}
     return {**decompositions, **own}
 
 
@@ -49,13 +65,22 @@ def _laid_out(operator: Any, given: Callable[..., Any] | None, *args: Any, **kwa
         result = operator(*args, **kwargs)
     finally:
         _within.reset(token)
-    if isinstance(result, tuple):
-        first, *others = result
-        return (_contiguous(first, CONTIGUOUS[operator]), *others)
-    return _contiguous(result, CONTIGUOUS[operator])
+    several = isinstance(result, (tuple, list))
+    first, *others = result if several else [result]
+    if isinstance(first, torch.Tensor) and (layout := _format(operator, first, args)) is not None:
+        first = first.contiguous(memory_format=layout)
+    return (first, *others) if several else first
 
 
-def _contiguous(value: torch.Tensor, device: str | None) -> torch.Tensor:
-    if value._has_symbolic_sizes_strides or device not in (None, value.device.type):
-        return value
-    return value.contiguous()
+def _format(operator: Any, result: torch.Tensor, args: Sequence[Any]) -> torch.memory_format | None:
+    """The memory format of the real result; None if it is as traced."""
+    number = FORMATS[operator]
+    given = [] if number is CONTIGUOUS else args[number]
+    given = given if isinstance(given, (tuple, list)) else [given]
+    like = [one for one in given if one.dim() == result.dim()]
+    if any(one._has_symbolic_sizes_strides for one in (*like, result)):
+        return None
+    if operator in _CPU_ONLY and result.device.type != "cpu":
+        return None
+    found = {suggest_memory_format(one) for one in like}
+    return found.pop() if len(found) == 1 else torch.contiguous_format
