@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import retrograd
 from retrograd import aot
+from retrograd.aot.run import region
 from retrograd.aot.run.call import FEWEST_RERUNS
 from retrograd.aot.run.region import MOST_LAYOUTS
 from unit.retrograd.aot.against_eager import Fn, leaf, tensor
@@ -151,6 +152,21 @@ def test_code_that_has_run_takes_no_other_kind_of_cotangent(kind: str, place: in
             torch.autograd.backward(*map(list, zip(*defined, strict=True)))
             results.append([x.grad, w.grad])
         assert all(map(torch.equal, *results))
+
+
+@quiet
+def test_layouts_in_turn_have_a_guard_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = [], region.InputGuard
+    monkeypatch.setattr(region, "InputGuard", lambda *given: made.append(make(*given)) or made[-1])
+    call, base = compiled(products), tensor(4, 4, seed=7)
+    for number in range(12):
+        cotangent = base.t() if number % 2 else base
+        results = []
+        for fn in (products, call):
+            x, w = leaf(4, 4), leaf(4, 4, seed=5)
+            results.append(torch.autograd.grad(fn(x, w), [x, w], cotangent))
+        assert all(map(torch.equal, *results))
+    assert len(made) == 2
 
 
 @quiet

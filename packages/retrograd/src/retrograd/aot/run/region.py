@@ -48,12 +48,14 @@ class _Code:
     Attributes:
         graph: what it was made of; None: there is none for this layout.
         run: the code. has_run: whether it ever has, without an error. failures: how often it has raised.
+        guard: says at once of cotangents whether the code takes them as they are.
     """
 
     graph: LazyGraph | None
     run: Boxed | None = None
     has_run: bool = False
     failures: int = 0
+    guard: InputGuard | None = None
 
 
 class RegionCode:
@@ -100,8 +102,10 @@ class RegionCode:
         self._graph = self._backward.graph
         self._has_effects = self._graph.summary.has_effects
         self.reruns, self.why_rerun = 0, ""
-        #: the code that ran last, and what cotangents it takes as they are.
-        self._last: tuple[_Code, InputGuard] | None = None
+        is_static = all(expected.is_static for expected in self._expected)
+        self._may_be_guarded = self._plain and is_static and not self._reenters
+        #: the code that ran last, if it has a guard.
+        self._last: _Code | None = None
 
     def compile_ahead(self) -> None:
         """Compile now, for the layouts that tracing predicted."""
@@ -115,18 +119,14 @@ class RegionCode:
     def __call__(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         """Gradients for the destinations."""
         is_recorded = torch.is_grad_enabled() or torch.is_anomaly_enabled()
-        if self._last is not None and not is_recorded and self._last[1].check(cotangents):
-            return self._once_more(self._last[0], ctx, cotangents)
+        last = self._last
+        if last is not None and last.guard is not None and not is_recorded and last.guard.check(cotangents):
+            return self._once_more(last, ctx, cotangents)
         are_undefined = all(cotangent is None for cotangent in cotangents)
         if are_undefined and not self._has_functions:
             return [None] * len(self.destinations)
         saved = ctx.saved_tensors if self._saves else ()  # what saves nothing may run as often as one likes
-        if (
-            is_recorded
-            or are_undefined
-            or (self._reenters and not checkpoint_is_valid())
-            or not self._fit(cotangents)
-        ):
+        if is_recorded or are_undefined or self._is_barred() or not self._fit(cotangents):
             return self._as_eager(ctx, cotangents)
         autocast, layouts = ThreadModes.autocast_now(), self._layouts(cotangents)
         code = self._codes.get((autocast, layouts)) or self._code_for(autocast, layouts)
@@ -141,28 +141,31 @@ class RegionCode:
         if not code.has_run:
             del saved
             return self._first_run(code, ctx, cotangents, args)
-        if is_as_traced and not autocast:
-            self._last = self._guarded(code, cotangents)
+        if is_as_traced and not autocast and self._may_be_guarded:
+            self._guard(code, cotangents)
         del saved, cotangents
         _give_up(ctx)
         assert code.run is not None
         return self._run(code.run, args)
 
-    def _guarded(self, code: _Code, cotangents: Sequence[Any]) -> tuple[_Code, InputGuard] | None:
-        """`code`, and a guard that says of cotangents at once whether it takes them too."""
-        is_static = self._plain and all(expected.is_static for expected in self._expected)
-        if not is_static or self._reenters or any(c is None or is_batched(c) for c in cotangents):
-            return None
+    def _is_barred(self) -> bool:
+        """Whether the backward that is running may not enter reentrant checkpoints, and there are some."""
+        return self._reenters and not checkpoint_is_valid()
+
+    def _guard(self, code: _Code, cotangents: Sequence[Any]) -> None:
+        """Have cotangents like these taken at once, if `code` does; one that has just failed is made anew."""
+        if any(c is None or is_batched(c) for c in cotangents):
+            return
         if self._config.cudagraphs and not isinstance(code.run, GraphedFunction):
-            return None
-        return code, InputGuard(cotangents, (), (), None)
+            return
+        if code.guard is None or code is self._last:
+            code.guard = InputGuard(cotangents, (), (), None)
+        self._last = code
 
     def _once_more(self, code: _Code, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         """Gradients by code that has taken such cotangents before, where neither autocast nor a mode is on:
         guards look at that too."""
-        args: list[Any] = [*ctx.saved_tensors[: self._tensors]] if self._saves else []
-        for place, value in zip(self._numbers, ctx.numbers, strict=True):
-            args.insert(place, value)
+        args = self._kept(ctx.saved_tensors if self._saves else (), ctx.numbers)
         args += cotangents
         _give_up(ctx)
         assert code.run is not None
@@ -213,12 +216,17 @@ class RegionCode:
                 return False
         return True
 
-    def _arguments(
-        self, saved: Sequence[Any], numbers: Sequence[Any], cotangents: Sequence[Any], is_as_traced: bool
-    ) -> list[Any]:
+    def _kept(self, saved: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
+        """The code's arguments before the cotangents."""
         args = list(saved[: self._tensors])
         for place, value in zip(self._numbers, numbers, strict=True):
             args.insert(place, value)
+        return args
+
+    def _arguments(
+        self, saved: Sequence[Any], numbers: Sequence[Any], cotangents: Sequence[Any], is_as_traced: bool
+    ) -> list[Any]:
+        args = self._kept(saved, numbers)
         for cotangent, expected in zip(cotangents, self._expected, strict=True):
             if is_as_traced and cotangent is not None and expected.is_plain:
                 args.append(cotangent)
@@ -322,7 +330,7 @@ class RegionCode:
         )
         given = dict(zip(self.roots, cotangents, strict=True))
         wanted = None
-        if self._reenters and not checkpoint_is_valid():
+        if self._is_barred():
             wanted = {there for there, runs in zip(self.destinations, will_run(ctx), strict=True) if runs}
         found = rerun_region(self._partition.joint, self._number, ctx.again, given, wanted)
         return [found[there] for there in self.destinations]
