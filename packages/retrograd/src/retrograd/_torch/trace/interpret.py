@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,15 +34,28 @@ from retrograd._torch.trace.functional import any_changed, mutations_of
 from retrograd._torch.trace.graph_tracer import draws_so_far, noted, noted_here
 from retrograd.errors import Refusal, not_representable
 
-#: what the function that is traced was given; a checkpoint in it may change none of that.
-_GIVEN: ContextVar[Sequence[Any]] = ContextVar("given", default=())
-#: numbers for its checkpoints.
-_GROUPS: ContextVar[Iterator[int]] = ContextVar("groups")
+
+@dataclass(eq=False)
+class Checkpoints:
+    """Those of the function that is traced.
+
+    Attributes:
+        given: what it was given; a checkpoint in it may change none of that.
+        reenter: whether one is reentrant, and differentiated.
+        groups: their numbers.
+    """
+
+    given: Sequence[Any] = ()
+    reenter: bool = False
+    groups: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+
+_checkpoints: ContextVar[Checkpoints] = ContextVar("checkpoints")
 
 
 @contextmanager
-def checkpoints_marked(given: Sequence[Any]) -> Iterator[list[int]]:
-    """Checkpoints that run inside, on this thread, only mark. Gives the numbers of those that are reentrant.
+def checkpoints_marked(given: Sequence[Any]) -> Iterator[Checkpoints]:
+    """Checkpoints that run inside, on this thread, only mark.
 
     Args:
         given: what the function can change that others see; more may be appended while it runs.
@@ -49,29 +63,27 @@ def checkpoints_marked(given: Sequence[Any]) -> Iterator[list[int]]:
     Raises:
         Refusal: a checkpoint changes one of these, which eager does again when it computes it once more.
     """
-    groups, reentrant_groups = itertools.count(1), list[int]()
-    given_before, groups_before = _GIVEN.set(given), _GROUPS.set(groups)
+    found = Checkpoints(given)
+    token = _checkpoints.set(found)
 
     def without_reentry(original: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         contexts, repeats_draws = checkpoint_options(*args, **kwargs)
-        marking = Marking(contexts, CheckpointPolicy.MUST_RECOMPUTE, next(groups))
+        marking = Marking(contexts, CheckpointPolicy.MUST_RECOMPUTE, next(found.groups))
         with _repeatable(args, repeats_draws), marking:
             yield
 
     @contextmanager
     def reentrant(args: Sequence[Any], repeats_draws: bool) -> Iterator[None]:
-        marking = Marking(None, CheckpointPolicy.MUST_RECOMPUTE, group := next(groups))
-        if torch.is_grad_enabled():
-            reentrant_groups.append(group)
+        marking = Marking(None, CheckpointPolicy.MUST_RECOMPUTE, next(found.groups))
+        found.reenter |= torch.is_grad_enabled()
         with _repeatable(args, repeats_draws), marking:
             yield
 
     try:
         with handled_here(CHECKPOINT, without_reentry), checkpoints_inlined(reentrant):
-            yield reentrant_groups
+            yield found
     finally:
-        _GIVEN.reset(given_before)
-        _GROUPS.reset(groups_before)
+        _checkpoints.reset(token)
 
 
 @contextmanager
@@ -102,7 +114,7 @@ def _repeatable(args: Sequence[Any], repeats_draws: bool) -> Iterator[None]:
     Raises:
         Refusal: it changed its arguments, or what the traced function was given; or it drew.
     """
-    given = _GIVEN.get()
+    given = _checkpoints.get(Checkpoints()).given
     seen, count = [value for value in (*given, *args) if isinstance(value, torch.Tensor)], len(given)
     differentiable, before = torch.is_grad_enabled(), [mutations_of(value) for value in seen]
     draws = draws_so_far()
@@ -216,6 +228,7 @@ class _Interpreter(fx.Interpreter):
         repeats_draws = kwargs.get("preserve_rng_state", True)
         if kwargs.get("use_reentrant"):  # what it reads besides its arguments are arguments here
             return CheckpointFunction.apply(_Interpreter(body).run, repeats_draws, *inputs)
-        marking = Marking(contexts, CheckpointPolicy.PREFER_RECOMPUTE, next(_GROUPS.get(itertools.count(1))))
+        groups = _checkpoints.get(Checkpoints()).groups
+        marking = Marking(contexts, CheckpointPolicy.PREFER_RECOMPUTE, next(groups))
         with _repeatable(inputs, repeats_draws), marking:
             return _Interpreter(body).run(*inputs)

@@ -89,14 +89,14 @@ class Inputs:
         with (
             self.state.thread_modes.restored(),
             FreeTensors(self.found) as free,
-            checkpoints_marked(self.entered) as reentrant,
+            checkpoints_marked(self.entered) as checkpoints,
         ):
             result = self.state.call(self.entries[:count])
             if torch.is_grad_enabled() != self.state.thread_modes.grad:
                 raise not_representable("it leaves grad mode switched")
         self.tracer.refuse_other_numbers()
         self.bared, self.strided, self.reads_offsets = free.bared, free.strided, free.reads_offsets
-        self.reenters = bool(reentrant)
+        self.reenters = checkpoints.reenter
         return result
 
     def with_aliases(self, plan: EntryPlan) -> EntryPlan:
