@@ -299,10 +299,6 @@ class GraphedCall:
             return _MOVING
         if self._stream not in (None, self._recorder.stream(self._device)):
             return _OTHER_STREAM
-        if any(failed <= self._custom for failed in _failed):
-            self.is_refused = not self._recordings
-            names = ", ".join(sorted(self._custom))
-            return refusal("cuda-graphs-failed", f"{names} failed to be recorded before")
         return None
 
     def _why_unlike(self, inputs: Sequence[Any]) -> str | None:
@@ -334,6 +330,9 @@ class GraphedCall:
             return self._recorder.record(self._fn, given, self._device, into.handle)
 
         try:
+            if any(failed <= self._custom for failed in _failed):
+                names = ", ".join(sorted(self._custom))
+                raise Refusal("not-recordable", f"{names} failed to be recorded before")
             into = pool or Pool(self._recorder.new_pool(self._device))
             donated = into.donatable(inputs, self._results.keys() - copied)
             self._buffers = {i: buffer for i, buffer in self._buffers.items() if i in copied}

@@ -86,14 +86,16 @@ class Pool:
         return {i for i in places if isinstance(inputs[i], torch.Tensor) and storage_of(inputs[i]) in free}
 
     def donate(self, inputs: list[Any], places: Collection[int], number: int) -> None:
-        """Leave the memory of `inputs` at `places` to recording `number`. In the list, and among the results
-        that they are, stand tensors from then on that do not own it."""
-        tensors = {place: inputs[place] for place in places}
-        aliases: dict[int, torch.Tensor] = {}
-        if not tensors:
+        """Leave the memory of `inputs` at `places` to recording `number`, and that of what users got beside
+        them and do not hold. In the list, and among the results, stand tensors from then on that do not own
+        it. Nothing happens where there are no places."""
+        if not places:
             return
+        tensors = {place: inputs[place] for place in places}
+        storages = {storage_of(tensor) for tensor in tensors.values()}
+        aliases: dict[int, torch.Tensor] = {}
         for one in self._entered.values():
-            aliases |= one.give({storage_of(tensor) for tensor in tensors.values()}, number)
+            aliases |= one.give(storages, number)
         for place, tensor in tensors.items():
             inputs[place] = placed_on(aliases[storage_of(tensor)].untyped_storage(), tensor)
 

@@ -157,11 +157,12 @@ class Results:
         }
 
     def give(self, storages: Collection[int], number: int) -> dict[int, torch.Tensor]:
-        """Own those of the storages no more that are saved, and nothing of what a user got beside them, and
-        does not hold; returns what lies in that memory from now on."""
-        kept = {*self._held(), *range(self._saved)} if self._saved else {*range(len(self._staying))}
+        """Own those of the storages no more that are saved, and nothing of what a user got beside what was
+        saved, and does not hold; returns what lies in that memory from now on."""
+        visible = range(self._saved, len(self._staying)) if self._saved else ()
+        free = set(visible).difference(self._held())
         owned = [i for i, until in enumerate(self._until) if until == NOBODY]
-        places = [i for i in owned if self._storages[i] in storages or i not in kept]
+        places = [i for i in owned if self._storages[i] in storages or i in free]
         aliases = {self._storages[i]: unowned(self._staying[i][1]) for i in places}
         given = {self._storages[i]: i for i in places}
         for i in places:
