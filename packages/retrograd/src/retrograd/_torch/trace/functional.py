@@ -301,9 +301,8 @@ class FreeTensors(TorchFunctionMode):
             self.bared.append(args[0])
         if name in _BY_VALUE:
             args, kwargs = pytree.tree_map(_known, (args, kwargs))
-        free = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_free(leaf)]
-        if func is _LIFT:
-            free = []
+        given = () if func is _LIFT else pytree.tree_leaves((args, kwargs))
+        free = [leaf for leaf in given if _is_free(leaf)]
         if free:
             args, kwargs = pytree.tree_map(self._replaced, (args, kwargs))
         result = func(*args, **kwargs)

@@ -52,8 +52,10 @@ _within: ContextVar[Any] = ContextVar("within", default=None)
 
 
 def laid_out_as_real(decompositions: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """`decompositions`, and those of `FORMATS`."""
-    own = {operator: partial(_laid_out, operator, decompositions.get(operator)) for operator in FORMATS}
+    """`decompositions`, and those of `FORMATS`. Where a result has the format of an argument, the fake kernel
+    says so, and only a decomposition is wrong."""
+    wrong = [one for one, number in FORMATS.items() if number is CONTIGUOUS or one in decompositions]
+    own = {operator: partial(_laid_out, operator, decompositions.get(operator)) for operator in wrong}
     return {**decompositions, **own}
 
 
