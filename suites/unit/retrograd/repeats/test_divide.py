@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from retrograd.repeats.divide import Repeat, boundary_costs, find_repeats
+from retrograd.repeats.divide import Repeat, border_costs, boundary_costs, find_repeats
+
+prims = torch.ops.prims
 
 
 def found(text: Sequence[object], least: int = 6, costs: list[float | None] | None = None) -> list[Repeat]:
@@ -76,3 +80,61 @@ def test_every_layer_of_a_deep_model_is_found(layers: int) -> None:
 def test_what_a_cut_costs_is_what_crosses_it() -> None:
     # call 0 makes a value for 2 and 3; 1 one for 2; 2 one that cannot be handed over, for 3.
     assert boundary_costs(4, [(0, 3, 2.0), (1, 2, 1.0), (2, 3, None)]) == [0.0, 2.0, 3.0, None, 0.0]
+
+
+def costs_behind(function: Callable[..., object], *examples: torch.Tensor) -> dict[str, float | None]:
+    """What a border behind each call of a traced function costs, by the call's name."""
+    traced = make_fx(function, tracing_mode="fake")(*examples)
+    calls = [node for node in traced.graph.nodes if node.op == "call_function"]
+    return dict(zip([node.name for node in calls], border_costs(calls)[1:], strict=True))
+
+
+def test_a_border_is_cheap_where_values_are_in_memory_in_any_case() -> None:
+    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        residual = x.mm(w) + x
+        return residual.relu().mm(w) + residual
+
+    costs = costs_behind(layer, torch.ones(8, 8), torch.ones(8, 8))
+    size = 8 * 8 * 4
+    assert costs == {
+        "mm": size,
+        "add": 10 * size,  # written for the second sum, but `relu` would have had it
+        "relu": 2 * size,  # it, and the residual, which is only read later
+        "mm_1": 2 * size,
+        "add_1": 0,
+    }
+
+
+def test_a_value_that_nothing_writes_is_the_dearest() -> None:
+    costs = costs_behind(lambda x: x.sin().cos(), torch.ones(8))
+    assert costs == {"sin": 20 * 8 * 4, "cos": 0}
+
+
+def test_a_cast_for_a_product_is_made_where_its_value_is() -> None:
+    """It is no kernel of its own, though its operator's name begins like a convolution's."""
+    half = torch.bfloat16
+
+    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        gradient = x.sin()
+        return torch.mm(prims.convert_element_type(gradient, half), w).to(torch.float32) + gradient
+
+    costs = costs_behind(layer, torch.ones(8, 8), torch.ones(8, 8, dtype=half))
+    size = 8 * 8 * 4
+    assert costs["sin"] == 10 * size
+    assert costs["convert_element_type"] == size + size // 2
+
+
+def test_what_is_made_for_a_later_kernel_is_made_there() -> None:
+    """A mask of arguments alone is computed with the first call that reads it."""
+    costs = costs_behind(lambda x, w: x.mm(w) * w.sin(), torch.ones(8, 8), torch.ones(8, 8))
+    assert costs["sin"] == (1 + 20) * 8 * 8 * 4
+
+
+def test_results_of_one_kernel_are_in_memory() -> None:
+    def both(x: torch.Tensor) -> torch.Tensor:
+        values, places = torch.topk(x, 2)
+        return values.sin() + places
+
+    costs = costs_behind(both, torch.ones(8, 8))
+    assert costs["topk"] is None
+    assert costs["getitem_1"] == 8 * 2 * 4 + 8 * 2 * 8

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -227,14 +228,21 @@ def _united(
     return outlines(united, known, results) if len(united) < len(runs) else parts
 
 
-#: kernels of their own, which nothing is fused with: by a part of the operator's name.
-_KERNELS = ("mm", "convolution", "attention", "conv", "embedding", "sort", "topk", "scatter", "index_put")
-_WRITTEN_ANYWAY, _WRITTEN, _FUSED = 0.1, 1.0, 2.0
+#: what a byte costs that crosses a border: of a value that is written to memory and read from it in any case;
+#: that is written in any case, but that the next call would have had in a register; that nothing else writes.
+#: They are whole numbers, so that equal costs are equal.
+_IN_MEMORY, _READ_AGAIN, _WRITTEN = 1, 10, 20
+
+#: operators that are kernels of their own, with which nothing is fused.
+_KERNELS = re.compile(r"mm$|^convolution|attention|^embedding_dense|^sort|^topk|scatter|^index_put|_fft")
+#: operators that read sizes and a dtype of their argument, and no element.
+_READ_NO_ELEMENT = re.compile(r"_like$|^new_")
 
 
 def border_costs(calls: Sequence[fx.Node]) -> list[float | None]:
     """What a border before each call costs, and one after the last; None where there can be none."""
     place = {node: i for i, node in enumerate(calls)}
+    levels = _levels(calls)
     owners: dict[fx.Node, fx.Node] = {}
     last: dict[fx.Node, int] = {}
     shown: dict[fx.Node, list[fx.Node]] = {}
@@ -247,8 +255,14 @@ def border_costs(calls: Sequence[fx.Node]) -> list[float | None]:
         if used > i and not _can_cross(node):
             uses.append((i, used, None))
     for owner, views in shown.items():
-        if owner in place and last[owner] > place[owner]:
-            uses.append((place[owner], last[owner], _cost(owner, views)))
+        if owner not in place or last[owner] == place[owner]:
+            continue
+        size = _bytes(owner.meta.get("val"))
+        uses.append((place[owner], last[owner], _IN_MEMORY * size))
+        if fused := _fused(owner, views, levels):
+            is_written = len(fused) < len(_readers(views))
+            extra = (_READ_AGAIN if is_written else _WRITTEN) - _IN_MEMORY
+            uses.append((place[owner], max(place[node] for node in fused), extra * size))
     return boundary_costs(len(calls), uses)
 
 
@@ -268,20 +282,41 @@ def _can_cross(node: fx.Node) -> bool:
     return isinstance(value, (torch.Tensor, torch.SymInt))
 
 
-def _cost(owner: fx.Node, views: Sequence[fx.Node]) -> float:
-    users = [user for view in views for user in view.users if user not in views]
-    kernels = [_is_kernel(user) for user in users]
-    share = _FUSED
-    if _is_kernel(owner) or (kernels and all(kernels)):
-        share = _WRITTEN_ANYWAY
-    elif any(kernels) or any(user.op == "output" for user in users):
-        share = _WRITTEN
-    return share * _bytes(owner.meta.get("val"))
+def _levels(calls: Sequence[fx.Node]) -> Mapping[fx.Node, int]:
+    """How many kernels stand one after the other before a value is there. Calls of one level can be fused;
+    what reads a value at a later level reads it from memory."""
+    levels: dict[fx.Node, int] = {}
+    for node in calls:
+        before = max((levels.get(value, 0) for value in node.all_input_nodes), default=0)
+        levels[node] = before + (_is_kernel(node) and node.target is not operator.getitem)
+    return levels
+
+
+def _fused(owner: fx.Node, views: Sequence[fx.Node], levels: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """The calls that a code generator would fuse with the one that makes a value. It makes it at its level if
+    anything is there that reads it, else with the first that does."""
+    if _is_kernel(owner):
+        return []
+    readers = _readers(views)
+    pointwise = [node for node in readers if node in levels and not _is_kernel(node)]
+    is_made_early = len(pointwise) < len(readers) or any(levels[node] == levels[owner] for node in pointwise)
+    home = levels[owner] if is_made_early else min(levels[node] for node in pointwise)
+    return [node for node in pointwise if levels[node] == home]
+
+
+def _readers(views: Sequence[fx.Node]) -> list[fx.Node]:
+    """What reads elements of a value that `views` show."""
+    users = dict.fromkeys(user for view in views for user in view.users)
+    return [user for user in users if user not in views and not _READ_NO_ELEMENT.search(_operator(user))]
 
 
 def _is_kernel(node: fx.Node) -> bool:
-    name = str(getattr(node.target, "_opname", ""))
-    return any(part in name for part in _KERNELS)
+    made_by = node.args[0] if node.target is operator.getitem else node
+    return _KERNELS.search(_operator(made_by)) is not None
+
+
+def _operator(node: Any) -> str:
+    return str(getattr(node.target, "_opname", ""))
 
 
 def _bytes(value: Any) -> float:
