@@ -167,6 +167,22 @@ def test_a_whole_step_is_replayed_and_its_optimizer_writes_in_place():
     assert retrograd.counters["cuda_graph_replays"] > before
 
 
+def test_the_states_of_an_optimizer_do_not_lie_in_what_the_first_step_left():
+    weight = torch.ones(2**20, device="cuda", requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], 0.01)
+
+    @retrograd.compile_step(backend="aten", cudagraphs=True)
+    def step():
+        optimizer.zero_grad()
+        loss = (weight.expand(64, -1) * 2).sum()  # 256 MiB
+        loss.backward()
+        optimizer.step()
+
+    step()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 2**27
+
+
 @pytest.mark.parametrize("draws", [False, True])
 def test_a_capture_that_cannot_be_ended_leaves_nothing_behind(draws):
     def reads_a_value(inputs):

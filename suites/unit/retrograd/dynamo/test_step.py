@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import retrograd
 from unit.retrograd.dynamo.twins import Program, assert_compiled, run_twins
@@ -693,3 +694,22 @@ def test_hooks_on_saved_tensors():
         return Program(step, batches(), [model], [opt])
 
     run_twins(build)
+
+
+def test_no_hook_of_the_first_step_stays() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = dict(_global_optimizer_pre_hooks)
+    seen = []
+
+    @retrograd.compile_step(backend="eager", cudagraphs=True)
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        seen.append(len(_global_optimizer_pre_hooks) - len(before))
+
+    for _ in range(2):
+        step(torch.ones(2, 2))
+    assert seen == [1, 0]
+    assert _global_optimizer_pre_hooks == before

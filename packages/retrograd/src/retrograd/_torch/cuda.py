@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from retrograd._torch.patches import handle
 from retrograd._torch.tensor import storage_of
@@ -57,6 +58,25 @@ def is_memory_scarce() -> bool:
         return False
     free, total = torch.cuda.mem_get_info()
     return free < total / 4
+
+
+@contextmanager
+def unused_memory_returned() -> Iterator[None]:
+    """Inside, free memory goes back to the device before an optimizer makes a step.
+
+    An optimizer that makes its states in what a large temporary value left keeps all of that for this process:
+    a pool of recordings has memory of its own, and cannot use it.
+    """
+
+    def give_back(*_: Any) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    hook = register_optimizer_step_pre_hook(give_back)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class CudaRecorder:

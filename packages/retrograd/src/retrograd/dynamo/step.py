@@ -15,11 +15,13 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from retrograd._torch.cuda import unused_memory_returned
 from retrograd._torch.dynamo import compiled_frames, is_optimizer_code, user_error_behind
 from retrograd._torch.probe import check_supported
 from retrograd._torch.state import compile_stance
@@ -117,7 +119,10 @@ class CompiledStep:
         """
         if torch.compiler.is_dynamo_compiling() or is_tracing_here() or compile_stance() == "force_eager":
             return self.fn(*args, **kwargs)
-        if self._report.calls == 0 or (self._pace and not self._pace.is_worth_compiling()):
+        if self._report.calls == 0:
+            with unused_memory_returned() if self.config.cudagraphs else nullcontext():
+                return self._run(self.fn, args, kwargs, is_compiled=False)
+        if self._pace and not self._pace.is_worth_compiling():
             return self._run(self.fn, args, kwargs, is_compiled=False)
         enter(self, self._session)
         try:
