@@ -64,8 +64,8 @@ def is_memory_scarce() -> bool:
 def unused_memory_returned() -> Iterator[None]:
     """Inside, free memory goes back to the device before an optimizer makes a step.
 
-    An optimizer that makes its states in what a large temporary value left keeps all of that for this process:
-    a pool of recordings has memory of its own, and cannot use it.
+    An optimizer that makes its states in what a large temporary value left keeps all of that from others. A
+    pool of recordings has memory of its own, and cannot use it.
     """
 
     def give_back(*_: Any) -> None:
