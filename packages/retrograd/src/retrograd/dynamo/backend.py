@@ -10,19 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import fx
 
-from retrograd._torch.dynamo import fake_mode_for, graph_inputs, guard_what_dynamo_does_not
+from retrograd._torch.dynamo import (
+    fake_mode_for,
+    graph_inputs,
+    guard_what_dynamo_does_not,
+    kernels_of_small_piece,
+    why_ended,
+)
 from retrograd._torch.inductor import settings
 from retrograd.aot.compile import find_named
 from retrograd.aot.function import AotFunction
 from retrograd.backends.registry import InductorBackend
 from retrograd.config import Config
-from retrograd.dynamo.graph_function import GraphFunction
+from retrograd.dynamo.graph_function import GraphFunction, as_it_is
 from retrograd.errors import CaptureError, OptionError
-from retrograd.report import Report, process_report, reason_of
+from retrograd.report import GraphReport, Report, process_report, reason_of
 
 #: our own options; `Config` says what they mean. Any other option must be one of Inductor's.
 OPTIONS = (
@@ -129,8 +136,8 @@ class RetrogradBackend:
             options: see `list_options`.
 
         Returns:
-            A callable over real inputs; ``gm.forward`` if it cannot be captured, with the reason in
-            ``retrograd.explain()``.
+            A callable over real inputs. It runs `gm` as it is if that cannot be captured, with the reason in
+            ``retrograd.explain()``, and if it is a piece of one kernel, in which nothing can be fused.
 
         Raises:
             OptionError: an unknown mode or option, or a value that it cannot have.
@@ -147,13 +154,17 @@ class RetrogradBackend:
             return AotFunction(gm, replace(config, dynamic=None), report)
         guard_what_dynamo_does_not(module_hooks=not config.stock_dynamo)
         try:
-            return GraphFunction(gm, graph_inputs(gm, example_inputs), fake_mode, config, report)
+            inputs = graph_inputs(gm, example_inputs)
+            if (kernels := kernels_of_small_piece(gm, [item.value for item in inputs])) is not None:
+                report.compiled(GraphReport("a piece that runs as it is", kernels, 0, 0, 0, why_ended(gm)))
+                return partial(as_it_is, gm)
+            return GraphFunction(gm, inputs, fake_mode, config, report)
         except Exception as error:
             reason = reason_of(error, "dynamo")
             if config.strict or (isinstance(error, CaptureError) and reason.code in _ERRORS):
                 raise
             report.fell_back(reason, "a graph of Dynamo's runs eagerly")
-            return gm.forward
+            return partial(as_it_is, gm)
 
     def keeps_eager(self, options: Mapping[str, Any]) -> bool:
         """Whether what Dynamo loses of eager is kept; asked while Dynamo traces."""

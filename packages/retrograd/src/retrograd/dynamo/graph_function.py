@@ -87,7 +87,7 @@ class GraphFunction:
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph's code on real inputs."""
-        eagerly = functools.partial(self._eagerly, *args)
+        eagerly = functools.partial(as_it_is, self._gm, *args)
         if (now := self._specialized.why_not_now(has_seen_functions=True)) is not None:
             return self._specialized.run_eagerly(now, eagerly)
         if self._memory is not None and not self._memory.fits(args):
@@ -99,11 +99,6 @@ class GraphFunction:
         if self._grad_mode is not None:
             torch.set_grad_enabled(self._grad_mode)
         return outputs
-
-    def _eagerly(self, *args: Any) -> Any:
-        """Run the graph itself. Function modes and classes are off: Dynamo has traced their effect."""
-        with torch_functions_off():
-            return self._gm(*args)
 
     def _leafness(self, args: Sequence[Any]) -> tuple[bool, ...]:
         """Which inputs are leaves. Eager's order depends on it, and Dynamo does not guard it."""
@@ -129,6 +124,13 @@ class GraphFunction:
         return run_stages(
             state, self._config, self._report, lazy=lazy, ended_by=why_ended(self._gm), graph=self._gm
         )
+
+
+def as_it_is(gm: fx.GraphModule, *args: Any) -> Any:
+    """Run the graph itself. Function modes and classes are off: Dynamo has traced their effect. Hooks of all
+    modules do not see the graph, which is no module of the user's."""
+    with torch_functions_off():
+        return gm.forward(*args)
 
 
 def state_of_graph(

@@ -39,7 +39,7 @@ from retrograd._torch.autograd import (
     window,
 )
 from retrograd._torch.patches import handle
-from retrograd._torch.state import compile_stance
+from retrograd._torch.state import compile_stance, without_torch_functions
 from retrograd.errors import ContextError
 from retrograd.live.session import MOST_NESTED, TOO_DEEP, Grads, Session
 
@@ -117,6 +117,7 @@ _MARK = "retrograd.session"
 _marks: weakref.WeakSet[_Mark] = weakref.WeakSet()
 
 
+@without_torch_functions
 def claim(outputs: Any, session: Session) -> None:
     """Leave the mark of `session` on the nodes of all tensors in `outputs`, unless they have one."""
     mark = _Mark(session)

@@ -1,0 +1,73 @@
+"""Pieces of a function between two breaks that are too small to compile.
+
+In: a graph from Dynamo, as it traced it. Out: how many kernels it takes, if it is such a piece.
+
+Where a graph holds one kernel, there is nothing to fuse. Compiled, it would have guards, a node of autograd
+and a recording of its own, which take longer than the kernel. Around an operator that Dynamo leaves to
+Python, functions that call each other have many such pieces: a view before the call, a cast, an addition
+after it.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from retrograd._torch.dynamo.frames import why_ended
+from retrograd._torch.trace import fake_mode_of, mode_among
+from retrograd.errors import Escape
+
+#: kernels of a piece that is too small.
+MOST_KERNELS = 1
+#: calls of a graph that is looked at: a kernel, and views around it.
+_MOST_CALLS = 6
+
+
+def kernels_of_small_piece(gm: fx.GraphModule, examples: list[Any]) -> int | None:
+    """How many kernels `gm` takes, if it is a piece of a function and they are `MOST_KERNELS` or fewer.
+
+    Args:
+        gm: a graph from Dynamo.
+        examples: its inputs, as fakes and symbolic numbers; they stay as they are.
+    """
+    calls = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+    if len(calls) > _MOST_CALLS or not is_piece(gm):
+        return None
+    values = [*(node.meta.get("example_value") for node in calls), *examples]
+    tensors = [value for value in values if not isinstance(value, (int, torch.SymInt))]
+    mode = mode_among(tensors)
+    if not all(isinstance(value, torch.Tensor) and fake_mode_of(value) is mode for value in tensors):
+        return None
+    unguarded = mode.shape_env.suppress_guards() if mode and mode.shape_env else nullcontext()
+    counted = _Kernels()
+    try:
+        with torch.no_grad(), unguarded, mode or nullcontext(), counted:
+            gm.forward(*examples)  # hooks of all modules do not see it
+    except Exception:
+        return None  # whoever compiles it finds out why
+    return counted.count
+
+
+def is_piece(gm: fx.GraphModule) -> bool:
+    """Whether a break stands before or behind what Dynamo made the graph of."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    stack = getattr(reason, "user_stack", None)
+    return bool(why_ended(gm)) or bool(stack and stack[0].name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX))
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts calls that are no views, and leaves before one that changes something, or is one too many."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_query = func.namespace == "prim"  # of a device or a dtype
+        self.count += not is_query and any(one.alias_info is None for one in func._schema.returns)
+        if func._schema.is_mutable or self.count > MOST_KERNELS:
+            raise Escape(func)
+        return func(*args, **(kwargs or {}))
