@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from retrograd import aot
-from retrograd._torch.trace.layouts import CONTIGUOUS, FORMATS
+from retrograd._torch.trace.layouts import CONTIGUOUS, FORMATS, FORMATS_ON
 
 aten = torch.ops.aten
 CALLS: dict[object, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
@@ -32,7 +32,8 @@ def laid_out(order: tuple[int, ...]) -> Tensor:
 
 
 def test_the_table_is_tested_as_a_whole() -> None:
-    own = {operator for operator, number in FORMATS.items() if number is CONTIGUOUS}
+    tables = FORMATS, FORMATS_ON["cpu"]
+    own = {operator for table in tables for operator, number in table.items() if number is CONTIGUOUS}
     assert CALLS.keys() == own
 
 
@@ -74,12 +75,17 @@ def test_generated_code_lays_results_and_gradients_out_as_eager_does() -> None:
 
 
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "batch norm": lambda x: functional.batch_norm(x, torch.zeros(4), torch.ones(4), training=True),
-    "batch norm that is not trained": lambda x: functional.batch_norm(x, torch.zeros(4), torch.ones(4)),
+    "batch norm": lambda x: functional.batch_norm(x, x.new_zeros(4), x.new_ones(4), training=True),
+    "batch norm that is not trained": lambda x: functional.batch_norm(x, x.new_zeros(4), x.new_ones(4)),
     "instance norm": functional.instance_norm,
     "one in a row": lambda x: torch.cat([x], 1),
     "two in a row": lambda x: torch.cat([x, x], 1),
+}
+IMAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "channels shuffled": lambda x: functional.channel_shuffle(x, 2),
+    "pixels shuffled": lambda x: functional.pixel_shuffle(x, 2),
+    "enlarged": lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear"),
+    "not pooled": lambda x: functional.max_unpool2d(*functional.max_pool2d(x, 2, return_indices=True), 2),
 }
 GIVEN: dict[str, Callable[[], Tensor]] = {
     "columns": lambda: torch.rand(3, 7, 4).transpose(1, 2),
@@ -88,16 +94,17 @@ GIVEN: dict[str, Callable[[], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("given", GIVEN)
-def test_generated_code_keeps_the_memory_format_that_eager_keeps(given: str) -> None:
-    shown = {name: form for name, form in FORMS.items() if "channels" not in name or "images" in given}
+def test_generated_code_keeps_the_memory_format_that_eager_keeps(given: str, device: str) -> None:
+    shown = FORMS | IMAGES if "images" in given else FORMS
 
     def program(x: Tensor) -> list[Tensor]:
         return [form(x) for form in shown.values()]
 
     found = []
     for call in (program, aot.function(program, backend="inductor")):
-        x = GIVEN[given]().requires_grad_() * 1
+        x = GIVEN[given]().to(device).requires_grad_() * 1
         results = call(x)
         slopes = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for out in results]
         found.append({n: (r.stride(), s.stride()) for n, r, s in zip(shown, results, slopes, strict=True)})

@@ -33,20 +33,29 @@ FORMATS: Mapping[Any, int | None] = {
     _aten.huber_loss_backward.default: CONTIGUOUS,
     _aten._log_softmax_backward_data.default: CONTIGUOUS,
     _aten._weight_norm_interface.default: CONTIGUOUS,
-    _aten.log_sigmoid_forward.default: CONTIGUOUS,
     _aten.cat.default: 0,
-    _aten.channel_shuffle.default: 0,
-    _aten.max_unpool2d.default: 0,
-    _aten.native_batch_norm.default: 0,
-    _aten._native_batch_norm_legit_functional.default: 0,
-    _aten._native_batch_norm_legit_no_training.default: 0,
-    _aten._native_batch_norm_legit.no_stats: 0,
     _aten.native_batch_norm_backward.default: 1,
     _aten.upsample_nearest1d.default: 0,
     _aten._upsample_nearest_exact1d.default: 0,
+    _aten.upsample_bilinear2d.default: 0,
 }
-#: what holds for other devices too is not known.
-_CPU_ONLY = frozenset({_aten.log_sigmoid_forward.default})
+#: the same, where the kernels of devices differ.
+FORMATS_ON: Mapping[str, Mapping[Any, int | None]] = {
+    "cpu": {
+        _aten.log_sigmoid_forward.default: CONTIGUOUS,
+        _aten.channel_shuffle.default: 0,
+        _aten.max_unpool2d.default: 0,
+        _aten.native_batch_norm.default: 0,
+        _aten._native_batch_norm_legit_functional.default: 0,
+        _aten._native_batch_norm_legit_no_training.default: 0,
+        _aten._native_batch_norm_legit.no_stats: 0,
+    },
+    "cuda": {
+        _aten.channel_shuffle.default: CONTIGUOUS,
+        _aten.max_unpool2d.default: CONTIGUOUS,
+        _aten.pixel_shuffle.default: CONTIGUOUS,
+    },
+}
 #: the operator that is being traced without what is said here.
 _within: ContextVar[Any] = ContextVar("within", default=None)
 
@@ -54,7 +63,8 @@ _within: ContextVar[Any] = ContextVar("within", default=None)
 def laid_out_as_real(decompositions: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
     """`decompositions`, and those of `FORMATS`. Where a result has the format of an argument, the fake kernel
     says so, and only a decomposition is wrong."""
-    wrong = [one for one, number in FORMATS.items() if number is CONTIGUOUS or one in decompositions]
+    entries = [entry for table in (FORMATS, *FORMATS_ON.values()) for entry in table.items()]
+    wrong = [one for one, number in entries if number is CONTIGUOUS or one in decompositions]
     own = {operator: partial(_laid_out, operator, decompositions.get(operator)) for operator in wrong}
     return {**decompositions, **own}
 
@@ -76,13 +86,14 @@ def _laid_out(operator: Any, given: Callable[..., Any] | None, *args: Any, **kwa
 
 def _format(operator: Any, result: torch.Tensor, args: Sequence[Any]) -> torch.memory_format | None:
     """The memory format of the real result; None if it is as traced."""
-    number = FORMATS[operator]
+    table = FORMATS if operator in FORMATS else FORMATS_ON.get(result.device.type, {})
+    if operator not in table:
+        return None
+    number = table[operator]
     given = [] if number is CONTIGUOUS else args[number]
     given = given if isinstance(given, (tuple, list)) else [given]
     like = [one for one in given if one.dim() == result.dim()]
     if any(one._has_symbolic_sizes_strides for one in (*like, result)):
-        return None
-    if operator in _CPU_ONLY and result.device.type != "cpu":
         return None
     found = {suggest_memory_format(one) for one in like}
     return found.pop() if len(found) == 1 else torch.contiguous_format
