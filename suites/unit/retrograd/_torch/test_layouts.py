@@ -97,7 +97,11 @@ GIVEN: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("given", GIVEN)
 def test_generated_code_keeps_the_memory_format_that_eager_keeps(given: str, device: str) -> None:
-    shown = FORMS | IMAGES if "images" in given else FORMS
+    shown = {**FORMS, **IMAGES} if "images" in given else dict(FORMS)
+    if device == "cuda":
+        del shown["batch norm that is not trained"]  # its gradient lies as the cotangent does
+    if device == "cuda" and given == "images turned":
+        del shown["channels shuffled"]  # eager refuses it
 
     def program(x: Tensor) -> list[Tensor]:
         return [form(x) for form in shown.values()]

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from retrograd.repeats.divide import Repeat, border_costs, boundary_costs, find_repeats
+from retrograd.repeats.borders import border_costs, boundary_costs
+from retrograd.repeats.divide import Repeat, find_repeats
+from retrograd.repeats.remade import with_remade
 
 prims = torch.ops.prims
 
@@ -138,3 +140,20 @@ def test_results_of_one_kernel_are_in_memory() -> None:
     costs = costs_behind(both, torch.ones(8, 8))
     assert costs["topk"] is None
     assert costs["getitem_1"] == 8 * 2 * 4 + 8 * 2 * 8
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_mask_is_made_again_only_where_it_is_fused(is_fused: bool) -> None:
+    """A kernel that nothing is fused with takes it from memory in any case."""
+
+    def layers(x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        mask = torch.where(row[:, None] > row[None], 1.0, 0.0)
+        for _ in range(2):
+            x = (x * mask if is_fused else torch.mm(x, mask[:, :])).relu()
+        return x
+
+    traced = make_fx(layers, tracing_mode="fake")(torch.ones(64, 64), torch.arange(64.0))
+    calls = [node for node in traced.graph.nodes if node.op == "call_function"]
+    second = [node.name for node in calls].index("relu") + 1
+    *_, again = with_remade([calls[:second], calls[second:]])
+    assert ("where" in [node.name for node in again]) == is_fused

@@ -6,29 +6,23 @@ outlines, and those that repeat have a key that another has too.
 
 Time grows with the number of calls, not with its square: periods are read off the distances at which short
 runs of calls come again, and only the most frequent few are tried.
-
-A value that crosses a border is written to memory and read again. Matrix products, convolutions and the like
-write what they give in any case, and read what they take; results of the whole graph are written too. Views
-cost nothing beyond the value that they show. Nothing but tensors and sizes can cross.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from retrograd._torch.fx import aliased_inputs, depends_on_data
-from retrograd._torch.trace import bytes_of
 from retrograd.graph.backward_graph import CallKind, call_of
 from retrograd.graph.structure import token_of
+from retrograd.repeats.borders import border_costs, boundary_costs, last_use
 from retrograd.repeats.outline import Outline, TokenisedCall, holds_graph, outlines, tokenised
 
 #: how many calls are compared together when periods are looked for: enough to tell the places in a layer
@@ -141,30 +135,6 @@ def _divided(costs: Sequence[float | None], first: int, last: int, period: int, 
     return best[1] if best is not None else None
 
 
-def boundary_costs(count: int, uses: Sequence[tuple[int, int, float | None]]) -> list[float | None]:
-    """What a cut before each of `count` calls costs, and one after the last.
-
-    Args:
-        uses: for each value that is used later on: the place of the call that makes it, the place of the last
-            call that uses it, and what it costs to hand it over (None: that is not possible).
-    """
-    change, forbidden = [0.0] * (count + 2), [0] * (count + 2)
-    for made, used, cost in uses:
-        if cost is None:
-            forbidden[made + 1] += 1
-            forbidden[used + 1] -= 1
-        else:
-            change[made + 1] += cost
-            change[used + 1] -= cost
-    costs: list[float | None] = []
-    price, closed = 0.0, 0
-    for i in range(count + 1):
-        price += change[i]
-        closed += forbidden[i]
-        costs.append(None if closed else price)
-    return costs
-
-
 _OPS = frozenset({"placeholder", "get_attr", "call_function", "output"})
 
 
@@ -187,11 +157,6 @@ def _cut(calls: Sequence[fx.Node], repeats: Sequence[Repeat]) -> list[Sequence[f
     """The copies of what repeats, and what stands before, between and after them."""
     cuts = sorted({0, len(calls), *(cut for repeat in repeats for cut in repeat.cuts())})
     return [calls[start:stop] for start, stop in itertools.pairwise(cuts)]
-
-
-def _last_use(node: fx.Node, place: Mapping[fx.Node, int]) -> int:
-    """The place of the last of the calls that reads a value; its own if none does."""
-    return max((place[user] for user in node.users if user in place), default=place[node])
 
 
 def _can_be_divided(graph: fx.Graph) -> bool:
@@ -228,103 +193,6 @@ def _united(
     return outlines(united, known, results) if len(united) < len(runs) else parts
 
 
-#: what a byte costs that crosses a border: of a value that is written to memory and read from it in any case;
-#: that is written in any case, but that the next call would have had in a register; that nothing else writes.
-#: They are whole numbers, so that equal costs are equal.
-_IN_MEMORY, _READ_AGAIN, _WRITTEN = 1, 10, 20
-
-#: operators that are kernels of their own, with which nothing is fused.
-_KERNELS = re.compile(r"mm$|^convolution|attention|^embedding_dense|^sort|^topk|scatter|^index_put|_fft")
-#: operators that read sizes and a dtype of their argument, and no element.
-_READ_NO_ELEMENT = re.compile(r"_like$|^new_")
-
-
-def border_costs(calls: Sequence[fx.Node]) -> list[float | None]:
-    """What a border before each call costs, and one after the last; None where there can be none."""
-    place = {node: i for i, node in enumerate(calls)}
-    levels = _levels(calls)
-    owners: dict[fx.Node, fx.Node] = {}
-    last: dict[fx.Node, int] = {}
-    shown: dict[fx.Node, list[fx.Node]] = {}
-    uses: list[tuple[int, int, float | None]] = []
-    for i, node in enumerate(calls):
-        owners[node] = owner = _owner(node, owners)
-        shown.setdefault(owner, []).append(node)
-        used = _last_use(node, place)
-        last[owner] = max(last.get(owner, i), used)
-        if used > i and not _can_cross(node):
-            uses.append((i, used, None))
-    for owner, views in shown.items():
-        if owner not in place or last[owner] == place[owner]:
-            continue
-        size = _bytes(owner.meta.get("val"))
-        uses.append((place[owner], last[owner], _IN_MEMORY * size))
-        if fused := _fused(owner, views, levels):
-            is_written = len(fused) < len(_readers(views))
-            extra = (_READ_AGAIN if is_written else _WRITTEN) - _IN_MEMORY
-            uses.append((place[owner], max(place[node] for node in fused), extra * size))
-    return boundary_costs(len(calls), uses)
-
-
-def _owner(node: fx.Node, owners: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The node whose memory the value shows."""
-    if node.target is operator.getitem and not isinstance(node.args[0].meta.get("val"), torch.Tensor):  # type: ignore[union-attr]
-        bases = aliased_inputs(node.args[0])  # type: ignore[arg-type]
-    else:
-        bases = aliased_inputs(node)
-    return owners.get(bases[0], bases[0]) if bases else node
-
-
-def _can_cross(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    if any(user.target is operator.getitem for user in node.users):
-        return False
-    return isinstance(value, (torch.Tensor, torch.SymInt))
-
-
-def _levels(calls: Sequence[fx.Node]) -> Mapping[fx.Node, int]:
-    """How many kernels stand one after the other before a value is there. Calls of one level can be fused;
-    what reads a value at a later level reads it from memory."""
-    levels: dict[fx.Node, int] = {}
-    for node in calls:
-        before = max((levels.get(value, 0) for value in node.all_input_nodes), default=0)
-        levels[node] = before + (_is_kernel(node) and node.target is not operator.getitem)
-    return levels
-
-
-def _fused(owner: fx.Node, views: Sequence[fx.Node], levels: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """The calls that a code generator would fuse with the one that makes a value. It makes it at its level if
-    anything is there that reads it, else with the first that does."""
-    if _is_kernel(owner):
-        return []
-    readers = _readers(views)
-    pointwise = [node for node in readers if node in levels and not _is_kernel(node)]
-    is_made_early = len(pointwise) < len(readers) or any(levels[node] == levels[owner] for node in pointwise)
-    home = levels[owner] if is_made_early else min(levels[node] for node in pointwise)
-    return [node for node in pointwise if levels[node] == home]
-
-
-def _readers(views: Sequence[fx.Node]) -> list[fx.Node]:
-    """What reads elements of a value that `views` show."""
-    users = dict.fromkeys(user for view in views for user in view.users)
-    return [user for user in users if user not in views and not _READ_NO_ELEMENT.search(_operator(user))]
-
-
-def _is_kernel(node: fx.Node) -> bool:
-    made_by = node.args[0] if node.target is operator.getitem else node
-    return _KERNELS.search(_operator(made_by)) is not None
-
-
-def _operator(node: Any) -> str:
-    return str(getattr(node.target, "_opname", ""))
-
-
-def _bytes(value: Any) -> float:
-    if isinstance(value, (tuple, list)):
-        return sum(map(_bytes, value))
-    return bytes_of(value) if isinstance(value, torch.Tensor) else 0.0
-
-
 #: calls per autograd node in a captured graph: the node, its check, and a projection or two of each.
 _CALLS_PER_NODE = 4
 
@@ -353,7 +221,7 @@ def regions_of(run: Sequence[fx.Node], smallest: int, copies: int = 2) -> list[S
 def _captured_costs(run: Sequence[fx.Node]) -> list[float | None]:
     place = {node: i for i, node in enumerate(run)}
     uses = [
-        (i, used, _captured_cost(node)) for node, i in place.items() if (used := _last_use(node, place)) > i
+        (i, used, _captured_cost(node)) for node, i in place.items() if (used := last_use(node, place)) > i
     ]
     return boundary_costs(len(run), uses)
 

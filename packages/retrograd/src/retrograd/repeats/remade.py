@@ -3,7 +3,8 @@
 In: runs of calls that a graph is cut into. Out: the same, with calls before each that are made elsewhere too:
 views and element-wise calls that spread small tensors over large ones, as attention masks are made. The code
 of the whole makes these anew in each kernel that reads them. A part that took them would read them from
-memory, and a code generator would not know that they are the same for each head.
+memory, and a code generator would not know that they are the same for each head. What is read by kernels that
+nothing is fused with, as a fused attention is, is in memory in any case, and taken from there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from retrograd._torch.fx import (
     is_write_to_input,
 )
 from retrograd._torch.trace import bytes_of
+from retrograd.repeats.borders import is_kernel
 
 #: a value is made again from tensors that are smaller by this factor at least, by so many calls at most.
 SPREAD, MOST_CALLS = 8, 16
@@ -40,11 +42,21 @@ def with_remade(runs: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
         for node in run:
             for operand in node.all_input_nodes:
                 if operand in place and operand not in inside and operand not in again:
+                    if not _is_fused(operand, inside):
+                        continue
                     if operand not in known:
                         known[operand] = _calls_that_make(operand)
                     again.update(known[operand])
         extended.append([*sorted(again - inside, key=place.__getitem__), *run])
     return extended
+
+
+def _is_fused(value: fx.Node, run: Collection[fx.Node]) -> bool:
+    """Whether a call of the run that can be fused with others reads the value, or a view of it."""
+    users = [user for user in value.users if user in run]
+    return any(
+        _is_fused(user, run) if value in aliased_inputs(user) else not is_kernel(user) for user in users
+    )
 
 
 def _calls_that_make(value: fx.Node) -> Collection[fx.Node]:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
 
 _aten = torch.ops.aten
 #: of a result that has the memory format of no argument.
@@ -56,6 +56,8 @@ FORMATS_ON: Mapping[str, Mapping[Any, int | None]] = {
         _aten.pixel_shuffle.default: CONTIGUOUS,
     },
 }
+#: whose fake kernel is the decomposition.
+_FAKED_BY_DECOMPOSITION = frozenset({_aten.upsample_bilinear2d.default})
 #: the operator that is being traced without what is said here.
 _within: ContextVar[Any] = ContextVar("within", default=None)
 
@@ -64,7 +66,11 @@ def laid_out_as_real(decompositions: Mapping[Any, Callable[..., Any]]) -> dict[A
     """`decompositions`, and those of `FORMATS`. Where a result has the format of an argument, the fake kernel
     says so, and only a decomposition is wrong."""
     entries = [entry for table in (FORMATS, *FORMATS_ON.values()) for entry in table.items()]
-    wrong = [one for one, number in entries if number is CONTIGUOUS or one in decompositions]
+    wrong = [
+        one
+        for one, number in entries
+        if number is CONTIGUOUS or one in decompositions or one in _FAKED_BY_DECOMPOSITION
+    ]
     own = {operator: partial(_laid_out, operator, decompositions.get(operator)) for operator in wrong}
     return {**decompositions, **own}
 
@@ -81,6 +87,8 @@ def _laid_out(operator: Any, given: Callable[..., Any] | None, *args: Any, **kwa
     first, *others = result if several else [result]
     if isinstance(first, torch.Tensor) and (layout := _format(operator, first, args)) is not None:
         first = first.contiguous(memory_format=layout)
+        if layout is torch.contiguous_format and first.stride() != make_contiguous_strides_for(first.shape):
+            first = first.clone(memory_format=layout)  # in dimensions of one element
     return (first, *others) if several else first
 
 
