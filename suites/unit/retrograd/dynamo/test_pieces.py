@@ -67,6 +67,44 @@ def test_what_changes_a_tensor_is_compiled() -> None:
     assert pieces_of(function, torch.randn(3, 4)) == (2, 1)
 
 
+def test_a_function_of_the_users_is_not_called_to_count_it() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        broken()
+        return Doubled.apply(x)  # type: ignore[no-any-return]
+
+    assert pieces_of(function, torch.randn(3)) == (0, 1)
+
+
+def test_a_piece_whose_sizes_depend_on_values() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        places = (x > 0).nonzero()
+        broken()
+        return x[places[:, 0]].sum()
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+        compiled = retrograd.compile(function, backend="eager")
+        for _ in range(2):
+            x = torch.randn(5)
+            assert torch.equal(compiled(x), function(x))
+
+    def first(x: torch.Tensor) -> torch.Tensor:
+        broken()
+        return x.nonzero()
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        x = torch.tensor([1.0, 0.0, 2.0])
+        assert torch.equal(retrograd.compile(first, backend="eager")(x), first(x))
+
+
 def test_a_piece_is_asked_nothing_of_sizes() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x.transpose(0, 1)

@@ -11,6 +11,7 @@ after it.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from retrograd.errors import Escape
 MOST_KERNELS = 1
 #: calls of a graph that is looked at: a kernel, and views around it.
 _MOST_CALLS = 6
+#: of operators that make symbols of which Dynamo knows nothing.
+_UNKNOWN = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 
 
 def kernels_of_small_piece(gm: fx.GraphModule, examples: list[Any]) -> int | None:
@@ -36,10 +39,10 @@ def kernels_of_small_piece(gm: fx.GraphModule, examples: list[Any]) -> int | Non
         examples: its inputs, as fakes and symbolic numbers; they stay as they are.
     """
     calls = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
-    if len(calls) > _MOST_CALLS or not is_piece(gm):
+    if len(calls) > _MOST_CALLS or not _is_piece(gm) or not all(map(_is_of_torch, calls)):
         return None
-    values = [*(node.meta.get("example_value") for node in calls), *examples]
-    tensors = [value for value in values if not isinstance(value, (int, torch.SymInt))]
+    given = [value for value in examples if not isinstance(value, (int, torch.SymInt))]
+    tensors = [*given, *(node.meta.get("example_value") for node in calls)]
     mode = mode_among(tensors)
     if not all(isinstance(value, torch.Tensor) and fake_mode_of(value) is mode for value in tensors):
         return None
@@ -53,7 +56,15 @@ def kernels_of_small_piece(gm: fx.GraphModule, examples: list[Any]) -> int | Non
     return counted.count
 
 
-def is_piece(gm: fx.GraphModule) -> bool:
+def _is_of_torch(node: fx.Node) -> bool:
+    """Whether the call runs no Python of the user's, as an ``autograd.Function`` does."""
+    if not isinstance(node.target, FunctionType):
+        return node.op in ("call_method", "call_function")
+    module = node.target.__module__ or ""
+    return module.startswith("torch.") and not module.startswith("torch._dynamo")
+
+
+def _is_piece(gm: fx.GraphModule) -> bool:
     """Whether a break stands before or behind what Dynamo made the graph of."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     stack = getattr(reason, "user_stack", None)
@@ -61,13 +72,14 @@ def is_piece(gm: fx.GraphModule) -> bool:
 
 
 class _Kernels(TorchDispatchMode):
-    """Counts calls that are no views, and leaves before one that changes something, or is one too many."""
+    """Counts calls that are no views. It leaves before one that changes something, or makes a size that is
+    not known before, or is one too many."""
 
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_query = func.namespace == "prim"  # of a device or a dtype
         self.count += not is_query and any(one.alias_info is None for one in func._schema.returns)
-        if func._schema.is_mutable or self.count > MOST_KERNELS:
+        if func._schema.is_mutable or self.count > MOST_KERNELS or not _UNKNOWN.isdisjoint(func.tags):
             raise Escape(func)
         return func(*args, **(kwargs or {}))
