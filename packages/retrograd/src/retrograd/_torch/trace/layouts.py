@@ -63,8 +63,8 @@ _within: ContextVar[Any] = ContextVar("within", default=None)
 
 
 def laid_out_as_real(decompositions: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """`decompositions`, and those of the tables. Where a result has the format of an argument, the fake kernel
-    says so, unless it is the decomposition, and only a decomposition is wrong."""
+    """`decompositions`, and those of the tables. Where a result has the format of an argument, the fake
+    kernel says so, unless it is the decomposition, and only a decomposition is wrong."""
     entries = [entry for table in (FORMATS, *FORMATS_ON.values()) for entry in table.items()]
     wrong = [
         one
