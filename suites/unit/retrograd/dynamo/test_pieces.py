@@ -8,20 +8,15 @@ import pytest
 import torch
 
 import retrograd
-from retrograd.config import Config
-from retrograd.live.contexts import claim
-from retrograd.live.session import Session
 from retrograd.report import Report
 
 broken = torch._dynamo.graph_break
 
 
-def pieces_of(
-    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, calls: int = 2
-) -> tuple[int, int]:
+def pieces_of(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[int, int]:
     """How many graphs ran as they are, and how many were compiled. Values and gradients are eager's."""
     compiled = retrograd.compile(function, backend="eager", dynamic=False)
-    for _ in range(calls):
+    for _ in range(2):
         mine, eagers = x.clone().requires_grad_(), x.clone().requires_grad_()
         found, expected = compiled(mine), function(eagers)
         assert torch.equal(found, expected)
@@ -135,18 +130,3 @@ def test_history_and_hooks_are_eagers(kept: str) -> None:
         (grad,) = torch.autograd.grad(run(x).sum(), x, create_graph=kept == "a graph")
         seen.append(grad)
     assert torch.equal(*seen)
-
-
-def test_a_function_mode_does_not_see_that_outputs_are_marked() -> None:
-    class Seeing(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    seen: list[object] = []
-    output = torch.ones(2, requires_grad=True).sin()
-    with Seeing():
-        claim([output], Session(Config(backend="eager"), Report()))
-    assert seen == []
-    assert output.grad_fn is not None
-    assert output.grad_fn.metadata

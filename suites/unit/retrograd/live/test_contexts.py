@@ -14,8 +14,11 @@ from torch._C._dynamo import compiled_autograd as engine_protocol
 from torch._dynamo import compiled_autograd as stock
 
 import retrograd
+from retrograd.config import Config
 from retrograd.events import counters
-from retrograd.live.contexts import is_anything_open
+from retrograd.live.contexts import claim, is_anything_open
+from retrograd.live.session import Session
+from retrograd.report import Report
 from unit.retrograd.programs import leaf
 
 
@@ -400,3 +403,18 @@ def test_fail_on_recompile_raises_with_the_reason_and_leaves_known_code_alone() 
             ):
                 step(w, 3)
         assert torch.equal(step(w, 3)[:3], (w[:3] * 2).cos().detach() * 2)
+
+
+def test_a_function_mode_does_not_see_that_outputs_are_marked() -> None:
+    class Seeing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[object] = []
+    output = torch.ones(2, requires_grad=True).sin()
+    with Seeing():
+        claim([output], Session(Config(backend="eager"), Report()))
+    assert seen == []
+    assert output.grad_fn is not None
+    assert output.grad_fn.metadata

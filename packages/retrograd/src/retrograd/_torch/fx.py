@@ -57,7 +57,7 @@ _RAISING = frozenset({torch.ops.aten._linalg_check_errors.default})
 _FILLS = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
 #: write random numbers over their first argument, whatever that holds.
 FILLING = frozenset(getattr(torch.ops.aten, name) for name in _FILLS.split())
-_DEPENDS_ON_DATA = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+DEPENDS_ON_DATA = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
 def is_operator_overload(target: Any) -> TypeGuard[torch._ops.OpOverload]:
@@ -259,7 +259,7 @@ def depends_on_data(node: fx.Node) -> bool:
     """Whether the sizes of what the call gives, or numbers among it, are not known before it runs. Torch tags
     an operator so if that can be: indexing by a mask gives an unknown size, by numbers a known one."""
     target, value = node.target, node.meta.get("val")
-    if not isinstance(target, torch._ops.OpOverload) or _DEPENDS_ON_DATA.isdisjoint(target.tags):
+    if not isinstance(target, torch._ops.OpOverload) or DEPENDS_ON_DATA.isdisjoint(target.tags):
         return False
     return not isinstance(value, torch.Tensor) or bool(free_unbacked_symbols(value))
 

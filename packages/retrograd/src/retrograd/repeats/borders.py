@@ -80,10 +80,10 @@ def border_costs(calls: Sequence[fx.Node]) -> list[float | None]:
     for owner, views in shown.items():
         if owner not in place or last[owner] == place[owner]:
             continue
-        size = _bytes(owner.meta.get("val"))
+        size, readers = bytes_of_value(owner), _readers(views)
         uses.append((place[owner], last[owner], _IN_MEMORY * size))
-        if fused := _fused(owner, views, levels):
-            is_written = len(fused) < len(_readers(views))
+        if fused := _fused(owner, readers, levels):
+            is_written = len(fused) < len(readers)
             extra = (_READ_AGAIN if is_written else _WRITTEN) - _IN_MEMORY
             uses.append((place[owner], max(place[node] for node in fused), extra * size))
     return boundary_costs(len(calls), uses)
@@ -115,12 +115,11 @@ def _levels(calls: Sequence[fx.Node]) -> Mapping[fx.Node, int]:
     return levels
 
 
-def _fused(owner: fx.Node, views: Sequence[fx.Node], levels: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """The calls that a code generator would fuse with the one that makes a value. It makes it at its level if
-    anything is there that reads it, else with the first that does."""
+def _fused(owner: fx.Node, readers: Sequence[fx.Node], levels: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """The readers that a code generator would fuse with the call that makes a value. It makes it at its level
+    if anything is there that reads it, else with the first that does."""
     if is_kernel(owner):
         return []
-    readers = _readers(views)
     pointwise = [node for node in readers if node in levels and not is_kernel(node)]
     is_made_early = len(pointwise) < len(readers) or any(levels[node] == levels[owner] for node in pointwise)
     home = levels[owner] if is_made_early else min(levels[node] for node in pointwise)
@@ -143,7 +142,7 @@ def _operator(node: Any) -> str:
     return str(getattr(node.target, "_opname", ""))
 
 
-def _bytes(value: Any) -> float:
-    if isinstance(value, (tuple, list)):
-        return sum(map(_bytes, value))
+def bytes_of_value(node: fx.Node) -> float:
+    """How many bytes a node's value takes; 0 if it is no tensor."""
+    value = node.meta.get("val")
     return bytes_of(value) if isinstance(value, torch.Tensor) else 0.0

@@ -22,8 +22,7 @@ from retrograd._torch.fx import (
     is_random,
     is_write_to_input,
 )
-from retrograd._torch.trace import bytes_of
-from retrograd.repeats.borders import is_kernel
+from retrograd.repeats.borders import bytes_of_value, is_kernel
 
 #: a value is made again from tensors that are smaller by this factor at least, by so many calls at most.
 SPREAD, MOST_CALLS = 8, 16
@@ -41,9 +40,8 @@ def with_remade(runs: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
         inside, again = set(run), set[fx.Node]()
         for node in run:
             for operand in node.all_input_nodes:
-                if operand in place and operand not in inside and operand not in again:
-                    if not _is_fused(operand, inside):
-                        continue
+                is_made_elsewhere = operand in place and operand not in inside and operand not in again
+                if is_made_elsewhere and _is_fused(operand, inside):
                     if operand not in known:
                         known[operand] = _calls_that_make(operand)
                     again.update(known[operand])
@@ -61,7 +59,7 @@ def _is_fused(value: fx.Node, run: Collection[fx.Node]) -> bool:
 
 def _calls_that_make(value: fx.Node) -> Collection[fx.Node]:
     """The calls that make `value` from much smaller tensors; none if there is no such way."""
-    size, found, pending = _bytes(value), dict[fx.Node, None](), [value]
+    size, found, pending = bytes_of_value(value), dict[fx.Node, None](), [value]
     while pending:
         node = pending.pop()
         if node in found:
@@ -69,7 +67,7 @@ def _calls_that_make(value: fx.Node) -> Collection[fx.Node]:
         if not _is_cheap(node) or len(found) == MOST_CALLS:
             return ()
         found[node] = None
-        pending += [given for given in node.all_input_nodes if _bytes(given) * SPREAD > size]
+        pending += [given for given in node.all_input_nodes if bytes_of_value(given) * SPREAD > size]
     return found
 
 
@@ -89,8 +87,3 @@ _ALSO = (
     torch.ops.prims.convert_element_type.default,
     torch.ops.prims.iota.default,
 )
-
-
-def _bytes(node: fx.Node) -> float:
-    value = node.meta.get("val")
-    return bytes_of(value) if isinstance(value, torch.Tensor) else 0.0

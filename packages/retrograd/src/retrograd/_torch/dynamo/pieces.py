@@ -20,6 +20,7 @@ from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrograd._torch.dynamo.frames import why_ended
+from retrograd._torch.fx import DEPENDS_ON_DATA
 from retrograd._torch.trace import fake_mode_of, mode_among
 from retrograd.errors import Escape
 
@@ -27,8 +28,6 @@ from retrograd.errors import Escape
 MOST_KERNELS = 1
 #: calls of a graph that is looked at: a kernel, and views around it.
 _MOST_CALLS = 6
-#: of operators that make symbols of which Dynamo knows nothing.
-_UNKNOWN = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 
 
 def kernels_of_small_piece(gm: fx.GraphModule, examples: list[Any]) -> int | None:
@@ -44,12 +43,13 @@ def kernels_of_small_piece(gm: fx.GraphModule, examples: list[Any]) -> int | Non
     given = [value for value in examples if not isinstance(value, (int, torch.SymInt))]
     tensors = [*given, *(node.meta.get("example_value") for node in calls)]
     mode = mode_among(tensors)
-    if not all(isinstance(value, torch.Tensor) and fake_mode_of(value) is mode for value in tensors):
+    is_fake = all(isinstance(value, torch.Tensor) and fake_mode_of(value) is mode for value in tensors)
+    if mode is None or not is_fake:
         return None
-    unguarded = mode.shape_env.suppress_guards() if mode and mode.shape_env else nullcontext()
+    unguarded = mode.shape_env.suppress_guards() if mode.shape_env else nullcontext()
     counted = _Kernels()
     try:
-        with torch.no_grad(), unguarded, mode or nullcontext(), counted:
+        with torch.no_grad(), unguarded, mode, counted:
             gm.forward(*examples)  # hooks of all modules do not see it
     except Exception:
         return None  # whoever compiles it finds out why
@@ -80,6 +80,6 @@ class _Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_query = func.namespace == "prim"  # of a device or a dtype
         self.count += not is_query and any(one.alias_info is None for one in func._schema.returns)
-        if func._schema.is_mutable or self.count > MOST_KERNELS or not _UNKNOWN.isdisjoint(func.tags):
+        if func._schema.is_mutable or self.count > MOST_KERNELS or not DEPENDS_ON_DATA.isdisjoint(func.tags):
             raise Escape(func)
         return func(*args, **(kwargs or {}))
