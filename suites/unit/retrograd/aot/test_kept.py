@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,33 @@ def test_a_graph_is_read_or_captured_again_where_what_is_saved_lies_otherwise(
     assert counted() == (1, 1, 0)
     assert transposed
     assert len(captured) == (0 if is_readable else 1)
+
+
+def test_a_second_process_does_not_hold_what_the_first_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrograd.aot.released.FEWEST_BYTES", 1)
+    mask, held = torch.arange(24).view(4, 6) % 2 > 0, list[bool]()
+
+    def gated(x: torch.Tensor) -> torch.Tensor:
+        left, right = x.masked_fill(mask, 0.5).chunk(2, -1)
+        return torch.nn.functional.silu(left) * right
+
+    def derivatives(call: Program) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        x = torch.linspace(-1, 1, 24).view(4, 6).requires_grad_()
+        inner = x * 1
+        given = weakref.ref(inner)
+        out = call(inner)
+        del inner
+        held.append(given() is not None)
+        (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return [first, *torch.autograd.grad(first.sin().sum(), x)]
+
+    compiled = torch.compile(gated, backend="retrograd", options={"strict": True})
+    want, *found = derivatives(gated), derivatives(compiled), derivatives(compiled)
+    assert counted() == (1, 1, 0)
+    assert held == [False, False, False]
+    for one in found:
+        torch.testing.assert_close(one, want)
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(folder: Path) -> None:

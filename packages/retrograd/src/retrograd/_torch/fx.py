@@ -65,6 +65,17 @@ def is_operator_overload(target: Any) -> TypeGuard[torch._ops.OpOverload]:
     return isinstance(target, torch._ops.OpOverload)
 
 
+#: of a forward call of a joint graph: which of eager's saved tensors it makes (`aot.released`).
+SAVED_FOR = "saved_for"
+
+
+def replace_by_equal(node: fx.Node, equal: fx.Node) -> None:
+    """Have everybody read `equal`, which gives the same value as `node`."""
+    node.replace_all_uses_with(equal)
+    if noted := node.meta.get(SAVED_FOR):
+        equal.meta[SAVED_FOR] = (*equal.meta.get(SAVED_FOR, ()), *noted)
+
+
 def schema_of(target: Any) -> Any:
     """The schema of an operator with one: its ``arguments`` and ``returns``, each with its ``alias_info``."""
     return target._schema

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from retrograd._torch import pytree
-from retrograd._torch.fx import copied_module
+from retrograd._torch.fx import copied_module, replace_by_equal
 from retrograd._torch.state import Autocast, autocast_off
 from retrograd._torch.trace import JointTracer, functional_mode, is_fake, make_graph, without_tokens
 from retrograd.aot.trace.analyse import analyse
@@ -187,6 +187,7 @@ class _Attempt:
             for number, value in enumerate([*self.analysis.values, *self.backward.stand_ins])
         )
         gm.meta["signature"] = signature = self._signature(values)
+        gm.meta["releasable"] = self.backward.releasable
         _tidy(gm)
         return JointGraph(
             state=self.state,
@@ -257,7 +258,7 @@ def _tidy(gm: fx.GraphModule) -> None:
     _write_numbers(gm)
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in _ALIASES:
-            node.replace_all_uses_with(node.args[0])
+            replace_by_equal(node, node.args[0])
         elif node.target in _BATCH_NORM_BACKWARD and node.args[_TRAINING] is True:
             for place in _STATISTICS:
                 node.update_arg(place, None)

@@ -82,6 +82,7 @@ def serialize_partition(made: Partition) -> bytes:
         "checked": [_serialize_saved(backward.checked, values) for backward in made.backwards],
         "overwritten": sorted(made.overwritten),
         "written_ahead": sorted(made.written_ahead),
+        "released": sorted(made.released),
         **serialize_trace(joint),
     }
     whole = [graph.gm if head["halves"][i]["steps"] else None for i, graph in enumerate(graphs)]
@@ -119,6 +120,7 @@ def read_partition(data: bytes, state: CaptureState, policy: Policy, is_single_r
         ),
         frozenset(head["overwritten"]),
         frozenset(head["written_ahead"]),
+        frozenset(head["released"]),
     )
 
 

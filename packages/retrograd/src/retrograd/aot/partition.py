@@ -36,6 +36,7 @@ from retrograd.aot.parts import (
     overwritten_unread,
     read_by_backward,
 )
+from retrograd.aot.released import released
 from retrograd.config import Policy
 from retrograd.errors import VerificationError
 from retrograd.graph.joint import Cotangent, Gradient
@@ -62,7 +63,8 @@ def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
     copies = frozenset(node for node in chosen if policy == "min_cut" and memory.is_forbidden(node))
     result = _Division(copy, memory, chosen, copies).partition()
     unread = overwritten_unread(joint) if joint.updates and joint.signature.regions else ()
-    return replace(result, joint=joint, overwritten=frozenset(unread))
+    let_go = released(joint, result.saved, result.backwards)
+    return replace(result, joint=joint, overwritten=frozenset(unread), released=let_go)
 
 
 @dataclass

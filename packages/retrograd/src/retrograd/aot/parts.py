@@ -38,7 +38,7 @@ from retrograd._torch.inductor import cut_by, memory_budget
 from retrograd._torch.trace import bytes_of
 from retrograd.config import PARTITIONERS, Policy
 from retrograd.errors import OptionError, VerificationError
-from retrograd.graph.joint import JointSignature, Primal, cotangents_reaching, output_values
+from retrograd.graph.joint import Gradient, JointSignature, Primal, cotangents_reaching, output_values
 from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.reach import reached
 
@@ -128,6 +128,12 @@ def _viewed(node: fx.Node) -> fx.Node | None:
         if argument.alias_info is not None and isinstance(value, fx.Node):
             return value
     return None
+
+
+def gradients_of(joint: JointValues, region: int) -> list[fx.Node]:
+    """Those that a region makes, in the joint graph."""
+    roles = zip(output_values(joint.gm.graph), joint.signature.outputs, strict=True)
+    return [node for node, role in roles if isinstance(role, Gradient) and role.region == region]
 
 
 def primals_read(joint: JointValues, wanted: Iterable[fx.Node]) -> set[int]:

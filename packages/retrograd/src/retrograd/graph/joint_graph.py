@@ -390,6 +390,7 @@ class Partition:
         backwards: one per region.
         overwritten: primals that the forward writes, and whose elements before that no gradient depends on.
         written_ahead: primals that `ahead` writes by itself; it gives None in place of their new values.
+        released: primals that a call need not hold to be run again.
     """
 
     joint: JointValues
@@ -398,6 +399,7 @@ class Partition:
     backwards: tuple[RegionBackward, ...]
     overwritten: frozenset[int] = frozenset()
     written_ahead: frozenset[int] = frozenset()
+    released: frozenset[int] = frozenset()
 
     @property
     def forward(self) -> fx.GraphModule:

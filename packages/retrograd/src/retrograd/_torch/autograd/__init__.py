@@ -68,6 +68,7 @@ from retrograd._torch.autograd.request import (
     read_ranks,
     why_not_collectable,
 )
+from retrograd._torch.autograd.saved import put_in_place, saved_tensors_of
 from retrograd._torch.autograd.turns import (
     InTurns,
     last_turn,

@@ -33,6 +33,7 @@ from torch.fx.experimental.proxy_tensor import (
     ProxyTorchDispatchMode,
     _MakefxTracer,
     get_proxy_mode,
+    get_proxy_slot,
     track_tensor_tree,
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -76,6 +77,17 @@ class GraphTracer:
         finally:
             self.note = before
 
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph so far."""
+        found: fx.Graph = self._tracer.graph
+        return found
+
+    def node_of(self, value: torch.Tensor) -> fx.Node | None:
+        """The node that makes a plain tensor of this trace; None if none does."""
+        known = get_proxy_slot(value, self._tracer, None)
+        return None if known is None else known.proxy.node
+
     def close(self) -> None:
         """The body has ended."""
 
@@ -117,7 +129,7 @@ class JointTracer(GraphTracer):
 
     def inputs_with_kept_cast(self) -> set[str]:
         """Names of the inputs so far of which a cast is read more than once, as one that autocast kept."""
-        placeholders = self._tracer.graph.find_nodes(op="placeholder")
+        placeholders = self.graph.find_nodes(op="placeholder")
         return {
             node.target
             for node in placeholders

@@ -21,10 +21,10 @@ from retrograd._torch.state import generator_states, restore_generator_states, u
 from retrograd._torch.subclass import built, parts_of
 from retrograd._torch.tensor import common_base
 from retrograd.aot.run.attach import Attaching
-from retrograd.aot.run.cotangents import RepeatableCall
 from retrograd.aot.run.frame import Finish, Layout, rebuilder
 from retrograd.aot.run.lower_half import is_ready, still_compiling
 from retrograd.aot.run.region import RegionCode
+from retrograd.aot.run.rerun import RepeatableCall, stand_in
 from retrograd.aot.run.written_ahead import WrittenAhead
 from retrograd.backends.base import Boxed
 from retrograd.errors import CodeFailedError, NotReadyError, Reason, UnlikeTracedError
@@ -68,6 +68,9 @@ class CompiledFunction:
         self._unread = partition.overwritten
         #: primals of which a copy is kept as they were, to run the call again.
         self._changed = sorted(changed - self._unread)
+        #: primals that are not kept, and where they stand among the sources.
+        leaves = [(i, joint.primals[i].leaf) for i in sorted(partition.released)]
+        self._released = [(i, leaf) for i, leaf in leaves if leaf is not None]
         self._regions, self._calls = regions, 0
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
@@ -139,10 +142,16 @@ class CompiledFunction:
                 return None
         if before:
             primals = [before.get(i, primal) for i, primal in enumerate(primals)]
+        strides: dict[int, tuple[int, ...]] = {}
+        if self._released:
+            sources, primals = list(sources), list(primals)
+            for place, source in self._released:
+                strides[place] = primals[place].stride()
+                primals[place] = sources[source] = stand_in(primals[place])
         versions = versions_of(primals)
         for place in self._unread:
             versions[place] = None
-        return RepeatableCall(sources, primals, versions, generators, (*before, *self._unread))
+        return RepeatableCall(sources, primals, versions, generators, (*before, *self._unread), strides)
 
     def _frame(self, primals: Sequence[Any]) -> list[Any]:
         """The frame, with what the graph gives. Nothing of the user's has changed yet."""

@@ -7,6 +7,7 @@ few times. Everything else runs as eager would run it, also where compiled code 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +21,17 @@ from retrograd._torch.state import Autocast, ThreadModes, without_autocast
 from retrograd._torch.subclass import PLAIN, Layout, built
 from retrograd._torch.tensor import graph_is_kept
 from retrograd._torch.trace import InputGuard, is_batched, know_values, laid_out_like
-from retrograd.aot.run.cotangents import Expected, Strides, rerun_region, traced_for
+from retrograd.aot.released import PutBack
+from retrograd.aot.run.cotangents import Expected, Strides, traced_for
 from retrograd.aot.run.lower_half import LateCode, announce, is_ready, lower, still_compiling
+from retrograd.aot.run.rerun import rerun_region
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, EagerBackend
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_call import SharedMemory
 from retrograd.cudagraphs.graphed_function import GraphedFunction, graphed
 from retrograd.events import counters
+from retrograd.graph.eager_order import LiveGraph
 from retrograd.graph.joint_graph import Partition, SavedKind
 from retrograd.graph.lazy import LazyGraph
 from retrograd.report import MOST_FAILURES, Report, why_failed
@@ -332,8 +336,17 @@ class RegionCode:
         wanted = None
         if self._is_barred():
             wanted = {there for there, runs in zip(self.destinations, will_run(ctx), strict=True) if runs}
-        found = rerun_region(self._partition.joint, self._number, ctx.again, given, wanted)
+
+        def put_back(graph: LiveGraph, primals: Sequence[Any]) -> None:
+            kept = self._kept(ctx.saved_tensors if self._saves else (), ctx.numbers)
+            self._put_back(graph, kept, primals)
+
+        found = rerun_region(self._partition.joint, self._number, ctx.again, put_back, given, wanted)
         return [found[there] for there in self.destinations]
+
+    @functools.cached_property
+    def _put_back(self) -> PutBack:
+        return PutBack(self._partition, self._number)
 
 
 def _half_of(graph: LazyGraph) -> Half:

@@ -31,6 +31,7 @@ from retrograd._torch.autograd import (
 from retrograd._torch.state import Autocast, ThreadModes
 from retrograd._torch.subclass import Layout, built, is_wrapper, layout_of, parts_of
 from retrograd._torch.trace import JointTracer, is_traced, plain, to_functional
+from retrograd.aot.released import Releasable, releasable
 from retrograd.aot.trace.analyse import Analysis, TracedValue, stand_in
 from retrograd.aot.trace.enter import Inputs
 from retrograd.aot.trace.structure import Structure, divide
@@ -154,6 +155,7 @@ class Differentiated:
         cotangents: boundary and make-up of each cotangent, in the order of the placeholders.
         grads: by region, the functional gradient of each destination, or None.
         undefined_matters, with_functions, saving, hooked_leaves: as in `JointGraph`.
+        releasable: which primals may be released.
     """
 
     structure: Structure = field(default_factory=lambda: Structure((), (), ()))
@@ -166,6 +168,7 @@ class Differentiated:
     with_functions: set[int] = field(default_factory=set)
     saving: set[int] = field(default_factory=set)
     hooked_leaves: frozenset[int] = frozenset()
+    releasable: Releasable | None = None
 
     def boundary_of(self, value: int) -> int | None:
         """The boundary of a forward value."""
@@ -231,6 +234,8 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     count = len(analysis.values)
     values = (*edges, *range(count, count + len(stand_ins)))
     made = Differentiated(structure, tuple(edges), values, stand_ins, hooked_leaves=hooked_leaves)
+    nodes = [region.nodes for region in structure.regions]
+    made.releasable = releasable(tracer, graph, nodes, inputs, analysis.updates)
     traced = [*analysis.values, *stand_ins]
 
     def noting(node: LiveNode) -> AbstractContextManager[None]:

@@ -25,6 +25,7 @@ from retrograd._torch.fx import (
     is_operator_overload,
     is_wait,
     reads_memory,
+    replace_by_equal,
 )
 from retrograd.graph.joint import JointSignature, output_values
 from retrograd.graph.reach import reached
@@ -55,7 +56,7 @@ def merge_equal_calls(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) ->
         if place - before > _NEAR:
             first[key] = place, node
             continue
-        node.replace_all_uses_with(equal)
+        replace_by_equal(node, equal)
         gm.graph.erase_node(node)
     return gm
 

@@ -1,0 +1,238 @@
+"""Inputs that a call need not hold until its backward.
+
+A region may have to run as eager runs it: for a second derivative, say. Then the function is run again, and
+for that a call holds what it was given. Eager holds less: what its nodes have saved. Where all of that can be
+made of what the compiled forward has saved, a second run gets zeros in place of an input, and what its nodes
+have saved of them gives way to the right values. So nobody need hold the input.
+
+In: at the end of a trace, the autograd graph. Out: `Releasable`, in the metadata of the joint graph. Calls
+whose results eager saves are marked with ``meta["saved_for"]``.
+
+In: a joint graph and its partition. Out: the numbers of the primals that are released; and when a region runs
+again, `PutBack`, which gives the nodes of that run what eager's would have saved.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import fx
+
+from retrograd._torch.autograd import put_in_place, saved_tensors_of
+from retrograd._torch.fx import SAVED_FOR, aliased_inputs, depends_on_data, has_effect, is_operator_overload
+from retrograd._torch.state import without_autocast
+from retrograd._torch.subclass import PLAIN
+from retrograd._torch.trace import JointTracer, bytes_of, plain
+from retrograd.aot.parts import extract, is_number
+from retrograd.aot.trace.enter import Inputs
+from retrograd.backends.registry import EagerBackend
+from retrograd.errors import CaptureError
+from retrograd.graph.eager_order import LiveGraph
+from retrograd.graph.joint_graph import JointValues, Partition, RegionBackward, Saved, SavedKind, Update
+from retrograd.graph.reach import bits_reaching, reached
+
+#: bytes of an input that is worth a stand-in.
+FEWEST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class NodeSave:
+    """A tensor that an autograd node saves, and that may depend on a releasable primal.
+
+    Attributes:
+        node, name: the node, by its place in the graph.
+        attribute, place: where the node has the tensor; `place` is that in a list, None if it is alone.
+        regions: those that the node belongs to or is below of, whose gradients have it in their history.
+    """
+
+    node: int
+    name: str
+    attribute: str
+    place: int | None
+    regions: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Releasable:
+    """What is known when a function has been traced.
+
+    Attributes:
+        primals: by number, those on which the function can be run with other elements.
+        saves: what eager's nodes save of them, as numbered in ``meta["saved_for"]``.
+    """
+
+    primals: frozenset[int]
+    saves: tuple[NodeSave, ...]
+
+
+def releasable(
+    tracer: JointTracer,
+    graph: LiveGraph,
+    regions: Sequence[Sequence[int]],
+    inputs: Inputs,
+    updates: Iterable[Update],
+) -> Releasable | None:
+    """What may be released, if a trace has got as far as the autograd graph; None if nothing may.
+
+    Args:
+        graph: the autograd graph. regions: their nodes in it. updates: what the function does to its inputs.
+    """
+    placeholders = {node.target: node for node in tracer.graph.find_nodes(op="placeholder")}
+    primals = _large_inputs(inputs, updates)
+    reaching = bits_reaching(tracer.graph, {placeholders[f"primal_{i}"]: 1 << i for i in primals})
+    for node in tracer.graph.nodes:
+        if not _is_harmless(node):
+            primals = {i for i in primals if not reaching[node] >> i & 1}
+    if not primals:
+        return None
+    saves, mask = list[NodeSave](), sum(1 << i for i in primals)
+    edges = [[edge.node for edge in node.edges if edge] for node in graph.nodes]
+    below = [reached(nodes, edges.__getitem__) for nodes in regions]
+    for index, node in enumerate(graph.nodes):
+        saved = saved_tensors_of(node.handle)
+        if saved is None:
+            return None
+        for attribute, place, tensor in saved:
+            made = tracer.node_of(plain(tensor))
+            if made is not None and reaching.get(made, mask) & mask:
+                made.meta[SAVED_FOR] = (*made.meta.get(SAVED_FOR, ()), len(saves))
+                among = frozenset(number for number, nodes in enumerate(below) if index in nodes)
+                saves.append(NodeSave(index, node.name, attribute, place, among))
+    return Releasable(frozenset(primals), tuple(saves))
+
+
+def _large_inputs(inputs: Inputs, updates: Iterable[Update]) -> set[int]:
+    """Numbers of the primals of which a stand-in may be worth while: large ones with a history."""
+    kept = {update.primal for update in updates}
+    twice = {leaf.same_as for leaf in inputs.state.leaves}
+    return {
+        i
+        for i, primal in enumerate(inputs.primals)
+        if i not in kept
+        and primal.differentiable
+        and not primal.is_leaf
+        and primal.leaf is not None
+        and primal.leaf not in twice
+        and primal.wrapping is PLAIN
+        and bytes_of(primal.fake) >= FEWEST_BYTES
+    }
+
+
+_aten = torch.ops.aten
+#: operators that neither raise nor do harm whatever the elements are, besides those with a tag that says so.
+_HARMLESS = {
+    _aten.nll_loss_forward.default,
+    _aten.nll_loss2d_forward.default,
+    _aten._grouped_mm.default,
+    _aten.empty_like.default,
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.new_empty.default,
+    _aten.new_zeros.default,
+    _aten.baddbmm.default,
+    _aten.bernoulli.p,
+    _aten._fused_rms_norm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+}
+_TAGS = (torch.Tag.core, torch.Tag.pointwise)
+
+
+def _is_harmless(node: fx.Node) -> bool:
+    """Whether the call can be made with zeros in place of what it is given."""
+    if node.op != "call_function" or node.target is operator.getitem or is_number(node):
+        return not depends_on_data(node)
+    if not is_operator_overload(node.target) or node.target.namespace not in ("aten", "prims"):
+        return False
+    known = any(tag in node.target.tags for tag in _TAGS) or node.target in _HARMLESS
+    return (known or bool(aliased_inputs(node))) and not depends_on_data(node)
+
+
+def released(
+    joint: JointValues, saved: Sequence[Saved], backwards: Sequence[RegionBackward]
+) -> frozenset[int]:
+    """Numbers of the primals that calls need not hold."""
+    found: Releasable | None = joint.gm.meta.get("releasable")
+    if found is None or getattr(joint, "reports", None):
+        return frozenset()
+    if len(set(chain(*(node.meta.get(SAVED_FOR, ()) for node in joint.gm.graph.nodes)))) < len(found.saves):
+        return frozenset()  # what no gradient reads was left out of the graph
+    numbers = {f"primal_{i}": i for i in found.primals}
+    left = set(found.primals)
+    for number, backward in enumerate(backwards):
+        entries = [saved[i] for i in backward.saved]
+        read = _read(_saved_by_eager(joint, number).values(), {entry.name for entry in entries})
+        if any(map(has_effect, read)):
+            return frozenset()
+        left -= {numbers[node.target] for node in read if node.target in numbers}
+        left -= {numbers[one.name] for one in entries if one.kind is SavedKind.PRIMAL and one.name in numbers}
+    return frozenset(left)
+
+
+def _saved_by_eager(joint: JointValues, region: int) -> dict[NodeSave, fx.Node]:
+    """What eager's nodes save in a region and below it, and the calls that make it."""
+    saves = joint.gm.meta["releasable"].saves
+    noted = [(saves[i], node) for node in joint.gm.graph.nodes for i in node.meta.get(SAVED_FOR, ())]
+    return {save: node for save, node in noted if region in save.regions}
+
+
+def _read(wanted: Iterable[fx.Node], given: Collection[str]) -> list[fx.Node]:
+    """Of whose elements, not only sizes, `wanted` is made, if nodes of the names in `given` are known."""
+
+    def unknown(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return [node for node in nodes if node.name not in given]
+
+    def following(node: fx.Node) -> list[fx.Node]:
+        return [] if is_number(node) and not depends_on_data(node) else unknown(node.all_input_nodes)
+
+    return list(reached(unknown(wanted), following))
+
+
+class PutBack:
+    """What the nodes of a second run, which got zeros for some inputs, are given instead."""
+
+    def __init__(self, partition: Partition, number: int) -> None:
+        joint = partition.joint
+        wanted = _saved_by_eager(joint, number)
+        named = {node.name: node for node in joint.gm.graph.nodes}
+        names = [partition.saved[i].name for i in partition.backwards[number].saved]
+        self._kept = [place for place, name in enumerate(names) if name in named]
+        given = [named[names[place]] for place in self._kept]
+        inputs = joint.gm.graph.find_nodes(op="placeholder")[: len(joint.signature.primals)]
+        self._primals = [i for i, node in enumerate(inputs) if node not in given]
+        given += [inputs[i] for i in self._primals]
+        self._saves = list(wanted)
+        gm = extract(joint.gm, given, [*wanted.values()], "saved_by_eager")
+        self._run = without_autocast(EagerBackend().compile(gm, ()))
+
+    def __call__(self, graph: LiveGraph, kept: Sequence[Any], primals: Sequence[Any]) -> None:
+        """Give the nodes of `graph` what they would have saved.
+
+        Args:
+            graph: of the second run.
+            kept: what the region has saved.
+            primals: of the call; what is released has the right sizes, and zeros.
+
+        Raises:
+            CaptureError: the second run went another way than the trace.
+        """
+        args = [kept[place] for place in self._kept] + [primals[i] for i in self._primals]
+        with torch.no_grad():
+            values = self._run(args)
+        for save, value in zip(self._saves, values, strict=True):
+            live = graph.nodes[save.node] if save.node < len(graph.nodes) else None
+            if live is None or live.name != save.name:
+                raise CaptureError.because(
+                    "call-not-repeatable",
+                    f"where the trace had {save.name}, a second run has {live and live.name}",
+                    "aot.run_backward",
+                    way_out="run the function eagerly, or keep what differs between two runs out of it",
+                )
+            put_in_place(live.handle, save.attribute, save.place, value)
