@@ -123,35 +123,27 @@ def _large_inputs(inputs: Inputs, updates: Iterable[Update]) -> set[int]:
     }
 
 
-_aten = torch.ops.aten
-#: operators that neither raise nor do harm whatever the elements are, besides those with a tag that says so.
-_HARMLESS = {
-    _aten.nll_loss_forward.default,
-    _aten.nll_loss2d_forward.default,
-    _aten._grouped_mm.default,
-    _aten.empty_like.default,
-    _aten.zeros_like.default,
-    _aten.ones_like.default,
-    _aten.new_empty.default,
-    _aten.new_zeros.default,
-    _aten.baddbmm.default,
-    _aten.bernoulli.p,
-    _aten._fused_rms_norm.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-}
+#: tags of operators that neither raise nor do harm whatever the elements are, and the names of more of them.
 _TAGS = (torch.Tag.core, torch.Tag.pointwise)
+_HARMLESS = frozenset({
+    "sum", "mean", "var", "var_mean", "std", "std_mean", "logsumexp", "cumprod", "iota",
+    "empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "bernoulli", "native_dropout",
+    "baddbmm", "addbmm", "addmv", "mv", "dot", "linear", "outer", "tril", "triu", "roll", "stack", "pad",
+    "_grouped_mm", "_fused_rms_norm", "native_batch_norm", "_native_batch_norm_legit_functional",
+    "nll_loss_forward", "nll_loss2d_forward", "mse_loss", "smooth_l1_loss", "huber_loss",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+})  # fmt: skip
 
 
 def _is_harmless(node: fx.Node) -> bool:
     """Whether the call can be made with zeros in place of what it is given."""
     if node.op != "call_function" or node.target is operator.getitem or is_number(node):
         return not depends_on_data(node)
-    if not is_operator_overload(node.target) or node.target.namespace not in ("aten", "prims"):
+    target = node.target
+    if not is_operator_overload(target) or target.namespace not in ("aten", "prims"):
         return False
-    known = any(tag in node.target.tags for tag in _TAGS) or node.target in _HARMLESS
+    known = any(tag in target.tags for tag in _TAGS) or target.overloadpacket.__name__ in _HARMLESS
     return (known or bool(aliased_inputs(node))) and not depends_on_data(node)
 
 
