@@ -442,6 +442,23 @@ def test_recordings_of_a_function_copy_into_the_same_buffers_and_keep_no_memory_
     assert all(block.is_free() for block in blocks_of(recorder))
 
 
+def test_all_recordings_of_a_pool_copy_into_the_same_buffers_one_for_each_input():
+    recorder = Recorder()
+    minus, _ = call_of(lambda inputs: [inputs[0] - inputs[1]], recorder, held=64)
+    times, _ = call_of(lambda inputs: [inputs[0] * 2], recorder, held=64)
+    for step in range(40):
+        x, y = torch.full((8,), float(step)), torch.full((8,), step / 3)
+        difference = minus([x, y])[0]
+        assert torch.equal(times([y.clone()])[0], y * 2)
+        assert torch.equal(difference, x - y)
+    assert recorder.records == 2
+    (one,), (other,) = minus._recordings, times._recordings
+    assert one._buffers[0] is other._buffers[0] is not one._buffers[1]
+    del one, other, minus, times
+    gc.collect()
+    assert not recorder.pools
+
+
 def test_of_what_holds_much_fewer_recordings_are_held(monkeypatch):
     monkeypatch.setattr(graphed_call, "MUCH", 16)
     for held, most in ((16, MOST_RECORDINGS), (17, MOST_LARGE)):

@@ -25,7 +25,7 @@ from retrograd._torch.cuda import CudaRecorder
 from retrograd._torch.tensor import geometry_of, memory_of, storage_of
 from retrograd.cudagraphs.addresses import AddressHistory
 from retrograd.cudagraphs.pool import Pool
-from retrograd.cudagraphs.recorded import Buffer, Givers, Places, Recorded
+from retrograd.cudagraphs.recorded import Givers, Places, Recorded
 from retrograd.cudagraphs.refusals import refusal
 from retrograd.errors import Reason, Refusal, first_line
 from retrograd.events import counters
@@ -150,7 +150,6 @@ class GraphedCall:
         self._leaving: set[int] | None = None if memory is None else set()
         #: `SharedMemory.given_up` at the last recording.
         self._given_up = 0
-        self._buffers: dict[int, Buffer] = {}
         #: calls that no recording fitted, recordings, and the number of the call of the last one
         self._calls = self._made = self._recorded_at = 0
         self._replays = self._waits = self._given_made = 0
@@ -231,7 +230,7 @@ class GraphedCall:
             return None
         if self._made >= TRIED and self._replays * RARE < self._replays + self._calls:
             self._give_up([*self._recordings])
-            self._is_over, self._buffers = True, {}
+            self._is_over = True
             self._tell(_MOVING)
             return None
         self._made, self._recorded_at = self._made + 1, self._calls
@@ -335,9 +334,8 @@ class GraphedCall:
                 raise Refusal("not-recordable", f"{names} failed to be recorded before")
             into = pool or Pool(self._recorder.new_pool(self._device))
             donated = into.donatable(inputs, self._results.keys() - copied)
-            self._buffers = {i: buffer for i, buffer in self._buffers.items() if i in copied}
             places = Places(copied, donated, self._kept)
-            recorded = Recorded(record, inputs, places, into, self._buffers, self._leaving)
+            recorded = Recorded(record, inputs, places, into, self._leaving)
             self._recorder.pools[key] = into
         except Exception as error:
             if not isinstance(error, Refusal):

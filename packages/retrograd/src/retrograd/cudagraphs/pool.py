@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from retrograd._torch.tensor import is_only_here, placed_on, storage_of
+from retrograd.cudagraphs.buffers import Buffers
 from retrograd.cudagraphs.results import Results
 
 #: so often is it found that something is to be recorded while memory that was given away is in use, before
@@ -35,6 +36,7 @@ class Pool:
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle  #: of the recorder.
+        self.buffers = Buffers()
         self._count = self._undone = 0
         self._entered: dict[int, Results] = {}
         #: of these, results that were handed out since nobody was found to hold them, and the numbers of

@@ -11,15 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from retrograd._torch.tensor import (
-    addresses_are,
-    by_dtype,
-    copy_each,
-    geometry_of,
-    is_dense,
-    new_memory,
-    whole_of,
-)
+from retrograd._torch.tensor import addresses_are, by_dtype, copy_each, geometry_of
 from retrograd.cudagraphs.pool import Pool, held_here
 from retrograd.cudagraphs.results import Results
 
@@ -45,7 +37,6 @@ class Recorded:
         inputs: of the call. Those that are donated are replaced.
         places: of these and of the results.
         pool: in which it is recorded.
-        buffers: of recordings of the same function, by place; its own are added.
         leaving: places of results that are copied though they are large, and may grow; None: all are.
 
     Attributes:
@@ -63,17 +54,14 @@ class Recorded:
         inputs: list[Any],
         places: Places,
         pool: Pool,
-        buffers: dict[int, Buffer],
         leaving: set[int] | None,
     ) -> None:
         self.copied, self._donated, saved = places
         self._pool, self.replays = pool, 0
         self.givers: Givers = {}
         tensors = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
-        for i in [i for i in tensors if i in self.copied]:
-            if i not in buffers or not buffers[i].fits(inputs[i]):
-                buffers[i] = Buffer.of(inputs[i])
-        self._buffers = {i: buffers[i] for i in tensors if i in self.copied}
+        copied = [i for i in tensors if i in self.copied]
+        self._buffers = dict(zip(copied, pool.buffers.like([inputs[i] for i in copied]), strict=True))
         self._static = [i for i in tensors if i not in self.copied]
         self._layouts = {i: geometry_of(inputs[i]) for i in tensors}
         self.addresses = [v.data_ptr() if isinstance(v, torch.Tensor) else 0 for v in inputs]
@@ -116,27 +104,3 @@ class Recorded:
         self._replay()
         self._pool.handed_out(self._number)
         return self.results.hand_out(inputs)
-
-
-class Buffer(NamedTuple):
-    """Where an input is copied to: the function gets `tensor`; `target` is its memory as it is written."""
-
-    tensor: torch.Tensor
-    target: torch.Tensor
-
-    @staticmethod
-    def of(value: torch.Tensor) -> Buffer:
-        """A buffer like `value`. One whose elements do not fill their memory, each place once, is copied as a
-        row from its first to its last element."""
-        with torch.inference_mode(False):
-            make = new_memory(value.device)
-            tensor = make(tuple(value.shape), tuple(value.stride()), value.dtype)
-        return Buffer(tensor, tensor if is_dense(tensor) else whole_of([tensor]))
-
-    def fits(self, value: torch.Tensor) -> bool:
-        """Whether it is a buffer for `value`."""
-        return self.tensor.dtype is value.dtype and geometry_of(self.tensor) == geometry_of(value)
-
-    def source(self, value: torch.Tensor) -> torch.Tensor:
-        """`value`, as it is read."""
-        return value if self.target is self.tensor else whole_of([value])
