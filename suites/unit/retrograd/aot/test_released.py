@@ -134,6 +134,41 @@ def test_it_is_not_held_where_eager_has_no_second_derivative() -> None:
     assert found[0].equal(found[1])
 
 
+def test_it_is_not_held_where_a_copy_of_it_is_saved() -> None:
+    def run(x: Tensor) -> Tensor:
+        return functional.cross_entropy(x.float(), CLASSES)
+
+    def derivatives(call: Fn) -> list[Tensor]:
+        x = leaf(4, 6)
+        (first,) = torch.autograd.grad(call(x.bfloat16()), x, create_graph=True)
+        return [first, *torch.autograd.grad(first.sin().sum(), x)]
+
+    call = aot.function(run, backend="eager", strict=True)
+    inner = leaf(4, 6).bfloat16()
+    known, out = weakref.ref(inner), call(inner)
+    del inner
+    assert known() is None
+    torch.testing.assert_close(derivatives(call), derivatives(run))
+    del out
+
+
+def test_a_function_that_switches_autograd_on_has_a_second_derivative() -> None:
+    def run(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return gated(x)
+
+    def derivatives(call: Fn) -> list[Tensor]:
+        x = leaf(4, 6)
+        inner = x * 1
+        with torch.no_grad():
+            out = call(inner)
+        (first,) = torch.autograd.grad((out * out).sum(), x, create_graph=True)
+        return [first, *torch.autograd.grad(first.sin().sum(), x)]
+
+    call = aot.function(run, backend="eager", strict=True)
+    torch.testing.assert_close(derivatives(call), derivatives(run))
+
+
 @pytest.mark.parametrize("name", HELD)
 def test_it_is_held_where_a_second_run_needs_it(name: str) -> None:
     call = aot.function(HELD[name], backend="eager")

@@ -36,7 +36,7 @@ from retrograd.graph.eager_order import LiveGraph
 from retrograd.graph.joint_graph import JointValues, Partition, RegionBackward, Saved, SavedKind, Update
 from retrograd.graph.reach import bits_reaching, reached
 
-#: bytes of an input that is worth a stand-in.
+#: bytes of an input that it is worth while to let go of.
 FEWEST_BYTES = 1 << 20
 
 
@@ -107,7 +107,7 @@ def releasable(
 
 
 def _large_inputs(inputs: Inputs, updates: Iterable[Update]) -> set[int]:
-    """Numbers of the primals of which a stand-in may be worth while: large ones with a history."""
+    """Numbers of the primals that it may be worth while to let go of: large ones with a history."""
     kept = {update.primal for update in updates}
     twice = {leaf.same_as for leaf in inputs.state.leaves}
     return {

@@ -39,37 +39,39 @@ from retrograd.graph.joint import Destination
 from retrograd.graph.joint_graph import AliasOf, ComputedOutput, JointValues
 
 
-class StandIn(torch.autograd.Function):
+class Memoryless(torch.autograd.Function):
     """The history of a tensor, without its memory."""
 
     @staticmethod
     def forward(ctx: Any, like: torch.Tensor) -> torch.Tensor:
         """One of its sizes, which takes the memory of one element."""
+        ctx.set_materialize_grads(False)
         strides = (0,) * like.dim()
         return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Hand the gradient on."""
         return grad
 
 
 class LaidOut(torch.autograd.Function):
-    """Zeros in place of what a stand-in stands for, laid out as that was."""
+    """Zeros in place of what a memoryless tensor stands for, laid out as that was."""
 
     @staticmethod
     def forward(ctx: Any, like: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
         """Make them."""
+        ctx.set_materialize_grads(False)
         return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device).zero_()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         """Hand the gradient on."""
         return grad, None
 
 
-#: given a tensor, returns one of its sizes and history.
-stand_in, laid_out = entry_of(StandIn), entry_of(LaidOut)
+#: given a tensor, returns one of its sizes and history; given that, and strides, zeros.
+memoryless, laid_out = entry_of(Memoryless), entry_of(LaidOut)
 
 
 class RepeatableCall(NamedTuple):
@@ -82,7 +84,7 @@ class RepeatableCall(NamedTuple):
         generators: states of the random number generators before the call.
         changed: numbers of the primals that the call changes; `primals` has copies, as they were, unless it
             does not matter what is in them.
-        released: by the number of a primal in whose place a `stand_in` is held, the strides that it had.
+        released: by the number of a primal, the strides that it had; `primals` has its history, without memory.
     """
 
     sources: Sequence[Any]
@@ -94,14 +96,14 @@ class RepeatableCall(NamedTuple):
 
 
 #: gives the nodes of a second run, which is given zeros for some primals, what they would have saved.
-PutBack = Callable[[LiveGraph, Sequence[Any]], None]
+PuttingBack = Callable[[LiveGraph, Sequence[Any]], None]
 
 
 def rerun_region(
     joint: JointValues,
     number: int,
     call: RepeatableCall | None,
-    put_back: PutBack,
+    put_back: PuttingBack,
     cotangents: Mapping[int, Any],
     wanted: Collection[Destination] | None = None,
 ) -> dict[Destination, Any]:
@@ -157,7 +159,7 @@ def _second_run(  # noqa: PLR0913 - what was captured, what was given, what is a
     joint: JointValues,
     number: int,
     call: RepeatableCall,
-    put_back: PutBack,
+    put_back: PuttingBack,
     differentiable: bool,
     inlined: bool,
     *,
