@@ -84,7 +84,7 @@ class RepeatableCall(NamedTuple):
         generators: states of the random number generators before the call.
         changed: numbers of the primals that the call changes; `primals` has copies, as they were, unless it
             does not matter what is in them.
-        released: by the number of a primal, the strides that it had; `primals` has its history, without memory.
+        released: by the number of a primal, the strides that it had; `primals` has only its history.
     """
 
     sources: Sequence[Any]
