@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.testing._internal.two_tensor import TwoTensor
 
 from retrograd import aot
 from retrograd.aot import released
@@ -167,6 +168,19 @@ def test_a_function_that_switches_autograd_on_has_a_second_derivative() -> None:
 
     call = aot.function(run, backend="eager", strict=True)
     torch.testing.assert_close(derivatives(call), derivatives(run))
+
+
+def test_it_is_held_beside_a_wrapper_subclass() -> None:
+    def run(pair: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x + OTHER).exp(), pair * 2
+
+    def derivatives(call: Fn) -> list[Tensor]:
+        x, pair = leaf(4, 6), TwoTensor(tensor(2, 2), tensor(2, 2, seed=5))
+        out, _ = call(pair, x * 1)
+        (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return [first, *torch.autograd.grad(first.sin().sum(), x)]
+
+    torch.testing.assert_close(derivatives(aot.function(run, backend="eager")), derivatives(run))
 
 
 @pytest.mark.parametrize("name", HELD)

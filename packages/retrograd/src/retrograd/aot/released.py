@@ -107,7 +107,10 @@ def releasable(
 
 
 def _large_inputs(inputs: Inputs, updates: Iterable[Update]) -> set[int]:
-    """Numbers of the primals that it may be worth while to let go of: large ones with a history."""
+    """Numbers of the primals that it may be worth while to let go of: large ones with a history. None where
+    wrapper subclasses are among the inputs, of which the graph takes the parts."""
+    if any(primal.wrapping is not PLAIN for primal in inputs.primals):
+        return set()
     kept = {update.primal for update in updates}
     twice = {leaf.same_as for leaf in inputs.state.leaves}
     return {
@@ -118,7 +121,6 @@ def _large_inputs(inputs: Inputs, updates: Iterable[Update]) -> set[int]:
         and not primal.is_leaf
         and primal.leaf is not None
         and primal.leaf not in twice
-        and primal.wrapping is PLAIN
         and bytes_of(primal.fake) >= FEWEST_BYTES
     }
 
