@@ -80,6 +80,7 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "instance norm": functional.instance_norm,
     "one in a row": lambda x: torch.cat([x], 1),
     "two in a row": lambda x: torch.cat([x, x], 1),
+    "rolled": lambda x: x.roll(1, 0),
 }
 IMAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "channels shuffled": lambda x: functional.channel_shuffle(x, 2),
@@ -114,6 +115,23 @@ def test_generated_code_keeps_the_memory_format_that_eager_keeps(given: str, dev
         slopes = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for out in results]
         found.append({n: (r.stride(), s.stride()) for n, r, s in zip(shown, results, slopes, strict=True)})
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_a_trace_without_decompositions_keeps_the_memory_format_that_eager_keeps(given: str) -> None:
+    shown = {**FORMS, **IMAGES} if "images" in given else FORMS
+    for name, form in shown.items():
+
+        def read(x: Tensor, form: Callable[[Tensor], Tensor] = form) -> Tensor:
+            return form(x).as_strided((8,), (1,)) ** 2  # of elements by where they are
+
+        found = []
+        for call in (read, aot.function(read, backend="eager")):
+            torch.manual_seed(0)
+            x = GIVEN[given]().requires_grad_()
+            out = call(x)
+            found.append([out, *torch.autograd.grad(out.sum(), x)])
+        torch.testing.assert_close(*found, msg=lambda said, name=name: f"{name}: {said}")
 
 
 def test_contiguous_results_are_not_copied() -> None:

@@ -49,6 +49,7 @@ FORMATS_ON: Mapping[str, Mapping[Any, int | None]] = {
         _aten._native_batch_norm_legit_functional.default: 0,
         _aten._native_batch_norm_legit_no_training.default: 0,
         _aten._native_batch_norm_legit.no_stats: 0,
+        _aten.roll.default: 0,
     },
     "cuda": {
         _aten.channel_shuffle.default: CONTIGUOUS,
@@ -57,7 +58,15 @@ FORMATS_ON: Mapping[str, Mapping[Any, int | None]] = {
     },
 }
 #: whose fake kernel is the decomposition.
-_FAKED_BY_DECOMPOSITION = frozenset({_aten.upsample_bilinear2d.default})
+_FAKED_BY_DECOMPOSITION = frozenset({
+    _aten.upsample_bilinear2d.default,
+    _aten.native_batch_norm.default,
+    _aten._native_batch_norm_legit_functional.default,
+    _aten._native_batch_norm_legit_no_training.default,
+    _aten._native_batch_norm_legit.no_stats,
+    _aten.native_batch_norm_backward.default,
+    _aten.roll.default,
+})  # fmt: skip
 #: the operator that is being traced without what is said here.
 _within: ContextVar[Any] = ContextVar("within", default=None)
 
