@@ -17,7 +17,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -82,8 +81,10 @@ def releasable(
     Args:
         graph: the autograd graph. regions: their nodes in it. updates: what the function does to its inputs.
     """
-    placeholders = {node.target: node for node in tracer.graph.find_nodes(op="placeholder")}
     primals = _large_inputs(inputs, updates)
+    if not primals:
+        return None
+    placeholders = {node.target: node for node in tracer.graph.find_nodes(op="placeholder")}
     reaching = bits_reaching(tracer.graph, {placeholders[f"primal_{i}"]: 1 << i for i in primals})
     for node in tracer.graph.nodes:
         if not _is_harmless(node):
@@ -129,8 +130,8 @@ def _large_inputs(inputs: Inputs, updates: Iterable[Update]) -> set[int]:
 _TAGS = (torch.Tag.core, torch.Tag.pointwise)
 _HARMLESS = frozenset({
     "sum", "mean", "var", "var_mean", "std", "std_mean", "logsumexp", "cumprod", "iota",
-    "empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "bernoulli", "native_dropout",
-    "baddbmm", "addbmm", "addmv", "mv", "dot", "linear", "outer", "tril", "triu", "roll", "stack", "pad",
+    "empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "bernoulli",
+    "baddbmm", "addbmm", "addmv", "mv", "dot", "tril", "triu", "roll", "stack",
     "_grouped_mm", "_fused_rms_norm", "native_batch_norm", "_native_batch_norm_legit_functional",
     "nll_loss_forward", "nll_loss2d_forward", "mse_loss", "smooth_l1_loss", "huber_loss",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
@@ -156,13 +157,15 @@ def released(
     found: Releasable | None = joint.gm.meta.get("releasable")
     if found is None or getattr(joint, "reports", None):
         return frozenset()
-    if len(set(chain(*(node.meta.get(SAVED_FOR, ()) for node in joint.gm.graph.nodes)))) < len(found.saves):
+    wanted = _saved_by_eager(joint)
+    if len(wanted) < len(found.saves):
         return frozenset()  # what no gradient reads was left out of the graph
     numbers = {f"primal_{i}": i for i in found.primals}
     left = set(found.primals)
     for number, backward in enumerate(backwards):
         entries = [saved[i] for i in backward.saved]
-        read = _read(_saved_by_eager(joint, number).values(), {entry.name for entry in entries})
+        below = [node for save, node in wanted.items() if number in save.regions]
+        read = _read(below, {entry.name for entry in entries})
         if any(map(has_effect, read)):
             return frozenset()
         left -= {numbers[node.target] for node in read if node.target in numbers}
@@ -170,11 +173,10 @@ def released(
     return frozenset(left)
 
 
-def _saved_by_eager(joint: JointValues, region: int) -> dict[NodeSave, fx.Node]:
-    """What eager's nodes save in a region and below it, and the calls that make it."""
+def _saved_by_eager(joint: JointValues) -> dict[NodeSave, fx.Node]:
+    """What eager's nodes save, and the calls that make it."""
     saves = joint.gm.meta["releasable"].saves
-    noted = [(saves[i], node) for node in joint.gm.graph.nodes for i in node.meta.get(SAVED_FOR, ())]
-    return {save: node for save, node in noted if region in save.regions}
+    return {saves[i]: node for node in joint.gm.graph.nodes for i in node.meta.get(SAVED_FOR, ())}
 
 
 def _read(wanted: Iterable[fx.Node], given: Collection[str]) -> list[fx.Node]:
@@ -194,7 +196,7 @@ class PutBack:
 
     def __init__(self, partition: Partition, number: int) -> None:
         joint = partition.joint
-        wanted = _saved_by_eager(joint, number)
+        wanted = {s: node for s, node in _saved_by_eager(joint).items() if number in s.regions}
         named = {node.name: node for node in joint.gm.graph.nodes}
         names = [partition.saved[i].name for i in partition.backwards[number].saved]
         self._kept = [place for place, name in enumerate(names) if name in named]

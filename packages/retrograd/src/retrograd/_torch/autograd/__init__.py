@@ -37,8 +37,6 @@ from retrograd._torch.autograd.nodes import (
     refuse_nan,
     refuse_reentry,
     request_to_release,
-    saved_name,
-    saves_tensors,
     versions_of,
     will_run,
 )
@@ -68,7 +66,7 @@ from retrograd._torch.autograd.request import (
     read_ranks,
     why_not_collectable,
 )
-from retrograd._torch.autograd.saved import put_in_place, saved_tensors_of
+from retrograd._torch.autograd.saved import put_in_place, saved_name, saved_tensors_of, saves_tensors
 from retrograd._torch.autograd.turns import (
     InTurns,
     last_turn,

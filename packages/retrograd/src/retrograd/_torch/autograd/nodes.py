@@ -1,4 +1,4 @@
-"""Autograd nodes and Functions: called by hand; their saved tensors read, checked for changes, and released.
+"""Autograd nodes and Functions: called by hand; their saved tensors checked for changes, and released.
 
 In: nodes of an autograd graph (``grad_fn``) and gradients. Out: the gradients they give for each of their
 edges, as ``Engine::evaluate_function`` and ``validate_outputs`` (``torch/csrc/autograd/engine.cpp``) would
@@ -25,47 +25,11 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointFunction
 
 from retrograd._torch.autograd.collection import run_stock, window
-from retrograd._torch.autograd.function_code import reads_saved_tensors
 from retrograd._torch.autograd.request import EngineRequest
 from retrograd._torch.state import torch_functions_off, without_torch_functions
 from retrograd._torch.tensor import PLAIN_CLASSES, zeros_of_slot
 from retrograd.errors import Refusal
 from retrograd.graph.eager_order import LiveGraph
-
-_PREFIX = "_raw_saved_"
-
-
-def saved_name(node: Any, hook: Callable[..., Any], packed: Any) -> str | None:
-    """Under which name `node` gives the tensor that was packed into `packed`; None if it cannot be told."""
-    names = [
-        name for name in dir(node) if name.startswith(_PREFIX) and _is(getattr(node, name), hook, packed)
-    ]
-    if len(names) > 1 and not (isinstance(packed, torch.Tensor) and len(set(node.next_functions)) == 1):
-        return None  # tensors of different history may have been packed into one value
-    return names[0].removeprefix("_raw") if names else None
-
-
-def saves_tensors(node: Any) -> bool:
-    """Whether `node` keeps tensors that it reads, and so cannot run when they are freed. A Function that asks
-    for them cannot either if there are none. What is an attribute of its context is never freed. The
-    node of a change through a view frees the operation that it stands for."""
-    if node.name().endswith("CopySlices"):
-        return True
-    function = getattr(node, "_forward_cls", None)
-    reads = None if function is None else reads_saved_tensors(function)
-    if reads is not None:
-        return reads
-    names = dir(node)
-    found = [getattr(node, name) for name in names if name.startswith(_PREFIX)]
-    return any(
-        one.data is not None for each in found for one in (each if isinstance(each, tuple) else (each,))
-    )
-
-
-def _is(saved: Any, hook: Callable[..., Any], packed: Any) -> bool:
-    # Lists of saved tensors are left out: torch reads them as a whole only.
-    is_one = isinstance(saved, torch._C._autograd.SavedTensor)
-    return is_one and saved.unpack_hook is hook and saved.data is packed
 
 
 class Versions:

@@ -8,15 +8,41 @@ history stays, and nothing that was in memory for it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from retrograd._torch.autograd.function_code import reads_saved_tensors
 
 _RAW = "_raw_saved_"
 #: the names of torch's own nodes: they save tensors nowhere else. Nodes of Functions, of operators in other
 #: libraries, and of changes through views do.
 _OWN = re.compile(r"\w+Backward\d+|torch::autograd::(AccumulateGrad|CopyBackwards)")
+
+
+def saved_name(node: Any, hook: Callable[..., Any], packed: Any) -> str | None:
+    """Under which name `node` gives the tensor that was packed into `packed`; None if it cannot be told."""
+    names = [
+        f"_saved_{attribute}"
+        for attribute, place, raw in _saved(node)
+        # Lists of saved tensors are left out: torch reads them as a whole only.
+        if place is None and raw.unpack_hook is hook and raw.data is packed
+    ]
+    if len(names) > 1 and not (isinstance(packed, torch.Tensor) and len(set(node.next_functions)) == 1):
+        return None  # tensors of different history may have been packed into one value
+    return names[0] if names else None
+
+
+def saves_tensors(node: Any) -> bool:
+    """Whether `node` keeps tensors that it reads, and so cannot run when they are freed. A Function that asks
+    for them cannot either if there are none. What is an attribute of its context is never freed. The
+    node of a change through a view frees the operation that it stands for."""
+    if node.name().endswith("CopySlices"):
+        return True
+    function = getattr(node, "_forward_cls", None)
+    reads = None if function is None else reads_saved_tensors(function)
+    return any(raw.data is not None for _, _, raw in _saved(node)) if reads is None else reads
 
 
 def saved_tensors_of(node: Any) -> list[tuple[str, int | None, torch.Tensor]] | None:
@@ -29,30 +55,26 @@ def saved_tensors_of(node: Any) -> list[tuple[str, int | None, torch.Tensor]] | 
     if hasattr(node, "apply") or not _OWN.fullmatch(node.name()):
         return None
     found = []
-    for attribute in _attributes(node):
-        for place, raw in _places(getattr(node, _RAW + attribute)):
-            if raw.unpack_hook is not None:
-                return None
-            value = getattr(node, f"_saved_{attribute}")
-            tensor = value if place is None else value[place]
-            if tensor is not None:
-                found.append((attribute, place, tensor))
+    for attribute, place, raw in _saved(node):
+        if raw.unpack_hook is not None:
+            return None
+        value = getattr(node, f"_saved_{attribute}")
+        tensor = value if place is None else value[place]
+        if tensor is not None:
+            found.append((attribute, place, tensor))
     return found
 
 
 def put_in_place(node: Any, attribute: str, place: int | None, value: torch.Tensor) -> None:
     """Have the node read `value` where it has saved another tensor; its history stays that of the other."""
-    for number, raw in _places(getattr(node, _RAW + attribute)):
-        if number == place:
-            raw.register_hooks(lambda _: None, lambda _: value)
+    raw = getattr(node, _RAW + attribute)
+    (raw if place is None else raw[place]).register_hooks(lambda _: None, lambda _: value)
 
 
-def _attributes(node: Any) -> list[str]:
-    return [name.removeprefix(_RAW) for name in dir(node) if name.startswith(_RAW)]
-
-
-def _places(raw: Any) -> Iterator[tuple[int | None, Any]]:
-    if isinstance(raw, tuple):
-        yield from enumerate(raw)
-    else:
-        yield None, raw
+def _saved(node: Any) -> Iterator[tuple[str, int | None, Any]]:
+    """What holds each saved tensor, with its attribute, and its place if that is a list."""
+    for name in dir(node):
+        if name.startswith(_RAW):
+            found = getattr(node, name)
+            each = enumerate(found) if isinstance(found, tuple) else [(None, found)]
+            yield from ((name.removeprefix(_RAW), place, raw) for place, raw in each)
