@@ -24,10 +24,18 @@ from torch import fx
 from retrograd._torch import pytree
 from retrograd._torch.fx import copied_module, replace_by_equal
 from retrograd._torch.state import Autocast, autocast_off
-from retrograd._torch.trace import JointTracer, functional_mode, is_fake, make_graph, without_tokens
+from retrograd._torch.trace import (
+    JointTracer,
+    OtherCotangent,
+    functional_mode,
+    is_fake,
+    make_graph,
+    without_tokens,
+)
 from retrograd.aot.trace.analyse import analyse
 from retrograd.aot.trace.differentiate import Manner, differentiate
 from retrograd.aot.trace.enter import EntryPlan, Inputs
+from retrograd.aot.trace.structure import Structure
 from retrograd.errors import CaptureError, PassError, Refusal, RetrogradError, first_line
 from retrograd.graph.joint import Boundary, Cotangent, JointSignature, Output, Region, rendered
 from retrograd.graph.joint_graph import CaptureState, JointValues
@@ -119,8 +127,13 @@ def capture(
     Raises:
         CaptureError: the function does what a graph cannot hold; the cause is chained.
     """
-    plan = EntryPlan()
     manner = Manner(single_region, split_at_leaf_grads, sums_apart, layouts, backward_autocast)
+    return capture_divided(state, manner)[0]
+
+
+def capture_divided(state: CaptureState, manner: Manner) -> tuple[JointGraph, Structure]:
+    """The same, with the division of eager's autograd graph."""
+    plan = EntryPlan()
     while True:
         attempt = _Attempt(state, plan, manner)
         try:
@@ -129,7 +142,7 @@ def capture(
                 python_kernels = state.is_symbolic or bool(state.decompositions)
                 gm = make_graph(attempt.body, state.decompositions, JointTracer, python_kernels)
                 _refuse_fakes(gm)
-        except RetrogradError:
+        except (RetrogradError, OtherCotangent):
             raise
         except Exception as error:
             if (larger := plan.with_copies(state)) != plan:
@@ -145,7 +158,7 @@ def capture(
             manner = replace(manner, split_at_leaf_grads=False)
             continue
         if attempt.amended == plan:
-            return attempt.result(gm)
+            return attempt.result(gm), attempt.backward.structure
         plan = attempt.amended
 
 

@@ -17,13 +17,15 @@ from torch import fx
 
 from retrograd._torch.pytree import tree_flatten
 from retrograd._torch.trace import InputGuard
-from retrograd.aot.capture import JointGraph, capture
+from retrograd.aot.capture import JointGraph, capture_divided
 from retrograd.aot.kept import KeptPartition, kept_partition
 from retrograd.aot.modules import FlatCall
 from retrograd.aot.partition import partition
+from retrograd.aot.repeated import GraphCall, capture_graph
 from retrograd.aot.run.call import CompiledFunction
 from retrograd.aot.run.lower_half import announce, is_ready, lower
 from retrograd.aot.run.region import RegionCode
+from retrograd.aot.trace.differentiate import Manner
 from retrograd.aot.writes import writing_ahead
 from retrograd.backends.base import Half
 from retrograd.backends.registry import find_backend
@@ -266,12 +268,9 @@ def run_stages(  # noqa: PLR0913 - what all stages together need
 
 def _captured(state: CaptureState, config: Config, split_at_leaf_grads: bool) -> JointGraph:
     is_exact = not find_backend(config.backend).traces
-    joint = capture(
-        state,
-        single_region=config.single_region,
-        split_at_leaf_grads=split_at_leaf_grads,
-        sums_apart=is_exact,
-    )
+    manner = Manner(config.single_region, split_at_leaf_grads, sums_apart=is_exact)
+    capture = capture_graph if isinstance(state.call, GraphCall) else capture_divided
+    joint, _ = capture(state, manner)
     return joint.apply(*config.passes) if config.passes else joint
 
 

@@ -26,9 +26,10 @@ from retrograd._torch.dynamo import (
 )
 from retrograd._torch.state import torch_functions_off
 from retrograd._torch.tensor import common_base, groups_sharing_memory, is_foreign
-from retrograd._torch.trace import alias_of_fake, mode_among, run_graph
+from retrograd._torch.trace import alias_of_fake, mode_among
 from retrograd.aot.compile import run_stages
 from retrograd.aot.modules import ModuleState
+from retrograd.aot.repeated import GraphCall
 from retrograd.aot.run.call import CompiledFunction
 from retrograd.aot.state import state_of_flat
 from retrograd.backends.registry import find_backend
@@ -144,16 +145,9 @@ def state_of_graph(
     for item in inputs:
         if isinstance(item.value, torch.Tensor) and (what := why_not_as_given(item)):
             raise CaptureError(_changed(item, what))
-    count = len(module.tensors)
-
-    def call(values: Sequence[Any]) -> Any:
-        # If the graph leaves grad mode switched, that is done after each call, and not during the capture.
-        with module.replaced(values[:count]), torch.set_grad_enabled(torch.is_grad_enabled()):
-            return run_graph(gm, values[count:])
-
     attributes = [fake_of_attribute(mode, tensor) for tensor in module.tensors]
     state = state_of_flat(
-        call,
+        GraphCall(gm, module),
         [*attributes, *(item.value for item in inputs)],
         name="the graph that Dynamo made",
         names=[*module.names, *(item.name for item in inputs)],

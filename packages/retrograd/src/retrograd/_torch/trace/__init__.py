@@ -47,4 +47,20 @@ from retrograd._torch.trace.graph_tracer import (
     trace,
 )
 from retrograd._torch.trace.input_guards import InputGuard, changed_sizes
-from retrograd._torch.trace.interpret import checkpoints_inlined, checkpoints_marked, run_graph
+from retrograd._torch.trace.interpret import (
+    CALL_OF_RUN,
+    HANDED_ON,
+    checkpoints_inlined,
+    checkpoints_marked,
+    run_graph,
+)
+from retrograd._torch.trace.runs import (
+    OtherCotangent,
+    RunCopy,
+    RunInput,
+    TracedRun,
+    noted_run,
+    switched,
+    switches_more,
+    traced_run_of,
+)

@@ -37,8 +37,9 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.traceback import has_preserved_node_meta
 
-from retrograd._torch.fx import is_mutating, is_random, lazily, real_tensors
+from retrograd._torch.fx import add_call, is_mutating, is_random, lazily, real_tensors
 from retrograd._torch.state import autocast_off, seeds_and_states
 from retrograd._torch.tensor import is_lazy
 from retrograd._torch.trace.fakes import fake_of, is_fake, new_fake_mode, symbolic_integer, why_not_fakeable
@@ -58,7 +59,7 @@ class GraphTracer:
         self._tracer = tracer
         self._create_node = tracer.create_node
         self.note: dict[str, Any] = {}
-        tracer.create_node = self._created
+        tracer.create_node, tracer.add_call = self._created, self._added
 
     def placeholder(self, name: str, value: Any) -> Any:
         """`value` (a fake tensor or a symbolic integer) as a new input of the graph."""
@@ -76,6 +77,11 @@ class GraphTracer:
             yield
         finally:
             self.note = before
+
+    @property
+    def tracer(self) -> Any:
+        """Torch's own tracer."""
+        return self._tracer
 
     @property
     def graph(self) -> fx.Graph:
@@ -97,11 +103,24 @@ class GraphTracer:
             self._annotate(node)
         return node
 
+    def _added(self, target: Any, args: Any, kwargs: Any, name: str | None) -> fx.Node:
+        """A call of torch's that was traced before; its node need not be looked at."""
+        if has_preserved_node_meta():
+            node: fx.Node = self._tracer.create_node("call_function", target, args, kwargs, name)
+            return node
+        node = add_call(self._tracer.graph, target, args, kwargs, name)
+        self._annotate(node)
+        return node
+
     def _annotate(self, node: fx.Node) -> None:
         """Write into a new call what is to be known of it. Inductor names kernels by ``original_aten``."""
         if isinstance(node.target, torch._ops.OpOverload):
             node.meta.setdefault("original_aten", node.target)
         node.meta.update(self.note)
+
+
+#: what a cast is traced to, without and with decompositions.
+_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
 class JointTracer(GraphTracer):
@@ -134,7 +153,7 @@ class JointTracer(GraphTracer):
             node.target
             for node in placeholders
             for user in node.users
-            if user.target is torch.ops.aten._to_copy.default and len(user.users) > 1
+            if user.target in _CASTS and len(user.users) > 1
         }
 
     def refuse_other_numbers(self) -> None:
@@ -173,6 +192,11 @@ class _Current(threading.local):
 
 
 _current = _Current()
+
+
+def tracer_here() -> GraphTracer | None:
+    """What the body of the trace works with that this thread is in."""
+    return _current.tracer
 
 
 def is_tracing_here() -> bool:

@@ -172,19 +172,24 @@ _RESIZE = torch.ops.inductor.resize_storage_bytes_
 _REFUSED = (_RESIZE, _RESIZE.default)
 #: the last of the calls to which Dynamo lowers an assignment to ``.data``; the call for reading it.
 _DATA_WRITTEN, _DATA_READ = "_lower_version_count_by_1", "_get_data_attr"
+#: the number of a call in a run of calls that repeats itself.
+CALL_OF_RUN = "call_of_run"
 #: what calls of the trace are to know of the call that they come from.
-_HANDED_ON = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id")
+HANDED_ON = (
+    "stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id", CALL_OF_RUN,
+)  # fmt: skip
 
 
-def run_graph(gm: fx.GraphModule, args: Sequence[Any]) -> Any:
-    """Run `gm`; while it is traced, stack traces, module paths and checkpoint policies go on to the trace.
+def run_graph(gm: fx.GraphModule, args: Sequence[Any], graph: fx.Graph | None = None) -> Any:
+    """Run `gm`, or another `graph` with what it holds. While it is traced, stack traces, module paths and
+    checkpoint policies go on to the trace.
 
     A graph of Dynamo's enters and leaves transforms of ``torch.func`` by calls. None is left open if one
     in between raises.
     """
     if get_proxy_mode() is None and not any(map(_reenters, gm.graph.nodes)):
         return gm(*args)
-    interpreter = _Interpreter(gm)
+    interpreter = _Interpreter(gm, graph)
     depth, forward_mode = torch._C._functorch.get_dynamic_layer_stack_depth(), torch._C._is_fwd_grad_enabled()
     try:
         return interpreter.run(*args)
@@ -200,13 +205,13 @@ def _reenters(node: fx.Node) -> bool:
 
 
 class _Interpreter(fx.Interpreter):
-    def __init__(self, gm: fx.GraphModule) -> None:
-        super().__init__(gm)
+    def __init__(self, gm: fx.GraphModule, graph: fx.Graph | None = None) -> None:
+        super().__init__(gm, graph=graph)
         #: levels of forward-mode differentiation that are open.
         self.dual_levels: list[int] = []
 
     def run_node(self, n: fx.Node) -> Any:
-        with noted(**{key: n.meta[key] for key in _HANDED_ON if key in n.meta}):
+        with noted(**{key: n.meta[key] for key in HANDED_ON if key in n.meta}):
             return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
     ProxyTorchDispatchMode,
     _ProxyTensor,
@@ -56,8 +56,8 @@ class _Value:
 
 
 @dataclass(frozen=True)
-class _Node:
-    """A node that a call made: its arguments, with a `_Reference` for each node, and its example value.
+class NotedNode:
+    """A node that a trace made: its arguments, with a `_Reference` for each node, and its example value.
 
     Attributes:
         value: a `_Value`, None, or a tuple of them.
@@ -81,7 +81,7 @@ class _Noted:
         results: numbers of tensors, or None.
     """
 
-    nodes: tuple[_Node, ...]
+    nodes: Sequence[NotedNode]
     container: Callable[..., Any] | None
     results: tuple[int | None, ...]
 
@@ -122,7 +122,7 @@ class _Memory:
         results = self._run(func, types, args, kwargs)
         if known is _UNKNOWN:
             try:
-                self._known[key] = _Notes(tensors, nodes, self._tracer).of(before, results)
+                self._known[key] = _noted(tensors, nodes, self._tracer, before, results)
             except Refusal:
                 self._known[key] = None
         return results
@@ -194,85 +194,108 @@ def _node_of(value: FakeTensor, tracer: Any) -> fx.Node:
     return node
 
 
-#: entries of a node's metadata that follow from its value alone.
-_COPIED = ("tensor_meta",)
-
-
-class _Notes:
-    """What comes of one call is noted.
+class Notes:
+    """Nodes of one graph are noted, to be written for other inputs.
 
     Args:
-        tensors, nodes: that the call is given, and what stands for them in the graph.
-        tracer: of the trace.
+        inputs: nodes that what is noted may read, each with its tensor.
+        copied: which entries of their metadata are.
+
+    Raises:
+        Refusal: one node stands for several of the tensors.
     """
 
-    def __init__(self, tensors: Sequence[FakeTensor], nodes: Sequence[fx.Node], tracer: Any) -> None:
-        self._tensors, self._tracer = tensors, tracer
-        self._numbers = {node: number for number, node in enumerate(nodes)}
-        self._memory: dict[int, int] = {}
-        self._shared: set[int] = set()
-        for number, tensor in enumerate(tensors):
+    def __init__(self, inputs: Iterable[tuple[fx.Node, FakeTensor]], copied: Collection[str]) -> None:
+        self.nodes: list[NotedNode] = []
+        self._copied, self._memory, self._shared = copied, dict[int, int](), set[int]()
+        self._numbers: dict[fx.Node, int] = {}
+        for number, (node, tensor) in enumerate(inputs):
+            if self._numbers.setdefault(node, number) != number:
+                raise _unnotable()
             if self._memory.setdefault(_memory_of(tensor), number) != number:
                 self._shared.add(_memory_of(tensor))
-        if len(self._numbers) < len(nodes):
-            raise _unnotable()  # one node stands for several tensors
+        self._next_memory = len(self._numbers)
 
-    def of(self, before: fx.Node, results: Any) -> _Noted:
-        """Note the nodes that stand behind `before`, and the `results`."""
-        made: list[_Node] = []
-        graph, node = before.graph, before
-        while (node := node._next) is not graph._root:
-            if node.op != "call_function":
-                raise _unnotable()
-            args = fx.map_arg(node.args, self._reference)
-            kwargs = fx.map_arg(node.kwargs, self._reference)
-            value = node.meta.get("val")
-            if isinstance(value, (tuple, list)):
-                said: Any = tuple(map(self._value, value))
-            else:
-                said = self._value(value)
-            self._numbers[node] = len(self._numbers)
-            meta = {key: node.meta[key] for key in _COPIED if key in node.meta}
-            made.append(_Node(node.target, self._name(node.target), args, kwargs, said, meta))
-        return _Noted(tuple(made), *self._results(results))
+    def number_of(self, node: fx.Node) -> int:
+        """The number of an input, or of a node that was noted: those stand behind the inputs.
 
-    def _reference(self, node: fx.Node) -> Any:
+        Raises:
+            Refusal: it is neither.
+        """
         if node not in self._numbers:
             raise _unnotable()
-        return _Reference(self._numbers[node])
+        return self._numbers[node]
 
-    def _name(self, target: Any) -> str | None:
-        if isinstance(target, torch._ops.OpOverload):
-            name: str = self._tracer.graph._target_to_str(target.overloadpacket.__name__)
-            return name
-        if target is operator.getitem:
-            return None
-        raise _unnotable()
+    def add(self, node: fx.Node) -> None:
+        """Note a node.
+
+        Raises:
+            Refusal: more than can be noted would have to be.
+        """
+        if node.op != "call_function" or "eager_input_vals" in node.meta:
+            raise _unnotable()
+
+        def reference(read: fx.Node) -> Any:
+            return _Reference(self.number_of(read))
+
+        value: Any = node.meta.get("val")
+        said = tuple(map(self._value, value)) if isinstance(value, (tuple, list)) else self._value(value)
+        meta = {key: node.meta[key] for key in self._copied if key in node.meta}
+        args, kwargs = fx.map_arg(node.args, reference), fx.map_arg(node.kwargs, reference)
+        self.nodes.append(NotedNode(node.target, _base_of_name(node), args, kwargs, said, meta))
+        self._numbers[node] = len(self._numbers)
 
     def _value(self, value: Any) -> _Value | None:
         if value is None:
             return None
         if (form := form_of(value)) is None or (memory := _memory_of(value)) in self._shared:
             raise _unnotable()
-        return _Value(form, self._memory.setdefault(memory, len(self._tensors) + len(self._memory)))
+        number = self._memory.setdefault(memory, self._next_memory)
+        self._next_memory += number == self._next_memory
+        return _Value(form, number)
 
-    def _results(self, results: Any) -> tuple[Callable[..., Any] | None, tuple[int | None, ...]]:
-        if not isinstance(results, (tuple, list)):
-            return None, (self._result(results),)
-        numbers = tuple([None if one is None else self._result(one) for one in results])
-        return getattr(type(results), "_make", type(results)), numbers
 
-    def _result(self, value: Any) -> int:
-        for number, tensor in enumerate(self._tensors):
+def _base_of_name(node: fx.Node) -> str | None:
+    if isinstance(node.target, torch._ops.OpOverload):
+        name: str = node.graph._target_to_str(node.target.overloadpacket.__name__)
+        return name
+    if node.target is operator.getitem:
+        return None
+    raise _unnotable()
+
+
+#: entries of a node's metadata that follow from its value alone.
+_OF_VALUE = ("tensor_meta",)
+
+
+def _noted(
+    tensors: Sequence[FakeTensor], nodes: Sequence[fx.Node], tracer: Any, before: fx.Node, results: Any
+) -> _Noted:
+    """What a call made: the nodes that stand behind `before`, and the `results`.
+
+    Args:
+        tensors, nodes: that the call is given, and what stands for them in the graph of `tracer`.
+    """
+    notes, node = Notes(zip(nodes, tensors, strict=True), _OF_VALUE), before
+    while (node := node._next) is not before.graph._root:
+        notes.add(node)
+
+    def number_of(value: Any) -> int:
+        for number, tensor in enumerate(tensors):
             if tensor is value:
                 return number
         if (form := form_of(value)) is None or value.requires_grad:
             raise _unnotable()
-        node = _node_of(value, self._tracer)
-        number = self._numbers.get(node, -1)
-        if number < len(self._tensors) or form != form_of(node.meta["val"]):
+        node = _node_of(value, tracer)
+        number = notes.number_of(node)
+        if number < len(tensors) or form != form_of(node.meta["val"]):
             raise _unnotable()
         return number
+
+    if not isinstance(results, (tuple, list)):
+        return _Noted(notes.nodes, None, (number_of(results),))
+    numbers = tuple([None if one is None else number_of(one) for one in results])
+    return _Noted(notes.nodes, getattr(type(results), "_make", type(results)), numbers)
 
 
 _UNKNOWN = object()
@@ -285,29 +308,64 @@ def _memory_of(value: torch.Tensor) -> int:
 
 def _recalled(noted: _Noted, tensors: Sequence[FakeTensor], nodes: Sequence[fx.Node], tracer: Any) -> Any:
     """Write what was noted once more, for other tensors, and give the results."""
-    mode, stand = tensors[0].fake_mode, [*nodes]
-    values: list[Any] = [*tensors]
-    memory = {number: tensor.untyped_storage() for number, tensor in enumerate(tensors)}
+    writing = Writing(tracer, tensors[0].fake_mode)
+    for node, tensor in zip(nodes, tensors, strict=True):
+        writing.give(node, tensor)
+    for one in noted.nodes:
+        writing.write(one, len(writing.nodes) in noted.results)
+    results = [None if number is None else writing.values[number] for number in noted.results]
+    return results[0] if noted.container is None else noted.container(results)
 
-    def made(value: _Value | None) -> Any:
+
+class Writing:
+    """What was noted is written once more, into the graph of `tracer`.
+
+    Attributes:
+        nodes, values: by number: those given, then those written. The values of some are fakes with which the
+            trace goes on.
+    """
+
+    def __init__(self, tracer: Any, mode: FakeTensorMode) -> None:
+        self.nodes: list[fx.Node] = []
+        self.values: list[Any] = []
+        self._tracer, self._mode = tracer, mode
+        self._memory: dict[int, torch.UntypedStorage] = {}
+
+    def give(self, node: fx.Node, tensor: FakeTensor) -> None:
+        """The next input: what stands for a tensor in the graph."""
+        self._memory[len(self.nodes)] = tensor.untyped_storage()
+        self.nodes.append(node)
+        self.values.append(tensor)
+
+    def expect(self) -> None:
+        """The next input is not there yet."""
+        self.nodes.append(None)  # type: ignore[arg-type]
+        self.values.append(None)
+
+    def receive(self, number: int, node: fx.Node, tensor: FakeTensor) -> None:
+        """An input that was expected."""
+        self._memory[number] = tensor.untyped_storage()
+        self.nodes[number], self.values[number] = node, tensor
+
+    def write(self, one: NotedNode, is_result: bool) -> None:
+        """The next node; whether the trace goes on with its value."""
+        args, kwargs = map_aggregate(one.args, self._resolved), map_aggregate(one.kwargs, self._resolved)
+        node = self._tracer.add_call(one.target, args, kwargs, one.name)
+        several = isinstance(one.value, tuple)
+        value = tuple(map(self._made, one.value)) if several else self._made(one.value)
+        node.meta.update(one.meta, val=value)
+        if is_result:
+            value = self._made(one.value)
+            set_proxy_slot(value, self._tracer, _ProxyTensor(self._tracer.proxy(node), None))
+        self.nodes.append(node)
+        self.values.append(value)
+
+    def _resolved(self, argument: Any) -> Any:
+        return self.nodes[argument.number] if type(argument) is _Reference else argument
+
+    def _made(self, value: _Value | None) -> Any:
         if value is None:
             return None
-        fake = fake_of_form(mode, value.form, memory.get(value.memory))
-        memory.setdefault(value.memory, fake.untyped_storage())
+        fake = fake_of_form(self._mode, value.form, self._memory.get(value.memory))
+        self._memory.setdefault(value.memory, fake.untyped_storage())
         return fake
-
-    def resolved(argument: Any) -> Any:
-        return stand[argument.number] if type(argument) is _Reference else argument
-
-    for one in noted.nodes:
-        args, kwargs = map_aggregate(one.args, resolved), map_aggregate(one.kwargs, resolved)
-        node = tracer.create_node("call_function", one.target, args, kwargs, one.name)
-        value = tuple(map(made, one.value)) if isinstance(one.value, tuple) else made(one.value)
-        node.meta.update(one.meta, val=value)
-        if len(values) in noted.results:
-            value = made(one.value)
-            set_proxy_slot(value, tracer, _ProxyTensor(tracer.proxy(node), None))
-        stand.append(node)
-        values.append(value)
-    results = [None if number is None else values[number] for number in noted.results]
-    return results[0] if noted.container is None else noted.container(results)

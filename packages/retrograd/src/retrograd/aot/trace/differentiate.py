@@ -30,7 +30,7 @@ from retrograd._torch.autograd import (
 )
 from retrograd._torch.state import Autocast, ThreadModes
 from retrograd._torch.subclass import Layout, built, is_wrapper, layout_of, parts_of
-from retrograd._torch.trace import JointTracer, is_traced, plain, to_functional
+from retrograd._torch.trace import JointTracer, is_traced, plain, to_functional, traced_run_of
 from retrograd.aot.released import Releasable, releasable
 from retrograd.aot.trace.analyse import Analysis, TracedValue, stand_in
 from retrograd.aot.trace.enter import Inputs
@@ -137,11 +137,11 @@ def _added(known: Any, more: Any) -> Any:
 class Manner:
     """How values are differentiated; see ``aot.capture``."""
 
-    single_region: bool
-    split_at_leaf_grads: bool
-    sums_apart: bool
-    layouts: Mapping[int, Sequence[int]]
-    autocast: Autocast
+    single_region: bool = False
+    split_at_leaf_grads: bool = False
+    sums_apart: bool = False
+    layouts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    autocast: Autocast = ()
 
 
 @dataclass
@@ -224,7 +224,9 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     hooked_leaves = frozenset(
         primal for primal in primals.values() if manner.split_at_leaf_grads and inputs.primals[primal].is_leaf
     )
-    structure = divide(graph, primals, manner.single_region, hooked_leaves, manner.sums_apart)
+    runs = {i: run for i, node in enumerate(graph.nodes) if (run := traced_run_of(node.handle))}
+    steps = {i: run.steps for i, run in runs.items()}
+    structure = divide(graph, primals, manner.single_region, hooked_leaves, manner.sums_apart, steps)
     if any(region.nodes and not region.destinations for region in structure.regions):
         raise not_representable("a result requires grad, and its gradient goes nowhere")
     stand_ins = [
@@ -245,13 +247,14 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     for number, region in enumerate(structure.regions):
         with modes.restored(), tracer.noting(is_backward=True, region=number):
             roots = {root: traced[values[root]] for root in region.roots}
-            handles = [graph.nodes[node].handle for node in region.nodes]
+            inside = [runs[node] for node in region.nodes if node in runs]
+            handles = [graph.nodes[node].handle for node in region.nodes if node not in runs]
             functions = [one for one in handles if hasattr(one, "apply")]
             if functions:
                 made.with_functions.add(number)
             if not all(map(materializes_grads, functions)):
                 made.undefined_matters.add(number)
-            if any(map(saves_tensors, handles)):
+            if any(run.saves for run in inside) or any(map(saves_tensors, handles)):
                 made.saving.add(number)
             walk = Walk(graph, structure, primals, number, noting)
             with accumulating_only_into(is_traced):
@@ -270,7 +273,7 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
 
 def _refuse_effects(graph: LiveGraph) -> None:
     for node in graph.nodes:
-        function = getattr(node.handle, "_forward_cls", None)
+        function = None if traced_run_of(node.handle) else getattr(node.handle, "_forward_cls", None)
         if function is not None and (reason := why_backward_has_effects(function)) is not None:
             raise Refusal("backward-effect", f"{function.__qualname__}: {reason}")
 

@@ -19,8 +19,9 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from types import MappingProxyType
 
-from retrograd.graph.eager_order import ROOT, Edge, LiveGraph, eager_walk
+from retrograd.graph.eager_order import ROOT, Edge, LiveGraph, eager_walk, with_steps
 from retrograd.graph.joint import BackwardStep, Destination
 
 #: more regions than this, and all outputs are differentiated together.
@@ -65,6 +66,7 @@ def divide(
     single: bool = False,
     hooked_leaves: Collection[int] = (),
     sums_apart: bool = False,
+    steps: Mapping[int, Sequence[Sequence[int]]] = MappingProxyType({}),
 ) -> Structure:
     """Divide `graph`, whose roots are the edges of the visible tensors.
 
@@ -72,8 +74,10 @@ def divide(
         primals: by node that accumulates: the primal whose gradient it is.
         hooked_leaves: primals whose gradients become visible one by one: regions end where these are
             complete. single, sums_apart: as in ``aot.capture``.
+        steps: by node that stands for several of eager's, which of its edges each of these has.
     """
-    order = [node for node in eager_walk(graph) if node != ROOT]
+    stepwise, _ = with_steps(graph, steps)
+    order = [node for node in eager_walk(stepwise) if node != ROOT and node < len(graph.nodes)]
     reached = _reached_by(graph, primals, order)
     borders = frozenset(graph.roots)
     if single or len(set(reached.values())) > MOST_REGIONS:

@@ -1,0 +1,241 @@
+"""Runs of calls that come again in a graph of Dynamo's are traced once, and written down for each copy.
+
+In: the joint graph of one copy, traced by itself: `TracedRun`. While the whole graph is traced, `RunCopy` is
+called in place of the calls of a copy. Out: the nodes that tracing these would have made, and one autograd
+node, which writes those of their backward when it is called.
+
+A copy is traced as usual where it is given other things than the one that was traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from retrograd._torch.state import ThreadModes, torch_functions_off
+from retrograd._torch.trace.fakes import Form, form_of
+from retrograd._torch.trace.functional import plain, to_functional
+from retrograd._torch.trace.graph_tracer import JointTracer, tracer_here
+from retrograd._torch.trace.interpret import CALL_OF_RUN, HANDED_ON
+from retrograd._torch.trace.recall import NotedNode, Notes, Writing
+
+#: entries of metadata that are of the place where a node is written.
+_OF_PLACE = frozenset({"val", "region", "is_backward", "seq_nr", *HANDED_ON}) - {CALL_OF_RUN}
+
+
+class OtherCotangent(Exception):
+    """A copy got a cotangent that is laid out otherwise than in the run that was traced: its `form`."""
+
+    def __init__(self, copy: RunCopy, form: Form | None) -> None:
+        super().__init__()
+        self.copy, self.form = copy, form
+
+
+@dataclass(frozen=True)
+class RunInput:
+    """What a run was given."""
+
+    form: Form | None
+    requires_grad: bool
+    is_leaf: bool
+
+    @staticmethod
+    def of(value: torch.Tensor, fake: Any) -> RunInput:
+        """Of a tensor of a trace, and the fake that it is."""
+        return RunInput(form_of(fake), value.requires_grad, value.is_leaf)
+
+
+@dataclass(frozen=True, eq=False)
+class TracedRun:
+    """A run of calls, traced.
+
+    Attributes:
+        inputs: what it was given. modes: those of the thread.
+        forward, backward: the nodes. They are numbered from the inputs on, and the cotangent.
+        outputs: numbers of the results. differentiable: which of them has a gradient; None if none has.
+        cotangent: the form of its cotangent.
+        gradients: numbers of what is contributed to gradients of inputs, or None where that is undefined, in
+            the order in which it arrives; `contributed` has the inputs.
+        steps: by autograd node of eager's, which of these it contributes.
+        saves: whether eager saves tensors for it.
+    """
+
+    inputs: tuple[RunInput, ...]
+    modes: ThreadModes
+    forward: Sequence[NotedNode]
+    backward: Sequence[NotedNode]
+    outputs: tuple[int, ...]
+    differentiable: int | None
+    cotangent: Form | None
+    gradients: tuple[int | None, ...]
+    contributed: tuple[int, ...]
+    steps: tuple[tuple[int, ...], ...]
+    saves: bool
+
+
+def noted_run(graph: fx.Graph) -> tuple[Notes, int]:
+    """The joint graph of a run, noted: its nodes, of which so many are the forward's.
+
+    Raises:
+        Refusal: it cannot be written down again.
+    """
+    kept = {key for node in graph.nodes for key in node.meta} - _OF_PLACE
+    inputs = [(node, node.meta["val"]) for node in graph.find_nodes(op="placeholder")]
+    notes, forward = Notes(inputs, kept), 0
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            notes.add(node)
+            forward += not node.meta.get("is_backward", False)
+    return notes, forward
+
+
+class RunCopy:
+    """One copy of a run, called in place of its calls.
+
+    Args:
+        traced: the run, as far as it is known, for the form of a cotangent (None: laid out like the output).
+        handed_on: what nodes of each of its calls are to know of it.
+        otherwise: runs the calls themselves.
+
+    Attributes:
+        cotangent: the form that the cotangent will have.
+    """
+
+    __name__ = __qualname__ = "run"
+
+    def __init__(
+        self,
+        traced: Mapping[Form | None, TracedRun | None],
+        handed_on: Sequence[Mapping[str, Any]],
+        otherwise: Callable[..., Any],
+    ) -> None:
+        self._traced, self._handed_on, self._otherwise = traced, handed_on, otherwise
+        self.cotangent: Form | None = None
+
+    def __call__(self, *args: Any) -> tuple[Any, ...]:
+        """Trace the copy: its outputs."""
+        run, tracer = self._traced.get(self.cotangent), tracer_here()
+        if run is not None and isinstance(tracer, JointTracer) and ThreadModes.now() == run.modes:
+            with torch_functions_off():
+                if _fits(run, args):
+                    return _Written(self, run, tracer, args).outputs()
+        outputs: tuple[Any, ...] = self._otherwise(*args)
+        return outputs
+
+    def describe(self, node: fx.Node) -> None:
+        """Write into a node what it is to know of the call that it comes from."""
+        number = node.meta.pop(CALL_OF_RUN, None)
+        if number is not None:
+            node.meta.pop("stack_trace")
+            node.meta.update(self._handed_on[number])
+
+
+def _fits(run: TracedRun, args: Sequence[Any]) -> bool:
+    if not all(type(arg) is FunctionalTensor for arg in args):
+        return False
+    return all(RunInput.of(arg, plain(arg)) == known for arg, known in zip(args, run.inputs, strict=True))
+
+
+class _Written:
+    """A copy that is written into a graph; first its forward, then its backward."""
+
+    def __init__(self, copy: RunCopy, run: TracedRun, tracer: JointTracer, args: Sequence[Any]) -> None:
+        self.copy, self.run, self._args = copy, run, args
+        self.output: torch.Tensor | None = None
+        given = [plain(arg) for arg in args]
+        self._writing = Writing(tracer.tracer, given[0].fake_mode)
+        for fake in given:
+            node = tracer.node_of(fake)
+            assert node is not None
+            self._writing.give(node, fake)
+        if run.differentiable is not None:
+            self._writing.expect()
+        with tracer.noting(stack_trace=""):  # that of the call takes its place
+            self._write(run.forward)
+
+    def outputs(self) -> tuple[Any, ...]:
+        made = [to_functional(self._writing.values[number]) for number in self.run.outputs]
+        if (place := self.run.differentiable) is not None:
+            contributed = [self._args[number] for number in self.run.contributed]
+            self.output = made[place]
+            made[place] = RepeatedRun.apply(self, *contributed)
+        return tuple(made)
+
+    def gradients(self, grad: torch.Tensor | None) -> list[Any]:
+        """The contributions."""
+        if grad is None:
+            return [None] * len(self.run.gradients)
+        fake, tracer = plain(grad), tracer_here()
+        node = tracer.node_of(fake) if isinstance(tracer, JointTracer) else None
+        if form_of(fake) != self.run.cotangent or node is None:
+            raise OtherCotangent(self.copy, form_of(fake))
+        self._writing.receive(len(self._args), node, fake)
+        self._write(self.run.backward)
+        made = [None if number is None else self._writing.values[number] for number in self.run.gradients]
+        return [None if one is None else to_functional(one) for one in made]
+
+    def _write(self, nodes: Sequence[NotedNode]) -> None:
+        results = {*self.run.outputs, *self.run.gradients}
+        for one in nodes:
+            number = len(self._writing.nodes)
+            self._writing.write(one, number in results)
+            self.copy.describe(self._writing.nodes[number])
+
+
+class RepeatedRun(torch.autograd.Function):
+    """The autograd nodes of a copy, as one."""
+
+    @staticmethod
+    def forward(ctx: Any, written: _Written, *contributed: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.written = written
+        return written.output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        return None, *ctx.written.gradients(grad)
+
+
+def traced_run_of(node: Any) -> TracedRun | None:
+    """The run whose autograd nodes `node` stands for."""
+    if getattr(node, "_forward_cls", None) is not RepeatedRun:
+        return None
+    run: TracedRun = node.written.run
+    return run
+
+
+# what calls of a graph switch
+
+_ENTERS, _EXITS = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+_SETS_GRAD_MODE = torch._C._set_grad_enabled
+#: calls that give nothing, and after which others may do the same as before.
+_KNOWN = (_ENTERS, _EXITS, _SETS_GRAD_MODE, torch._C._log_api_usage_once)
+
+
+def switched(calls: Sequence[fx.Node]) -> Iterator[tuple[int, int]]:
+    """Where grad mode or autocast are not as before all calls: after which call, and until which."""
+    since: int | None = None
+    depth, grad = 0, torch.is_grad_enabled()
+    for i, node in enumerate(calls):
+        depth += (node.target is _ENTERS) - (node.target is _EXITS)
+        grad = bool(node.args[0]) if node.target is _SETS_GRAD_MODE else grad
+        is_other = depth != 0 or grad != torch.is_grad_enabled()
+        if is_other and since is None:
+            since = i
+        elif not is_other and since is not None:
+            yield since, i
+            since = None
+    if since is not None:
+        yield since, len(calls)
+
+
+def switches_more(node: fx.Node) -> bool:
+    """Whether the call switches what other calls depend on, besides autocast and grad mode."""
+    if "functorch" in (getattr(node.target, "__module__", "") or ""):
+        return True
+    return node.meta.get("example_value") is None and node.target not in _KNOWN

@@ -1,0 +1,331 @@
+"""Capture of a graph from Dynamo in which a run of calls comes again, as the layers of a deep model do.
+
+In: the state of the graph. Out: the `JointGraph` that tracing all of its calls would give. One copy of each
+kind is captured by itself; the others are written down (`_torch.trace.runs`).
+
+A copy is written where that is the same as tracing it. It reads and gives tensors, and changes none; one of
+those that it gives has a gradient, so that all of its autograd nodes run one after the other; and nothing of
+what it gives is a view. Contributions to gradients leave it one by one, in eager's order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from retrograd._torch.fx import has_effect, is_higher_order, is_random
+from retrograd._torch.state import ThreadModes
+from retrograd._torch.tensor import is_dense
+from retrograd._torch.trace import (
+    CALL_OF_RUN,
+    HANDED_ON,
+    Form,
+    OtherCotangent,
+    RunCopy,
+    RunInput,
+    TracedRun,
+    form_of,
+    noted_run,
+    run_graph,
+    switched,
+    switches_more,
+)
+from retrograd.aot.capture import JointGraph, capture_divided
+from retrograd.aot.modules import ModuleState
+from retrograd.aot.parts import extract
+from retrograd.aot.state import state_of_flat
+from retrograd.aot.trace.differentiate import Manner
+from retrograd.aot.trace.structure import Structure
+from retrograd.errors import CaptureError, Refusal
+from retrograd.graph.joint import Gradient, PrimalKind, output_values
+from retrograd.graph.joint_graph import CaptureState, ComputedOutput
+from retrograd.graph.structure import structure_of, token_of
+from retrograd.repeats.borders import boundary_costs, last_use
+from retrograd.repeats.divide import find_repeats
+from retrograd.repeats.outline import metadata_of
+
+#: calls that a copy must have, and copies that there must be.
+_LEAST, _COPIES = 6, 3
+#: how often the whole is traced again because a cotangent is laid out otherwise than expected.
+_ATTEMPTS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class GraphCall:
+    """What a state calls that was made of a graph from Dynamo.
+
+    Attributes:
+        gm: the graph. module: the tensors that it holds, which come first among the values.
+        graph: runs in place of that of `gm`.
+    """
+
+    gm: fx.GraphModule
+    module: ModuleState
+    graph: fx.Graph | None = None
+
+    def __call__(self, values: Sequence[Any]) -> Any:
+        """Run the graph."""
+        count = len(self.module.tensors)
+        # If the graph leaves grad mode switched, that is done after each call, and not during the capture.
+        with self.module.replaced(values[:count]), torch.set_grad_enabled(torch.is_grad_enabled()):
+            return run_graph(self.gm, values[count:], self.graph)
+
+
+def capture_graph(state: CaptureState, manner: Manner) -> tuple[JointGraph, Structure]:
+    """As `capture_divided`, of a state that calls a `GraphCall`."""
+    call: GraphCall = state.call  # type: ignore[assignment]
+    kinds = _traced_kinds(state, manner, call.gm) if _may_repeat(state, manner) else []
+    if kinds:
+        folded = replace(state, call=replace(call, graph=_folded(call.gm.graph, kinds)))
+        for _ in range(_ATTEMPTS):
+            try:
+                joint, structure = capture_divided(folded, manner)
+                return replace(joint, state=state), structure
+            except OtherCotangent as found:
+                kind = next(kind for kind in kinds if found.copy in kind.copies)
+                kind.expect(found.copy, found.form)
+            except CaptureError:
+                break
+    return capture_divided(state, manner)
+
+
+def _may_repeat(state: CaptureState, manner: Manner) -> bool:
+    """Whether copies may be written. What a call may let go of, and where gradients of leaves are handed
+    over, is told of eager's own autograd nodes."""
+    inner = any(leaf.is_tensor and leaf.requires_grad and not leaf.is_leaf for leaf in state.leaves)
+    return not (inner or state.is_symbolic or manner.split_at_leaf_grads or manner.sums_apart)
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """Calls of the graph that follow each other, with what they read and what others read of them."""
+
+    calls: Sequence[fx.Node]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+    @staticmethod
+    def of(calls: Sequence[fx.Node]) -> _Run:
+        inside = set(calls)
+        inputs = dict.fromkeys(read for node in calls for read in node.all_input_nodes if read not in inside)
+        outputs = [node for node in calls if not inside.issuperset(node.users)]
+        return _Run(calls, tuple(inputs), tuple(outputs))
+
+    def module(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """The run by itself."""
+        made = extract(gm, self.inputs, self.outputs, "run", also=self.calls)
+        for number, node in enumerate(node for node in made.graph.nodes if node.op.startswith("call_")):
+            node.meta[CALL_OF_RUN] = number
+        return made
+
+
+@dataclass(eq=False)
+class _Kind:
+    """Equal runs.
+
+    Attributes:
+        runs: in order; `copies` are called in their place.
+        traced: by form of the cotangent (None: like the output), what was captured.
+    """
+
+    state: CaptureState
+    manner: Manner
+    gm: fx.GraphModule
+    runs: list[_Run]
+    copies: list[RunCopy] = field(default_factory=list)
+    traced: dict[Form | None, TracedRun | None] = field(default_factory=dict)
+
+    def expect(self, copy: RunCopy, form: Form | None) -> None:
+        """`copy` gets such a cotangent; so may those before it, whose backward runs later, unless it is
+        expanded, as the gradient of a sum is."""
+        if form not in self.traced:
+            run = None if form is None or form.offset else self.capture(form.stride)
+            self.traced[form] = run if run is not None and run.cotangent == form else None
+        last = self.copies.index(copy)
+        for one in self.copies[last if form is None or 0 in form.stride else 0 : last + 1]:
+            one.cotangent = form
+
+    def capture(self, strides: Sequence[int] | None = None) -> TracedRun | None:
+        """Capture the first run, for a cotangent with these strides; None if that cannot be written down."""
+        run, modes = self.runs[0], list[ThreadModes]()
+        module = run.module(self.gm)
+
+        def call(values: Sequence[Any]) -> Any:
+            modes.append(ThreadModes.now())
+            return run_graph(module, values)
+
+        fakes = [*map(_example, run.inputs)]
+        state = state_of_flat(
+            call,
+            fakes,
+            name="a run of calls that comes again",
+            names=[node.name for node in run.inputs],
+            kinds=[PrimalKind.ARGUMENT] * len(fakes),
+            decompositions=self.state.decompositions,
+            fake_mode=self.state.fake_mode,
+        )
+        leaves = [
+            replace(leaf, requires_grad=fake.requires_grad, is_leaf=_is_given(node))
+            for leaf, node, fake in zip(state.leaves, run.inputs, fakes, strict=True)
+        ]
+        leaves = [replace(leaf, is_leaf=not leaf.requires_grad or leaf.is_leaf) for leaf in leaves]
+        state = replace(state, leaves=tuple(leaves), thread_modes=self.state.thread_modes)
+        layouts = {} if strides is None else {0: strides}
+        try:
+            manner = replace(self.manner, layouts=layouts, sums_apart=True)
+            return _written_down(*capture_divided(state, manner), modes[-1])
+        except (CaptureError, Refusal):
+            return None
+
+
+def _written_down(joint: JointGraph, structure: Structure, modes: ThreadModes) -> TracedRun:
+    """The run, to be written down for each copy.
+
+    Raises:
+        Refusal: it cannot be.
+    """
+    graph, given = joint.gm.graph, output_values(joint.gm.graph)
+    values = [plan.value for plan in joint.outputs if isinstance(plan, ComputedOutput)]
+    boundaries = [joint.values[value].boundary for value in values]
+    differentiable = [place for place, boundary in enumerate(boundaries) if boundary is not None]
+    if (
+        not len(set(values)) == len(joint.outputs) == len(joint.values)
+        or not len(structure.regions) == len(differentiable) <= 1
+        or any(value.version for value in joint.values)
+        or any((joint.updates, joint.found, joint.undefined_matters, joint.with_functions))
+        or joint.offsets_matter
+        or joint.reenters
+        or any(has_effect(node) and not is_random(node) for node in graph.nodes if node.op != "output")
+    ):
+        raise Refusal("unnotable", "it does more than to compute")
+    sends = structure.regions[0].sends if differentiable else {}
+    if len(set(sends.values())) < len(sends):
+        raise Refusal("unnotable", "it adds contributions up")
+    steps = defaultdict[int, list[int]](list)
+    for number, (node, _) in enumerate(sends):
+        steps[node].append(number)
+    outputs = zip(joint.signature.outputs, given, strict=True)
+    found = {one.of: node for one, node in outputs if isinstance(one, Gradient)}
+    gradients = [found.get(there) for there in sends.values()]
+    cotangents = graph.find_nodes(op="placeholder")[len(joint.primals) :]
+    notes, forward = noted_run(graph)
+    return TracedRun(
+        inputs=tuple([RunInput(form_of(one.fake), one.differentiable, one.is_leaf) for one in joint.primals]),
+        modes=modes,
+        forward=notes.nodes[:forward],
+        backward=notes.nodes[forward:],
+        outputs=tuple([notes.number_of(given[value]) for value in values]),
+        differentiable=next(iter(differentiable), None),
+        cotangent=form_of(cotangents[0].meta["val"]) if cotangents else None,
+        gradients=tuple([None if one is None else notes.number_of(one) for one in gradients]),
+        contributed=tuple([there.index for there in sends.values()]),
+        steps=tuple(map(tuple, steps.values())),
+        saves=bool(joint.saving),
+    )
+
+
+# where a graph repeats itself
+
+
+def _traced_kinds(state: CaptureState, manner: Manner, gm: fx.GraphModule) -> list[_Kind]:
+    """The kinds of runs of which one was captured."""
+    groups = defaultdict[Hashable, list[_Run]](list)
+    for run in _runs(gm.graph):
+        if _can_be_written(run, state.thread_modes):
+            structure = structure_of(run.calls, run.inputs, run.outputs)
+            groups[structure, tuple(map(_value_key, run.inputs))].append(run)
+    kinds = []
+    for (structure, _), runs in groups.items():  # type: ignore[misc]
+        kind = _Kind(state, manner, gm, runs)
+        if structure is None or len(runs) < _COPIES or (traced := kind.capture()) is None:
+            continue
+        kind.traced[None] = traced
+        kind.copies = [RunCopy(kind.traced, _handed_on(run), partial(_otherwise, run, gm)) for run in runs]
+        kinds.append(kind)
+    return kinds
+
+
+def _handed_on(run: _Run) -> list[dict[str, Any]]:
+    return [{key: node.meta[key] for key in HANDED_ON if key in node.meta} for node in run.calls]
+
+
+def _otherwise(run: _Run, gm: fx.GraphModule, *args: Any) -> Any:
+    return run_graph(run.module(gm), args)
+
+
+def _runs(graph: fx.Graph) -> Iterator[_Run]:
+    """The copies of what repeats."""
+    calls = [node for node in graph.nodes if node.op.startswith("call_")]
+    if len(calls) < _LEAST * _COPIES or any(map(switches_more, calls)):
+        return
+    place = {node: i for i, node in enumerate(calls)}
+    # There can be no border where grad mode or autocast are not as at the beginning.
+    uses: list[tuple[int, int, float | None]] = [(*place, None) for place in switched(calls)]
+    for i, node in enumerate(calls):
+        crosses = isinstance(_example(node), torch.Tensor)
+        uses.append((i, last_use(node, place), 1.0 if crosses else None))
+    costs = boundary_costs(len(calls), [use for use in uses if use[1] > use[0]])
+    for repeat in find_repeats([_token(node) for node in calls], costs, _LEAST, _COPIES):
+        for start in repeat.cuts()[:-1]:
+            yield _Run.of(calls[start : start + repeat.length])
+
+
+#: notes by which calls of equal text differ.
+_NOTES = frozenset({"custom", "recompute", "ac_graph_id"})
+
+
+def _token(node: fx.Node) -> Hashable:
+    if node.op == "call_module" or is_higher_order(node.target) or not _NOTES.isdisjoint(node.meta):
+        return node
+    return node.op, token_of(node), _value_key(node)
+
+
+def _value_key(node: fx.Node) -> Hashable:
+    value = _example(node)
+    is_tensor = isinstance(value, torch.Tensor)
+    return metadata_of(value), is_tensor and (value.requires_grad, _is_given(node), type(value))
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _is_given(node: fx.Node) -> bool:
+    return not node.op.startswith("call_")
+
+
+def _can_be_written(run: _Run, modes: ThreadModes) -> bool:
+    given, made = ([*map(_example, nodes)] for nodes in (run.inputs, run.outputs))
+    if not given or not all(map(form_of, (*given, *made))):
+        return False
+    if any(value._is_view() or not is_dense(value) for value in made):
+        return False
+    # Autocast keeps the cast of a parameter for all calls.
+    kept = [node for node in run.inputs if _is_given(node) and _example(node).requires_grad]
+    shares = modes.autocast and not all(set(run.calls).issuperset(node.users) for node in kept)
+    return not shares and sum(value.requires_grad for value in made) <= 1
+
+
+def _folded(graph: fx.Graph, kinds: Sequence[_Kind]) -> fx.Graph:
+    """The graph with calls of the copies in place of those of the runs."""
+    pairs = [pair for kind in kinds for pair in zip(kind.runs, kind.copies, strict=True)]
+    ends = {run.calls[-1]: (run, copy) for run, copy in pairs}
+    inside = {node for run, _ in pairs for node in run.calls}
+    folded, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        if node not in inside:
+            made[node] = folded.node_copy(node, made.__getitem__)
+        if node in ends:
+            run, copy = ends[node]
+            args = tuple([made[read] for read in run.inputs])
+            called = folded.create_node("call_function", copy, args, name="run")
+            for number, output in enumerate(run.outputs):
+                made[output] = folded.call_function(operator.getitem, (called, number))
+    return folded
