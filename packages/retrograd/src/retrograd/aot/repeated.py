@@ -81,13 +81,15 @@ class GraphCall:
 def capture_graph(state: CaptureState, manner: Manner) -> tuple[JointGraph, Structure]:
     """As `capture_divided`, of a state that calls a `GraphCall`."""
     call: GraphCall = state.call  # type: ignore[assignment]
-    kinds = _traced_kinds(state, manner, call.gm) if _may_repeat(state, manner) else []
+    kinds = _traced_kinds(state, call.gm) if _may_repeat(state, manner) else []
     if kinds:
         folded = replace(state, call=replace(call, graph=_folded(call.gm.graph, kinds)))
         for _ in range(_ATTEMPTS):
             try:
                 joint, structure = capture_divided(folded, manner)
-                return replace(joint, state=state), structure
+                if not manner.sums_apart or len(structure.regions) <= 1:
+                    return replace(joint, state=state), structure
+                break  # contributions of several regions take turns, node by node
             except OtherCotangent as found:
                 kind = next(kind for kind in kinds if found.copy in kind.copies)
                 kind.expect(found.copy, found.form)
@@ -100,7 +102,7 @@ def _may_repeat(state: CaptureState, manner: Manner) -> bool:
     """Whether copies may be written. What a call may let go of, and where gradients of leaves are handed
     over, is told of eager's own autograd nodes."""
     inner = any(leaf.is_tensor and leaf.requires_grad and not leaf.is_leaf for leaf in state.leaves)
-    return not (inner or state.is_symbolic or manner.split_at_leaf_grads or manner.sums_apart)
+    return not (inner or state.is_symbolic or manner.split_at_leaf_grads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,10 +122,7 @@ class _Run:
 
     def module(self, gm: fx.GraphModule) -> fx.GraphModule:
         """The run by itself."""
-        made = extract(gm, self.inputs, self.outputs, "run", also=self.calls)
-        for number, node in enumerate(node for node in made.graph.nodes if node.op.startswith("call_")):
-            node.meta[CALL_OF_RUN] = number
-        return made
+        return extract(gm, self.inputs, self.outputs, "run", also=self.calls)
 
 
 @dataclass(eq=False)
@@ -136,7 +135,6 @@ class _Kind:
     """
 
     state: CaptureState
-    manner: Manner
     gm: fx.GraphModule
     runs: list[_Run]
     copies: list[RunCopy] = field(default_factory=list)
@@ -156,6 +154,8 @@ class _Kind:
         """Capture the first run, for a cotangent with these strides; None if that cannot be written down."""
         run, modes = self.runs[0], list[ThreadModes]()
         module = run.module(self.gm)
+        for number, node in enumerate(node for node in module.graph.nodes if not _is_given(node)):
+            node.meta[CALL_OF_RUN] = number
 
         def call(values: Sequence[Any]) -> Any:
             modes.append(ThreadModes.now())
@@ -177,9 +177,8 @@ class _Kind:
         ]
         leaves = [replace(leaf, is_leaf=not leaf.requires_grad or leaf.is_leaf) for leaf in leaves]
         state = replace(state, leaves=tuple(leaves), thread_modes=self.state.thread_modes)
-        layouts = {} if strides is None else {0: strides}
+        manner = Manner(sums_apart=True, layouts={} if strides is None else {0: strides})
         try:
-            manner = replace(self.manner, layouts=layouts, sums_apart=True)
             return _written_down(*capture_divided(state, manner), modes[-1])
         except (CaptureError, Refusal):
             return None
@@ -234,7 +233,7 @@ def _written_down(joint: JointGraph, structure: Structure, modes: ThreadModes) -
 # where a graph repeats itself
 
 
-def _traced_kinds(state: CaptureState, manner: Manner, gm: fx.GraphModule) -> list[_Kind]:
+def _traced_kinds(state: CaptureState, gm: fx.GraphModule) -> list[_Kind]:
     """The kinds of runs of which one was captured."""
     groups = defaultdict[Hashable, list[_Run]](list)
     for run in _runs(gm.graph):
@@ -243,7 +242,7 @@ def _traced_kinds(state: CaptureState, manner: Manner, gm: fx.GraphModule) -> li
             groups[structure, tuple(map(_value_key, run.inputs))].append(run)
     kinds = []
     for (structure, _), runs in groups.items():  # type: ignore[misc]
-        kind = _Kind(state, manner, gm, runs)
+        kind = _Kind(state, gm, runs)
         if structure is None or len(runs) < _COPIES or (traced := kind.capture()) is None:
             continue
         kind.traced[None] = traced
