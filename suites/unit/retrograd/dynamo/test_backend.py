@@ -311,13 +311,13 @@ def test_no_tensor_is_made_fake_a_second_time(monkeypatch):
 
 def test_capture_works_in_dynamos_shape_environment(monkeypatch):
     environments = []
-    original = stages.capture
+    original = stages.capture_graph
 
-    def capture(state, **kwargs):
+    def capture(state, manner):
         environments.append((state.fake_mode.shape_env, TracingContext.get().fake_mode.shape_env))
-        return original(state, **kwargs)
+        return original(state, manner)
 
-    monkeypatch.setattr(stages, "capture", capture)
+    monkeypatch.setattr(stages, "capture_graph", capture)
     compiled(lambda a: a.sin(), dynamic=True)[0](leaf(4, 3))
     ((ours, dynamos),) = environments
     assert ours is dynamos
@@ -424,13 +424,13 @@ def test_mark_dynamic():
 
 def test_what_inputs_are_to_the_user(monkeypatch):
     kinds = {}
-    original = stages.capture
+    original = stages.capture_graph
 
-    def capture(state, **kwargs):
+    def capture(state, manner):
         kinds.update({leaf.name: leaf.kind.value for leaf in state.leaves})
-        return original(state, **kwargs)
+        return original(state, manner)
 
-    monkeypatch.setattr(stages, "capture", capture)
+    monkeypatch.setattr(stages, "capture_graph", capture)
     model = nn.Linear(3, 4, bias=False)
     model.register_buffer("scale", torch.ones(4))
     model.forward = lambda x: (x @ model.weight.T) * model.scale

@@ -155,7 +155,7 @@ def _register(name: str) -> None:
 
     for kind, body in {"alike": alike, "with_hooks": with_hooks}.items():
         body.__name__ = f"aot_layers_{kind}_{name}"
-        body.__doc__ = f"Layers ({name}): their gradients, and where hooks ask, in which order they are there."
+        body.__doc__ = f"Layers ({name}): their gradients, and the order in which hooks see them."
         scenario(tags=(*TAGS, "hooks") if kind == "with_hooks" else TAGS, fp64=name != "dropped")(body)
 
 
@@ -185,7 +185,7 @@ def aot_layers_whose_results_are_all_returned(p: Probe) -> None:
     for i, result in enumerate(results):
         result.register_hook(p.hook(f"result {i}"))
     with p.backward():
-        sum(result.sum() * i for i, result in enumerate(results)).backward(retain_graph=True)  # type: ignore[union-attr]
+        sum(result.sum() * i for i, result in enumerate(results)).backward(retain_graph=True)
         results[2].sin().sum().backward(retain_graph=True)
         (results[1] * results[4]).mean().backward()
 
