@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -279,3 +280,27 @@ def test_autocast_keeps_no_cast_of_an_input_that_is_no_leaf(backend: Backend) ->
     casts = [node for node in back if any(name in str(node.target) for name in ("to_copy", "convert"))]
     made = [node.meta["val"] for node in casts if node.meta["val"].shape == x.shape]
     assert sum(value.dtype is torch.float32 for value in made) == len(weights)
+
+
+@pytest.fixture
+def measured() -> Iterator[Any]:
+    """An operator that gives a tensor and a size, as the attention of a GPU does."""
+    with torch.library._scoped_library("retrograd_repeated", "FRAGMENT") as library:
+        library.define("measured(Tensor x) -> (Tensor, SymInt)")
+        library.impl("measured", lambda x: (x.sin(), x.shape[0]), "CompositeExplicitAutograd")
+        torch.library.register_fake(
+            "retrograd_repeated::measured", lambda x: (torch.empty_like(x), x.shape[0]), lib=library
+        )
+        yield torch.ops.retrograd_repeated.measured.default
+
+
+def test_calls_that_give_numbers_beside_tensors_are_written(
+    measured: Any, monkeypatch: pytest.MonkeyPatch, written: list[Any]
+) -> None:
+    stack = Stack(lambda one, x, shared: residual(one, x, shared) + measured(x.detach())[0], square)
+    state = _state_of(stack, torch.rand(4, WIDTH), monkeypatch)
+    shorter, _ = repeated.capture_graph(state, Manner())
+    assert len(written) == DEPTH - 1
+    values = [node.meta["val"] for node in shorter.gm.graph.nodes if "measured" in str(node.target)]
+    assert [type(one) for one in values[-1]] == [FakeTensor, int]
+    _assert_equal(shorter, capture_divided(state, Manner())[0])

@@ -104,8 +104,9 @@ class GraphTracer:
         return node
 
     def _added(self, target: Any, args: Any, kwargs: Any, name: str | None) -> fx.Node:
-        """A call of torch's that was traced before; its node need not be looked at."""
-        if has_preserved_node_meta():
+        """A call that was traced before. Torch's own tracer looks at those of operators in other libraries."""
+        is_own = getattr(target, "namespace", "aten") in ("aten", "prims")
+        if has_preserved_node_meta() or not is_own:
             node: fx.Node = self._tracer.create_node("call_function", target, args, kwargs, name)
             return node
         node = add_call(self._tracer.graph, target, args, kwargs, name)

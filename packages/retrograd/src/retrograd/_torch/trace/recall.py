@@ -60,7 +60,7 @@ class NotedNode:
     """A node that a trace made: its arguments, with a `_Reference` for each node, and its example value.
 
     Attributes:
-        value: a `_Value`, None, or a tuple of them.
+        value: a `_Value`, a number, None, or a tuple of them.
         meta: what else of its metadata is copied.
     """
 
@@ -232,7 +232,7 @@ class Notes:
         Raises:
             Refusal: more than can be noted would have to be.
         """
-        if node.op != "call_function" or "eager_input_vals" in node.meta:
+        if node.op != "call_function":
             raise _unnotable()
 
         def reference(read: fx.Node) -> Any:
@@ -245,9 +245,9 @@ class Notes:
         self.nodes.append(NotedNode(node.target, _base_of_name(node), args, kwargs, said, meta))
         self._numbers[node] = len(self._numbers)
 
-    def _value(self, value: Any) -> _Value | None:
-        if value is None:
-            return None
+    def _value(self, value: Any) -> _Value | int | None:
+        if value is None or type(value) is int:  # the attention of a GPU gives numbers, too
+            return value
         if (form := form_of(value)) is None or (memory := _memory_of(value)) in self._shared:
             raise _unnotable()
         number = self._memory.setdefault(memory, self._next_memory)
@@ -363,9 +363,9 @@ class Writing:
     def _resolved(self, argument: Any) -> Any:
         return self.nodes[argument.number] if type(argument) is _Reference else argument
 
-    def _made(self, value: _Value | None) -> Any:
-        if value is None:
-            return None
+    def _made(self, value: _Value | int | None) -> Any:
+        if not isinstance(value, _Value):
+            return value
         fake = fake_of_form(self._mode, value.form, self._memory.get(value.memory))
         self._memory.setdefault(value.memory, fake.untyped_storage())
         return fake

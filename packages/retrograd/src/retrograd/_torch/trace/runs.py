@@ -25,7 +25,7 @@ from retrograd._torch.trace.interpret import CALL_OF_RUN, HANDED_ON
 from retrograd._torch.trace.recall import NotedNode, Notes, Writing
 
 #: entries of metadata that are of the place where a node is written.
-_OF_PLACE = frozenset({"val", "region", "is_backward", "seq_nr", *HANDED_ON}) - {CALL_OF_RUN}
+_OF_PLACE = {"val", "eager_input_vals", "region", "is_backward", "seq_nr", *HANDED_ON} - {CALL_OF_RUN}
 
 
 class OtherCotangent(Exception):
