@@ -116,6 +116,16 @@ class Stack(nn.Module):
         return self.loss(results)
 
 
+def views_at_the_end(one: nn.Module, x: Tensor, shared: Tensor) -> Tensor:
+    return (residual(one, x, shared).sin() + 1).t().contiguous().t()
+
+
+def assigns(one: nn.Module, x: Tensor, shared: Tensor) -> Tensor:
+    inner = one(x) * 1
+    inner[:, 1:3] = x[:, :2].sin() * shared[:2]
+    return (x + inner).tanh()
+
+
 class TwoValues(Stack):
     """Two values lead from each layer to the next."""
 
@@ -183,9 +193,12 @@ PROGRAMS: dict[str, tuple[Any, Any, Any, int]] = {
     "turned": (turned, square, nullcontext, 5),
     "dropped": (dropped, square, nullcontext, 5),
     "joined": (joined, square, nullcontext, 5),
+    "assigns": (assigns, square, nullcontext, 5),
     "all results": (residual, lambda results: results, nullcontext, 5),
     "no grad": (residual, square, torch.no_grad, 5),
     "autocast": (residual, square, lambda: torch.autocast("cpu", dtype=torch.bfloat16), 5),
+    # The gradient of the last copy lies like its output, and those of the others are turned.
+    "views at the end": (views_at_the_end, square, nullcontext, 8),
     # The sum sends back an expanded gradient: the last copy is written for that, all once more.
     "sum": (residual, lambda results: results[-1].sum(), nullcontext, 10),
 }
@@ -218,8 +231,6 @@ def _refused() -> Iterator[Any]:
     yield pytest.param(again, torch.rand(4, WIDTH), False, id="checkpoints")
     normal = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()) for _ in range(5)]
     yield pytest.param(nn.Sequential(*normal), torch.rand(4, WIDTH), False, id="statistics that change")
-    views = Stack(lambda one, x, shared: (residual(one, x, shared).sin() + 1).t().contiguous().t(), square)
-    yield pytest.param(views, torch.rand(4, WIDTH), False, id="views")
     tied = nn.Linear(WIDTH, WIDTH)
     kept = Stack(lambda one, x, shared: residual(tied, x, shared) + one(x), square)
     yield pytest.param(kept, torch.rand(4, WIDTH), True, id="weight whose cast autocast keeps")
@@ -283,24 +294,43 @@ def test_autocast_keeps_no_cast_of_an_input_that_is_no_leaf(backend: Backend) ->
 
 
 @pytest.fixture
-def measured() -> Iterator[Any]:
-    """An operator that gives a tensor and a size, as the attention of a GPU does."""
+def operators() -> Iterator[Any]:
+    """An operator that gives a tensor and a size, as the attention of a GPU does; one with a Function."""
     with torch.library._scoped_library("retrograd_repeated", "FRAGMENT") as library:
+        library.define("doubled(Tensor x) -> Tensor")
+        library.impl("doubled", lambda x: x * 2, "CompositeExplicitAutograd")
+        torch.library.register_fake("retrograd_repeated::doubled", torch.empty_like, lib=library)
+        torch.library.register_autograd(
+            "retrograd_repeated::doubled", lambda ctx, grad: grad * 2, lib=library
+        )
         library.define("measured(Tensor x) -> (Tensor, SymInt)")
         library.impl("measured", lambda x: (x.sin(), x.shape[0]), "CompositeExplicitAutograd")
         torch.library.register_fake(
             "retrograd_repeated::measured", lambda x: (torch.empty_like(x), x.shape[0]), lib=library
         )
-        yield torch.ops.retrograd_repeated.measured.default
+        yield torch.ops.retrograd_repeated
 
 
 def test_calls_that_give_numbers_beside_tensors_are_written(
-    measured: Any, monkeypatch: pytest.MonkeyPatch, written: list[Any]
+    operators: Any, monkeypatch: pytest.MonkeyPatch, written: list[Any]
 ) -> None:
+    measured = operators.measured
     stack = Stack(lambda one, x, shared: residual(one, x, shared) + measured(x.detach())[0], square)
     state = _state_of(stack, torch.rand(4, WIDTH), monkeypatch)
     shorter, _ = repeated.capture_graph(state, Manner())
     assert len(written) == DEPTH - 1
     values = [node.meta["val"] for node in shorter.gm.graph.nodes if "measured" in str(node.target)]
     assert [type(one) for one in values[-1]] == [FakeTensor, int]
+    _assert_equal(shorter, capture_divided(state, Manner())[0])
+
+
+def test_functions_in_copies_are_known(
+    operators: Any, monkeypatch: pytest.MonkeyPatch, written: list[Any]
+) -> None:
+    doubled = operators.doubled
+    stack = Stack(lambda one, x, shared: residual(one, doubled(x), shared), square)
+    state = _state_of(stack, torch.rand(4, WIDTH), monkeypatch)
+    shorter, _ = repeated.capture_graph(state, Manner())
+    assert len(written) == DEPTH - 1
+    assert shorter.with_functions == {0}
     _assert_equal(shorter, capture_divided(state, Manner())[0])

@@ -198,7 +198,7 @@ def _written_down(joint: JointGraph, structure: Structure, modes: ThreadModes) -
         not len(set(values)) == len(joint.outputs) == len(joint.values)
         or not len(structure.regions) == len(differentiable) <= 1
         or any(value.version for value in joint.values)
-        or any((joint.updates, joint.found, joint.undefined_matters, joint.with_functions))
+        or any((joint.updates, joint.found))
         or joint.offsets_matter
         or joint.reenters
         or any(has_effect(node) and not is_random(node) for node in graph.nodes if node.op != "output")
@@ -227,6 +227,8 @@ def _written_down(joint: JointGraph, structure: Structure, modes: ThreadModes) -
         contributed=tuple([there.index for there in sends.values()]),
         steps=tuple(map(tuple, steps.values())),
         saves=bool(joint.saving),
+        has_functions=bool(joint.with_functions),
+        undefined_matters=bool(joint.undefined_matters),
     )
 
 
@@ -268,8 +270,7 @@ def _runs(graph: fx.Graph) -> Iterator[_Run]:
     # There can be no border where grad mode or autocast are not as at the beginning.
     uses: list[tuple[int, int, float | None]] = [(*place, None) for place in switched(calls)]
     for i, node in enumerate(calls):
-        crosses = isinstance(_example(node), torch.Tensor)
-        uses.append((i, last_use(node, place), 1.0 if crosses else None))
+        uses.append((i, last_use(node, place), _cost(_example(node))))
     costs = boundary_costs(len(calls), [use for use in uses if use[1] > use[0]])
     for repeat in find_repeats([_token(node) for node in calls], costs, _LEAST, _COPIES):
         for start in repeat.cuts()[:-1]:
@@ -278,6 +279,11 @@ def _runs(graph: fx.Graph) -> Iterator[_Run]:
 
 #: notes by which calls of equal text differ.
 _NOTES = frozenset({"custom", "recompute", "ac_graph_id"})
+
+
+def _cost(value: Any) -> float | None:
+    """What it costs that a value is handed from copy to copy. A view would have to be traced."""
+    return (100.0 if value._is_view() else 1.0) if isinstance(value, torch.Tensor) else None
 
 
 def _token(node: fx.Node) -> Hashable:

@@ -104,7 +104,7 @@ class GraphTracer:
         return node
 
     def _added(self, target: Any, args: Any, kwargs: Any, name: str | None) -> fx.Node:
-        """A call that was traced before. Torch's own tracer looks at those of operators in other libraries."""
+        """A call that was traced before. Those of operators in other libraries are looked at again."""
         is_own = getattr(target, "namespace", "aten") in ("aten", "prims")
         if has_preserved_node_meta() or not is_own:
             node: fx.Node = self._tracer.create_node("call_function", target, args, kwargs, name)

@@ -9,6 +9,7 @@ A copy is traced as usual where it is given other things than the one that was t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from retrograd._torch.trace.functional import plain, to_functional
 from retrograd._torch.trace.graph_tracer import JointTracer, tracer_here
 from retrograd._torch.trace.interpret import CALL_OF_RUN, HANDED_ON
 from retrograd._torch.trace.recall import NotedNode, Notes, Writing
+from retrograd.errors import Refusal
 
 #: entries of metadata that are of the place where a node is written.
 _OF_PLACE = {"val", "eager_input_vals", "region", "is_backward", "seq_nr", *HANDED_ON} - {CALL_OF_RUN}
@@ -62,7 +64,8 @@ class TracedRun:
         gradients: numbers of what is contributed to gradients of inputs, or None where that is undefined, in
             the order in which it arrives; `contributed` has the inputs.
         steps: by autograd node of eager's, which of these it contributes.
-        saves: whether eager saves tensors for it.
+        saves: whether eager saves tensors for it. has_functions: whether Functions are among its nodes.
+        undefined_matters: whether one of them tells an undefined gradient from zeros.
     """
 
     inputs: tuple[RunInput, ...]
@@ -76,6 +79,8 @@ class TracedRun:
     contributed: tuple[int, ...]
     steps: tuple[tuple[int, ...], ...]
     saves: bool
+    has_functions: bool
+    undefined_matters: bool
 
 
 def noted_run(graph: fx.Graph) -> tuple[Notes, int]:
@@ -169,6 +174,8 @@ class _Written:
     def gradients(self, grad: torch.Tensor | None) -> list[Any]:
         """The contributions."""
         if grad is None:
+            if self.run.has_functions:
+                raise Refusal("unnotable", "Functions of a run would get an undefined gradient")
             return [None] * len(self.run.gradients)
         fake, tracer = plain(grad), tracer_here()
         node = tracer.node_of(fake) if isinstance(tracer, JointTracer) else None
@@ -214,7 +221,7 @@ def traced_run_of(node: Any) -> TracedRun | None:
 _ENTERS, _EXITS = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _SETS_GRAD_MODE = torch._C._set_grad_enabled
 #: calls that give nothing, and after which others may do the same as before.
-_KNOWN = (_ENTERS, _EXITS, _SETS_GRAD_MODE, torch._C._log_api_usage_once)
+_KNOWN = (_ENTERS, _EXITS, _SETS_GRAD_MODE, torch._C._log_api_usage_once, operator.setitem)
 
 
 def switched(calls: Sequence[fx.Node]) -> Iterator[tuple[int, int]]:

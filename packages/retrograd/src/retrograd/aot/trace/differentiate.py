@@ -250,9 +250,9 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
             inside = [runs[node] for node in region.nodes if node in runs]
             handles = [graph.nodes[node].handle for node in region.nodes if node not in runs]
             functions = [one for one in handles if hasattr(one, "apply")]
-            if functions:
+            if functions or any(run.has_functions for run in inside):
                 made.with_functions.add(number)
-            if not all(map(materializes_grads, functions)):
+            if not all(map(materializes_grads, functions)) or any(run.undefined_matters for run in inside):
                 made.undefined_matters.add(number)
             if any(run.saves for run in inside) or any(map(saves_tensors, handles)):
                 made.saving.add(number)
