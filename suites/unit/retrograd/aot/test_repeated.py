@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -258,6 +260,19 @@ def test_copy_that_is_given_something_else_is_traced(
     shorter, _ = repeated.capture_graph(state, Manner())
     assert len(written) == 2
     _assert_equal(shorter, capture_divided(state, Manner())[0])
+
+
+def test_nothing_of_a_copy_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an autograd node holds in Python must not lead back to it."""
+    state = _state_of(Stack(residual, square), torch.rand(4, WIDTH), monkeypatch)
+    found: list[weakref.ref[Any]] = []
+    outputs = runs._Written.outputs
+    monkeypatch.setattr(runs._Written, "outputs", lambda one: found.append(weakref.ref(one)) or outputs(one))
+    joint, _ = repeated.capture_graph(state, Manner())
+    gc.collect()
+    assert len(found) == DEPTH - 1
+    assert [one() for one in found] == [None] * len(found)
+    assert joint.state is state
 
 
 def test_compiled_model_learns_as_in_eager() -> None:

@@ -201,7 +201,8 @@ class RepeatedRun(torch.autograd.Function):
     def forward(ctx: Any, written: _Written, *contributed: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.written = written
-        return written.output
+        output, written.output = written.output, None  # it has `ctx` in its history
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
