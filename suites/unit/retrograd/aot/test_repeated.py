@@ -37,9 +37,9 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     outputs = runs._Written.outputs
 
-    def noted(copy: Any) -> Any:
+    def noted(copy: Any, args: Any) -> Any:
         found.append(copy)
-        return outputs(copy)
+        return outputs(copy, args)
 
     monkeypatch.setattr(runs._Written, "outputs", noted)
     return found
@@ -267,7 +267,12 @@ def test_nothing_of_a_copy_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     state = _state_of(Stack(residual, square), torch.rand(4, WIDTH), monkeypatch)
     found: list[weakref.ref[Any]] = []
     outputs = runs._Written.outputs
-    monkeypatch.setattr(runs._Written, "outputs", lambda one: found.append(weakref.ref(one)) or outputs(one))
+
+    def noted(copy: Any, args: Any) -> Any:
+        found.append(weakref.ref(copy))
+        return outputs(copy, args)
+
+    monkeypatch.setattr(runs._Written, "outputs", noted)
     joint, _ = repeated.capture_graph(state, Manner())
     gc.collect()
     assert len(found) == DEPTH - 1

@@ -206,6 +206,29 @@ def aot_layers_under_autocast(p: Probe) -> None:
         out.square().mean().backward()
 
 
+def _register_change(name: str) -> None:
+    def body(p: Probe) -> None:
+        stack = _Stack(p)
+
+        def run(x: Tensor) -> Tensor:
+            results = stack.run(LAYERS[name], x)
+            results[-1].mul_(2)
+            return results[-1]
+
+        out = p.compile(run)(p.randn(4, WIDTH))
+        p.value("result", out.detach())
+        with p.backward():
+            out.square().mean().backward()
+
+    body.__name__ = f"aot_layers_whose_last_result_is_changed_{name}"
+    body.__doc__ = f"The last result is changed in place: an error only if eager has saved it ({name})."
+    scenario(tags=(*TAGS, "in-place"))(body)
+
+
+for _name in ("residual", "shared_twice", "clipped", "detached"):
+    _register_change(_name)
+
+
 @scenario(tags=TAGS)
 def aot_layers_without_gradients(p: Probe) -> None:
     """Under no_grad, then with grad, then of an input that has a history."""

@@ -172,10 +172,9 @@ class _Kind:
             fake_mode=self.state.fake_mode,
         )
         leaves = [
-            replace(leaf, requires_grad=fake.requires_grad, is_leaf=_is_given(node))
-            for leaf, node, fake in zip(state.leaves, run.inputs, fakes, strict=True)
+            replace(leaf, requires_grad=one.requires_grad, is_leaf=_is_given(node) or not one.requires_grad)
+            for leaf, node, one in zip(state.leaves, run.inputs, fakes, strict=True)
         ]
-        leaves = [replace(leaf, is_leaf=not leaf.requires_grad or leaf.is_leaf) for leaf in leaves]
         state = replace(state, leaves=tuple(leaves), thread_modes=self.state.thread_modes)
         manner = Manner(sums_apart=True, layouts={} if strides is None else {0: strides})
         try:

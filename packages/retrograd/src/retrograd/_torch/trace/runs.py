@@ -128,7 +128,7 @@ class RunCopy:
         if run is not None and isinstance(tracer, JointTracer) and ThreadModes.now() == run.modes:
             with torch_functions_off():
                 if _fits(run, args):
-                    return _Written(self, run, tracer, args).outputs()
+                    return _Written(self, run, tracer, args).outputs(args)
         outputs: tuple[Any, ...] = self._otherwise(*args)
         return outputs
 
@@ -150,11 +150,9 @@ class _Written:
     """A copy that is written into a graph; first its forward, then its backward."""
 
     def __init__(self, copy: RunCopy, run: TracedRun, tracer: JointTracer, args: Sequence[Any]) -> None:
-        self.copy, self.run, self._args = copy, run, args
-        self.output: torch.Tensor | None = None
-        given = [plain(arg) for arg in args]
-        self._writing = Writing(tracer.tracer, given[0].fake_mode)
-        for fake in given:
+        self.copy, self.run, self._count = copy, run, len(args)
+        self._writing = Writing(tracer.tracer, plain(args[0]).fake_mode)
+        for fake in map(plain, args):
             node = tracer.node_of(fake)
             assert node is not None
             self._writing.give(node, fake)
@@ -163,12 +161,12 @@ class _Written:
         with tracer.noting(stack_trace=""):  # that of the call takes its place
             self._write(run.forward)
 
-    def outputs(self) -> tuple[Any, ...]:
+    def outputs(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The results, with their history; `args` are what the copy was given."""
         made = [to_functional(self._writing.values[number]) for number in self.run.outputs]
         if (place := self.run.differentiable) is not None:
-            contributed = [self._args[number] for number in self.run.contributed]
-            self.output = made[place]
-            made[place] = RepeatedRun.apply(self, *contributed)
+            contributed = [args[number] for number in self.run.contributed]
+            made[place] = RepeatedRun.apply(self, (made[place], *args), *contributed)
         return tuple(made)
 
     def gradients(self, grad: torch.Tensor | None) -> list[Any]:
@@ -181,7 +179,7 @@ class _Written:
         node = tracer.node_of(fake) if isinstance(tracer, JointTracer) else None
         if form_of(fake) != self.run.cotangent or node is None:
             raise OtherCotangent(self.copy, form_of(fake))
-        self._writing.receive(len(self._args), node, fake)
+        self._writing.receive(self._count, node, fake)
         self._write(self.run.backward)
         made = [None if number is None else self._writing.values[number] for number in self.run.gradients]
         return [None if one is None else to_functional(one) for one in made]
@@ -198,15 +196,18 @@ class RepeatedRun(torch.autograd.Function):
     """The autograd nodes of a copy, as one."""
 
     @staticmethod
-    def forward(ctx: Any, written: _Written, *contributed: torch.Tensor) -> Any:
+    def forward(ctx: Any, written: _Written, seen: Sequence[torch.Tensor], *contributed: torch.Tensor) -> Any:
+        """The first of the tensors that are `seen` outside, and that eager's nodes may have saved."""
         ctx.set_materialize_grads(False)
         ctx.written = written
-        output, written.output = written.output, None  # it has `ctx` in its history
-        return output
+        ctx.save_for_backward(*seen)
+        return seen[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        return None, *ctx.written.gradients(grad)
+        """Write the backward. Raises: RuntimeError: one of those tensors was changed in place."""
+        _ = ctx.saved_tensors
+        return None, None, *ctx.written.gradients(grad)
 
 
 def traced_run_of(node: Any) -> TracedRun | None:
