@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from retrograd import aot
 from retrograd._torch.trace import runs
-from retrograd.aot import repeated
+from retrograd.aot import parts, repeated, shorter
 from retrograd.aot.capture import JointGraph, capture_divided
 from retrograd.aot.trace.differentiate import Manner
 from retrograd.backends.base import Backend
@@ -102,10 +102,12 @@ def _assert_equal(one: JointGraph, other: JointGraph) -> None:
 class Stack(nn.Module):
     """Layers with a weight of their own, and a parameter that all share."""
 
-    def __init__(self, layer: Callable[..., Tensor], loss: Callable[[list[Tensor]], Any]) -> None:
+    def __init__(
+        self, layer: Callable[..., Tensor], loss: Callable[[list[Tensor]], Any], depth: int = DEPTH
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
         self.scale = nn.Parameter(torch.rand(WIDTH))
         self.layer, self.loss = layer, loss
 
@@ -216,12 +218,12 @@ def test_graph_is_that_of_the_whole_trace(
         state = _state_of(Stack(layer, loss), torch.rand(4, WIDTH), monkeypatch)
     if decompositions:
         state = replace(state, decompositions=InductorBackend().decompositions())
-    shorter, divided = repeated.capture_graph(state, Manner())
+    found, divided = repeated.capture_graph(state, Manner())
     whole, structure = capture_divided(state, Manner())
-    assert shorter.state is state
+    assert found.state is state
     assert divided.order == structure.order
     assert len(written) == copies
-    _assert_equal(shorter, whole)
+    _assert_equal(found, whole)
 
 
 def _refused() -> Iterator[Any]:
@@ -244,10 +246,10 @@ def test_what_cannot_be_written_is_traced(
 ) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
         state = _state_of(program, x, monkeypatch)
-    shorter, _ = repeated.capture_graph(state, Manner())
+    found, _ = repeated.capture_graph(state, Manner())
     whole, _ = capture_divided(state, Manner())
     assert not written
-    _assert_equal(shorter, whole)
+    _assert_equal(found, whole)
 
 
 def test_copy_that_is_given_something_else_is_traced(
@@ -257,9 +259,9 @@ def test_copy_that_is_given_something_else_is_traced(
     state = _state_of(Stack(residual, square), torch.rand(4, WIDTH), monkeypatch)
     fits = runs._fits
     monkeypatch.setattr(runs, "_fits", lambda *given: len(written) != 2 and fits(*given))
-    shorter, _ = repeated.capture_graph(state, Manner())
+    found, _ = repeated.capture_graph(state, Manner())
     assert len(written) == 2
-    _assert_equal(shorter, capture_divided(state, Manner())[0])
+    _assert_equal(found, capture_divided(state, Manner())[0])
 
 
 def test_nothing_of_a_copy_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,11 +339,11 @@ def test_calls_that_give_numbers_beside_tensors_are_written(
     measured = operators.measured
     stack = Stack(lambda one, x, shared: residual(one, x, shared) + measured(x.detach())[0], square)
     state = _state_of(stack, torch.rand(4, WIDTH), monkeypatch)
-    shorter, _ = repeated.capture_graph(state, Manner())
+    found, _ = repeated.capture_graph(state, Manner())
     assert len(written) == DEPTH - 1
-    values = [node.meta["val"] for node in shorter.gm.graph.nodes if "measured" in str(node.target)]
+    values = [node.meta["val"] for node in found.gm.graph.nodes if "measured" in str(node.target)]
     assert [type(one) for one in values[-1]] == [FakeTensor, int]
-    _assert_equal(shorter, capture_divided(state, Manner())[0])
+    _assert_equal(found, capture_divided(state, Manner())[0])
 
 
 def test_functions_in_copies_are_known(
@@ -350,7 +352,60 @@ def test_functions_in_copies_are_known(
     doubled = operators.doubled
     stack = Stack(lambda one, x, shared: residual(one, doubled(x), shared), square)
     state = _state_of(stack, torch.rand(4, WIDTH), monkeypatch)
-    shorter, _ = repeated.capture_graph(state, Manner())
+    found, _ = repeated.capture_graph(state, Manner())
     assert len(written) == DEPTH - 1
-    assert shorter.with_functions == {0}
-    _assert_equal(shorter, capture_divided(state, Manner())[0])
+    assert found.with_functions == {0}
+    _assert_equal(found, capture_divided(state, Manner())[0])
+
+
+def _deep(
+    name: str, monkeypatch: pytest.MonkeyPatch, loss: Any = square
+) -> tuple[JointGraph, list[shorter.Chain]]:
+    state = _state_of(Stack(PROGRAMS[name][0], loss, depth=12), torch.rand(4, WIDTH), monkeypatch)
+    joint, _ = repeated.capture_graph(
+        replace(state, decompositions=InductorBackend().decompositions()), Manner()
+    )
+    return joint, joint.gm.meta["chains"]
+
+
+_DEEP = ("residual", "shares", "changes inside", "without grad inside", "cast inside", "dropped", "joined")
+
+
+@pytest.mark.parametrize("name", _DEEP)
+def test_shorter_graph_saves_as_much_as_the_whole_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    joint, chains = _deep(name, monkeypatch)
+    assert [len(chain.copies) for chain in chains] == [11]
+    sizes: list[int] = []
+    cut_by = parts.cut_by
+
+    def counted(partitioner: Any, gm: fx.GraphModule, *args: Any) -> list[str]:
+        sizes.append(len(gm.graph.nodes))
+        return cut_by(partitioner, gm, *args)
+
+    monkeypatch.setattr(parts, "cut_by", counted)
+    found = aot.partition(joint)
+    joint.gm.meta["chains"] = []
+    expected = aot.partition(joint)
+    assert found.saved_bytes == expected.saved_bytes
+    if name != "shares":  # where two cuts cost the same, the whole one does not choose alike everywhere
+        assert [saved.name for saved in found.saved] == [saved.name for saved in expected.saved]
+    short, whole = sizes
+    assert short < 0.6 * whole
+
+
+def test_copies_whose_results_are_seen_are_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    joint, chains = _deep("residual", monkeypatch, lambda results: results)
+    count = joint.signature.forward_count
+    assert len(chains) == 1
+    assert shorter.cut_shorter(joint.gm, count, chains, lambda gm: pytest.fail("cut")) is None
+
+
+def test_neighbours_that_save_different_values_cannot_speak_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    joint, chains = _deep("residual", monkeypatch)
+    first = chains[0].copies[0][chains[0].calls]
+    second = chains[0].copies[1][chains[0].calls]
+    count = joint.signature.forward_count
+    assert shorter.cut_shorter(joint.gm, count, chains, lambda gm: [second]) is None
+    assert shorter.cut_shorter(joint.gm, count, chains, lambda gm: [first]) == [first]

@@ -36,11 +36,15 @@ from retrograd._torch.fx import (
 )
 from retrograd._torch.inductor import cut_by, memory_budget
 from retrograd._torch.trace import bytes_of
+from retrograd.aot.shorter import Chain, cut_shorter
 from retrograd.config import PARTITIONERS, Policy
 from retrograd.errors import OptionError, VerificationError
 from retrograd.graph.joint import Gradient, JointSignature, Primal, cotangents_reaching, output_values
 from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.reach import reached
+
+#: the entry of a joint graph's metadata for copies of a run that follow each other.
+CHAINS = "chains"
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -330,15 +334,19 @@ def _read_by_strides(joint: JointValues, memory: Memory) -> set[fx.Node]:
 
 def _cut(joint: JointValues, memory: Memory, partitioner: Callable[..., Any] | None = None) -> set[fx.Node]:
     """What `partitioner` (None: torch's minimum cut) saves."""
-    inputs = joint.gm.graph.find_nodes(op="placeholder")
-    names = cut_by(
-        partitioner,
-        joint.gm,
-        frozenset(node.name for node in inputs if node not in memory.primals),
-        joint.signature.forward_count,
-        _pinned(joint, memory),
-    )
-    return named(joint, names)
+    inputs, count = joint.gm.graph.find_nodes(op="placeholder"), joint.signature.forward_count
+    cotangents = frozenset(node.name for node in inputs if node not in memory.primals)
+    pinned = _pinned(joint, memory)
+
+    def cut(gm: fx.GraphModule) -> list[str]:
+        return cut_by(partitioner, gm, cotangents, count, pinned)
+
+    chains: Sequence[Chain] = joint.gm.meta.get(CHAINS, ())
+    is_as_captured = not getattr(joint, "reports", None)
+    names = None
+    if chains and is_as_captured and partitioner is None and memory_budget(joint.gm) >= 1:
+        names = cut_shorter(joint.gm, count, chains, cut)
+    return named(joint, cut(joint.gm) if names is None else names)
 
 
 @contextmanager

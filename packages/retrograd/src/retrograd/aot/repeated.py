@@ -10,6 +10,7 @@ what it gives is a view. Contributions to gradients leave it one by one, in eage
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
@@ -39,7 +40,8 @@ from retrograd._torch.trace import (
 )
 from retrograd.aot.capture import JointGraph, capture_divided
 from retrograd.aot.modules import ModuleState
-from retrograd.aot.parts import extract
+from retrograd.aot.parts import CHAINS, extract
+from retrograd.aot.shorter import FEWEST, Chain
 from retrograd.aot.state import state_of_flat
 from retrograd.aot.trace.differentiate import Manner
 from retrograd.aot.trace.structure import Structure
@@ -88,6 +90,7 @@ def capture_graph(state: CaptureState, manner: Manner) -> tuple[JointGraph, Stru
             try:
                 joint, structure = capture_divided(folded, manner)
                 if not manner.sums_apart or len(structure.regions) <= 1:
+                    joint.gm.meta[CHAINS] = [chain for kind in kinds for chain in kind.chains()]
                     return replace(joint, state=state), structure
                 break  # contributions of several regions take turns, node by node
             except OtherCotangent as found:
@@ -149,6 +152,17 @@ class _Kind:
         last = self.copies.index(copy)
         for one in self.copies[last if form is None or 0 in form.stride else 0 : last + 1]:
             one.cotangent = form
+
+    def chains(self) -> Iterator[Chain]:
+        """Copies that follow each other."""
+        for run, group in itertools.groupby(self.copies, lambda one: one.run if one.nodes else None):
+            copies = [[node.name for node in one.nodes or ()] for one in group]
+            if run is None or len(copies) < FEWEST or len(run.outputs) != 1 or run.differentiable is None:
+                continue
+            count, (made,) = len(run.inputs), run.outputs
+            pairs = [*itertools.pairwise(copies)]
+            if any(all(later[i] == one[made] for one, later in pairs) for i in range(count)):
+                yield Chain(copies, count + 1, count, made)
 
     def capture(self, strides: Sequence[int] | None = None) -> TracedRun | None:
         """Capture the first run, for a cotangent with these strides; None if that cannot be written down."""

@@ -109,6 +109,7 @@ class RunCopy:
 
     Attributes:
         cotangent: the form that the cotangent will have.
+        nodes: those that were written for it last, by number; None if its calls were traced.
     """
 
     __name__ = __qualname__ = "run"
@@ -121,14 +122,22 @@ class RunCopy:
     ) -> None:
         self._traced, self._handed_on, self._otherwise = traced, handed_on, otherwise
         self.cotangent: Form | None = None
+        self.nodes: Sequence[fx.Node] | None = None
+
+    @property
+    def run(self) -> TracedRun | None:
+        """What is written for it."""
+        return self._traced.get(self.cotangent)
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """Trace the copy: its outputs."""
-        run, tracer = self._traced.get(self.cotangent), tracer_here()
+        run, tracer, self.nodes = self.run, tracer_here(), None
         if run is not None and isinstance(tracer, JointTracer) and ThreadModes.now() == run.modes:
             with torch_functions_off():
                 if _fits(run, args):
-                    return _Written(self, run, tracer, args).outputs(args)
+                    written = _Written(self, run, tracer, args)
+                    self.nodes = written.nodes
+                    return written.outputs(args)
         outputs: tuple[Any, ...] = self._otherwise(*args)
         return outputs
 
@@ -160,6 +169,11 @@ class _Written:
             self._writing.expect()
         with tracer.noting(stack_trace=""):  # that of the call takes its place
             self._write(run.forward)
+
+    @property
+    def nodes(self) -> Sequence[fx.Node]:
+        """What was given and written so far."""
+        return self._writing.nodes
 
     def outputs(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The results, with their history; `args` are what the copy was given."""
