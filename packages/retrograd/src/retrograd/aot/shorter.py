@@ -84,10 +84,11 @@ def _leave_out(graph: fx.Graph, chain: Chain, forward_count: int) -> bool:
         read = gone.intersection(node.all_input_nodes)
         if node in gone or node is results or not read:
             continue
+        # All that may read them is a sum of contributions to a gradient, which others may contribute to.
+        if node.target is not torch.ops.aten.add.Tensor or not node.meta.get("is_backward"):
+            return False
         others = [value for value in node.all_input_nodes if value not in gone]
-        if others:  # a sum of contributions from copies that stay and from others
-            if node.target is not torch.ops.aten.add.Tensor or len(others) > 1:
-                return False
+        if others:
             node.replace_all_uses_with(others[0])
         gone.add(node)
     values = results.args[0]
