@@ -51,7 +51,6 @@ from retrograd.graph.joint_graph import CaptureState, ComputedOutput
 from retrograd.graph.structure import structure_of, token_of
 from retrograd.repeats.borders import boundary_costs, last_use
 from retrograd.repeats.divide import find_repeats
-from retrograd.repeats.outline import metadata_of
 
 #: calls that a copy must have, and copies that there must be.
 _LEAST, _COPIES = 6, 3
@@ -306,9 +305,17 @@ def _token(node: fx.Node) -> Hashable:
 
 
 def _value_key(node: fx.Node) -> Hashable:
-    value = _example(node)
-    is_tensor = isinstance(value, torch.Tensor)
-    return metadata_of(value), is_tensor and (value.requires_grad, _is_given(node), type(value))
+    return _is_given(node), _said(_example(node))
+
+
+def _said(value: Any) -> Hashable:
+    """Equal for values that are alike; a tensor whose form cannot be told is like no other."""
+    if isinstance(value, (tuple, list)):
+        return ("items", *map(_said, value))
+    if not isinstance(value, torch.Tensor):
+        return type(value), str(value)
+    form = form_of(value)
+    return (form, value.requires_grad) if form else ("unlike", id(value))
 
 
 def _example(node: fx.Node) -> Any:
