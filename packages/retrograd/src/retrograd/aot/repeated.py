@@ -275,7 +275,7 @@ def _otherwise(run: _Run, gm: fx.GraphModule, *args: Any) -> Any:
 
 def _runs(graph: fx.Graph) -> Iterator[_Run]:
     """The copies of what repeats."""
-    calls = [node for node in graph.nodes if node.op.startswith("call_")]
+    calls = [node for node in graph.nodes if not _is_given(node)]
     if len(calls) < _LEAST * _COPIES or any(map(switches_more, calls)):
         return
     place = {node: i for i, node in enumerate(calls)}

@@ -7,7 +7,7 @@ the copies beside them save. If two neighbours that stay save different values, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,13 +58,13 @@ def cut_shorter(
     if not all(_leave_out(graph, chain, forward_count) for chain in chains):
         return None
     named = {node.name: node for node in gm.graph.nodes}
-    saved = dict.fromkeys(cut(lazy_graph_module(gm, graph)))
+    saved = set(cut(lazy_graph_module(gm, graph)))
     for chain in chains:
         one, other = (_picked(chain.copies[i], saved, named) for i in (_FIRST - 2, _FIRST - 1))
         if one != other:
             return None
         for copy in chain.left_out:
-            saved.update(dict.fromkeys(_names(copy, one, named)))
+            saved.update(_names(copy, one, named))
     return [node.name for node in gm.graph.nodes if node.name in saved]
 
 
@@ -101,7 +101,7 @@ def _leave_out(graph: fx.Graph, chain: Chain, forward_count: int) -> bool:
     return True
 
 
-def _picked(copy: Sequence[str], saved: dict[str, None], named: dict[str, fx.Node]) -> Picked:
+def _picked(copy: Sequence[str], saved: Collection[str], named: dict[str, fx.Node]) -> Picked:
     """What of a copy is saved."""
     numbers = {name: number for number, name in enumerate(copy)}
     found = {(numbers[name], False) for name in saved if name in numbers}
