@@ -81,29 +81,27 @@ compiling = ForkSafeLock()
 
 
 class Cycle:
-    """Whether a program has come round since something in it ran for the first time.
+    """How often a program has come round since something in it ran for the first time.
 
     Attributes:
-        is_complete: whether it has.
+        rounds: so often.
     """
 
     def __init__(self) -> None:
-        self.is_complete = False
+        self.rounds = 0
         self._first: weakref.ref[object] | None = None
 
     def begin(self) -> None:
         """Something runs for the first time: what runs next is to come again."""
-        self.is_complete, self._first = False, None
+        self.rounds, self._first = 0, None
 
-    def runs(self, what: object) -> None:
-        """Something runs."""
-        if self.is_complete:
-            return
+    def runs(self, what: object) -> bool:
+        """Something runs; whether the program comes round with it."""
         first = self._first and self._first()
         if first is None:
             self._first = weakref.ref(what)
-        else:
-            self.is_complete = first is what
+        self.rounds += first is what
+        return first is what
 
 
 class Recent(Generic[Entry]):

@@ -14,6 +14,8 @@ import torch
 from retrograd.cudagraphs import graphed_call, results
 from retrograd.cudagraphs.addresses import AddressHistory
 from retrograd.cudagraphs.graphed_call import (
+    MOST_DONATING,
+    MOST_INVERSIONS,
     MOST_LARGE,
     MOST_RECORDINGS,
     TRIED,
@@ -229,51 +231,79 @@ def test_what_shows_memory_as_another_dtype_is_not_recorded():
 # kept results
 
 
-def test_a_kept_result_stays_in_place_and_blocks_its_recording_while_it_is_held():
+def test_a_kept_result_stays_in_place_and_while_it_is_held_another_recording_is_replayed():
     recorder, x = Recorder(), torch.ones(3)
     call, told = call_of(lambda inputs: [inputs[0] * 2, inputs[0] * 3], recorder, kept=[1])
     warmed(call, x)
     out, saved = call([x])
     where = saved.data_ptr()
-    x.fill_(4)
-    other_out, other_saved = call([x])  # runs as it is
-    assert recorder.replays == 1
+    other_out, other_saved = call([x.fill_(4)])
+    assert (recorder.records, recorder.replays) == (2, 2)
     assert (out.tolist(), saved.tolist()) == ([2] * 3, [3] * 3)
     assert (other_out.tolist(), other_saved.tolist()) == ([8] * 3, [12] * 3)
-    assert [reason.code for reason in told] == ["cuda-graphs-held"]
+    del other_saved
+    other_saved = call([x.fill_(5)])[1]
+    assert (saved.tolist(), other_saved.tolist()) == ([3] * 3, [15] * 3)
     del saved, other_saved
-    assert call([x])[1].data_ptr() == where
-    assert recorder.replays == 2
-    assert recorder.lie_in == [1]
+    assert call([x])[1].data_ptr() == where  # of several, the oldest
+    assert (recorder.records, recorder.replays) == (2, 4)
+    assert not told
 
 
-def test_a_view_of_a_kept_result_blocks_too():
+def test_calls_that_overlap_in_the_order_in_which_they_began_are_replayed_where_they_can_be():
+    recorder, x, waiting = Recorder(), torch.ones(3), []
+    call, _ = call_of(lambda inputs: [inputs[0] * 2], recorder, SharedMemory(), kept=[0])
+    for step in range(90):
+        waiting.append((call([x.fill_(step)])[0], 2.0 * step))
+        if len(waiting) == 2:
+            saved, expected = waiting.pop(0)
+            assert saved.tolist() == [expected] * 3
+            del saved
+    assert recorder.records <= MOST_INVERSIONS + 4
+    assert recorder.replays >= 40
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_so_many_recordings_are_held_at_once_then_it_runs_as_it_is(monkeypatch, most):
+    monkeypatch.setattr(graphed_call, "MOST_AT_ONCE", most)
+    recorder, x = Recorder(), torch.ones(3)
+    call, told = call_of(lambda inputs: [inputs[0] * 2], recorder, kept=[0])
+    warmed(call, x)
+    held = [(call([x.fill_(i)])[0], 2.0 * i) for i in range(6)]
+    assert all(saved.tolist() == [expected] * 3 for saved, expected in held)
+    assert (recorder.records, recorder.replays) == (most + 1, most + 1)
+    assert [reason.code for reason in told] == ["cuda-graphs-held"]
+    held.clear()
+    del held
+    call([x])
+    assert (recorder.records, recorder.replays) == (most + 1, most + 2)
+
+
+def test_a_view_of_a_kept_result_is_not_overwritten():
     recorder, x = Recorder(), torch.ones(3)
     call, _ = call_of(lambda inputs: [inputs[0] * 2], recorder, kept=[0])
     warmed(call, x)
     view = call([x])[0][1:]
-    x.fill_(4)
-    assert call([x])[0].tolist() == [8] * 3
+    assert call([x.fill_(4)])[0].tolist() == [8] * 3
     assert view.tolist() == [2] * 2
-    assert recorder.replays == 1
+    assert recorder.records == 2
+    where = view.data_ptr()
     del view
-    call([x])
-    assert recorder.replays == 2
+    assert call([x])[0][1:].data_ptr() == where
 
 
-def test_a_kept_result_saved_by_autograd_blocks_until_its_graph_lets_go():
+def test_a_kept_result_saved_by_autograd_is_not_overwritten_until_its_graph_lets_go():
     recorder, x = Recorder(), torch.ones(3)
     call, _ = call_of(lambda inputs: [inputs[0] * 2], recorder, kept=[0])
     warmed(call, x)
-    leaf = torch.ones(3, requires_grad=True)
-    product = leaf * call([x])[0]
-    x.fill_(4)
-    call([x])
-    assert recorder.replays == 1
+    leaf, saved = torch.ones(3, requires_grad=True), call([x])[0]
+    where, product = saved.data_ptr(), leaf * saved
+    del saved
+    assert call([x.fill_(4)])[0].data_ptr() != where
     product.sum().backward()
     assert leaf.grad.tolist() == [2] * 3
-    call([x])
-    assert recorder.replays == 2
+    assert call([x])[0].data_ptr() == where
+    assert (recorder.records, recorder.replays) == (2, 3)
 
 
 def test_a_kept_result_has_versions_of_its_own():
@@ -1065,7 +1095,31 @@ def test_code_that_layers_share_is_recorded_for_what_each_of_them_gives():
     assert recorder.records <= 6 + 6 + 3
     assert recorder.replays >= 9 * 12
     assert len(shared._recordings) == 6
-    assert set(recorder.lie_in) == {1}
+    assert len(recorder.pools) == 1
+
+
+@pytest.mark.usefixtures("all_large")
+def test_code_of_layers_whose_inputs_are_copied_is_recorded_for_each_of_them():
+    recorder, memory = Recorder(), SharedMemory()
+    forward, told = call_of(lambda i: [i[0] * 2, i[0] + 1], recorder, memory, kept=[1], held=64)
+    backward, _ = call_of(lambda i: [i[0] * i[1]], recorder, memory, held=64, results={0: 1})
+    elsewhere = []  # so that inputs come from other places each time
+    for step in range(12):
+        recorded, replays = recorder.records, recorder.replays
+        waiting = []
+        for layer in range(4):
+            elsewhere.append(torch.full((8,), float(step + layer)))
+            waiting.append((forward([elsewhere[-1]])[1], elsewhere[-1] + 1))
+        while waiting:
+            saved, expected = waiting.pop()
+            elsewhere.append(torch.full((8,), 2.0))
+            args = [saved, elsewhere[-1]]
+            del saved
+            assert torch.equal(backward(args)[0], expected * 2)
+    assert (recorder.records, recorder.replays) == (recorded, replays + 8)
+    assert len(forward._recordings) == len(backward._recordings) == 4
+    assert len(recorder.pools) == 1
+    assert not told
 
 
 @pytest.mark.usefixtures("all_large")
@@ -1150,11 +1204,12 @@ def test_what_was_saved_outlives_the_functions_that_gave_and_would_read_it():
 
 
 @pytest.mark.usefixtures("all_large")
-def test_what_is_recorded_while_donated_memory_is_in_use_does_not_work_there():
+def test_what_is_recorded_while_donated_memory_is_in_use_lies_in_another_pool():
     recorder, x = Recorder(), torch.ones(8)
     ((forward, backward, _),) = made = pieces(recorder, 1)
     for _ in range(8):
         run_pieces(made, x)
+    before = [*forward._recordings, *backward._recordings]
     between, _ = pair(recorder)
     for step in range(16):
         out, saved = forward([x.fill_(step)])
@@ -1163,14 +1218,24 @@ def test_what_is_recorded_while_donated_memory_is_in_use_does_not_work_there():
         args = [saved, torch.ones(8)]
         del out, saved
         assert torch.equal(backward(args)[0], x + 1)
+    assert recorder.lie_in == [1, 1, 2]
+    assert before == [*forward._recordings, *backward._recordings]
+
+
+@pytest.mark.usefixtures("all_large")
+def test_so_many_pools_give_memory_away_and_one_more_does_not():
+    recorder, x = Recorder(), torch.ones(8)
+    made = []
+    for _ in range(MOST_DONATING + 2):  # each is recorded inside the others, which have been by then
+        made += pieces(recorder, 1)
+        run_steps(made, x, 12)
+    assert recorder.lie_in[:4] == [1, 1, 2, 2]
+    assert set(recorder.lie_in[4:]) == {3}
+    saved = [made[i][0]._recordings[0].results._until[0] < results.NOBODY for i in range(len(made))]
+    assert saved == [True] * MOST_DONATING + [False] * 2
     replays = recorder.replays
-    out, saved = forward([x])
-    between([x])
-    args = [saved, torch.ones(8)]
-    del out, saved
-    backward(args)
-    assert recorder.replays == replays + 3
-    assert sum(block.is_free() for block in blocks_of(recorder)[-4:]) == 2  # donated once more, as the output
+    run_steps(made, x, 3)
+    assert recorder.replays == replays + 3 * 8
 
 
 @pytest.mark.usefixtures("all_large")
@@ -1232,6 +1297,41 @@ def test_functions_that_wait_for_each_other_in_turns_end_in_pools_of_their_own()
         earlier([saved, torch.ones(8)])
         del saved
     assert (recorder.records, recorder.replays) == (records, replays + 8)
+
+
+@pytest.mark.usefixtures("all_large")
+@pytest.mark.parametrize("most", [0, 2])
+def test_recordings_that_were_made_in_another_order_are_made_once_more_in_that_of_the_calls(monkeypatch, most):
+    monkeypatch.setattr(graphed_call, "MOST_TIDIED", most)
+    recorder, x = Recorder(), torch.ones(8)
+    made = []
+    for _ in range(8):  # each in front of those that have been recorded
+        made.insert(0, *pieces(recorder, 1))
+        run_steps(made, x, 10)
+    calls = [*(forward for forward, *_ in made), *(backward for _, backward, _ in reversed(made))]
+    numbers = [recorded._number for call in calls for recorded in call._recordings]
+    assert len(numbers) == 16
+    assert (numbers == [*range(1, 17)]) == (most > 0)
+    records, replays = recorder.records, recorder.replays
+    run_steps(made, x, 1)
+    assert (recorder.records, recorder.replays) == (records, replays + 16)
+
+
+@pytest.mark.usefixtures("all_large")
+def test_nothing_is_made_once_more_while_somebody_holds_what_was_saved():
+    recorder, x = Recorder(), torch.ones(8)
+    ((other, _, _),) = pieces(recorder, 1)
+    warmed(other, x)
+    kept = other([x])[1]
+    made = pieces(recorder, 8)
+    run_steps(made, x, 8)
+    next(iter(recorder.pools.values()))._count += 8  # as if so many had been made again
+    run_steps(made, x, 8)
+    assert recorder.records == 1 + 16
+    assert kept.tolist() == [2] * 8
+    del kept
+    run_steps(made, x, 8)
+    assert recorder.records == 1 + 16 + 16
 
 
 @pytest.mark.usefixtures("all_large")

@@ -110,6 +110,7 @@ class Recorder:
         self.records = self.replays = 0
         self.replaying = ForkSafeLock()
         self.made = self.waits = 0
+        self.calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self.cycle = Cycle()
         self.pools: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
         #: the pools of recordings, in the order in which they were made.

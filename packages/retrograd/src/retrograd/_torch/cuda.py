@@ -87,7 +87,8 @@ class CudaRecorder:
     def __init__(self) -> None:
         #: held from the decision to replay until results are handed out: others may write to them.
         self.replaying = ForkSafeLock()
-        self.cycle = Cycle()  #: of the functions that may be recorded
+        self.calls: weakref.WeakSet[Any] = weakref.WeakSet()  #: what may be recorded
+        self.cycle = Cycle()  #: of these
         self._sides: dict[torch.device, CaptureStream] = {}
         #: what recordings lie in at present; they hold it.
         self.pools: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()

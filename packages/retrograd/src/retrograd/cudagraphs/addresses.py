@@ -17,7 +17,7 @@ class AddressHistory:
     """The addresses of the last calls.
 
     Args:
-        held: bytes of what a recording holds. So many are copied rather than recorded for once more.
+        held: bytes. So many are copied rather than recorded for once more.
         written: places of inputs that are written, and never copied.
 
     Attributes:

@@ -8,14 +8,15 @@ the call runs as it is, and the reason is told once.
 Recordings read their inputs where they were. Inputs that come from elsewhere are copied to a place of their
 own, if they are few, or smaller than what a recording holds: else another one would hold that once more.
 
-All recordings of a stream lie in one pool, so that they work in the same memory. `results` says which
-results are copied out of it. While somebody holds one that is not, nothing is replayed that would overwrite
-it: what is to be called while he does is recorded once more, behind it.
+Recordings of a stream lie in one pool, so that they work in the same memory. `results` says which results are
+copied out of it. While somebody holds one that is not, nothing is replayed that would overwrite it: what is
+to be called while he does is recorded once more, behind it. What is recorded while memory that was given away
+is in use, as an input that moved has it, lies in another pool: the first one stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +69,9 @@ class SharedMemory:
                 inputs[place] = inputs[place].to(self.elsewhere[of])
 
 
+#: so many pools of a stream have memory that is given away. What is recorded while that is in use in all of
+#: them lies in one more, where nothing is.
+MOST_DONATING = 2
 #: calls that run as they are before one is recorded: they compile, choose kernels and make workspaces.
 WARM_UPS = 2
 #: recordings that are held, the ones used last: of a function whose results take much memory, and of others.
@@ -75,12 +79,15 @@ MOST_LARGE, MOST_RECORDINGS = 2, 4
 #: bytes. Less is copied, if it comes from elsewhere each time, whatever a recording holds: an optimizer's
 #: step gives no results, and reads a gradient for each parameter.
 MUCH = 2**26
-#: recordings that are made at once, because their inputs come from other recordings than those of the others:
-#: code that several layers share is called with what each of them gives.
-MOST_GIVEN = 64
+#: recordings that are made at once. Their inputs come from other recordings than those of the others, as where
+#: several layers share code. Or what all that fit have saved is held: the backward comes after several calls.
+MOST_AT_ONCE = 64
 #: so often does a function wait with its first recording because others run that are not warm: all that a
 #: program repeats is to be recorded in the order in which it runs.
 MOST_WAITS = 4
+#: so often is all recorded once more, in the order of the calls, when a program has come round so often without a
+#: new recording.
+MOST_TIDIED, QUIET = 2, 2
 #: if after so many recordings less than one of `RARE` calls was a replay, there are none any more. The calls
 #: between two recordings double each time: where inputs move, recording costs more than it saves.
 TRIED, RARE = 5, 4
@@ -94,7 +101,7 @@ class Values:
         kept: places of results that are saved for a backward.
         loose: places of inputs that may have other strides in another call; those of others must not change.
         results: by place of an input, the place among the forward's results where it comes from.
-        held: bytes of the results; so many are copied to it before there is another recording.
+        held: bytes. So many are copied to it before there is another recording.
         written: places of inputs that it writes to.
         custom: the operators that torch does not define. One that waits for the device cannot be recorded.
     """
@@ -145,6 +152,7 @@ class GraphedCall:
         self._history, self._memory = AddressHistory(values.held, values.written), memory or SharedMemory()
         self._results, self._custom = values.results, values.custom
         self._lock = ForkSafeLock()
+        #: the oldest first: of several that fit it is taken, so that what reads its results finds them there.
         self._recordings: list[Recorded] = []
         #: places of results that users have held for longer than a call; None: none stays.
         self._leaving: set[int] | None = None if memory is None else set()
@@ -152,11 +160,13 @@ class GraphedCall:
         self._given_up = 0
         #: calls that no recording fitted, recordings, and the number of the call of the last one
         self._calls = self._made = self._recorded_at = 0
-        self._replays = self._waits = self._given_made = 0
+        self._replays = self._waits = self._made_at_once = self._tidied = 0
         self._stream: int | None = None
         #: whether no more recordings are made.
         self._is_over = False
         self.is_refused = False
+        with recorder.replaying:
+            recorder.calls.add(self)
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """The results; `inputs` is emptied."""
@@ -164,7 +174,8 @@ class GraphedCall:
             return self._plainly(inputs)
         try:
             with self._recorder.replaying:  # others neither overwrite nor hand out what is looked at here
-                self._recorder.cycle.runs(self)
+                if self._recorder.cycle.runs(self) and self._tidied < MOST_TIDIED:
+                    self._tidy()
                 if (recorded := self._recorded_for(inputs)) is not None:
                     self._recorder.wait_for_streams()
                     results = recorded(inputs)
@@ -194,15 +205,13 @@ class GraphedCall:
     def _recorded_for(self, inputs: list[Any]) -> Recorded | None:
         """The recording to replay; None if the function is to run as it is."""
         self._give_up([recorded for recorded in self._recordings if recorded.results.is_outdated])
-        recorded = next((one for one in self._recordings if one.fits(inputs, self._loose)), None)
+        recorded = next(filter(lambda one: self._is_free(one, inputs), self._recordings), None)
         is_young = recorded is None or recorded.replays < FIRST_REPLAYS
         if is_young and self._history.copied and self._history.settle(self._given(inputs)) and recorded:
             self._give_up([recorded])
             recorded = None
         if recorded is not None and self._may_replay(recorded, inputs):
-            if recorded is not self._recordings[0]:
-                self._recordings.remove(recorded)
-                self._recordings.insert(0, recorded)
+            recorded.used = self._replays
             return recorded
         if recorded in self._recordings:
             return None  # it may be replayed later
@@ -215,7 +224,9 @@ class GraphedCall:
         addresses = [0 if value is None else value.data_ptr() for value in inputs]
         sizes = [0 if value is None else value.nbytes for value in inputs]
         given = self._given(inputs)
-        is_again = self._history.note(addresses, sizes, given)
+        current = (one for one in self._recordings if one.copied == self._history.copied)
+        are_held = any(one.fits(inputs, self._loose) for one in current)
+        is_again = are_held or self._history.note(addresses, sizes, given)
         if self._calls < WARM_UPS:
             self._recorder.cycle.begin()
             return None
@@ -223,9 +234,12 @@ class GraphedCall:
             return None
         givers = {i: (given[i], addresses[i]) for i in given.keys() - self._history.copied}
         is_other = bool(givers) and all(one.givers != givers for one in self._recordings)
-        if is_other and self._given_made < MOST_GIVEN:
-            self._given_made += 1
+        if (is_other or are_held) and self._made_at_once < MOST_AT_ONCE:
+            self._made_at_once += 1
             return self._record(inputs, givers)
+        if are_held:
+            self._tell(_HELD)
+            return None
         if self._calls - self._recorded_at < 2**self._made - 1:
             return None
         if self._made >= TRIED and self._replays * RARE < self._replays + self._calls:
@@ -236,9 +250,13 @@ class GraphedCall:
         self._made, self._recorded_at = self._made + 1, self._calls
         return self._record(inputs, givers)
 
+    def _is_free(self, recorded: Recorded, inputs: list[Any]) -> bool:
+        """Whether a replay reads these inputs, and nobody holds what it saved last."""
+        return recorded.fits(inputs, self._loose) and not recorded.results.is_saved_held()
+
     def _is_to_wait(self) -> bool:
         """Whether there is no recording yet, and others still have to become warm."""
-        if self._recordings or self._recorder.cycle.is_complete or self._waits >= MOST_WAITS:
+        if self._recordings or self._recorder.cycle.rounds or self._waits >= MOST_WAITS:
             return False
         self._waits += 1
         return True
@@ -269,7 +287,7 @@ class GraphedCall:
             return False  # they are no inference tensors
         if not (held := recorded.in_the_way(inputs)):
             return True
-        if own.is_saved_held() or recorded.is_shared(inputs):
+        if recorded.is_shared(inputs):
             self._tell(_HELD)
             return False
         given = {storage_of(value) for value in inputs if isinstance(value, torch.Tensor)}
@@ -288,8 +306,18 @@ class GraphedCall:
         """These will not be replayed any more, and others may come soon."""
         for recorded in recordings:
             self._recordings.remove(recorded)
-            self._made = max(0, self._made - 1)
+            self._made, self._made_at_once = max(0, self._made - 1), max(0, self._made_at_once - 1)
             self._memory.given_up += bool(self._kept)
+
+    def _tidy(self) -> None:
+        """Give up all recordings if many were made again, and none of late: those that come in their place lie in
+        the order of the calls, and take less memory."""
+        pools = [*self._recorder.pools.values()]
+        is_quiet = min([pool.comes_round() for pool in pools], default=0) >= QUIET
+        if is_quiet and any(pool.has_gaps() for pool in pools) and not any(pool.is_held() for pool in pools):
+            self._tidied += 1
+            for call in [*self._recorder.calls]:
+                call._give_up([*call._recordings])
 
     def _why_not_recorded(self, inputs: Sequence[Any]) -> Reason | None:
         if (why := self._why_unlike(inputs)) is not None:
@@ -311,15 +339,11 @@ class GraphedCall:
         return None
 
     def _record(self, inputs: list[Any], givers: Givers) -> Recorded | None:
-        """A new recording, made without running anything; None if there can be none now. Older ones go that
+        """A new recording, made without running anything; None if it fails. Older ones go that
         read from where something came that is copied now, or where a forward no longer saves anything. Custom
         operators show in a pool of their own that they can be recorded: a failure may leave it unusable."""
         stream, copied, memory = self._recorder.stream(self._device), self._history.copied, self._memory
-        unproven = self._custom - _proven
-        key = self._device, stream, memory if memory.inversions >= APART else None, unproven
-        pool = self._recorder.pools.get(key)
-        if pool is not None and pool.is_unowned_in_use():
-            return None
+        unproven, key = self._custom - _proven, None
         is_stale = not self._kept and memory.given_up != self._given_up
         good = [] if is_stale else self._good(givers)
         memory.given_up += len(self._recordings) - len(good) if self._kept else 0
@@ -332,7 +356,7 @@ class GraphedCall:
             if any(failed <= self._custom for failed in _failed):
                 names = ", ".join(sorted(self._custom))
                 raise Refusal("not-recordable", f"{names} failed to be recorded before")
-            into = pool or Pool(self._recorder.new_pool(self._device))
+            key, into = self._pool(stream, unproven)
             donated = into.donatable(inputs, self._results.keys() - copied)
             places = Places(copied, donated, self._kept)
             recorded = Recorded(record, inputs, places, into, self._leaving)
@@ -347,21 +371,36 @@ class GraphedCall:
             self._tell(refusal("cuda-graphs-failed", first_line(error)))
             return None
         _proven.update(unproven)
-        self._stream, recorded.givers = stream, givers
+        self._stream, recorded.givers, recorded.used = stream, givers, self._replays
         counters["cuda_graph_recordings"] += 1
-        self._recordings.insert(0, recorded)
+        self._recordings.append(recorded)
         return recorded
+
+    def _pool(self, stream: int, unproven: frozenset[str]) -> tuple[Hashable, Pool]:
+        """Where a recording is made now, and its key: the first pool in which it overwrites nothing."""
+        apart, number = self._memory if self._memory.inversions >= APART else None, 0
+        while True:
+            key = self._device, stream, apart, unproven, number
+            pool: Pool | None = self._recorder.pools.get(key)
+            if pool is None:
+                handle = self._recorder.new_pool(self._device)
+                return key, Pool(handle, may_donate=number < MOST_DONATING)
+            if not pool.is_unowned_in_use():
+                return key, pool
+            number += 1
 
     def _good(self, givers: Givers) -> list[Recorded]:
         """The recordings that are held beside a new one: they copy the same inputs, what gives the others is
-        there, and of those with the same `givers`, the ones used last."""
-        good, copied = list[Recorded](), self._history.copied
+        there, and of those with the same `givers`, the ones used last, and those of which somebody holds what
+        was saved."""
+        good, copied = set[Recorded](), self._history.copied
         there = self._given_now()
-        for old in self._recordings:
+        for old in sorted(self._recordings, key=lambda one: one.used, reverse=True):
             is_like = old.copied == copied and there.issuperset(address for address, _ in old.givers.values())
-            if is_like and (old.givers != givers or sum(o.givers == givers for o in good) < self._most - 1):
-                good.append(old)
-        return good
+            is_rival = old.givers == givers and not old.results.is_saved_held()
+            if is_like and (not is_rival or sum(o.givers == givers for o in good) < self._most - 1):
+                good.add(old)
+        return [old for old in self._recordings if old in good]
 
 
 _OTHER_STREAM = refusal(NOT_NOW, "another stream is current than when it was recorded", "stay on one stream")

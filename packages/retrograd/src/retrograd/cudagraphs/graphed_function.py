@@ -101,7 +101,7 @@ def graphed(
         return code  # views start no kernels
     written = written_inputs(graphs[0])  # several have none
     custom = frozenset(name for graph in graphs for name in custom_operators(graph))
-    values = Values(kept, loose, results or {}, max(MUCH, _made_by(graphs)), written, custom)
+    values = Values(kept, loose, results or {}, max(MUCH, 2 * _made_by(graphs)), written, custom)
     device, tell = next(values_of(graphs)).device, functools.cache(tell)  # once each, for all parameters
     return GraphedFunction(lambda: GraphedCall(code, _recorder, device, values, memory, tell))
 

@@ -17,9 +17,8 @@ from retrograd._torch.tensor import is_only_here, placed_on, storage_of
 from retrograd.cudagraphs.buffers import Buffers
 from retrograd.cudagraphs.results import Results
 
-#: so often is it found that something is to be recorded while memory that was given away is in use, before
-#: nothing is given away in a pool any more.
-MOST_UNDONE = 3
+#: where so many recordings are there, and were made for each of them, those that are gone have left gaps.
+MANY, GAPS = 8, 1.25
 #: pools without recordings, of which somebody holds results.
 _lingering: set[Pool] = set()
 
@@ -32,12 +31,16 @@ class Pool:
     results that the user got from a forward, and let go of before. From then on the result lies there without
     owning the memory, and other recordings work there too. So a recording can be replayed if nobody holds
     results of its own, of a later one, or such as were donated before it was made.
+
+    Args:
+        handle: of the recorder.
+        may_donate: whether anything is donated.
     """
 
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle  #: of the recorder.
+    def __init__(self, handle: Any, *, may_donate: bool = True) -> None:
+        self.handle, self._may_donate = handle, may_donate
         self.buffers = Buffers()
-        self._count = self._undone = 0
+        self._count = self._seen = self._quiet = 0
         self._entered: dict[int, Results] = {}
         #: of these, results that were handed out since nobody was found to hold them, and the numbers of
         #: recordings that are gone.
@@ -81,7 +84,7 @@ class Pool:
 
     def donatable(self, inputs: list[Any], places: Iterable[int]) -> set[int]:
         """Of `places`, those of inputs that were saved here, and that nobody else holds."""
-        if self._undone >= MOST_UNDONE:
+        if not self._may_donate:
             return set()
         given = held_here(inputs, places)
         free = {storage for one in self._out.values() for storage in one.saved_but_for(given)}
@@ -103,14 +106,24 @@ class Pool:
 
     def is_unowned_in_use(self) -> bool:
         """Whether somebody holds results that lie in memory which is nobody's: what is recorded now could
-        work there. Then recordings in which it is somebody's are made in place of these."""
+        work there."""
         self.let_go()
-        found = [one for one in self._out.values() if one.is_unowned_held()]
-        for one in found:
-            one.leave()
-            one.is_outdated = True
-        self._undone += bool(found)
-        return bool(found)
+        return any(one.is_unowned_held() for one in self._out.values())
+
+    def comes_round(self) -> int:
+        """The program begins again: how often it has since something was recorded."""
+        self._quiet = self._quiet + 1 if self._seen == self._count else 0
+        self._seen = self._count
+        return self._quiet
+
+    def has_gaps(self) -> bool:
+        """Whether many recordings are gone: others were made while these had their memory."""
+        self.let_go()
+        return self._count >= len(self._entered) * GAPS >= MANY * GAPS
+
+    def is_held(self) -> bool:
+        """Whether somebody holds results."""
+        return any(one.is_held() for one in self._out.values())
 
     def given(self) -> frozenset[int]:
         """Where the storages begin that recordings hand out."""

@@ -42,7 +42,7 @@ class Recorded:
     Attributes:
         addresses: of the inputs that it was recorded for; 0 for None. copied: the places of those that are
             copied. results: how they are handed out. replays: how many there were. givers: of the inputs
-            that other recordings give; the caller sets them.
+            that other recordings give. used: a number that grows with the last use. The caller sets both.
 
     Raises:
         Exception: it cannot be recorded; nothing was run.
@@ -59,6 +59,7 @@ class Recorded:
         self.copied, self._donated, saved = places
         self._pool, self.replays = pool, 0
         self.givers: Givers = {}
+        self.used = 0
         tensors = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
         copied = [i for i in tensors if i in self.copied]
         self._buffers = dict(zip(copied, pool.buffers.like([inputs[i] for i in copied]), strict=True))

@@ -60,8 +60,7 @@ class Results:
         leaving: places of results that do not stay, to which `leave` adds; None: no others than `saved` stay.
 
     Attributes:
-        is_outdated: whether there is to be another recording, which copies what this one leaves where it is,
-            or in which what was donated is owned again.
+        is_outdated: whether there is to be another recording, which copies what this one leaves where it is.
         is_out: whether they were handed out since nobody was found to hold them.
         least: of the numbers of the recordings that some were donated to.
 
