@@ -1301,7 +1301,7 @@ def test_functions_that_wait_for_each_other_in_turns_end_in_pools_of_their_own()
 
 @pytest.mark.usefixtures("all_large")
 @pytest.mark.parametrize("most", [0, 2])
-def test_recordings_that_were_made_in_another_order_are_made_once_more_in_that_of_the_calls(monkeypatch, most):
+def test_recordings_made_in_another_order_are_made_once_more_in_that_of_the_calls(monkeypatch, most):
     monkeypatch.setattr(graphed_call, "MOST_TIDIED", most)
     recorder, x = Recorder(), torch.ones(8)
     made = []

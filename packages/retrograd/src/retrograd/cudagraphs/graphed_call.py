@@ -79,14 +79,14 @@ MOST_LARGE, MOST_RECORDINGS = 2, 4
 #: bytes. Less is copied, if it comes from elsewhere each time, whatever a recording holds: an optimizer's
 #: step gives no results, and reads a gradient for each parameter.
 MUCH = 2**26
-#: recordings that are made at once. Their inputs come from other recordings than those of the others, as where
-#: several layers share code. Or what all that fit have saved is held: the backward comes after several calls.
+#: recordings that are made at once. Their inputs come from other recordings than those of the others: several
+#: layers share code. Or what all that fit have saved is held: the backward comes after several calls.
 MOST_AT_ONCE = 64
 #: so often does a function wait with its first recording because others run that are not warm: all that a
 #: program repeats is to be recorded in the order in which it runs.
 MOST_WAITS = 4
-#: so often is all recorded once more, in the order of the calls, when a program has come round so often without a
-#: new recording.
+#: so often is all recorded once more, in the order of the calls: when a program has come round so often
+#: without a new recording.
 MOST_TIDIED, QUIET = 2, 2
 #: if after so many recordings less than one of `RARE` calls was a replay, there are none any more. The calls
 #: between two recordings double each time: where inputs move, recording costs more than it saves.
@@ -310,8 +310,8 @@ class GraphedCall:
             self._memory.given_up += bool(self._kept)
 
     def _tidy(self) -> None:
-        """Give up all recordings if many were made again, and none of late: those that come in their place lie in
-        the order of the calls, and take less memory."""
+        """Give up all recordings if many were made again, and none of late: those that come in their place
+        lie in the order of the calls, and take less memory."""
         pools = [*self._recorder.pools.values()]
         is_quiet = min([pool.comes_round() for pool in pools], default=0) >= QUIET
         if is_quiet and any(pool.has_gaps() for pool in pools) and not any(pool.is_held() for pool in pools):
