@@ -1324,14 +1324,17 @@ def test_nothing_is_made_once_more_while_somebody_holds_what_was_saved():
     warmed(other, x)
     kept = other([x])[1]
     made = pieces(recorder, 8)
-    run_steps(made, x, 8)
+    run_steps(made, x, 5)
+    assert recorder.records == 1 + 16
     next(iter(recorder.pools.values()))._count += 8  # as if so many had been made again
-    run_steps(made, x, 8)
+    run_steps(made, x, 5)
+    assert recorder.is_untidy
     assert recorder.records == 1 + 16
     assert kept.tolist() == [2] * 8
     del kept
-    run_steps(made, x, 8)
+    run_steps(made, x, 2)
     assert recorder.records == 1 + 16 + 16
+    assert not recorder.is_untidy
 
 
 @pytest.mark.usefixtures("all_large")

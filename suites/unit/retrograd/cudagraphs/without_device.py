@@ -112,6 +112,7 @@ class Recorder:
         self.made = self.waits = 0
         self.calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self.cycle = Cycle()
+        self.is_untidy = False
         self.pools: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
         #: the pools of recordings, in the order in which they were made.
         self.lie_in: list[int] = []

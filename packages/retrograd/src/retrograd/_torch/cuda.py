@@ -89,6 +89,7 @@ class CudaRecorder:
         self.replaying = ForkSafeLock()
         self.calls: weakref.WeakSet[Any] = weakref.WeakSet()  #: what may be recorded
         self.cycle = Cycle()  #: of these
+        self.is_untidy = False  #: whether all is to be recorded once more
         self._sides: dict[torch.device, CaptureStream] = {}
         #: what recordings lie in at present; they hold it.
         self.pools: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()

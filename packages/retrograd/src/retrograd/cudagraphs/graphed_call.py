@@ -85,9 +85,9 @@ MOST_AT_ONCE = 64
 #: so often does a function wait with its first recording because others run that are not warm: all that a
 #: program repeats is to be recorded in the order in which it runs.
 MOST_WAITS = 4
-#: so often is all recorded once more, in the order of the calls: when a program has come round so often
-#: without a new recording.
-MOST_TIDIED, QUIET = 2, 2
+#: so often is all recorded once more, in the order of the calls: when a program has come round so often with
+#: few new recordings, and in so many rounds from then on, as soon as nobody holds results.
+MOST_TIDIED, QUIET, PATIENCE = 2, 2, 4
 #: if after so many recordings less than one of `RARE` calls was a replay, there are none any more. The calls
 #: between two recordings double each time: where inputs move, recording costs more than it saves.
 TRIED, RARE = 5, 4
@@ -174,7 +174,9 @@ class GraphedCall:
             return self._plainly(inputs)
         try:
             with self._recorder.replaying:  # others neither overwrite nor hand out what is looked at here
-                if self._recorder.cycle.runs(self) and self._tidied < MOST_TIDIED:
+                if self._recorder.cycle.runs(self):
+                    self._recorder.is_untidy = self._is_untidy()
+                if self._recorder.is_untidy and self._tidied < MOST_TIDIED:
                     self._tidy()
                 if (recorded := self._recorded_for(inputs)) is not None:
                     self._recorder.wait_for_streams()
@@ -309,15 +311,21 @@ class GraphedCall:
             self._made, self._made_at_once = max(0, self._made - 1), max(0, self._made_at_once - 1)
             self._memory.given_up += bool(self._kept)
 
-    def _tidy(self) -> None:
-        """Give up all recordings if many were made again, and none of late: those that come in their place
-        lie in the order of the calls, and take less memory."""
+    def _is_untidy(self) -> bool:
+        """Whether many recordings were made again, and few of late."""
         pools = [*self._recorder.pools.values()]
-        is_quiet = min([pool.comes_round() for pool in pools], default=0) >= QUIET
-        if is_quiet and any(pool.has_gaps() for pool in pools) and not any(pool.is_held() for pool in pools):
-            self._tidied += 1
-            for call in [*self._recorder.calls]:
-                call._give_up([*call._recordings])
+        rounds = min([pool.comes_round() for pool in pools], default=0)
+        return QUIET <= rounds < QUIET + PATIENCE and any(pool.has_gaps() for pool in pools)
+
+    def _tidy(self) -> None:
+        """Give up all recordings if nobody holds results: those that come in their place lie in the order of
+        the calls, and take less memory."""
+        if any(pool.is_held() for pool in [*self._recorder.pools.values()]):
+            return
+        self._recorder.is_untidy = False
+        for call in [*self._recorder.calls]:
+            call._give_up([*call._recordings])
+            call._tidied += 1
 
     def _why_not_recorded(self, inputs: Sequence[Any]) -> Reason | None:
         if (why := self._why_unlike(inputs)) is not None:

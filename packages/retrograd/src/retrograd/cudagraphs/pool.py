@@ -19,6 +19,8 @@ from retrograd.cudagraphs.results import Results
 
 #: where so many recordings are there, and were made for each of them, those that are gone have left gaps.
 MANY, GAPS = 8, 1.25
+#: one of so many recordings is made again now and then, because its inputs move.
+FEW = 32
 #: pools without recordings, of which somebody holds results.
 _lingering: set[Pool] = set()
 
@@ -111,9 +113,9 @@ class Pool:
         return any(one.is_unowned_held() for one in self._out.values())
 
     def comes_round(self) -> int:
-        """The program begins again: how often it has since something was recorded."""
-        self._quiet = self._quiet + 1 if self._seen == self._count else 0
-        self._seen = self._count
+        """The program begins again: how often it has since many recordings were made."""
+        is_quiet = (self._count - self._seen) * FEW <= len(self._entered)
+        self._quiet, self._seen = self._quiet + 1 if is_quiet else 0, self._count
         return self._quiet
 
     def has_gaps(self) -> bool:
