@@ -25,6 +25,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.fx import (
+    add_copy,
     depends_on_data,
     draws_random_numbers,
     has_effect,
@@ -206,7 +207,7 @@ def extract(
         if node in inside:
             if node.op == "placeholder":
                 raise KeyError(node.name)
-            made[node] = graph.node_copy(node, copied)
+            made[node] = add_copy(graph, node, copied)
     graph.output(tuple(copied(node) if isinstance(node, fx.Node) else node for node in wanted))
     return lazy_graph_module(gm, graph, name)
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import has_effect, is_higher_order, is_random
+from retrograd._torch.fx import add_copy, has_effect, is_higher_order, is_random
 from retrograd._torch.state import ThreadModes
 from retrograd._torch.tensor import is_dense
 from retrograd._torch.trace import (
@@ -346,7 +346,7 @@ def _folded(graph: fx.Graph, kinds: Sequence[_Kind]) -> fx.Graph:
     folded, made = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         if node not in inside:
-            made[node] = folded.node_copy(node, made.__getitem__)
+            made[node] = add_copy(folded, node, made.__getitem__)
         if node in ends:
             run, copy = ends[node]
             args = tuple([made[read] for read in run.inputs])

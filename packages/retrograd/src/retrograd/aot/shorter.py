@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from retrograd._torch.fx import copied, lazy_graph_module
+from retrograd._torch.fx import add_copy, lazy_graph_module
+from retrograd.graph.joint import output_values
 
 #: copies that stay: from the first, and from the last.
 _FIRST, _LAST = 3, 2
@@ -54,8 +55,8 @@ def cut_shorter(
     Args:
         gm: the joint graph; stays as it is. forward_count: how many of its results are the forward's.
     """
-    graph = copied(gm.graph)
-    if not all(_leave_out(graph, chain, forward_count) for chain in chains):
+    graph = _shorter(gm.graph, chains, forward_count)
+    if graph is None:
         return None
     named = {node.name: node for node in gm.graph.nodes}
     saved = set(cut(lazy_graph_module(gm, graph)))
@@ -68,37 +69,43 @@ def cut_shorter(
     return [node.name for node in gm.graph.nodes if node.name in saved]
 
 
-def _leave_out(graph: fx.Graph, chain: Chain, forward_count: int) -> bool:
-    """Take copies out of the graph; whether that is possible."""
+def _shorter(graph: fx.Graph, chains: Sequence[Chain], forward_count: int) -> fx.Graph | None:
+    """The graph without the copies that are left out; None if others need them."""
     named = {node.name: node for node in graph.nodes}
-    before, last = chain.copies[_FIRST - 1], chain.left_out[-1]
-    bridges = [(last[chain.made], before[chain.made]), (before[chain.cotangent], last[chain.cotangent])]
-    if any(name not in named for bridge in bridges for name in bridge):
-        return False
-    for removed, instead in bridges:
-        for user in list(named[removed].users):
-            user.replace_input_with(named[removed], named[instead])
-    gone = {named[name] for copy in chain.left_out for name in copy[chain.calls :] if name in named}
-    results = graph.output_node()
-    for node in graph.nodes:
-        read = gone.intersection(node.all_input_nodes)
-        if node in gone or node is results or not read:
+    gone, instead = set[fx.Node](), dict[fx.Node, fx.Node]()
+
+    def read(value: fx.Node) -> fx.Node:
+        while value in instead:
+            value = instead[value]
+        return value
+
+    for chain in chains:
+        before, last = chain.copies[_FIRST - 1], chain.left_out[-1]
+        bridges = [(last[chain.made], before[chain.made]), (before[chain.cotangent], last[chain.cotangent])]
+        if any(name not in named for bridge in bridges for name in bridge):
+            return None
+        instead.update((named[one], named[other]) for one, other in bridges)
+        gone.update(named[name] for copy in chain.left_out for name in copy[chain.calls :] if name in named)
+    *nodes, results = graph.nodes
+    for node in nodes:
+        values = [*map(read, node.all_input_nodes)]
+        if node in gone or gone.isdisjoint(values):
             continue
         # All that may read them is a sum of contributions to a gradient, which others may contribute to.
         if node.target is not torch.ops.aten.add.Tensor or not node.meta.get("is_backward"):
-            return False
-        others = [value for value in node.all_input_nodes if value not in gone]
-        if others:
-            node.replace_all_uses_with(others[0])
+            return None
         gone.add(node)
-    values = results.args[0]
-    if gone.intersection(values[:forward_count]):  # type: ignore[index,arg-type]
-        return False
-    results.args = (tuple([value for value in values if value not in gone]),)  # type: ignore[union-attr]
-    for node in reversed(graph.nodes):
-        if node in gone:
-            graph.erase_node(node)
-    return True
+        instead.update((node, value) for value in values if value not in gone)
+    given = [read(value) if isinstance(value, fx.Node) else value for value in output_values(graph)]
+    if gone.intersection(given[:forward_count]):
+        return None
+    copy, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in nodes:
+        if node not in gone:
+            made[node] = add_copy(copy, node, lambda value: made[read(value)])
+    output = copy.output(tuple([made.get(value, value) for value in given if value not in gone]))
+    output.meta.update(results.meta)
+    return copy
 
 
 def _picked(copy: Sequence[str], saved: Collection[str], named: dict[str, fx.Node]) -> Picked:

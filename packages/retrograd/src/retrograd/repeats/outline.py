@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.fx import (
+    add_copy,
     has_effect,
     is_collective,
     is_higher_order,
@@ -132,7 +133,7 @@ def graph_of(gm: fx.GraphModule, part: Outline, sizes: Sequence[torch.SymInt]) -
 
     def copied(node: fx.Node) -> fx.Node:
         if node not in made:  # a graph for an operator of higher order
-            made[node] = graph.node_copy(node)
+            made[node] = add_copy(graph, node, copied)
         return made[node]
 
     for i, node in enumerate(part.inputs):
@@ -143,7 +144,7 @@ def graph_of(gm: fx.GraphModule, part: Outline, sizes: Sequence[torch.SymInt]) -
     for node in part.calls:
         for value in node.all_input_nodes:
             copied(value)
-        made[node] = graph.node_copy(node, copied)
+        made[node] = add_copy(graph, node, copied)
     graph.output(tuple([made[node] for node in part.outputs]))
     return lazy_graph_module(gm, graph)
 
