@@ -7,7 +7,6 @@ that somebody holds are in the way of its replay, and which of its inputs may be
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -71,9 +70,8 @@ class Pool:
         storages that were donated to it, the `given` holders do not count: they are its inputs."""
         self.let_go()
         found = []
-        for place, one in list(self._out.items()):
-            if place < number < one.least:
-                continue
+        near = [item for item in self._out.items() if not item[0] < number < item[1].least]
+        for place, one in near:
             if one.is_in_the_way(place, number, given):
                 found.append(one)
             elif not one.is_out:
@@ -151,6 +149,11 @@ class Pool:
             _lingering.add(self)
 
 
-def held_here(inputs: list[Any], places: Iterable[int]) -> Counter[int]:
+def held_here(inputs: list[Any], places: Iterable[int]) -> Mapping[int, int]:
     """How many of the tensors at `places` hold each storage. What others refer to does not count."""
-    return Counter(storage_of(inputs[i]) for i in places if is_only_here(inputs, i))
+    found: dict[int, int] = {}
+    for i in places:
+        if is_only_here(inputs, i):
+            storage = storage_of(inputs[i])
+            found[storage] = found.get(storage, 0) + 1
+    return found

@@ -61,8 +61,7 @@ class Results:
 
     Attributes:
         is_outdated: whether there is to be another recording, which copies what this one leaves where it is.
-        is_out: whether they were handed out since nobody was found to hold them.
-        least: of the numbers of the recordings that some were donated to.
+        least: of the numbers of the recordings that some which somebody may hold were donated to.
 
     Raises:
         Refusal: a result shows an input, or another result, as another dtype.
@@ -97,12 +96,14 @@ class Results:
         self._sources = [placed_on(unowned(source), source) for source in self._sources]
         self._layouts = [(tuple(s.shape), tuple(s.stride()), s.dtype) for s in self._sources]
         self._by_dtype = by_dtype(self._sources)
-        self._where = self._addresses()
+        #: of what the user gets: he may give it other memory.
+        self._where = {i: tensor.data_ptr() for i, (_, tensor) in enumerate(visible, self._saved)}
         #: the numbers of the recordings that each was donated to.
         self._until, self.least = [NOBODY] * len(self._staying), NOBODY
         self._storages: list[int] = []
         self._at_rest: list[int] = []
-        self.is_out = False
+        #: what somebody may hold: it was handed out, and nobody was found not to hold it since.
+        self._open: list[int] = []
 
     def settle(self) -> None:
         """Nobody but the recording holds the results now: who does later is told from that."""
@@ -114,17 +115,22 @@ class Results:
         """Whether results stay that the user gets."""
         return len(self._staying) > self._saved
 
+    @property
+    def is_out(self) -> bool:
+        """Whether somebody may hold them."""
+        return bool(self._open)
+
     def is_held(self) -> bool:
         """Whether somebody holds what stays, or has given it other memory."""
-        return bool(self._held())
+        return bool(self._held(self._open))
 
     def is_saved_held(self) -> bool:
         """Whether somebody holds what was saved in the last replay."""
-        return any(i < self._saved for i in self._held())
+        return bool(self._held([i for i in self._open if i < self._saved]))
 
     def is_unowned_held(self) -> bool:
         """Whether somebody holds what has been donated."""
-        return self.least < NOBODY and any(self._until[i] < NOBODY for i in self._held())
+        return bool(self._held([i for i in self._open if self._until[i] < NOBODY]))
 
     def is_in(self, storages: Collection[int]) -> bool:
         """Whether some of what the user gets lies in these storages."""
@@ -136,30 +142,26 @@ class Results:
 
     def is_in_the_way(self, own: int, number: int, given: Mapping[int, int]) -> bool:
         """As `Pool.in_the_way`, of the results of recording `own`; not if ``own < number < least``."""
-        return any(
-            own >= number or until < number or (until == number and self._is_beside(i, given))
-            for i, until in ((i, self._until[i]) for i in self._held())
-        )
+        if own >= number:
+            return self.is_held()
+        held = self._held([i for i in self._open if self._until[i] <= number])
+        return any(self._until[i] < number or self._is_beside(i, given) for i in held)
 
     def is_shared(self, number: int, given: Mapping[int, int]) -> bool:
         """As `Pool.is_shared`."""
-        return number in self._until and any(
-            i < self._saved and self._until[i] == number and self._is_beside(i, given) for i in self._held()
-        )
+        held = self._held([i for i in self._open if i < self._saved and self._until[i] == number])
+        return any(self._is_beside(i, given) for i in held)
 
     def saved_but_for(self, given: Mapping[int, int]) -> set[int]:
         """Of the storages `given`, those of saved results of which the given holders are all."""
-        return {
-            self._storages[i]
-            for i in self._held()
-            if i < self._saved and self._until[i] == NOBODY and not self._is_beside(i, given)
-        }
+        held = self._held([i for i in self._open if i < self._saved and self._until[i] == NOBODY])
+        return {self._storages[i] for i in held if not self._is_beside(i, given)}
 
     def give(self, storages: Collection[int], number: int) -> dict[int, torch.Tensor]:
         """Own those of the storages no more that are saved, and nothing of what a user got beside what was
         saved, and does not hold; returns what lies in that memory from now on."""
         visible = range(self._saved, len(self._staying)) if self._saved else ()
-        free = set(visible).difference(self._held())
+        free = set(visible).difference(self._held(self._open))
         owned = [i for i, until in enumerate(self._until) if until == NOBODY]
         places = [i for i in owned if self._storages[i] in storages or i in free]
         aliases = {self._storages[i]: unowned(self._staying[i][1]) for i in places}
@@ -167,7 +169,8 @@ class Results:
         for i in places:
             place, tensor = self._staying[i]
             self._staying[i] = place, placed_on(aliases[self._storages[i]], tensor)
-            self._until[i], self.least = number, min(number, self.least)
+            self._until[i] = number
+        self._find_least()
         aliases.clear()
         for i in places:
             self._storages[i] = storage_of(self._staying[i][1])
@@ -176,26 +179,29 @@ class Results:
 
     def leave(self) -> None:
         """Have what the user holds copied by the next recording; if it comes to that again, all."""
-        found = {self._staying[i][0] for i in self._held() if i >= self._saved}
+        found = {self._staying[i][0] for i in self._held(self._open) if i >= self._saved}
         if self.is_outdated or self._leaving is None or not found:
             return
         self._leaving |= {place for place, _ in self._staying[self._saved :]} if self._leaving else found
         self.is_outdated = True
 
-    def _held(self) -> list[int]:
-        """Which of what stays somebody holds, or has given other memory."""
-        if not self.is_out:
-            return []
-        now, where = holders(self._storages), self._addresses()
-        self.is_out = now != self._at_rest or where != self._where
-        if not self.is_out:
-            return []
-        moved = {i for i, address in enumerate(where, self._saved) if address != self._where[i - self._saved]}
-        return [i for i, count in enumerate(now) if count != self._at_rest[i] or i in moved]
+    def _held(self, places: Collection[int]) -> list[int]:
+        """Which of `places`, open ones, somebody holds, or has given other memory. The others are open no
+        more: nobody can come to hold them before the next replay."""
+        now, where = holders([self._storages[i] for i in places]), self._where
+        held = [
+            i
+            for i, count in zip(places, now, strict=True)
+            if count != self._at_rest[i] or (i in where and where[i] != self._staying[i][1].data_ptr())
+        ]
+        if len(held) < len(places):
+            free = set(places).difference(held)
+            self._open = [i for i in self._open if i not in free]
+            self._find_least()
+        return held
 
-    def _addresses(self) -> list[int]:
-        """Of what the user gets: he may give it other memory."""
-        return [tensor.data_ptr() for _, tensor in self._staying[self._saved :]]
+    def _find_least(self) -> None:
+        self.least = min([self._until[i] for i in self._open], default=NOBODY)
 
     def _is_beside(self, i: int, given: Mapping[int, int]) -> bool:
         """Whether others hold it than the `given`."""
@@ -203,7 +209,8 @@ class Results:
 
     def hand_out(self, inputs: Sequence[Any]) -> list[Any]:
         """The results of the replay that has just been made with `inputs`."""
-        self.is_out = True
+        self._open = [*range(len(self._staying))]
+        self._find_least()
         results = list(self._constants)
         for place, i in self._passed:
             results[place] = inputs[i]
