@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from retrograd.cudagraphs import graphed_call, results
+from retrograd.cudagraphs import graphed_call, pool, results
 from retrograd.cudagraphs.addresses import AddressHistory
 from retrograd.cudagraphs.graphed_call import (
     MOST_DONATING,
@@ -1339,8 +1339,15 @@ def test_nothing_is_made_once_more_while_somebody_holds_what_was_saved():
 
 @pytest.mark.usefixtures("all_large")
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_the_order_of_calls_and_whoever_holds_results_nothing_is_overwritten(seed):
-    """Forwards, backwards, and functions that are neither; results are held for as long as it comes."""
+def test_whatever_the_order_of_calls_and_whoever_holds_results_nothing_is_overwritten(seed, monkeypatch):
+    """Forwards, backwards, and functions that are neither; results are held for as long as it comes. In half of
+    the programs, all is recorded once more as soon as that is possible."""
+    if seed % 2:
+        monkeypatch.setattr(pool, "MANY", 0)
+        monkeypatch.setattr(pool, "GAPS", 1)
+        monkeypatch.setattr(graphed_call, "MOST_TIDIED", 1000)
+        monkeypatch.setattr(graphed_call, "QUIET", 0)
+        monkeypatch.setattr(graphed_call, "PATIENCE", 1000)
     draw, recorder = random.Random(seed), Recorder()
     batches = [torch.full((8,), float(i)) for i in range(3)]
     made = pieces(recorder, 3)
