@@ -1340,8 +1340,8 @@ def test_nothing_is_made_once_more_while_somebody_holds_what_was_saved():
 @pytest.mark.usefixtures("all_large")
 @pytest.mark.parametrize("seed", range(60))
 def test_whatever_the_order_of_calls_and_whoever_holds_results_nothing_is_overwritten(seed, monkeypatch):
-    """Forwards, backwards, and functions that are neither; results are held for as long as it comes. In half of
-    the programs, all is recorded once more as soon as that is possible."""
+    """Forwards, backwards, and functions that are neither; results are held for as long as it comes. In half
+    of the programs, all is recorded once more as soon as that is possible."""
     if seed % 2:
         monkeypatch.setattr(pool, "MANY", 0)
         monkeypatch.setattr(pool, "GAPS", 1)
