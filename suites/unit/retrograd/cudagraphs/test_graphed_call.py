@@ -96,7 +96,7 @@ def test_an_input_that_always_comes_from_elsewhere_is_copied():
         inputs.clear()
         return [x * w]
 
-    call, told = call_of(times, recorder, held=12)
+    call, told = call_of(times, recorder, copyable=12)
     held = [torch.full((3,), float(i)) for i in range(12)]
     for x in held:
         assert torch.equal(call([x, weight])[0], x * 3)
@@ -117,7 +117,7 @@ def test_an_input_that_always_comes_from_elsewhere_is_copied():
 )
 def test_an_input_of_any_layout_is_copied(make):
     recorder = Recorder()
-    call, _ = call_of(lambda inputs: [inputs[0] * 2, inputs[0]], recorder, held=1000)
+    call, _ = call_of(lambda inputs: [inputs[0] * 2, inputs[0]], recorder, copyable=1000)
     held = [make(i) for i in range(8)]
     for x in held:
         doubled, same = call([x])
@@ -350,14 +350,14 @@ def test_the_recordings_used_last_are_held():
 
 
 def test_addresses_that_come_again_are_recorded_and_little_that_changes_is_copied():
-    history = AddressHistory(held=0)
+    history = AddressHistory(copyable=0)
     assert [history.note([1, i], SIZES) for i in (1, 2, 3, 2, 4, 5, 6, 7, 2)] == [
         *[False] * 3,
         True,
         *[False] * 5,
     ]
     assert history.copied == frozenset()
-    history = AddressHistory(held=20)
+    history = AddressHistory(copyable=20)
     assert [history.note([1, i], SIZES) for i in (1, 2, 3)] == [False, True, True]
     assert history.copied == {1}
     assert not history.note([2, 4], SIZES)  # both together are more
@@ -366,7 +366,7 @@ def test_addresses_that_come_again_are_recorded_and_little_that_changes_is_copie
 
 
 def test_what_moves_to_where_a_recording_gives_it_is_not_copied_unless_it_moves_away_again():
-    history = AddressHistory(held=64)
+    history = AddressHistory(copyable=64)
     assert [history.note([1, i], SIZES, given) for i, given in ((1, []), (2, []), (3, [1]), (3, [1]))] == [
         False,
         True,
@@ -386,7 +386,7 @@ def test_what_moves_to_where_a_recording_gives_it_is_not_copied_unless_it_moves_
 def test_batches_in_turn_share_one_recording_of_a_forward():
     recorder, weight = Recorder(), torch.full((8,), 3.0)
     fn = lambda inputs: [inputs[0][0] * inputs[1], inputs[1] * 2]  # noqa: E731
-    call, told = call_of(fn, recorder, kept=[1], held=64)
+    call, told = call_of(fn, recorder, kept=[1], copyable=64)
     batches = [torch.full((2,), float(i)) for i in range(3)]
     for step in range(12):
         x = batches[step % 3]
@@ -401,8 +401,8 @@ def test_batches_in_turn_share_one_recording_of_a_forward():
 def pair(recorder, size=8):
     """A forward that keeps a result, and a backward that reads it, in one memory."""
     memory = SharedMemory()
-    forward, _ = call_of(lambda inputs: [inputs[0] * 2], recorder, kept=[0], held=4 * size, memory=memory)
-    backward, _ = call_of(lambda inputs: [inputs[0].sum()], recorder, held=4, memory=memory)
+    forward, _ = call_of(lambda inputs: [inputs[0] * 2], recorder, kept=[0], copyable=4 * size, memory=memory)
+    backward, _ = call_of(lambda inputs: [inputs[0].sum()], recorder, copyable=4, memory=memory)
     return forward, backward
 
 
@@ -462,7 +462,7 @@ def test_recordings_that_are_seldom_replayed_are_let_go_of(monkeypatch):
 
 def test_recordings_of_a_function_copy_into_the_same_buffers_and_keep_no_memory_for_what_they_copy():
     recorder, weights = Recorder(), [torch.full((8,), 2.0), torch.full((8,), 3.0)]
-    call, _ = call_of(lambda inputs: [inputs[0] * inputs[1]], recorder, held=32, written={1})
+    call, _ = call_of(lambda inputs: [inputs[0] * inputs[1]], recorder, copyable=32, written={1})
     for step in range(40):
         x, weight = torch.full((8,), float(step)), weights[step % 2]
         assert torch.equal(call([x, weight])[0], x * weight)
@@ -474,8 +474,8 @@ def test_recordings_of_a_function_copy_into_the_same_buffers_and_keep_no_memory_
 
 def test_all_recordings_of_a_pool_copy_into_the_same_buffers_one_for_each_input():
     recorder = Recorder()
-    minus, _ = call_of(lambda inputs: [inputs[0] - inputs[1]], recorder, held=64)
-    times, _ = call_of(lambda inputs: [inputs[0] * 2], recorder, held=64)
+    minus, _ = call_of(lambda inputs: [inputs[0] - inputs[1]], recorder, copyable=64)
+    times, _ = call_of(lambda inputs: [inputs[0] * 2], recorder, copyable=64)
     for step in range(40):
         x, y = torch.full((8,), float(step)), torch.full((8,), step / 3)
         difference = minus([x, y])[0]
@@ -491,8 +491,8 @@ def test_all_recordings_of_a_pool_copy_into_the_same_buffers_one_for_each_input(
 
 def test_of_what_holds_much_fewer_recordings_are_held(monkeypatch):
     monkeypatch.setattr(graphed_call, "MUCH", 16)
-    for held, most in ((16, MOST_RECORDINGS), (17, MOST_LARGE)):
-        call, _ = call_of(lambda inputs: [inputs[0] * 2], Recorder(), held=held)
+    for copyable, most in ((16, MOST_RECORDINGS), (17, MOST_LARGE)):
+        call, _ = call_of(lambda inputs: [inputs[0] * 2], Recorder(), copyable=copyable)
         for x in [torch.ones(8) for _ in range(MOST_RECORDINGS + 1)]:
             for _ in range(2 * 2**MOST_RECORDINGS):
                 call([x])
@@ -801,7 +801,7 @@ def test_an_input_that_is_written_is_never_copied():
         total.add_(x)
         return [None]
 
-    call, told = call_of(adds, recorder, held=1000, written={0})
+    call, told = call_of(adds, recorder, copyable=1000, written={0})
     totals = [torch.zeros(3), torch.zeros(3)]
     expected = [0.0, 0.0]
     for step in range(20):
@@ -833,8 +833,8 @@ def trained(recorder, lets_go, steps=24, micro_batches=1):
         The addresses of gradients, and all that somebody held to the end, with what it should be.
     """
     memory, weight = SharedMemory(), torch.full((8,), 3.0)
-    forward, _ = call_of(lambda i: [i[0] * i[1], i[0] * 2], recorder, kept=[1], held=64, memory=memory)
-    backward, _ = call_of(lambda i: [i[0] * i[1]], recorder, memory, held=64, results={0: 1})
+    forward, _ = call_of(lambda i: [i[0] * i[1], i[0] * 2], recorder, kept=[1], copyable=64, memory=memory)
+    backward, _ = call_of(lambda i: [i[0] * i[1]], recorder, memory, copyable=64, results={0: 1})
     held, where, grad, expected = [], [], None, None
     for step in range(steps):
         gradient_goes, output_goes = lets_go(step)
@@ -891,7 +891,7 @@ def test_what_somebody_holds_is_not_overwritten_and_copied_from_then_on(lets_go,
 def test_nothing_is_replayed_in_memory_where_a_recording_that_is_gone_left_a_result(monkeypatch):
     monkeypatch.setattr(graphed_call, "MOST_RECORDINGS", 1)
     recorder, memory, x = Recorder(), SharedMemory(), torch.full((8,), 3.0)
-    forward, _ = call_of(lambda i: [i[0] * 2], recorder, kept=[0], held=64, memory=memory)
+    forward, _ = call_of(lambda i: [i[0] * 2], recorder, kept=[0], copyable=64, memory=memory)
     backward, _ = call_of(lambda i: [i[0] + i[1]], recorder, memory=memory)
     ones, twos = torch.ones(8), torch.full((8,), 2.0)
     saved = found = None
@@ -973,8 +973,8 @@ def test_in_inference_mode_results_are_inference_tensors():
 def forward_and_backward(recorder):
     """Of a function whose result the backward does not read."""
     memory = SharedMemory()
-    forward, told = call_of(lambda i: [i[0] * 2, i[0] * 3], recorder, memory, kept=[1], held=64)
-    backward, _ = call_of(lambda i: [i[0] + 1], recorder, memory, held=64, results={0: 1})
+    forward, told = call_of(lambda i: [i[0] * 2, i[0] * 3], recorder, memory, kept=[1], copyable=64)
+    backward, _ = call_of(lambda i: [i[0] + 1], recorder, memory, copyable=64, results={0: 1})
     return forward, backward, told
 
 
@@ -1022,8 +1022,8 @@ def pieces(recorder, count):
     made = []
     for _ in range(count):
         memory = SharedMemory()
-        forward, told = call_of(lambda i: [i[0] * 2, i[0] + 1], recorder, memory, kept=[1], held=64)
-        backward, _ = call_of(lambda i: [i[0] * i[1]], recorder, memory, held=64, results={0: 1})
+        forward, told = call_of(lambda i: [i[0] * 2, i[0] + 1], recorder, memory, kept=[1], copyable=64)
+        backward, _ = call_of(lambda i: [i[0] * i[1]], recorder, memory, copyable=64, results={0: 1})
         made.append((forward, backward, told))
     return made
 
@@ -1068,8 +1068,8 @@ def test_pieces_of_a_program_work_in_one_memory():
 @pytest.mark.parametrize("begin", [0, 3])
 def test_recordings_stay_whatever_they_read_of_what_another_gives(begin):
     recorder, x = Recorder(), torch.ones(8)
-    shared, _ = call_of(lambda i: [i[0] * 2], recorder, SharedMemory(), held=64)
-    apart = [call_of(lambda i: [i[0] + 1], recorder, SharedMemory(), held=64)[0] for _ in range(6)]
+    shared, _ = call_of(lambda i: [i[0] * 2], recorder, SharedMemory(), copyable=64)
+    apart = [call_of(lambda i: [i[0] + 1], recorder, SharedMemory(), copyable=64)[0] for _ in range(6)]
     for step in range(12):
         for call in apart:
             (y,) = call([x.fill_(step % 3)])
@@ -1082,8 +1082,8 @@ def test_recordings_stay_whatever_they_read_of_what_another_gives(begin):
 @pytest.mark.usefixtures("all_large")
 def test_code_that_layers_share_is_recorded_for_what_each_of_them_gives():
     recorder, x = Recorder(), torch.ones(8)
-    shared, _ = call_of(lambda i: [i[0] * 2], recorder, SharedMemory(), held=64)
-    apart = [call_of(lambda i: [i[0] + 1], recorder, SharedMemory(), held=64)[0] for _ in range(6)]
+    shared, _ = call_of(lambda i: [i[0] * 2], recorder, SharedMemory(), copyable=64)
+    apart = [call_of(lambda i: [i[0] + 1], recorder, SharedMemory(), copyable=64)[0] for _ in range(6)]
     for step in range(12):
         expected = y = x.fill_(step % 3)
         for call in apart:
@@ -1101,8 +1101,8 @@ def test_code_that_layers_share_is_recorded_for_what_each_of_them_gives():
 @pytest.mark.usefixtures("all_large")
 def test_code_of_layers_whose_inputs_are_copied_is_recorded_for_each_of_them():
     recorder, memory = Recorder(), SharedMemory()
-    forward, told = call_of(lambda i: [i[0] * 2, i[0] + 1], recorder, memory, kept=[1], held=64)
-    backward, _ = call_of(lambda i: [i[0] * i[1]], recorder, memory, held=64, results={0: 1})
+    forward, told = call_of(lambda i: [i[0] * 2, i[0] + 1], recorder, memory, kept=[1], copyable=64)
+    backward, _ = call_of(lambda i: [i[0] * i[1]], recorder, memory, copyable=64, results={0: 1})
     elsewhere = []  # so that inputs come from other places each time
     for step in range(12):
         recorded, replays = recorder.records, recorder.replays
@@ -1241,8 +1241,8 @@ def test_so_many_pools_give_memory_away_and_one_more_does_not():
 @pytest.mark.usefixtures("all_large")
 def test_a_gradient_may_be_what_was_saved():
     recorder, memory, x = Recorder(), SharedMemory(), torch.ones(8)
-    forward, _ = call_of(lambda i: [i[0] * 2, i[0] + 1], recorder, memory, kept=[1], held=64)
-    backward, _ = call_of(lambda i: [i[0], i[0][2:], i[1] * 2], recorder, memory, held=64, results={0: 1})
+    forward, _ = call_of(lambda i: [i[0] * 2, i[0] + 1], recorder, memory, kept=[1], copyable=64)
+    backward, _ = call_of(lambda i: [i[0], i[0][2:], i[1] * 2], recorder, memory, copyable=64, results={0: 1})
     held = []
     for step in range(24):
         out, saved = forward([x.fill_(step)])
@@ -1351,7 +1351,7 @@ def test_whatever_the_order_of_calls_and_whoever_holds_results_nothing_is_overwr
     draw, recorder = random.Random(seed), Recorder()
     batches = [torch.full((8,), float(i)) for i in range(3)]
     made = pieces(recorder, 3)
-    alone, _ = call_of(lambda i: [i[0] * 3], recorder, held=64)
+    alone, _ = call_of(lambda i: [i[0] * 3], recorder, copyable=64)
     waiting, held = [], []
     schedule = [draw.randrange(8) for _ in range(draw.choice([3, 7, 13]))]
     for step in range(360):
@@ -1390,7 +1390,8 @@ def test_how_much_is_looked_at_before_a_replay_does_not_grow_with_the_recordings
     recorder, asked = Recorder(), []
     ask = results.Results.is_in_the_way
     monkeypatch.setattr(results.Results, "is_in_the_way", lambda *given: asked.append(1) or ask(*given))
-    calls = [call_of(lambda i: [i[0] * 2, i[0] + 1], recorder, kept=[1], held=64)[0] for _ in range(count)]
+    made = [call_of(lambda i: [i[0] * 2, i[0] + 1], recorder, kept=[1], copyable=64) for _ in range(count)]
+    calls = [call for call, _ in made]
 
     def step(x):
         for call in calls:

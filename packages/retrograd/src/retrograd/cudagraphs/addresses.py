@@ -17,16 +17,16 @@ class AddressHistory:
     """The addresses of the last calls.
 
     Args:
-        held: bytes. So many are copied rather than recorded for once more.
+        copyable: bytes. So many are copied rather than recorded for once more.
         written: places of inputs that are written, and never copied.
 
     Attributes:
         copied: places of inputs whose address does not matter any more.
     """
 
-    def __init__(self, held: int, written: Collection[int] = ()) -> None:
+    def __init__(self, copyable: int, written: Collection[int] = ()) -> None:
         self.copied: frozenset[int] = frozenset()
-        self._held, self._written = held, frozenset(written)
+        self._copyable, self._written = copyable, frozenset(written)
         self._last: deque[list[int]] = deque(maxlen=REMEMBERED)
         self._settled: set[int] = set()
 
@@ -37,7 +37,7 @@ class AddressHistory:
         little."""
         if self._last:
             changed = self._changed(addresses, self._last[-1]) - self._written - set(given)
-            if sum(sizes[i] for i in self.copied | changed) <= self._held:
+            if sum(sizes[i] for i in self.copied | changed) <= self._copyable:
                 self.copied |= changed
         is_again = any(not self._changed(addresses, before) - set(given) for before in self._last)
         self._last.append(addresses)

@@ -6,7 +6,7 @@ where memory comes from torch's allocator and the program repeats itself. Whatev
 the call runs as it is, and the reason is told once.
 
 Recordings read their inputs where they were. Inputs that come from elsewhere are copied to a place of their
-own, if they are few, or smaller than what a recording holds: else another one would hold that once more.
+own, if they are few, or not much more than what a recording gives: another one would hold that once more.
 
 Recordings of a stream lie in one pool, so that they work in the same memory. `results` says which results are
 copied out of it. While somebody holds one that is not, nothing is replayed that would overwrite it: what is
@@ -101,7 +101,7 @@ class Values:
         kept: places of results that are saved for a backward.
         loose: places of inputs that may have other strides in another call; those of others must not change.
         results: by place of an input, the place among the forward's results where it comes from.
-        held: bytes. So many are copied to it before there is another recording.
+        copyable: bytes. So many are copied to it before there is another recording.
         written: places of inputs that it writes to.
         custom: the operators that torch does not define. One that waits for the device cannot be recorded.
     """
@@ -109,7 +109,7 @@ class Values:
     kept: Collection[int] = ()
     loose: Sequence[int] = ()
     results: Mapping[int, int] = field(default_factory=dict)
-    held: int = 0
+    copyable: int = 0
     written: Collection[int] = ()
     custom: frozenset[str] = frozenset()
 
@@ -148,8 +148,9 @@ class GraphedCall:
     ) -> None:
         self._fn, self._recorder, self._device = fn, recorder, device
         self._kept, self._loose, self._tell = frozenset(values.kept), tuple(values.loose), tell
-        self._most = MOST_LARGE if values.held > MUCH else MOST_RECORDINGS
-        self._history, self._memory = AddressHistory(values.held, values.written), memory or SharedMemory()
+        self._most = MOST_LARGE if values.copyable > MUCH else MOST_RECORDINGS
+        self._history = AddressHistory(values.copyable, values.written)
+        self._memory = memory or SharedMemory()
         self._results, self._custom = values.results, values.custom
         self._lock = ForkSafeLock()
         #: the oldest first: of several that fit it is taken, so that what reads its results finds them there.
@@ -347,9 +348,9 @@ class GraphedCall:
         return None
 
     def _record(self, inputs: list[Any], givers: Givers) -> Recorded | None:
-        """A new recording, made without running anything; None if it fails. Older ones go that
-        read from where something came that is copied now, or where a forward no longer saves anything. Custom
-        operators show in a pool of their own that they can be recorded: a failure may leave it unusable."""
+        """A new recording, made without running anything; None if it fails. Older ones go that read from
+        where something came that is copied now, or where a forward no longer saves anything. Custom operators
+        show in a pool of their own that they can be recorded: a failure may leave it unusable."""
         stream, copied, memory = self._recorder.stream(self._device), self._history.copied, self._memory
         unproven, key = self._custom - _proven, None
         is_stale = not self._kept and memory.given_up != self._given_up
