@@ -55,10 +55,10 @@ def cut_shorter(
     Args:
         gm: the joint graph; stays as it is. forward_count: how many of its results are the forward's.
     """
-    graph = _shorter(gm.graph, chains, forward_count)
+    named = {node.name: node for node in gm.graph.nodes}
+    graph = _shorter(gm.graph, named, chains, forward_count)
     if graph is None:
         return None
-    named = {node.name: node for node in gm.graph.nodes}
     saved = set(cut(lazy_graph_module(gm, graph)))
     for chain in chains:
         one, other = (_picked(chain.copies[i], saved, named) for i in (_FIRST - 2, _FIRST - 1))
@@ -69,9 +69,10 @@ def cut_shorter(
     return [node.name for node in gm.graph.nodes if node.name in saved]
 
 
-def _shorter(graph: fx.Graph, chains: Sequence[Chain], forward_count: int) -> fx.Graph | None:
-    """The graph without the copies that are left out; None if others need them."""
-    named = {node.name: node for node in graph.nodes}
+def _shorter(
+    graph: fx.Graph, named: dict[str, fx.Node], chains: Sequence[Chain], forward_count: int
+) -> fx.Graph | None:
+    """The graph, whose nodes are `named`, without the copies that are left out; None if others need them."""
     gone, instead = set[fx.Node](), dict[fx.Node, fx.Node]()
 
     def read(value: fx.Node) -> fx.Node:

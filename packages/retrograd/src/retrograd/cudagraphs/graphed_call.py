@@ -208,7 +208,7 @@ class GraphedCall:
     def _recorded_for(self, inputs: list[Any]) -> Recorded | None:
         """The recording to replay; None if the function is to run as it is."""
         self._give_up([recorded for recorded in self._recordings if recorded.results.is_outdated])
-        recorded = next(filter(lambda one: self._is_free(one, inputs), self._recordings), None)
+        recorded = next((one for one in self._recordings if self._is_free(one, inputs)), None)
         is_young = recorded is None or recorded.replays < FIRST_REPLAYS
         if is_young and self._history.copied and self._history.settle(self._given(inputs)) and recorded:
             self._give_up([recorded])

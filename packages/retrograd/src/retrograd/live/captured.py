@@ -24,6 +24,7 @@ from retrograd._torch.autograd import (
     read_ranks,
     steps_in_turns,
 )
+from retrograd._torch.fx import add_copy
 from retrograd._torch.log import event
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
@@ -216,7 +217,7 @@ def without_last_outputs(backward: BackwardGraph, count: int) -> BackwardGraph:
     for node in backward.graph.nodes:
         if node.op != "output":
             value = node.args[1] if node in unwanted else None
-            copied[node] = copied[value] if value is not None else graph.node_copy(node, copied.__getitem__)
+            copied[node] = copied[value] if value is not None else add_copy(graph, node, copied.__getitem__)
     kept = [None if node is None else copied[node] for node in backward.outputs()[:-count]]
     graph.output((*kept, *[None] * count))
     for node in reversed(graph.nodes):

@@ -142,8 +142,6 @@ def graph_of(gm: fx.GraphModule, part: Outline, sizes: Sequence[torch.SymInt]) -
     for i, size in enumerate(sizes):
         graph.placeholder(f"size_{i}").meta = {"val": size}
     for node in part.calls:
-        for value in node.all_input_nodes:
-            copied(value)
         made[node] = add_copy(graph, node, copied)
     graph.output(tuple([made[node] for node in part.outputs]))
     return lazy_graph_module(gm, graph)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.autograd import HookChanges, LateHook, LiveBackward
+from retrograd._torch.fx import add_copy
 from retrograd.graph.backward_graph import (
     BackwardGraph,
     Call,
@@ -217,7 +218,7 @@ class _Rest:
 
     def _copy(self, node: fx.Node) -> None:
         if node not in self._new:
-            self._new[node] = self._graph.node_copy(node, lambda arg: self._new[arg])
+            self._new[node] = add_copy(self._graph, node, self._new.__getitem__)
 
 
 def _kinds_before(node: fx.Node) -> tuple[HookKind, ...]:
