@@ -80,30 +80,6 @@ tracing = ForkSafeLock()
 compiling = ForkSafeLock()
 
 
-class Cycle:
-    """How often a program has come round since something in it ran for the first time.
-
-    Attributes:
-        rounds: so often.
-    """
-
-    def __init__(self) -> None:
-        self.rounds = 0
-        self._first: weakref.ref[object] | None = None
-
-    def begin(self) -> None:
-        """Something runs for the first time: what runs next is to come again."""
-        self.rounds, self._first = 0, None
-
-    def runs(self, what: object) -> bool:
-        """Something runs; whether the program comes round with it."""
-        first = self._first and self._first()
-        if first is None:
-            self._first = weakref.ref(what)
-        self.rounds += first is what
-        return first is what
-
-
 class Recent(Generic[Entry]):
     """A mapping of the entries used last; ``reset`` empties it.
 

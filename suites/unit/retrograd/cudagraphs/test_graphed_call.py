@@ -11,10 +11,9 @@ import threading
 import pytest
 import torch
 
-from retrograd.cudagraphs import graphed_call, pool, results
+from retrograd.cudagraphs import graphed_call, pool, program, results
 from retrograd.cudagraphs.addresses import AddressHistory
 from retrograd.cudagraphs.graphed_call import (
-    MOST_DONATING,
     MOST_INVERSIONS,
     MOST_LARGE,
     MOST_RECORDINGS,
@@ -39,7 +38,7 @@ def double(inputs):
 
 def call_of(fn, recorder, memory=None, **values):
     told = []
-    return GraphedCall(fn, recorder, CPU, Values(**values), memory, functools.cache(told.append)), told
+    return GraphedCall(fn, recorder.program, CPU, Values(**values), memory, functools.cache(told.append)), told
 
 
 def warmed(call, *inputs):
@@ -453,7 +452,7 @@ def test_recordings_that_are_seldom_replayed_are_let_go_of(monkeypatch):
     assert recorder.records == TRIED
     assert [reason.code for reason in told] == ["cuda-graphs-moving"]
     gc.collect()
-    assert not recorder.pools
+    assert not recorder.program.pools
     records = recorder.records
     for _ in range(8):
         assert call([x, x])[0].tolist() == [2] * 8
@@ -486,7 +485,7 @@ def test_all_recordings_of_a_pool_copy_into_the_same_buffers_one_for_each_input(
     assert one._buffers[0] is other._buffers[0] is not one._buffers[1]
     del one, other, minus, times
     gc.collect()
-    assert not recorder.pools
+    assert not recorder.program.pools
 
 
 def test_of_what_holds_much_fewer_recordings_are_held(monkeypatch):
@@ -523,7 +522,7 @@ def test_results_are_copied_before_another_thread_replays():
 
     def replay_and_look():
         replay()
-        thread = threading.Thread(target=lambda: free.append(recorder.replaying.take_if_free()))
+        thread = threading.Thread(target=lambda: free.append(recorder.program.replaying.take_if_free()))
         thread.start()
         thread.join()
 
@@ -931,7 +930,7 @@ def test_memory_of_a_function_that_is_gone_is_free_for_what_is_recorded_later():
     for _ in range(WARM_UPS + 2):
         one([x])
         other([x])
-    (pool,) = recorder.pools.values()
+    (pool,) = recorder.program.pools.values()
     of_other = pool.handle.blocks[1]
     assert not of_other.is_free()
     del other
@@ -989,7 +988,7 @@ def test_a_result_that_nobody_holds_leaves_its_memory_to_the_backward():
         args = [saved]
         del saved
         assert backward(args)[0].tolist() == [3 * step + 1] * 8
-    (pool,) = recorder.pools.values()
+    (pool,) = recorder.program.pools.values()
     assert [block.is_free() for block in pool.handle.blocks] == [True, True, False]
     assert recorder.records == 2
 
@@ -1095,7 +1094,7 @@ def test_code_that_layers_share_is_recorded_for_what_each_of_them_gives():
     assert recorder.records <= 6 + 6 + 3
     assert recorder.replays >= 9 * 12
     assert len(shared._recordings) == 6
-    assert len(recorder.pools) == 1
+    assert len(recorder.program.pools) == 1
 
 
 @pytest.mark.usefixtures("all_large")
@@ -1118,7 +1117,7 @@ def test_code_of_layers_whose_inputs_are_copied_is_recorded_for_each_of_them():
             assert torch.equal(backward(args)[0], expected * 2)
     assert (recorder.records, recorder.replays) == (recorded, replays + 8)
     assert len(forward._recordings) == len(backward._recordings) == 4
-    assert len(recorder.pools) == 1
+    assert len(recorder.program.pools) == 1
     assert not told
 
 
@@ -1139,7 +1138,7 @@ def test_all_that_a_program_repeats_is_recorded_in_the_order_in_which_it_runs():
 
 
 def blocks_of(recorder):
-    (pool,) = recorder.pools.values()
+    (pool,) = recorder.program.pools.values()
     return pool.handle.blocks
 
 
@@ -1194,13 +1193,13 @@ def test_what_was_saved_outlives_the_functions_that_gave_and_would_read_it():
     del made
     gc.collect()
     assert saved.tolist() == [6] * 8
-    assert recorder.pools
+    assert recorder.program.pools
     del saved
     other, _ = call_of(double, Recorder())
     warmed(other, x)
     other([x])
     gc.collect()
-    assert not recorder.pools
+    assert not recorder.program.pools
 
 
 @pytest.mark.usefixtures("all_large")
@@ -1226,13 +1225,13 @@ def test_what_is_recorded_while_donated_memory_is_in_use_lies_in_another_pool():
 def test_so_many_pools_give_memory_away_and_one_more_does_not():
     recorder, x = Recorder(), torch.ones(8)
     made = []
-    for _ in range(MOST_DONATING + 2):  # each is recorded inside the others, which have been by then
+    for _ in range(program.MOST_DONATING + 2):  # each is recorded inside the others, which have been by then
         made += pieces(recorder, 1)
         run_steps(made, x, 12)
     assert recorder.lie_in[:4] == [1, 1, 2, 2]
     assert set(recorder.lie_in[4:]) == {3}
     saved = [made[i][0]._recordings[0].results._until[0] < results.NOBODY for i in range(len(made))]
-    assert saved == [True] * MOST_DONATING + [False] * 2
+    assert saved == [True] * program.MOST_DONATING + [False] * 2
     replays = recorder.replays
     run_steps(made, x, 3)
     assert recorder.replays == replays + 3 * 8
@@ -1302,7 +1301,7 @@ def test_functions_that_wait_for_each_other_in_turns_end_in_pools_of_their_own()
 @pytest.mark.usefixtures("all_large")
 @pytest.mark.parametrize("most", [0, 2])
 def test_recordings_made_in_another_order_are_made_once_more_in_that_of_the_calls(monkeypatch, most):
-    monkeypatch.setattr(graphed_call, "MOST_TIDIED", most)
+    monkeypatch.setattr(program, "MOST_TIDIED", most)
     recorder, x = Recorder(), torch.ones(8)
     made = []
     for _ in range(8):  # each in front of those that have been recorded
@@ -1326,15 +1325,36 @@ def test_nothing_is_made_once_more_while_somebody_holds_what_was_saved():
     made = pieces(recorder, 8)
     run_steps(made, x, 5)
     assert recorder.records == 1 + 16
-    next(iter(recorder.pools.values()))._count += 8  # as if so many had been made again
+    next(iter(recorder.program.pools.values()))._count += 8  # as if so many had been made again
     run_steps(made, x, 5)
-    assert recorder.is_untidy
+    assert recorder.program.is_untidy
     assert recorder.records == 1 + 16
     assert kept.tolist() == [2] * 8
     del kept
     run_steps(made, x, 2)
     assert recorder.records == 1 + 16 + 16
-    assert not recorder.is_untidy
+    assert not recorder.program.is_untidy
+
+
+@pytest.mark.usefixtures("all_large")
+def test_all_is_made_once_more_a_few_times_and_again_when_the_program_has_grown():
+    recorder, x = Recorder(), torch.ones(8)
+    made = pieces(recorder, 8)
+    run_steps(made, x, 5)
+
+    def made_again() -> int:
+        """How many recordings are made, where as many as there are seem to be gone."""
+        before = recorder.records
+        for own in [*recorder.program.pools.values()]:
+            own._count += len(own._entered)
+        del own  # a pool is gone with its recordings
+        run_steps(made, x, 6)
+        return recorder.records - before
+
+    assert [made_again() for _ in range(4)] == [16] * program.MOST_TIDIED + [0] * 2
+    made += pieces(recorder, 1)
+    run_steps(made, x, 6)
+    assert made_again() == 18
 
 
 @pytest.mark.usefixtures("all_large")
@@ -1345,9 +1365,9 @@ def test_whatever_the_order_of_calls_and_whoever_holds_results_nothing_is_overwr
     if seed % 2:
         monkeypatch.setattr(pool, "MANY", 0)
         monkeypatch.setattr(pool, "GAPS", 1)
-        monkeypatch.setattr(graphed_call, "MOST_TIDIED", 1000)
-        monkeypatch.setattr(graphed_call, "QUIET", 0)
-        monkeypatch.setattr(graphed_call, "PATIENCE", 1000)
+        monkeypatch.setattr(program, "MOST_TIDIED", 1000)
+        monkeypatch.setattr(program, "QUIET", 0)
+        monkeypatch.setattr(program, "PATIENCE", 1000)
     draw, recorder = random.Random(seed), Recorder()
     batches = [torch.full((8,), float(i)) for i in range(3)]
     made = pieces(recorder, 3)

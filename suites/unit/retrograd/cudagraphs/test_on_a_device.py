@@ -23,7 +23,7 @@ def call_of(fn, **values):
     told = []
     device = torch.device("cuda", torch.cuda.current_device())
     tell = functools.cache(told.append)
-    return GraphedCall(fn, graphed_function._recorder, device, Values(**values), None, tell), told
+    return GraphedCall(fn, graphed_function._program, device, Values(**values), None, tell), told
 
 
 def network() -> nn.Module:

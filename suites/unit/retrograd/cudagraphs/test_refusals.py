@@ -18,7 +18,7 @@ def traced(fn, *args, mode="fake"):
 
 
 def test_a_graph_of_one_device_and_static_sizes_is_recorded(monkeypatch):
-    monkeypatch.setattr(graphed_function, "_recorder", Recorder())
+    monkeypatch.setattr(graphed_function, "_program", Recorder().program)
     graph = traced(lambda a, b: (a @ b).relu(), torch.ones(3, 3), torch.ones(3, 3))
     assert why_not_recorded([graph], "cpu") is None
     assert isinstance(graphed(lambda inputs: inputs, graph, tell=print), GraphedFunction)

@@ -23,7 +23,7 @@ from unit.retrograd.cudagraphs.without_device import Recorder
 def recorder(monkeypatch) -> Recorder:
     torch._dynamo.reset()  # other tests may have brought it to its recompile limit
     made = Recorder()
-    monkeypatch.setattr(graphed_function, "_recorder", made)
+    monkeypatch.setattr(graphed_function, "_program", made.program)
     return made
 
 
@@ -200,7 +200,7 @@ def test_recordings_go_with_the_layers_whose_parameters_they_read(recorder):
     for block in model[1:]:
         block.compile(backend="retrograd", options={"backend": "aten", "cudagraphs": True})
     steps(model, model)
-    (pool,) = recorder.pools.values()
+    (pool,) = recorder.program.pools.values()
     before = len(pool.handle.recordings)
     del model[1]
     gc.collect()

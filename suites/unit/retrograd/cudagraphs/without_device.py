@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from retrograd._torch.tensor import placed_on, unowned
-from retrograd.process import Cycle, ForkSafeLock
+from retrograd.cudagraphs.program import Program
 
 #: outlives every tensor that shows it.
 _memory: list[torch.Tensor] = []
@@ -108,12 +108,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.records = self.replays = 0
-        self.replaying = ForkSafeLock()
         self.made = self.waits = 0
-        self.calls: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.cycle = Cycle()
-        self.is_untidy = False
-        self.pools: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
+        self.program: Any = Program(self)  # type: ignore[arg-type]
         #: the pools of recordings, in the order in which they were made.
         self.lie_in: list[int] = []
         self.now: str | None = None

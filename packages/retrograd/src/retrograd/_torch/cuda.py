@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from retrograd._torch.patches import handle
 from retrograd._torch.tensor import storage_of
 from retrograd.errors import Refusal
 from retrograd.graph.emit import Boxed
-from retrograd.process import Cycle, ForkSafeLock
+from retrograd.process import ForkSafeLock
 
 _PoolId = Any  # a pair of numbers, of a type that exists for type checkers only
 
@@ -85,14 +85,7 @@ class CudaRecorder:
     device_type = "cuda"
 
     def __init__(self) -> None:
-        #: held from the decision to replay until results are handed out: others may write to them.
-        self.replaying = ForkSafeLock()
-        self.calls: weakref.WeakSet[Any] = weakref.WeakSet()  #: what may be recorded
-        self.cycle = Cycle()  #: of these
-        self.is_untidy = False  #: whether all is to be recorded once more
         self._sides: dict[torch.device, CaptureStream] = {}
-        #: what recordings lie in at present; they hold it.
-        self.pools: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
 
     def why_not_now(self) -> str | None:
         """Which state of this thread speaks against recording and replaying."""

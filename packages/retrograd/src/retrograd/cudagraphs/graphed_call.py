@@ -16,16 +16,15 @@ is in use, as an input that moved has it, lies in another pool: the first one st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from retrograd._torch.cuda import CudaRecorder
 from retrograd._torch.tensor import geometry_of, memory_of, storage_of
 from retrograd.cudagraphs.addresses import AddressHistory
-from retrograd.cudagraphs.pool import Pool
+from retrograd.cudagraphs.program import Program
 from retrograd.cudagraphs.recorded import Givers, Places, Recorded
 from retrograd.cudagraphs.refusals import refusal
 from retrograd.errors import Reason, Refusal, first_line
@@ -69,9 +68,6 @@ class SharedMemory:
                 inputs[place] = inputs[place].to(self.elsewhere[of])
 
 
-#: so many pools of a stream have memory that is given away. What is recorded while that is in use in all of
-#: them lies in one more, where nothing is.
-MOST_DONATING = 2
 #: calls that run as they are before one is recorded: they compile, choose kernels and make workspaces.
 WARM_UPS = 2
 #: recordings that are held, the ones used last: of a function whose results take much memory, and of others.
@@ -85,9 +81,6 @@ MOST_AT_ONCE = 64
 #: so often does a function wait with its first recording because others run that are not warm: all that a
 #: program repeats is to be recorded in the order in which it runs.
 MOST_WAITS = 4
-#: so often is all recorded once more, in the order of the calls: when a program has come round so often with
-#: few new recordings, and in so many rounds from then on, as soon as nobody holds results.
-MOST_TIDIED, QUIET, PATIENCE = 2, 2, 4
 #: if after so many recordings less than one of `RARE` calls was a replay, there are none any more. The calls
 #: between two recordings double each time: where inputs move, recording costs more than it saves.
 TRIED, RARE = 5, 4
@@ -140,13 +133,14 @@ class GraphedCall:
     def __init__(
         self,
         fn: Boxed,
-        recorder: CudaRecorder,
+        program: Program,
         device: torch.device,
         values: Values,
         memory: SharedMemory | None = None,
         tell: Callable[[Reason], None] = lambda reason: None,
     ) -> None:
-        self._fn, self._recorder, self._device = fn, recorder, device
+        self._fn, self._program, self._device = fn, program, device
+        self._recorder = program.recorder
         self._kept, self._loose, self._tell = frozenset(values.kept), tuple(values.loose), tell
         self._most = MOST_LARGE if values.copyable > MUCH else MOST_RECORDINGS
         self._history = AddressHistory(values.copyable, values.written)
@@ -161,24 +155,20 @@ class GraphedCall:
         self._given_up = 0
         #: calls that no recording fitted, recordings, and the number of the call of the last one
         self._calls = self._made = self._recorded_at = 0
-        self._replays = self._waits = self._made_at_once = self._tidied = 0
+        self._replays = self._waits = self._made_at_once = 0
         self._stream: int | None = None
         #: whether no more recordings are made.
         self._is_over = False
         self.is_refused = False
-        with recorder.replaying:
-            recorder.calls.add(self)
+        program.enter(self)
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """The results; `inputs` is emptied."""
         if self.is_refused or self._is_no_time() or not self._lock.take_if_free():
             return self._plainly(inputs)
         try:
-            with self._recorder.replaying:  # others neither overwrite nor hand out what is looked at here
-                if self._recorder.cycle.runs(self):
-                    self._recorder.is_untidy = self._is_untidy()
-                if self._recorder.is_untidy and self._tidied < MOST_TIDIED:
-                    self._tidy()
+            with self._program.replaying:  # others neither overwrite nor hand out what is looked at here
+                self._program.runs(self)
                 if (recorded := self._recorded_for(inputs)) is not None:
                     self._recorder.wait_for_streams()
                     results = recorded(inputs)
@@ -231,7 +221,7 @@ class GraphedCall:
         are_held = any(one.fits(inputs, self._loose) for one in current)
         is_again = are_held or self._history.note(addresses, sizes, given)
         if self._calls < WARM_UPS:
-            self._recorder.cycle.begin()
+            self._program.grows()
             return None
         if self._calls == WARM_UPS or not is_again or self._is_to_wait():
             return None
@@ -259,19 +249,16 @@ class GraphedCall:
 
     def _is_to_wait(self) -> bool:
         """Whether there is no recording yet, and others still have to become warm."""
-        if self._recordings or self._recorder.cycle.rounds or self._waits >= MOST_WAITS:
+        if self._recordings or self._program.has_come_round or self._waits >= MOST_WAITS:
             return False
         self._waits += 1
         return True
 
     def _given(self, inputs: Sequence[Any]) -> dict[int, int]:
         """By place, where the storage of an input begins, if a recording gives it."""
-        there = self._given_now()
+        there = self._program.given()
         found = {i: memory_of(value) for i, value in enumerate(inputs) if value is not None}
         return {i: address for i, address in found.items() if address in there}
-
-    def _given_now(self) -> set[int]:
-        return set().union(*[pool.given() for pool in list(self._recorder.pools.values())])
 
     def _is_of_plain_forward(self, inputs: Sequence[Any]) -> bool:
         """Whether some of `inputs` are where only a forward that was run as it is gives them."""
@@ -312,21 +299,9 @@ class GraphedCall:
             self._made, self._made_at_once = max(0, self._made - 1), max(0, self._made_at_once - 1)
             self._memory.given_up += bool(self._kept)
 
-    def _is_untidy(self) -> bool:
-        """Whether many recordings were made again, and few of late."""
-        pools = [*self._recorder.pools.values()]
-        rounds = min([pool.comes_round() for pool in pools], default=0)
-        return QUIET <= rounds < QUIET + PATIENCE and any(pool.has_gaps() for pool in pools)
-
-    def _tidy(self) -> None:
-        """Give up all recordings if nobody holds results: those that come in their place lie in the order of
-        the calls, and take less memory."""
-        if any(pool.is_held() for pool in [*self._recorder.pools.values()]):
-            return
-        self._recorder.is_untidy = False
-        for call in [*self._recorder.calls]:
-            call._give_up([*call._recordings])
-            call._tidied += 1
+    def begin_again(self) -> None:
+        """Give up all recordings: others come in their place."""
+        self._give_up([*self._recordings])
 
     def _why_not_recorded(self, inputs: Sequence[Any]) -> Reason | None:
         if (why := self._why_unlike(inputs)) is not None:
@@ -365,14 +340,15 @@ class GraphedCall:
             if any(failed <= self._custom for failed in _failed):
                 names = ", ".join(sorted(self._custom))
                 raise Refusal("not-recordable", f"{names} failed to be recorded before")
-            key, into = self._pool(stream, unproven)
+            apart = memory if memory.inversions >= APART else None
+            key, into = self._program.pool(self._device, stream, apart, unproven)
             donated = into.donatable(inputs, self._results.keys() - copied)
             places = Places(copied, donated, self._kept)
             recorded = Recorded(record, inputs, places, into, self._leaving)
-            self._recorder.pools[key] = into
+            self._program.pools[key] = into
         except Exception as error:
             if not isinstance(error, Refusal):
-                self._recorder.pools.pop(key, None)  # it may be unusable
+                self._program.pools.pop(key, None)  # it may be unusable
                 if unproven and not isinstance(error, torch.OutOfMemoryError):
                     _failed.add(unproven)
             self._is_over = True
@@ -385,25 +361,12 @@ class GraphedCall:
         self._recordings.append(recorded)
         return recorded
 
-    def _pool(self, stream: int, unproven: frozenset[str]) -> tuple[Hashable, Pool]:
-        """Where a recording is made now, and its key: the first pool in which it overwrites nothing."""
-        apart, number = self._memory if self._memory.inversions >= APART else None, 0
-        while True:
-            key = self._device, stream, apart, unproven, number
-            pool: Pool | None = self._recorder.pools.get(key)
-            if pool is None:
-                handle = self._recorder.new_pool(self._device)
-                return key, Pool(handle, may_donate=number < MOST_DONATING)
-            if not pool.is_unowned_in_use():
-                return key, pool
-            number += 1
-
     def _good(self, givers: Givers) -> list[Recorded]:
         """The recordings that are held beside a new one: they copy the same inputs, what gives the others is
         there, and of those with the same `givers`, the ones used last, and those of which somebody holds what
         was saved."""
         good, copied = set[Recorded](), self._history.copied
-        there = self._given_now()
+        there = self._program.given()
         for old in sorted(self._recordings, key=lambda one: one.used, reverse=True):
             is_like = old.copied == copied and there.issuperset(address for address, _ in old.givers.values())
             is_rival = old.givers == givers and not old.results.is_saved_held()

@@ -19,6 +19,7 @@ from retrograd._torch.cuda import CudaRecorder
 from retrograd._torch.fx import aliased_inputs, custom_operators, written_inputs
 from retrograd._torch.tensor import storage_of
 from retrograd.cudagraphs.graphed_call import HELD, MUCH, NOT_NOW, GraphedCall, SharedMemory, Values
+from retrograd.cudagraphs.program import Program
 from retrograd.cudagraphs.refusals import tensors_in, values_of, why_not_recorded
 from retrograd.errors import Reason
 from retrograd.graph.emit import Boxed
@@ -70,7 +71,7 @@ class GraphedFunction:
         self._calls.pop(where, None)
 
 
-_recorder = CudaRecorder()
+_program = Program(CudaRecorder())
 
 
 def graphed(
@@ -94,7 +95,7 @@ def graphed(
         `code` itself if it is never to be recorded, or does nothing on the device.
     """
     tell = tell or _report
-    if (reason := why_not_recorded(graphs, _recorder.device_type)) is not None:
+    if (reason := why_not_recorded(graphs, _program.recorder.device_type)) is not None:
         tell(reason)
         return code
     if all(aliased_inputs(node) for graph in graphs for node in graph.nodes if node.op == "call_function"):
@@ -103,7 +104,7 @@ def graphed(
     custom = frozenset(name for graph in graphs for name in custom_operators(graph))
     values = Values(kept, loose, results or {}, max(MUCH, 2 * _made_by(graphs)), written, custom)
     device, tell = next(values_of(graphs)).device, functools.cache(tell)  # once each, for all parameters
-    return GraphedFunction(lambda: GraphedCall(code, _recorder, device, values, memory, tell))
+    return GraphedFunction(lambda: GraphedCall(code, _program, device, values, memory, tell))
 
 
 def _made_by(graphs: Sequence[fx.Graph]) -> int:
