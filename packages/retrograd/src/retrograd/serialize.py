@@ -284,6 +284,8 @@ def read_graph(
             root.register_buffer(target, tensors[prefix + target])
         node = nodes[name] = _read_node(graph, (kind, name, target), args, kwargs, nodes)
         node.meta.update(notes[noted])
+        if kind == "call_function":
+            node.meta["original_aten"] = target  # by which Inductor names kernels
     return lazy_graph_module(root, graph, "joint")
 
 

@@ -283,3 +283,30 @@ def test_a_forked_child_does_not_wait_for_its_parents_probe(probe: SimpleNamespa
     probing = _probe_processor()
     assert probing is not None
     assert answer_of_a_child(lambda: probing.join(30) or "went on") == "went on"
+
+
+@pytest.mark.parametrize("regions", [True, False])
+def test_inductor_knows_that_only_what_was_saved_is_free_once_it_is_read(
+    regions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import memory
+
+    freeable, free = memory.get_freeable_input_buf, set[str]()
+
+    def noting(*args: Any) -> Any:
+        found = freeable(*args)
+        free.update(found)
+        return found
+
+    def fn(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            x = (x @ weight.to(torch.bfloat16)).sin()
+        return x
+
+    monkeypatch.setattr(memory, "get_freeable_input_buf", noting)
+    x, weights = torch.ones(4, 4, dtype=torch.bfloat16), torch.randn(6, 4, 4).requires_grad_().unbind()
+    with config.patch(force_disable_caches=True):
+        options = {"regions": 4 if regions else False}
+        retrograd.compile(fn, options=options)(x, *weights).sum().backward()
+    assert free
+    assert not {name for name in free if name.startswith(("primal", "cotangent", "tangent"))}

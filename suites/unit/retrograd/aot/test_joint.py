@@ -126,17 +126,17 @@ def test_print_readable() -> None:
         linear().print_readable(sources=False),
         """\
 def joint(
-    primal_0: float32[2, 3],  # parameter weight
-    primal_1: float32[2],  # parameter bias
-    primal_2: float32[4, 3],  # argument args[0]
-    cotangent_0: float32[4, 2],  # cotangent of boundary 0
+    primals_0: float32[2, 3],  # parameter weight
+    primals_1: float32[2],  # parameter bias
+    primals_2: float32[4, 3],  # argument args[0]
+    tangents_0: float32[4, 2],  # cotangent of boundary 0
 ):
-    t: float32[3, 2] = aten.t.default(primal_0)
-    addmm: float32[4, 2] = aten.addmm.default(primal_1, primal_2, t)
-    t_1: float32[2, 4] = aten.t.default(cotangent_0)
-    mm: float32[2, 3] = aten.mm.default(t_1, primal_2)
+    t: float32[3, 2] = aten.t.default(primals_0)
+    addmm: float32[4, 2] = aten.addmm.default(primals_1, primals_2, t)
+    t_1: float32[2, 4] = aten.t.default(tangents_0)
+    mm: float32[2, 3] = aten.mm.default(t_1, primals_2)
     t_2: float32[3, 2] = aten.t.default(mm)
-    sum_1: float32[1, 2] = aten.sum.dim_IntList(cotangent_0, [0], True)
+    sum_1: float32[1, 2] = aten.sum.dim_IntList(tangents_0, [0], True)
     view: float32[2] = aten.view.default(sum_1, [2])
     t_3: float32[2, 3] = aten.t.default(t_2)
     return (

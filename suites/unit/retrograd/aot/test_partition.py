@@ -37,9 +37,9 @@ def waves(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("policy", "expected", "count"),
     [
-        ("save_all", ["exp intermediate", "primal_0 primal"], 48),
-        ("recompute_all", ["primal_0 primal"], 0),
-        ("min_cut", ["primal_0 primal"], 0),
+        ("save_all", ["exp intermediate", "primals_0 primal"], 48),
+        ("recompute_all", ["primals_0 primal"], 0),
+        ("min_cut", ["primals_0 primal"], 0),
     ],
 )
 def test_what_is_saved(policy: str, expected: list[str], count: int) -> None:
@@ -149,7 +149,7 @@ def mark(joint: aot.JointGraph, target: Any, policy: CheckpointPolicy) -> None:
 def test_users_say_what_must_be_saved() -> None:
     joint = captured(waves, leaf(3))
     mark(joint, aten.exp.default, CheckpointPolicy.MUST_SAVE)
-    assert saved(aot.partition(joint, "recompute_all")) == ["exp intermediate", "primal_0 primal"]
+    assert saved(aot.partition(joint, "recompute_all")) == ["exp intermediate", "primals_0 primal"]
     assert "exp intermediate" in saved(aot.partition(joint, "min_cut"))
 
 
@@ -162,7 +162,7 @@ def test_users_say_what_must_be_computed_again() -> None:
     for target in (aten.mm.default, aten.sigmoid.default):
         mark(joint, target, CheckpointPolicy.MUST_RECOMPUTE)
     parts = aot.partition(joint, "min_cut")
-    assert saved(parts) == ["primal_0 primal", "primal_1 primal"]
+    assert saved(parts) == ["primals_0 primal", "primals_1 primal"]
     assert aten.mm.default in calls(parts.backwards[0].gm)
 
 
@@ -286,7 +286,7 @@ def test_half_precision_logits_are_kept_as_a_copy_of_their_size(dtype: torch.dty
     parts = aot.partition(joint)
     kept = 8 * 64 * dtype.itemsize
     assert kept <= parts.saved_bytes <= kept + 8 * 3 * 4
-    assert ("primal_0 intermediate" in saved(parts)) == (dtype is torch.bfloat16)
+    assert ("primals_0 intermediate" in saved(parts)) == (dtype is torch.bfloat16)
     compiled = aot.compile(parts, forward="eager")
     gradients = []
     for loss in (loss_of_logits, compiled):
@@ -310,7 +310,7 @@ def test_what_a_normalisation_gives_is_computed_again_with_a_copy_of_its_bias() 
     given = leaf(8, 64), leaf(64), leaf(64)
     parts = aot.partition(captured(normed_and_gated, *given, decompositions=decompositions()))
     assert parts.saved_bytes <= (8 * 64 + 64 + 64 + 2 * 8) * 4
-    assert "primal_2 intermediate" in saved(parts)
+    assert "primals_2 intermediate" in saved(parts)
     compiled = aot.compile(parts, forward="eager")
     gradients = []
     for function in (normed_and_gated, compiled):

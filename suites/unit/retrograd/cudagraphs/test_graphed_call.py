@@ -38,7 +38,8 @@ def double(inputs):
 
 def call_of(fn, recorder, memory=None, **values):
     told = []
-    return GraphedCall(fn, recorder.program, CPU, Values(**values), memory, functools.cache(told.append)), told
+    tell = functools.cache(told.append)
+    return GraphedCall(fn, recorder.program, CPU, Values(**values), memory, tell), told
 
 
 def warmed(call, *inputs):

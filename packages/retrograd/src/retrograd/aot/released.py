@@ -32,6 +32,7 @@ from retrograd.aot.trace.enter import Inputs
 from retrograd.backends.registry import EagerBackend
 from retrograd.errors import CaptureError
 from retrograd.graph.eager_order import LiveGraph
+from retrograd.graph.joint import primal_name
 from retrograd.graph.joint_graph import JointValues, Partition, RegionBackward, Saved, SavedKind, Update
 from retrograd.graph.reach import bits_reaching, reached
 
@@ -85,7 +86,7 @@ def releasable(
     if not primals:
         return None
     placeholders = {node.target: node for node in tracer.graph.find_nodes(op="placeholder")}
-    reaching = bits_reaching(tracer.graph, {placeholders[f"primal_{i}"]: 1 << i for i in primals})
+    reaching = bits_reaching(tracer.graph, {placeholders[primal_name(i)]: 1 << i for i in primals})
     for node in tracer.graph.nodes:
         if not _is_harmless(node):
             primals = {i for i in primals if not reaching[node] >> i & 1}
@@ -160,7 +161,7 @@ def released(
     wanted = _saved_by_eager(joint)
     if len(wanted) < len(found.saves):
         return frozenset()  # what no gradient reads was left out of the graph
-    numbers = {f"primal_{i}": i for i in found.primals}
+    numbers = {primal_name(i): i for i in found.primals}
     left = set(found.primals)
     for number, backward in enumerate(backwards):
         entries = [saved[i] for i in backward.saved]

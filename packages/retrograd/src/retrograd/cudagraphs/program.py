@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 

@@ -60,6 +60,22 @@ class Cotangent:
         return f"cotangent of boundary {self.boundary}"
 
 
+def primal_name(number: int, part: int | None = None) -> str:
+    """The name of a primal's placeholder; `part`: of a tensor that has several.
+
+    By names Inductor knows what outlives a graph (``is_nonfreeable_buffers``). Of other inputs it believes
+    that their memory is free once they are read. It would cast all parameters first, while the device has
+    nothing else to do, and hold all of the casts at a time.
+    """
+    return f"primals_{number}" if part is None else f"primals_{number}_{part}"
+
+
+def cotangent_name(boundary: int, part: int | None = None) -> str:
+    """The name of a cotangent's placeholder, for the same reason, and because torch's partitioners know it by
+    that."""
+    return f"tangents_{boundary}" if part is None else f"tangents_{boundary}_{part}"
+
+
 @dataclass(frozen=True)
 class Output:
     """A value that the forward half computes: its number among those."""

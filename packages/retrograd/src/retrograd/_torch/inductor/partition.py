@@ -57,8 +57,6 @@ def cut_by(
     """
     graph = copied(gm.graph)
     for node in graph.nodes:
-        if node.name in cotangents:
-            node.target = f"tangents_{node.name}"  # how torch tells them from primals
         if node.name in pinned or (node.target is operator.getitem and node.args[0].name in pinned):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             node.meta.setdefault("ac_graph_id", 0)

@@ -25,6 +25,7 @@ from retrograd._torch.trace import guard_count, hint_of
 from retrograd.aot.capture import capture
 from retrograd.aot.parts import extract, finished_backward, gradients_of, is_backward, needed_between
 from retrograd.errors import RetrogradError
+from retrograd.graph.joint import cotangent_name
 from retrograd.graph.joint_graph import JointValues, Partition
 
 Strides = tuple[Any, ...]
@@ -46,7 +47,7 @@ class Expected:
         summary = partition.backwards[region].graph.summary
         fakes = dict(zip(summary.names, summary.inputs, strict=True))
         count = value.wrapping.count
-        names = [f"cotangent_{root}_{part}" for part in range(count)] if count > 1 else [f"cotangent_{root}"]
+        names = [cotangent_name(root, part if count > 1 else None) for part in range(count)]
         return Expected(root, value.wrapping, tuple(fakes[name] for name in names))
 
     @property

@@ -37,7 +37,7 @@ from retrograd.aot.trace.enter import Inputs
 from retrograd.aot.trace.structure import Structure, divide
 from retrograd.errors import Refusal, not_representable
 from retrograd.graph.eager_order import Edge, LiveGraph, LiveNode
-from retrograd.graph.joint import Destination, Gradient
+from retrograd.graph.joint import Destination, Gradient, cotangent_name
 
 
 @dataclass
@@ -318,10 +318,8 @@ def _cotangents(
         made.append((root, wrapping))
         parts = []
         for part, like in enumerate(parts_of(bare, wrapping)):
-            suffix = f"_{part}" if wrapping.count > 1 else ""
-            parts.append(
-                tracer.placeholder(f"cotangent_{root}{suffix}", _cotangent_like(like, layouts.get(root)))
-            )
+            name = cotangent_name(root, part if wrapping.count > 1 else None)
+            parts.append(tracer.placeholder(name, _cotangent_like(like, layouts.get(root))))
         found[root] = to_functional(built(wrapping, iter(parts)))
     return found
 

@@ -15,7 +15,7 @@ import torch
 from retrograd._torch.subclass import PLAIN, Layout, built, layout_of, parts_of
 from retrograd._torch.trace import FreeTensors, JointTracer, checkpoints_marked, mutations_of, to_functional
 from retrograd.errors import not_representable
-from retrograd.graph.joint import InputRole, Primal, PrimalKind
+from retrograd.graph.joint import InputRole, Primal, PrimalKind, primal_name
 from retrograd.graph.joint_graph import CaptureState, Leaf, PrimalValue
 
 
@@ -102,7 +102,7 @@ class Inputs:
     def with_aliases(self, plan: EntryPlan) -> EntryPlan:
         """The plan `plan`, with aliases if autocast has kept the cast of an input that is no leaf."""
         kept = self.tracer.inputs_with_kept_cast()
-        inner = (f"primal_{i}" for i, p in enumerate(self.primals) if p.differentiable and not p.is_leaf)
+        inner = (primal_name(i) for i, p in enumerate(self.primals) if p.differentiable and not p.is_leaf)
         return plan if kept.isdisjoint(inner) else replace(plan, aliased=True)
 
     def mutations(self, outputs: Sequence[Any]) -> list[Any]:
@@ -141,7 +141,7 @@ class Inputs:
     def _number(self, index: int, leaf: Leaf) -> Any:
         self.roles.append(Primal(len(self.primals), leaf.name, PrimalKind.SIZE))
         self.primals.append(PrimalValue(leaf.name, PLAIN, False, True, leaf.value, leaf=index))
-        value = self.tracer.placeholder(f"primal_{len(self.primals) - 1}", leaf.value)
+        value = self.tracer.placeholder(primal_name(len(self.primals) - 1), leaf.value)
         self.leaves.append(None)
         self.entered.append(None)
         self.histories.append(None)
@@ -157,8 +157,8 @@ class Inputs:
         )
         parts = []
         for part, fake in enumerate(parts_of(given.value, wrapping)):
-            suffix = f"_{part}" if wrapping.count > 1 else ""
-            parts.append(self.tracer.placeholder(f"primal_{number}{suffix}", fake))
+            name = primal_name(number, part if wrapping.count > 1 else None)
+            parts.append(self.tracer.placeholder(name, fake))
             self.roles.append(Primal(number, given.name, given.kind or PrimalKind.ARGUMENT, part))
         made = to_functional(built(wrapping, iter(parts)))
         if differentiable:
