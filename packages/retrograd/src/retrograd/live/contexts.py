@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,10 +123,22 @@ def claim(outputs: Any, session: Session) -> None:
     """Leave the mark of `session` on the nodes of all tensors in `outputs`, unless they have one."""
     mark = _Mark(session)
     _marks.add(mark)
-    for output in pytree.tree_leaves(outputs):
+    for output in _leaves_of(outputs):
         if isinstance(output, torch.Tensor) and output.grad_fn is not None:
             node: Any = output.grad_fn
             node.metadata.setdefault(_MARK, mark)
+
+
+def _leaves_of(outputs: Any) -> Iterable[Any]:
+    """What is in `outputs`; of what most models give it is told without a pytree, which takes longer."""
+    if isinstance(outputs, torch.Tensor):
+        return (outputs,)
+    values = [*outputs.values()] if isinstance(outputs, dict) else outputs
+    is_flat = type(values) in (tuple, list) and all(isinstance(v, _ALONE) for v in values)
+    return values if is_flat else pytree.tree_leaves(outputs)
+
+
+_ALONE = torch.Tensor, type(None)
 
 
 def run_backward(

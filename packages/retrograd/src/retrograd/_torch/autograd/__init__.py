@@ -48,7 +48,6 @@ from retrograd._torch.autograd.request import (
     accumulating_only_into,
     answer_queries,
     answering,
-    beginning_of,
     edge_of,
     forward_line,
     graph_below,
@@ -69,6 +68,7 @@ from retrograd._torch.autograd.request import (
 from retrograd._torch.autograd.saved import put_in_place, saved_name, saved_tensors_of, saves_tensors
 from retrograd._torch.autograd.turns import (
     InTurns,
+    beginning_of,
     last_turn,
     nodes_beside_regions,
     steps_in_turns,

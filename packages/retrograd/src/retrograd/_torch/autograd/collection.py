@@ -85,6 +85,33 @@ def innermost_files() -> list[tuple[int, str]]:
     return [(int(thread, 16), file) for thread, file in _INNERMOST.findall(stacks)]
 
 
+class Entrance:
+    """Where a backward goes into the stock engine; inside, this thread may be about to.
+
+    It is no generator: every backward of a compiled forward comes by here.
+    """
+
+    __slots__ = ("_is_before", "_thread", "_window")
+
+    def __init__(self, window: Window) -> None:
+        self._window, self._thread, self._is_before = window, threading.get_ident(), False
+
+    def __enter__(self) -> Callable[[], None]:
+        """To be called, if anybody can tell, when the backward is known to be past the entrance."""
+        self._window.enter(self._thread)
+        self._is_before = True
+        return self.passed
+
+    def __exit__(self, *_: object) -> None:
+        self.passed()
+
+    def passed(self) -> None:
+        """The backward is inside, or over."""
+        if self._is_before:
+            self._is_before = False
+            self._window.leave(self._thread)
+
+
 class Window:
     """Keeps captures and entering backwards apart."""
 
@@ -98,32 +125,19 @@ class Window:
         self._may_be_unseen = True
         self._lost = False
 
-    @contextmanager
-    def stock(self) -> Iterator[Callable[[], None]]:
-        """Around every backward that the stock engine runs.
+    def stock(self) -> Entrance:
+        """Around every backward that the stock engine runs."""
+        return Entrance(self)
 
-        Yields:
-            To be called, if anybody can tell, when the backward is known to be past the entrance.
-        """
-        me = threading.get_ident()
+    def enter(self, thread: int) -> None:
+        """`thread` may enter the engine from now on."""
         with self._condition:
-            if self._owner not in (None, me):
-                self._condition.wait_for(lambda: self._owner in (None, me))
-            self._entering[me] = self._entering.get(me, 0) + 1
-        entered = False
+            if self._owner not in (None, thread):
+                self._condition.wait_for(lambda: self._owner in (None, thread))
+            self._entering[thread] = self._entering.get(thread, 0) + 1
 
-        def has_entered() -> None:
-            nonlocal entered
-            if not entered:
-                entered = True
-                self._leave(me)
-
-        try:
-            yield has_entered
-        finally:
-            has_entered()
-
-    def _leave(self, thread: int) -> None:
+    def leave(self, thread: int) -> None:
+        """It is past the entrance."""
         with self._condition:
             self._entering[thread] -= 1
             if not self._entering[thread]:

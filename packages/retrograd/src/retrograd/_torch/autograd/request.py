@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C._dynamo import compiled_autograd as engine_protocol
 from torch._dynamo import compiled_autograd as stock
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from retrograd._torch.autograd.collection import GATEWAYS, window
 from retrograd._torch.cuda import side_streams
@@ -101,8 +101,10 @@ def is_traced() -> bool:
     Asked of this thread's modes: ``torch.compiler.is_compiling`` is true on all threads while Dynamo compiles
     on one."""
     keys, mode = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
+    if torch._C._get_tracing_state() is not None:
+        return True
     tracers = (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)
-    return torch._C._get_tracing_state() is not None or any(mode(key) is not None for key in tracers)
+    return torch._C._len_torch_dispatch_stack() > 0 and any(mode(key) is not None for key in tracers)
 
 
 def is_transformed(request: EngineRequest) -> bool:
@@ -125,13 +127,6 @@ def read_ranks(request: EngineRequest) -> tuple[int, ...]:
 def names_of_nodes(request: EngineRequest) -> tuple[str, ...]:
     """The names of all nodes of `request`, in order of discovery: equal for backwards of equal structure."""
     return tuple([node.name() for node in nodes_below(map(edge_of, request.tensors))])
-
-
-def beginning_of(request: EngineRequest) -> tuple[tuple[str, ...], ...]:
-    """The names of the roots' nodes and of those below them: equal for equal backwards."""
-    roots = [edge_of(root)[0] for root in request.tensors]
-    below = [node for root in roots if root is not None for node, _ in root.next_functions]
-    return tuple(tuple("" if n is None else n.name() for n in nodes) for nodes in (roots, below))
 
 
 def nodes_below(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> Iterator[Any]:
@@ -260,8 +255,7 @@ def edge_of(root: Any) -> tuple[Any, int]:
     if not isinstance(root, torch.Tensor) or not root.requires_grad:
         return None, 0
     if root.grad_fn is not None:
-        edge = get_gradient_edge(root)
-        return edge.node, edge.output_nr
+        return root.grad_fn, root.output_nr
     with torch.enable_grad():
         reader = root.view_as(root) if root.layout is torch.strided else root.clone()
         return reader.grad_fn.next_functions[0]  # type: ignore[union-attr]

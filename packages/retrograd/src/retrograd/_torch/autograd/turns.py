@@ -18,6 +18,7 @@ Source: ``CompareNodeTaskTime`` in ``torch/csrc/autograd/engine.cpp``.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -90,11 +91,26 @@ def take_turns(ctx: Any) -> None:
 def steps_in_turns(node: Any) -> tuple[tuple[int, ...], ...]:
     """The edges that `node` serves one step after the other, if it is the node of an `InTurns` with turns;
     else nothing."""
-    if not _is_a(node, InTurns) or not node.turns:
+    if not (turns := _turns_of(node)):
         return ()
-    _, *later = node.turns
+    _, *later = turns
     at_once = {*range(len(node.next_functions))}.difference(later)
     return (tuple(sorted(at_once)), *((edge,) for edge in later))
+
+
+def beginning_of(request: EngineRequest) -> tuple[tuple[str, ...], Hashable]:
+    """The names of the roots' nodes, and what is below them: equal for equal backwards. Of a node with turns,
+    which has an edge for each parameter, that is the turns."""
+    roots = [edge_of(root)[0] for root in request.tensors]
+    return _names(roots), tuple(_turns_of(root) or _below(root) for root in roots)
+
+
+def _below(node: Any) -> tuple[str, ...]:
+    return () if node is None else _names([below for below, _ in node.next_functions])
+
+
+def _names(nodes: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(["" if node is None else node.name() for node in nodes])
 
 
 def nodes_beside_regions(request: EngineRequest) -> int | None:
@@ -104,6 +120,10 @@ def nodes_beside_regions(request: EngineRequest) -> int | None:
     if not any(_is_a(node, InTurns) for node in nodes):
         return None
     return sum(not _is_a(node, InTurns, LastTurn) and node.name() != "AliasBackward0" for node in nodes)
+
+
+def _turns_of(node: Any) -> tuple[int, ...]:
+    return node.turns if _is_a(node, InTurns) else ()
 
 
 def _is_a(node: Any, *functions: type) -> bool:
