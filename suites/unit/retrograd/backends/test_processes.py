@@ -25,6 +25,7 @@ from retrograd.backends import processes
 from retrograd.backends.base import Half
 from retrograd.backends.registry import InductorBackend
 from retrograd.events import counters
+from retrograd.serialize import read_graph, serialize_graph
 
 BACKEND = InductorBackend()
 FORWARD = Half(visible=1)
@@ -111,6 +112,13 @@ def test_what_the_other_process_cannot_compile_is_compiled_here() -> None:
         begun(gm, inputs)
         check(twice, gm, inputs)
     assert counters["compiled_elsewhere"] == 0
+
+
+def test_inductor_names_kernels_of_a_graph_that_was_sent_after_their_operators() -> None:
+    gm, _ = graph_of(torch.sin, 4)
+    sent = read_graph(serialize_graph(gm, {}), {})
+    calls = sent.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    assert [node.meta["original_aten"] for node in calls] == [torch.ops.aten.sin.default]
 
 
 def test_symbolic_sizes_are_not_sent() -> None:
