@@ -310,3 +310,23 @@ def test_inductor_knows_that_only_what_was_saved_is_free_once_it_is_read(
         retrograd.compile(fn, options=options)(x, *weights).sum().backward()
     assert free
     assert not {name for name in free if name.startswith(("primal", "cotangent", "tangent"))}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_is_put_into_an_expanded_row_is_in_one_row(dynamic: bool) -> None:
+    def fn(x: torch.Tensor, there: torch.Tensor) -> list[torch.Tensor]:
+        row, some = torch.zeros(1, x.shape[1]), x[there]
+        return [
+            row.expand(x.shape).index_put((there,), some),
+            row.expand(x.shape).index_put((there,), some, accumulate=True),
+            (x[:1] * 0).expand(x.shape).index_add(0, there, some),
+            (x[:1] + 1).expand(x.shape).index_copy(0, there, some),
+            row.expand(x.shape).index_fill(0, there, 2.0),
+            torch.zeros(x.shape[0] + 3).as_strided((2, 4), (1, 1)).index_put((there,), some),
+        ]
+
+    x, there = torch.randn(2, 4), torch.tensor([1])
+    found = retrograd.compile(fn, dynamic=dynamic)(x, there)
+    assert not retrograd.explain().fallbacks
+    for one, other in zip(found, fn(x, there), strict=True):
+        assert torch.equal(one, other)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradparity.corpus.scenario import scenario
+from gradparity.corpus.scenarios.storages import layout
 from gradparity.probe import Probe
 
 TAGS = ("compiled", "aot", "in-place", "layout")
@@ -191,3 +192,40 @@ def aot_expanded_input_is_changed(p: Probe) -> None:
     given = p.randn(1, 3).expand(2, 3)
     p.value("out", p.compile(run)(given))
     p.value("given", given)
+
+
+OVERLAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "an expanded row": lambda t: torch.zeros(1, 4).expand(3, 4),
+    "an expanded row of an input": lambda t: t[1:2].expand(3, 4),
+    "an expanded result": lambda t: (t[:1] * 2).expand(3, 4),
+    "expanded twice": lambda t: (t.sum() * 0).expand(3, 4),
+}
+
+
+PUT: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "index_put": lambda into, there, some: into.index_put((there,), some),
+    "accumulated": lambda into, there, some: into.index_put((there,), some, accumulate=True),
+    "index_add": lambda into, there, some: into.index_add(0, there, some),
+    "index_copy": lambda into, there, some: into.index_copy(0, there, some),
+    "index_fill": lambda into, there, some: into.index_fill(0, there, 2.0),
+    "scatter_add": lambda into, there, some: into.scatter_add(0, there.expand(4, 2).t(), some),
+    "select_scatter": lambda into, there, some: into.select_scatter(some[0], 0, 1),
+    "slice_scatter": lambda into, there, some: into.slice_scatter(some, 0, 1, 3),
+}
+
+
+@scenario(tags=TAGS)
+def aot_what_is_put_into_overlapping_memory(p: Probe) -> None:
+    """A functional call copies memory that shows an element in several places, and puts elements into one."""
+    there = torch.tensor([1, 0])
+    for name, put in PUT.items():
+
+        def run(x: Tensor, put: Callable[[Tensor, Tensor, Tensor], Tensor] = put) -> list[Tensor]:
+            return [put(overlap(x), there, x[there] + 1) for overlap in OVERLAPS.values()]
+
+        x = p.leaf(name, p.randn(3, 4).requires_grad_())
+        outputs = p.compile(run)(x)
+        p.value(name, [output.detach() for output in outputs])
+        p.event(name, *[layout(output) for output in outputs])
+        with p.backward():
+            torch.stack([output.square().sum() for output in outputs]).sum().backward()

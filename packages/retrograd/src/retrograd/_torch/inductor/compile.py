@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from retrograd._torch.fx import copied, is_write_to_input, with_strides
 from retrograd._torch.inductor.disk_cache import is_cache_trusted
+from retrograd._torch.inductor.overlaps import part_overlaps
 from retrograd._torch.inductor.padding import close_gaps, read_padded
 from retrograd._torch.patches import handled_here
 from retrograd._torch.trace.fakes import know_values
@@ -183,7 +184,7 @@ def _with_shape_env(fake_mode: FakeTensorMode | None) -> Iterator[None]:
 
 
 class _JointPasses(CustomGraphPass):
-    """The joint passes, what their padding leaves to be done, then the pass that the user has set here.
+    """The joint passes, what they and Inductor leave to be done, then the pass that the user has set here.
 
     Later passes read from example values which nodes share memory. Stock computes all of them again between
     the joint passes and these; what those leave behind on the way here is computed again as well.
@@ -208,7 +209,7 @@ class _JointPasses(CustomGraphPass):
         }
         if stale:
             know_values(gm, examples, stale)
-        if copies := close_gaps(graph):
+        if copies := [*part_overlaps(graph), *close_gaps(graph)]:
             know_values(gm, examples, copies)
         for each in self._then:
             each(graph)
@@ -216,7 +217,7 @@ class _JointPasses(CustomGraphPass):
     def uuid(self) -> Any | None:
         """Tells Inductor's cache what runs here; None (nothing is cached) if the user's pass cannot."""
         theirs = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._then]
-        return None if None in theirs else ("retrograd-joint-passes-4", torch.__version__, *map(repr, theirs))
+        return None if None in theirs else ("retrograd-joint-passes-5", torch.__version__, *map(repr, theirs))
 
 
 def with_joint_passes() -> AbstractContextManager[Any]:
