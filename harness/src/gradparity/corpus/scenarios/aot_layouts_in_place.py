@@ -195,7 +195,7 @@ def aot_expanded_input_is_changed(p: Probe) -> None:
 
 
 OVERLAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "an expanded row": lambda t: torch.zeros(1, 4).expand(3, 4),
+    "an expanded row": lambda t: t.new_zeros(1, 4).expand(3, 4),
     "an expanded row of an input": lambda t: t[1:2].expand(3, 4),
     "an expanded result": lambda t: (t[:1] * 2).expand(3, 4),
     "expanded twice": lambda t: (t.sum() * 0).expand(3, 4),
