@@ -60,20 +60,20 @@ class Cotangent:
         return f"cotangent of boundary {self.boundary}"
 
 
-def primal_name(number: int, part: int | None = None) -> str:
-    """The name of a primal's placeholder; `part`: of a tensor that has several.
+def primal_name(number: int, part: int = 0, parts: int = 1) -> str:
+    """The name of a primal's placeholder, which is one of its `parts`.
 
     By names Inductor knows what outlives a graph (``is_nonfreeable_buffers``). Of other inputs it believes
     that their memory is free once they are read. It would cast all parameters first, while the device has
     nothing else to do, and hold all of the casts at a time.
     """
-    return f"primals_{number}" if part is None else f"primals_{number}_{part}"
+    return f"primals_{number}_{part}" if parts > 1 else f"primals_{number}"
 
 
-def cotangent_name(boundary: int, part: int | None = None) -> str:
+def cotangent_name(boundary: int, part: int = 0, parts: int = 1) -> str:
     """The name of a cotangent's placeholder, for the same reason, and because torch's partitioners know it by
     that."""
-    return f"tangents_{boundary}" if part is None else f"tangents_{boundary}_{part}"
+    return f"tangents_{boundary}_{part}" if parts > 1 else f"tangents_{boundary}"
 
 
 @dataclass(frozen=True)

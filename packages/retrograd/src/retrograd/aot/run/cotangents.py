@@ -47,7 +47,7 @@ class Expected:
         summary = partition.backwards[region].graph.summary
         fakes = dict(zip(summary.names, summary.inputs, strict=True))
         count = value.wrapping.count
-        names = [cotangent_name(root, part if count > 1 else None) for part in range(count)]
+        names = [cotangent_name(root, part, count) for part in range(count)]
         return Expected(root, value.wrapping, tuple(fakes[name] for name in names))
 
     @property

@@ -318,7 +318,7 @@ def _cotangents(
         made.append((root, wrapping))
         parts = []
         for part, like in enumerate(parts_of(bare, wrapping)):
-            name = cotangent_name(root, part if wrapping.count > 1 else None)
+            name = cotangent_name(root, part, wrapping.count)
             parts.append(tracer.placeholder(name, _cotangent_like(like, layouts.get(root))))
         found[root] = to_functional(built(wrapping, iter(parts)))
     return found

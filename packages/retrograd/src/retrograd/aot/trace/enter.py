@@ -157,8 +157,7 @@ class Inputs:
         )
         parts = []
         for part, fake in enumerate(parts_of(given.value, wrapping)):
-            name = primal_name(number, part if wrapping.count > 1 else None)
-            parts.append(self.tracer.placeholder(name, fake))
+            parts.append(self.tracer.placeholder(primal_name(number, part, wrapping.count), fake))
             self.roles.append(Primal(number, given.name, given.kind or PrimalKind.ARGUMENT, part))
         made = to_functional(built(wrapping, iter(parts)))
         if differentiable:
