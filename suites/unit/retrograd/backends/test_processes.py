@@ -5,10 +5,14 @@ One process serves several tests, because it takes seconds to start.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +28,7 @@ from retrograd._torch.inductor import portable_settings
 from retrograd.backends import processes
 from retrograd.backends.base import Half
 from retrograd.backends.registry import InductorBackend
+from retrograd.errors import Refusal
 from retrograd.events import counters
 from retrograd.serialize import read_graph, serialize_graph
 
@@ -102,16 +107,89 @@ def test_a_graph_that_no_process_has_begun_with_is_compiled_here() -> None:
     assert not now._futures
 
 
-def test_what_the_other_process_cannot_compile_is_compiled_here() -> None:
+@contextmanager
+def an_operator_of_this_function(name: str) -> Iterator[Callable[..., Any]]:
+    """An operator that doubles a tensor. No module defines it."""
     with torch.library._scoped_library("retrograd_test", "DEF") as library:
-        library.define("twice(Tensor x) -> Tensor")
-        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
-        library.impl("twice", torch.empty_like, "Meta")
-        twice = torch.ops.retrograd_test.twice
+        library.define(f"{name}(Tensor x) -> Tensor")
+        library.impl(name, lambda x: x * 2, "CompositeExplicitAutograd")
+        library.impl(name, torch.empty_like, "Meta")
+        yield getattr(torch.ops.retrograd_test, name)
+
+
+def test_what_the_other_process_cannot_compile_is_compiled_here() -> None:
+    with an_operator_of_this_function("twice") as twice:
         gm, inputs = graph_of(twice, 3, 2)
         begun(gm, inputs)
         check(twice, gm, inputs)
     assert counters["compiled_elsewhere"] == 0
+
+
+def test_what_could_not_be_compiled_elsewhere_keeps_nothing_of_who_has_waited() -> None:
+    processes.start()
+    with an_operator_of_this_function("twice_again") as twice:
+        elsewhere = BACKEND.elsewhere(lazy_graph(graph_of(twice, 3, 5)[0]), FORWARD)
+        elsewhere.begin()
+        kept: list[weakref.ref[torch.Tensor]] = []
+
+        def wait() -> str:
+            held = torch.ones(3)
+            kept.append(weakref.ref(held))
+            try:
+                elsewhere.wait()
+            except Refusal as refusal:
+                return str(refusal)
+            return "nothing"
+
+        assert "retrograd_test::twice_again.default is not registered" in wait()
+        assert kept[0]() is None  # while `elsewhere` still knows why
+
+
+#: modules that define an operator ``OPERATOR``, which doubles a tensor.
+DEFINING = {
+    "a decorator": '''
+import torch
+
+@torch.library.custom_op("retrograd_test::OPERATOR", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+double.register_fake(torch.empty_like)
+''',
+    "a library": '''
+import torch
+
+library = torch.library.Library("retrograd_test", "FRAGMENT")
+library.define("OPERATOR(Tensor x) -> Tensor")
+library.impl("OPERATOR", lambda x: x * 2, "CompositeExplicitAutograd")
+torch.library.register_fake("retrograd_test::OPERATOR", torch.empty_like)
+''',
+    "an overload": '''
+import torch
+
+library = torch.library.Library("retrograd_test", "FRAGMENT")
+library.define("OPERATOR.other(Tensor x) -> Tensor")
+library.impl("OPERATOR.other", lambda x: x * 2, "CompositeExplicitAutograd")
+library.impl("OPERATOR.other", torch.empty_like, "Meta")
+''',
+}
+
+
+def test_modules_are_imported_there_that_define_operators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    processes.stop()  # those that there are do not know the folder
+    for number, (how, source) in enumerate(DEFINING.items()):
+        operator = f"doubled{number}"
+        (tmp_path / f"defines_{operator}.py").write_text(source.replace("OPERATOR", operator))
+        importlib.import_module(f"defines_{operator}")
+        double = getattr(torch.ops.retrograd_test, operator)
+        gm, inputs = graph_of(double, 2, 3)
+        begun(gm, inputs)
+        check(double, gm, inputs)
+        assert counters["compiled_elsewhere"] == number + 1, how
+    processes.stop()
 
 
 def test_inductor_names_kernels_of_a_graph_that_was_sent_after_their_operators() -> None:

@@ -145,13 +145,6 @@ def is_higher_order(target: Any) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
-def custom_operators(graph: fx.Graph) -> Iterator[str]:
-    """The names of the operators in a graph that torch does not define."""
-    for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in OF_TORCH:
-            yield node.target.name()
-
-
 def is_mutating(node: fx.Node) -> bool:
     """Whether the schema says that the call writes to an argument."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -41,6 +42,7 @@ from retrograd._torch.inductor import (
     portable_settings,
     take_settings,
 )
+from retrograd._torch.operators import defining_modules
 from retrograd._torch.trace import new_fake_mode
 from retrograd.backends.base import Half
 from retrograd.errors import Refusal, first_line
@@ -75,6 +77,11 @@ MEASURING = (
 )
 
 
+#: of a process that was sent a graph: why it could not compile it, or None. An exception would hold the frames
+#: of who waited for it, with their tensors, for as long as a thread knows of it.
+Answer = Future[str | None]
+
+
 def job_of(gm: fx.GraphModule, inputs: Sequence[Any], half: Half, settings: Mapping[str, Any]) -> bytes:
     """All that compiling `gm` needs, as data.
 
@@ -90,6 +97,7 @@ def job_of(gm: fx.GraphModule, inputs: Sequence[Any], half: Half, settings: Mapp
         "examples": serialize_examples(values),
         "half": asdict(half),
         "settings": dict(settings),
+        "modules": defining_modules(gm.graph),
     }
     if tensors:
         raise Refusal("unwritable", "tensors that the graph holds")
@@ -105,8 +113,8 @@ class _Processes:
     def __init__(self, count: int) -> None:
         self.settings: Portable | None = None
         #: of what was announced.
-        self._futures: dict[bytes, Future[None]] = {}
-        self._waiting: SimpleQueue[tuple[bytes, Future[None]]] = SimpleQueue()
+        self._futures: dict[bytes, Answer] = {}
+        self._waiting: SimpleQueue[tuple[bytes, Answer]] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         #: held while something is sent, and while a thread decides to end.
         self._sending = ForkSafeLock()
@@ -151,7 +159,7 @@ class _Processes:
         """Whether anything was announced that nobody has waited for."""
         return bool(self._futures)
 
-    def send(self, job: bytes, settings: Mapping[str, Any]) -> Future[None]:
+    def send(self, job: bytes, settings: Mapping[str, Any]) -> Answer:
         """Have one of them begin with `job` as soon as it can.
 
         Raises:
@@ -160,7 +168,7 @@ class _Processes:
         now = {**(self.settings or {}).get("inductor", {}), **settings}
         if measuring := [name for name in MEASURING if now.get(name)]:
             raise Refusal("measuring", f"Inductor measures kernels under {', '.join(measuring)}")
-        future: Future[None] = Future()
+        future: Answer = Future()
         with self._sending:
             if not self.is_usable:
                 raise Refusal("elsewhere", "they have ended")
@@ -182,8 +190,7 @@ class _Processes:
         if future is None or future.cancel():
             return
         try:
-            future.result(LONGEST)
-            counters["compiled_elsewhere"] += 1
+            _wait_for(future)
         except Exception as error:
             _log.info("a graph is compiled here, not by another process: %s", first_line(error))
 
@@ -213,7 +220,7 @@ class _Processes:
         finally:
             self._end()
 
-    def _next(self) -> tuple[bytes, Future[None]] | None:
+    def _next(self) -> tuple[bytes, Answer] | None:
         """What is to be done; None if nothing was sent for a while: the thread ends."""
         while True:
             try:
@@ -237,17 +244,26 @@ class _Processes:
         self._process.wait()
 
 
-def _compile(job: bytes, future: Future[None], connection: Connection) -> None:
+def _compile(job: bytes, future: Answer, connection: Connection) -> None:
     """Have `job` done on the other side of the connection."""
     try:
         connection.send_bytes(job)
-        if why := connection.recv():
-            future.set_exception(Refusal("elsewhere", why))
-        else:
-            future.set_result(None)
+        future.set_result(connection.recv())
     except BaseException as error:
-        future.set_exception(error)
+        future.set_result(first_line(error))
         raise
+
+
+def _wait_for(future: Answer) -> None:
+    """Wait until a process is done.
+
+    Raises:
+        Refusal: it could not compile the graph.
+        TimeoutError, CancelledError: it takes too long; it was ended.
+    """
+    if why := future.result(LONGEST):
+        raise Refusal("elsewhere", why)
+    counters["compiled_elsewhere"] += 1
 
 
 #: those of this process, if there are any; and what is held while they are started or ended.
@@ -332,7 +348,7 @@ class Elsewhere:
     def __init__(self, graph: LazyGraph, half: Half, settings: Mapping[str, Any]) -> None:
         self._graph, self._half, self._own = graph, half, settings
         self._settings = portable_settings()
-        self._future: Future[None] | None = None
+        self._future: Answer | None = None
         self._process = os.getpid()
 
     def begin(self) -> None:
@@ -354,13 +370,12 @@ class Elsewhere:
 
         Raises:
             Refusal: it was not, or what was compiled is for other settings than those of now.
-            Exception: what went wrong elsewhere.
+            Exception: as `_wait_for`.
         """
         self._check()
         if self._future is None or self._process != os.getpid():
             raise Refusal("elsewhere", "it was begun in the process that has forked this one")
-        self._future.result(LONGEST)
-        counters["compiled_elsewhere"] += 1
+        _wait_for(self._future)
 
     def _check(self) -> None:
         now = portable_settings()
@@ -417,6 +432,8 @@ def work(handle: int) -> None:
 
 
 def _work_on(job: Mapping[str, Any]) -> None:
+    for module in job["modules"]:
+        importlib.import_module(module)
     gm = read_graph(job["graph"], {})
     give_examples(gm, read_examples(job["examples"], new_fake_mode(False)))
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]

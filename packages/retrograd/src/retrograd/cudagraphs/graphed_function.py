@@ -16,7 +16,8 @@ from typing import Any
 from torch import fx, nn
 
 from retrograd._torch.cuda import CudaRecorder
-from retrograd._torch.fx import aliased_inputs, custom_operators, written_inputs
+from retrograd._torch.fx import aliased_inputs, written_inputs
+from retrograd._torch.operators import custom_operators
 from retrograd._torch.tensor import storage_of
 from retrograd.cudagraphs.graphed_call import HELD, MUCH, NOT_NOW, GraphedCall, SharedMemory, Values
 from retrograd.cudagraphs.program import Program
