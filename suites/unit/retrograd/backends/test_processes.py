@@ -147,7 +147,7 @@ def test_what_could_not_be_compiled_elsewhere_keeps_nothing_of_who_has_waited() 
 
 #: modules that define an operator ``OPERATOR``, which doubles a tensor.
 DEFINING = {
-    "a decorator": '''
+    "a decorator": """
 import torch
 
 @torch.library.custom_op("retrograd_test::OPERATOR", mutates_args=())
@@ -155,23 +155,23 @@ def double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 double.register_fake(torch.empty_like)
-''',
-    "a library": '''
+""",
+    "a library": """
 import torch
 
 library = torch.library.Library("retrograd_test", "FRAGMENT")
 library.define("OPERATOR(Tensor x) -> Tensor")
 library.impl("OPERATOR", lambda x: x * 2, "CompositeExplicitAutograd")
 torch.library.register_fake("retrograd_test::OPERATOR", torch.empty_like)
-''',
-    "an overload": '''
+""",
+    "an overload": """
 import torch
 
 library = torch.library.Library("retrograd_test", "FRAGMENT")
 library.define("OPERATOR.other(Tensor x) -> Tensor")
 library.impl("OPERATOR.other", lambda x: x * 2, "CompositeExplicitAutograd")
 library.impl("OPERATOR.other", torch.empty_like, "Meta")
-''',
+""",
 }
 
 

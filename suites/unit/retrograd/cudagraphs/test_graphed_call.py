@@ -39,7 +39,8 @@ def double(inputs):
 def call_of(fn, recorder, memory=None, **values):
     told = []
     tell = functools.cache(told.append)
-    return GraphedCall(fn, recorder.program, CPU, Values(**values), memory, tell), told
+    kept = {place: place for place in values.pop("kept", ())}
+    return GraphedCall(fn, recorder.program, CPU, Values(kept, **values), memory, tell), told
 
 
 def warmed(call, *inputs):

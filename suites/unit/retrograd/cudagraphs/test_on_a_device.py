@@ -23,7 +23,8 @@ def call_of(fn, **values):
     told = []
     device = torch.device("cuda", torch.cuda.current_device())
     tell = functools.cache(told.append)
-    return GraphedCall(fn, graphed_function._program, device, Values(**values), None, tell), told
+    kept = {place: place for place in values.pop("kept", ())}
+    return GraphedCall(fn, graphed_function._program, device, Values(kept, **values), None, tell), told
 
 
 def network() -> nn.Module:

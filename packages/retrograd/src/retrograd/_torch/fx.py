@@ -412,6 +412,17 @@ def with_strides(run: Boxed, fakes: Sequence[Any]) -> Boxed:
     return run_with_strides
 
 
+def with_strides_of(run: Boxed, results: Sequence[Any]) -> Boxed:
+    """`run`, whose results have the strides of `results`."""
+
+    def form(result: Any) -> torch.Tensor | None:
+        if type(result) is not torch.Tensor:
+            return None
+        return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
+
+    return with_strides(run, [form(result) for result in results])
+
+
 def is_symbolic(fake: torch.Tensor) -> bool:
     """Whether a size or a stride is symbolic."""
     return bool(fake._has_symbolic_sizes_strides)

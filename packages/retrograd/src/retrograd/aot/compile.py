@@ -23,7 +23,8 @@ from retrograd.aot.modules import FlatCall
 from retrograd.aot.partition import partition
 from retrograd.aot.repeated import GraphCall, capture_graph
 from retrograd.aot.run.call import CompiledFunction
-from retrograd.aot.run.lower_half import announce, is_ready, lower
+from retrograd.aot.run.lower_half import announce, lower
+from retrograd.aot.run.record_half import lower_recorded
 from retrograd.aot.run.region import RegionCode
 from retrograd.aot.trace.differentiate import Manner
 from retrograd.aot.writes import writing_ahead
@@ -31,7 +32,7 @@ from retrograd.backends.base import Half
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_call import SharedMemory
-from retrograd.cudagraphs.graphed_function import graphed
+from retrograd.cudagraphs.graphed_function import Border
 from retrograd.errors import CallError, CodeFailedError, NotReadyError
 from retrograd.events import AOT_LOGS
 from retrograd.graph.joint_graph import CaptureState, Leaf, Partition, SavedKind
@@ -93,13 +94,14 @@ def compile_with(
         for region in regions:
             region.announce()
         keep.write(partition)
-    code = lower(ahead, partition.ahead, partition.joint.state, half, config)
-    if config.cudagraphs and is_ready(code):
+    if config.cudagraphs:
         # What it gives besides the function's own values may stay where it is.
         results = len(partition.ahead.summary.results)
-        kept = range(partition.joint.signature.forward_count, results)
-        shared = memory if partition.backwards else None
-        code = graphed(code, partition.forward.graph, kept=kept, memory=shared)
+        kept = {place: place for place in range(partition.joint.signature.forward_count, results)}
+        border = Border(kept, memory=memory if partition.backwards else None)
+        code = lower_recorded(ahead, partition.ahead, partition.joint.state, half, config, border)
+    else:
+        code = lower(ahead, partition.ahead, partition.joint.state, half, config)
     if not lazy:
         for region in regions:
             region.compile_ahead()

@@ -77,8 +77,8 @@ MEASURING = (
 )
 
 
-#: of a process that was sent a graph: why it could not compile it, or None. An exception would hold the frames
-#: of who waited for it, with their tensors, for as long as a thread knows of it.
+#: of a process that was sent a graph: why it could not compile it, or None. An exception would hold the
+#: frames of who waited for it, with their tensors, for as long as a thread knows of it.
 Answer = Future[str | None]
 
 

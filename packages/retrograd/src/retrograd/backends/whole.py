@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.fx import with_strides
+from retrograd._torch.fx import with_strides_of
 from retrograd._torch.state import are_modes_plain
 from retrograd.backends.base import Elsewhere
 from retrograd.errors import first_line
@@ -83,11 +83,5 @@ class WholeLater:
         """Have the whole run from now on. Its results are laid out as `results` are: code that reads them was
         compiled for that."""
         elsewhere.wait()
-        self._run = with_strides(compile_whole(), [_form(result) for result in results])
+        self._run = with_strides_of(compile_whole(), results)
         counters["whole_graphs"] += 1
-
-
-def _form(result: Any) -> torch.Tensor | None:
-    if type(result) is not torch.Tensor:
-        return None
-    return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")

@@ -16,7 +16,7 @@ is in use, as an input that moved has it, lies in another pool: the first one st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,16 +51,16 @@ class SharedMemory:
     Attributes:
         inversions: how often one of them was recorded once more because of the order of calls.
         given_up: recordings of the forward that are gone. What backwards read there is elsewhere now.
-        elsewhere: by place, the device of results that the forward, run as it is, gives on another one than
+        elsewhere: by name, the device of results that the forward, run as it is, gives on another one than
             in a recording. Fused attention hands out the state of the generator so; its backward, run as it
             is, reads it there.
     """
 
     inversions: int = 0
     given_up: int = 0
-    elsewhere: dict[int, torch.device] = field(default_factory=dict)
+    elsewhere: dict[Hashable, torch.device] = field(default_factory=dict)
 
-    def put_back(self, inputs: list[Any], results: Mapping[int, int]) -> None:
+    def put_back(self, inputs: list[Any], results: Mapping[int, Hashable]) -> None:
         """Move `inputs` of a backward that is not replayed to where it reads them. `results` as in
         `Values`."""
         for place, of in results.items():
@@ -91,17 +91,17 @@ class Values:
     """What is known of a function's inputs and results.
 
     Attributes:
-        kept: places of results that are saved for a backward.
+        kept: by place, names of results that are saved for a backward, or for what runs next.
         loose: places of inputs that may have other strides in another call; those of others must not change.
-        results: by place of an input, the place among the forward's results where it comes from.
+        results: by place of an input that is such a result, its name.
         copyable: bytes. So many are copied to it before there is another recording.
         written: places of inputs that it writes to.
         custom: the operators that torch does not define. One that waits for the device cannot be recorded.
     """
 
-    kept: Collection[int] = ()
+    kept: Mapping[int, Hashable] = field(default_factory=dict)
     loose: Sequence[int] = ()
-    results: Mapping[int, int] = field(default_factory=dict)
+    results: Mapping[int, Hashable] = field(default_factory=dict)
     copyable: int = 0
     written: Collection[int] = ()
     custom: frozenset[str] = frozenset()
@@ -116,6 +116,11 @@ _proven: set[str] = set()
 def _forget() -> None:
     _failed.clear()
     _proven.clear()
+
+
+def has_failed(operator: str) -> bool:
+    """Whether this custom operator, or one beside it, could not be recorded."""
+    return operator not in _proven and any(operator in failed for failed in _failed)
 
 
 class GraphedCall:
@@ -141,7 +146,7 @@ class GraphedCall:
     ) -> None:
         self._fn, self._program, self._device = fn, program, device
         self._recorder = program.recorder
-        self._kept, self._loose, self._tell = frozenset(values.kept), tuple(values.loose), tell
+        self._kept, self._loose, self._tell = values.kept, tuple(values.loose), tell
         self._most = MOST_LARGE if values.copyable > MUCH else MOST_RECORDINGS
         self._history = AddressHistory(values.copyable, values.written)
         self._memory = memory or SharedMemory()
@@ -189,10 +194,10 @@ class GraphedCall:
         counters["cuda_graph_plain_calls"] += 1
         self._memory.put_back(inputs, self._results)
         results = self._fn(inputs)
-        for place in self._kept:
+        for place, name in self._kept.items():
             value = results[place]
             if isinstance(value, torch.Tensor) and value.device != self._device:
-                self._memory.elsewhere[place] = value.device
+                self._memory.elsewhere[name] = value.device
         return results
 
     def _recorded_for(self, inputs: list[Any]) -> Recorded | None:

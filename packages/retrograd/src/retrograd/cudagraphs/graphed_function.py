@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
@@ -19,9 +20,17 @@ from retrograd._torch.cuda import CudaRecorder
 from retrograd._torch.fx import aliased_inputs, written_inputs
 from retrograd._torch.operators import custom_operators
 from retrograd._torch.tensor import storage_of
-from retrograd.cudagraphs.graphed_call import HELD, MUCH, NOT_NOW, GraphedCall, SharedMemory, Values
+from retrograd.cudagraphs.graphed_call import (
+    HELD,
+    MUCH,
+    NOT_NOW,
+    GraphedCall,
+    SharedMemory,
+    Values,
+    has_failed,
+)
 from retrograd.cudagraphs.program import Program
-from retrograd.cudagraphs.refusals import tensors_in, values_of, why_not_recorded
+from retrograd.cudagraphs.refusals import recorded_without, tensors_in, values_of, why_not_recorded
 from retrograd.errors import Reason
 from retrograd.graph.emit import Boxed
 from retrograd.report import process_report
@@ -30,30 +39,38 @@ from retrograd.report import process_report
 MOST_SETS = 256
 
 
+#: given results, what is called in place of code that cannot be recorded; it may be that code.
+Instead = Callable[[Sequence[Any]], Boxed | None]
+
+
 class GraphedFunction:
     """A function, recorded apart for each set of parameters among its inputs.
 
     Args:
         make: makes the call for one more set.
+        instead: given the results of the call that cannot be recorded, makes what is run from then on; None:
+            what was to be recorded is.
     """
 
-    def __init__(self, make: Callable[[], GraphedCall]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], GraphedCall], instead: Instead) -> None:
+        self._make, self._instead = make, instead
         self._places: tuple[int, ...] | None = None
         #: by the addresses of the parameters, with what sees one of them go.
         self._calls: dict[tuple[int, ...], tuple[GraphedCall, list[weakref.ref[Any]]]] = {}
-        self._refused: GraphedCall | None = None
+        self._refused: Boxed | None = None
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """The results; `inputs` is emptied."""
+        if self._refused is not None:
+            return self._refused(inputs)
         if self._places is None:
             self._places = tuple(i for i, value in enumerate(inputs) if isinstance(value, nn.Parameter))
         where = tuple([inputs[i].data_ptr() for i in self._places])
         known = self._calls.get(where)
-        call = self._refused or (known[0] if known else self._new(where, [inputs[i] for i in self._places]))
+        call = known[0] if known else self._new(where, [inputs[i] for i in self._places])
         results = call(inputs)
-        if call.is_refused:
-            self._refused = call  # and so will others be
+        if call.is_refused:  # and so will others be
+            self._refused = self._instead(results) or call
         return results
 
     def _new(self, where: tuple[int, ...], parameters: Sequence[Any]) -> GraphedCall:
@@ -75,37 +92,64 @@ class GraphedFunction:
 _program = Program(CudaRecorder())
 
 
+@dataclass(frozen=True)
+class Border:
+    """What is known of a function's inputs and results.
+
+    Attributes:
+        kept, loose, results: as in `Values`.
+        memory: as in `GraphedCall`.
+    """
+
+    kept: Mapping[int, Hashable] = field(default_factory=dict)
+    loose: Sequence[int] = ()
+    results: Mapping[int, Hashable] = field(default_factory=dict)
+    memory: SharedMemory | None = None
+
+
+_UNKNOWN = Border()
+
+
 def graphed(
     code: Boxed,
     *graphs: fx.Graph,
-    kept: Collection[int] = (),
-    loose: Sequence[int] = (),
-    results: Mapping[int, int] | None = None,
-    memory: SharedMemory | None = None,
+    border: Border = _UNKNOWN,
     tell: Callable[[Reason], None] | None = None,
+    instead: Instead = lambda results: None,
 ) -> Boxed:
     """`code`, replayed where that is safe.
 
     Args:
         graphs: all that it was compiled from, with the fakes of their values.
-        kept, loose, results: as in `Values`. memory: as in `GraphedCall`.
+        border: of `code`.
         tell: told, once each, why a call is not replayed; by default the report is, with a warning of what
             concerns all calls.
+        instead: as in `GraphedFunction`.
 
     Returns:
         `code` itself if it is never to be recorded, or does nothing on the device.
     """
-    tell = tell or _report
+    tell = tell or tell_report
     if (reason := why_not_recorded(graphs, _program.recorder.device_type)) is not None:
         tell(reason)
         return code
     if all(aliased_inputs(node) for graph in graphs for node in graph.nodes if node.op == "call_function"):
         return code  # views start no kernels
-    written = written_inputs(graphs[0])  # several have none
-    custom = frozenset(name for graph in graphs for name in custom_operators(graph))
-    values = Values(kept, loose, results or {}, max(MUCH, 2 * _made_by(graphs)), written, custom)
+    values = Values(
+        border.kept,
+        border.loose,
+        border.results,
+        copyable=max(MUCH, 2 * _made_by(graphs)),
+        written=written_inputs(graphs[0]),  # several have none
+        custom=frozenset(name for graph in graphs for name in custom_operators(graph)),
+    )
     device, tell = next(values_of(graphs)).device, functools.cache(tell)  # once each, for all parameters
-    return GraphedFunction(lambda: GraphedCall(code, _program, device, values, memory, tell))
+    return GraphedFunction(lambda: GraphedCall(code, _program, device, values, border.memory, tell), instead)
+
+
+def calls_apart(graph: fx.Graph) -> Mapping[fx.Node, Reason]:
+    """As `recorded_without`, for what is recorded in this process."""
+    return recorded_without(graph, _program.recorder.device_type, has_failed)
 
 
 def _made_by(graphs: Sequence[fx.Graph]) -> int:
@@ -119,5 +163,6 @@ def _made_by(graphs: Sequence[fx.Graph]) -> int:
     return sum(size for storage, size in made.items() if storage not in given)
 
 
-def _report(reason: Reason) -> None:
+def tell_report(reason: Reason) -> None:
+    """Tell the process's report why something is not recorded."""
     process_report.noted(reason, warn=reason.code not in (NOT_NOW, HELD))

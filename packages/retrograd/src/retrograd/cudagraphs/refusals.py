@@ -1,11 +1,11 @@
 """Which graphs of operators are never recorded as a CUDA graph, and why.
 
-In: graphs with example values. Out: a `Reason`, or None.
+In: graphs with example values. Out: a `Reason`, or None; the calls without which a graph could be recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from retrograd._torch.fx import (
     is_collective,
     is_higher_order,
     is_mutating,
+    is_operator_overload,
     is_random,
     is_symbolic,
+    is_wait,
     is_write_to_input,
     written_inputs,
 )
@@ -52,6 +54,61 @@ def why_not_recorded(graphs: Sequence[fx.Graph], device_type: str = "cuda") -> R
         found = ", ".join(sorted(map(str, devices))) or "no device"
         return refusal("cuda-graphs-device", f"its tensors are on {found}, and not on one device")
     return None
+
+
+def recorded_without(
+    graph: fx.Graph, device_type: str, fails: Callable[[str], bool]
+) -> Mapping[fx.Node, Reason]:
+    """The calls that keep a graph from being recorded, and why; none, if without them it would not be either.
+
+    Args:
+        fails: whether a custom operator of this name is known to fail while it is recorded.
+    """
+    values = list(values_of([graph]))
+    inputs = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+    has_numbers = any(value is not None and not isinstance(value, torch.Tensor) for value in inputs)
+    if has_numbers or any(map(is_symbolic, values)) or all(v.device.type != device_type for v in values):
+        return {}
+    found: dict[fx.Node, Reason] = {}
+    numbers: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _is_constant_number(node, numbers):
+            numbers.add(node)
+        elif node.op == "call_function":
+            if is_collective(node) or is_wait(node):
+                return {}
+            if (reason := _why_apart(node, numbers, device_type, fails)) is not None:
+                found[node] = reason
+    return found
+
+
+def _why_apart(
+    node: fx.Node, numbers: Collection[fx.Node], device_type: str, fails: Callable[[str], bool]
+) -> Reason | None:
+    others = {
+        str(value.device)
+        for one in (node, *node.all_input_nodes)
+        if one not in numbers
+        for value in tensors_in(one.meta.get("val"))
+        if value.device.type != device_type
+    }
+    if others:
+        return _stands_apart("cuda-graphs-device", node, f"it has tensors on {', '.join(sorted(others))}")
+    if (text := _of_call(node)) is not None:
+        return _stands_apart("cuda-graphs-operator", node, text)
+    if is_operator_overload(node.target) and fails(node.target.name()):
+        return _stands_apart("cuda-graphs-failed", node, "it failed to be recorded")
+    return None
+
+
+def _stands_apart(code: str, node: fx.Node, text: str) -> Reason:
+    name = node.target.name() if is_operator_overload(node.target) else node.name
+    return Reason(
+        code,
+        f"a call is not recorded as a CUDA graph, but what stands around it is: {text} ({name})",
+        "cudagraphs",
+        way_out="nothing to do: results are the same",
+    )
 
 
 def values_of(graphs: Sequence[fx.Graph]) -> Iterator[torch.Tensor]:

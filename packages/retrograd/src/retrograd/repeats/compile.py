@@ -8,7 +8,7 @@ reference.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import fx
 from retrograd._torch.trace import places_of_symbols, symbols_in
 from retrograd.events import counters
 from retrograd.graph.emit import Boxed, Emitter, last_uses
-from retrograd.repeats.divide import divided
+from retrograd.repeats.divide import cut_at, divided
 from retrograd.repeats.outline import Outline, graph_of
 
 #: a graph, its example inputs and how many results must have their traced strides.
@@ -66,10 +66,10 @@ class Division:
             return codes[None]
         counters["region_compiles"] += len(codes)
         counters["region_calls"] += len(self.steps)
-        return self._straight_line(codes)
+        return self.joined([codes[step.key] for step in self.steps])
 
-    def _straight_line(self, codes: Mapping[Hashable, Boxed]) -> Boxed:
-        """A callable of the inputs as a list, which it empties."""
+    def joined(self, codes: Sequence[Boxed]) -> Boxed:
+        """A callable of the inputs as a list, which it empties, of one for each of `steps`."""
         emit = Emitter("run(args)")
         for name, value in self.held.items():
             emit.local[name] = emit.refer("held", value)
@@ -86,7 +86,7 @@ class Division:
         for i, step in enumerate(self.steps):
             emit.line(f"args = {emit.listed(step.reads)}")
             emit.let_go(value for value in last.get(i, ()) if value in step.reads)
-            emit.unpack(step.makes, f"{emit.refer('call', codes[step.key])}(args)")
+            emit.unpack(step.makes, f"{emit.refer('call', codes[i])}(args)")
         results = (emit.name(one) if isinstance(one, str) else emit.expression(one) for one in self.results)
         emit.line(f"return [{', '.join(results)}]")
         return emit.function()
@@ -105,7 +105,19 @@ def divide(
             who compiles knows.
         copies: of a part that repeats, at least.
     """
-    parts = divided(gm.graph, least, visible, copies) if least else []
+    return _division(gm, inputs, visible, divided(gm.graph, least, visible, copies) if least else [])
+
+
+def divide_at(
+    gm: fx.GraphModule, inputs: Sequence[Any], visible: int | None, apart: Collection[fx.Node]
+) -> Division:
+    """`gm` cut before and behind each of the calls `apart`; else as `divide`."""
+    return _division(gm, inputs, visible, cut_at(gm.graph, visible, apart))
+
+
+def _division(
+    gm: fx.GraphModule, inputs: Sequence[Any], visible: int | None, parts: Sequence[Outline]
+) -> Division:
     names = tuple(node.name for node in gm.graph.find_nodes(op="placeholder"))
     places, is_symbolic = places_of_symbols(inputs), any(map(symbols_in, inputs))
     #: by part, symbols that no input of it has as a size: they are inputs of their own.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +151,24 @@ def divided(graph: fx.Graph, least: int, visible: int | None, copies: int = 2) -
         return []
     parts = _united(_cut(calls, repeats), known, _results(graph, visible))
     return parts if len({part.key for part in parts}) < len(parts) else []
+
+
+def cut_at(graph: fx.Graph, visible: int | None, apart: Collection[fx.Node]) -> list[Outline]:
+    """The parts of `graph`, in order, if it is cut before and behind each of the calls `apart`; none if it
+    cannot be divided."""
+    if not _can_be_divided(graph):
+        return []
+    calls: dict[fx.Node, bool] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        # What takes one of several results stands behind the call: nothing but tensors can cross.
+        makes = [user for user in node.users if user.target is operator.getitem]
+        for one in (node, *makes):
+            calls.setdefault(one, node in apart)
+    known = {node: tokenised(node) for node in calls}
+    runs = [list(group) for _, group in itertools.groupby(calls, key=calls.__getitem__)]
+    return outlines(runs, known, _results(graph, visible))
 
 
 def _cut(calls: Sequence[fx.Node], repeats: Sequence[Repeat]) -> list[Sequence[fx.Node]]:

@@ -23,13 +23,14 @@ from retrograd._torch.tensor import graph_is_kept
 from retrograd._torch.trace import InputGuard, is_batched, know_values, laid_out_like
 from retrograd.aot.released import PutBack
 from retrograd.aot.run.cotangents import Expected, Strides, traced_for
-from retrograd.aot.run.lower_half import LateCode, announce, is_ready, lower, still_compiling
+from retrograd.aot.run.lower_half import announce, is_ready, lower, still_compiling
+from retrograd.aot.run.record_half import lower_recorded, may_replay
 from retrograd.aot.run.rerun import rerun_region
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, EagerBackend
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_call import SharedMemory
-from retrograd.cudagraphs.graphed_function import GraphedFunction, graphed
+from retrograd.cudagraphs.graphed_function import Border
 from retrograd.events import counters
 from retrograd.graph.eager_order import LiveGraph
 from retrograd.graph.joint_graph import Partition, SavedKind
@@ -140,7 +141,7 @@ class RegionCode:
             code = self._codes.get(((), self._as_traced)) or self._code_for((), self._as_traced)
         is_as_traced = code.graph is not self._graph or layouts in (self._as_traced, _BATCHED)
         args = self._arguments(saved, ctx.numbers, cotangents, is_as_traced)
-        if self._memory.elsewhere and not (code.has_run and isinstance(code.run, GraphedFunction)):
+        if self._memory.elsewhere and not (code.has_run and may_replay(code.run)):
             self._memory.put_back(args, self._made)
         if not code.has_run:
             del saved
@@ -160,7 +161,7 @@ class RegionCode:
         """Have cotangents like these taken at once, if `code` does; one that has just failed is made anew."""
         if any(c is None or is_batched(c) for c in cotangents):
             return
-        if self._config.cudagraphs and not isinstance(code.run, GraphedFunction):
+        if self._config.cudagraphs and not may_replay(code.run):
             return
         if code.guard is None or code is self._last:
             code.guard = InputGuard(cotangents, (), (), None)
@@ -302,11 +303,12 @@ class RegionCode:
             examples = [laid_out_like(fake, value) for fake, value in zip(traced, args, strict=True)]
             if any(one is not other for one, other in zip(traced, examples, strict=True)):
                 graph = lazy_graph(know_values(copied_module(graph.gm), examples), examples)
-        code = lower(self._backend, graph, self._partition.joint.state, _half_of(graph), self._config)
-        if not self._config.cudagraphs or isinstance(code, LateCode):
-            return code
+        state, half = self._partition.joint.state, _half_of(graph)
+        if not self._config.cudagraphs:
+            return lower(self._backend, graph, state, half, self._config)
         cotangents = range(len(self._backward.saved), len(examples))
-        return graphed(code, graph.gm.graph, loose=cotangents, results=self._made, memory=self._memory)
+        border = Border(loose=cotangents, results=self._made, memory=self._memory)
+        return lower_recorded(self._backend, graph, state, half, self._config, border)
 
     def _run(self, code: Boxed, args: list[Any]) -> list[Any]:
         """Gradients by code, which holds the casts of the autocast that is on."""

@@ -1,0 +1,135 @@
+"""Give one half of a partition to a backend, and have its code recorded as CUDA graphs.
+
+In: as in `lower_half`, and what is known of the half's inputs and results. Out: a boxed callable.
+
+What cannot be recorded would keep a whole graph from it: an operator that works on the host, or waits for
+the device. So the graph is cut there. Each stretch between two cuts is compiled and recorded for itself;
+stretches that are equal, as those of layers are, share code. That a custom operator waits for the device
+shows when it is recorded: then the graph is cut and compiled once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from retrograd._torch.fx import aliased_inputs, lazy_graph, with_strides_of
+from retrograd._torch.state import are_modes_plain
+from retrograd.aot.run.lower_half import is_ready, lower
+from retrograd.backends.base import Backend, Boxed, Half
+from retrograd.config import Config
+from retrograd.cudagraphs.graphed_function import Border, GraphedFunction, calls_apart, graphed, tell_report
+from retrograd.graph.joint_graph import CaptureState
+from retrograd.graph.lazy import LazyGraph
+from retrograd.repeats.compile import CompilePart, Division, divide_at
+
+#: calls that start kernels, at least, in a stretch that is recorded.
+FEWEST_CALLS = 2
+
+
+class InStretches:
+    """Code of which stretches are recorded."""
+
+    def __init__(self, run: Boxed) -> None:
+        self._run = run
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        """The results; `inputs` is emptied."""
+        return self._run(inputs)
+
+
+def may_replay(code: Boxed | None) -> bool:
+    """Whether the code, or stretches of it, may be replayed."""
+    return isinstance(code, (GraphedFunction, InStretches))
+
+
+def lower_recorded(
+    backend: Backend, graph: LazyGraph, state: CaptureState, half: Half, config: Config, border: Border
+) -> Boxed:
+    """As `lower`; what it gives is replayed where that is safe."""
+
+    def compile_stretch(gm: fx.GraphModule, examples: Sequence[Any], visible: int | None) -> Boxed:
+        return lower(backend, lazy_graph(gm, examples), state, replace(half, visible=visible), config)
+
+    if config.patience is None and (cut := _cut(graph, half)) is not None:
+        return cut.code(compile_stretch, border)
+    code = lower(backend, graph, state, half, config)
+    if not is_ready(code):
+        return code
+
+    @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
+    def instead(results: Sequence[Any]) -> Boxed | None:
+        """Code in stretches. Its results lie as those of the code in one piece: backwards are compiled for
+        that."""
+        if not are_modes_plain() or (cut := _cut(graph, half)) is None:
+            return None
+        with torch.inference_mode(False):
+            return InStretches(with_strides_of(cut.code(compile_stretch, border), results))
+
+    return graphed(code, graph.gm.graph, border=border, instead=instead)
+
+
+def _cut(graph: LazyGraph, half: Half) -> _Cut | None:
+    """The graph cut at what cannot be recorded; None if nothing is, or if hardly anything else is there."""
+    reasons = calls_apart(graph.gm.graph)
+    if not reasons:
+        return None
+    division = divide_at(graph.gm, graph.summary.inputs, half.visible, reasons)
+    recorded = {key: _is_worth_it(gm.graph) for key, (gm, _, _) in division.graphs.items()}
+    if not division.steps or not any(recorded.values()):
+        return None
+    for reason in dict.fromkeys(reasons.values()):
+        tell_report(reason)
+    return _Cut(division, recorded)
+
+
+def _is_worth_it(graph: fx.Graph) -> bool:
+    """Whether it can be recorded, and starts more than a kernel."""
+    calls = [node for node in graph.nodes if node.op == "call_function" and not aliased_inputs(node)]
+    return len(calls) >= FEWEST_CALLS and not calls_apart(graph)
+
+
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """A graph in parts.
+
+    Attributes:
+        is_recorded: by key of a part, whether it is.
+    """
+
+    division: Division
+    is_recorded: Mapping[Hashable, bool]
+
+    def code(self, compile_stretch: CompilePart, border: Border) -> Boxed:
+        """Code of each part, recorded for each place in which it stands."""
+        division = self.division
+        codes = {key: compile_stretch(*graph) for key, graph in division.graphs.items()}
+        given = zip(division.names, range(len(division.names)), strict=True)
+        #: of values that recordings give, how memory knows them.
+        known = {name: border.results[place] for name, place in given if place in border.results}
+        loose = {division.names[place] for place in border.loose}
+        kept = {
+            name: border.kept[place] for place, name in enumerate(division.results) if place in border.kept
+        }
+        seen = {name for place, name in enumerate(division.results) if place not in border.kept}
+        run: list[Boxed] = []
+        for step in division.steps:
+            if not self.is_recorded[step.key]:
+                loose.update(step.makes)
+                run.append(codes[step.key])
+                continue
+            reads, makes = enumerate(step.reads), enumerate(step.makes)
+            own = Border(
+                kept={i: kept.get(name, (self, name)) for i, name in makes if name not in seen},
+                loose=[i for i, name in enumerate(step.reads) if name in loose],
+                results={i: known[name] for i, name in reads if name in known},
+                memory=border.memory,
+            )
+            known.update({step.makes[i]: name for i, name in own.kept.items()})
+            gm, _, _ = division.graphs[step.key]
+            run.append(graphed(codes[step.key], gm.graph, border=own))
+        return InStretches(division.joined(run))
