@@ -25,6 +25,7 @@ from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.config import Config
 from retrograd.dynamo import config_of
 from retrograd.dynamo.backend import retrograd as dynamo_backend
+from retrograd.errors import OptionError
 from retrograd.live.contexts import (
     claim,
     enter,
@@ -198,6 +199,8 @@ def compile(
         return functools.partial(
             compile, backend=backend, fullgraph=fullgraph, dynamic=dynamic, mode=mode, options=options
         )
+    if options is not None and "backend" in options:
+        raise OptionError("options", f"got 'backend': {options['backend']!r}", "backend= beside options")
     chosen = {**(options or {}), "backend": backend}
     config = config_of(mode, chosen)
     live = replace(config, backend=backend, dynamic=dynamic)

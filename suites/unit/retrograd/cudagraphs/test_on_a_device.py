@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +97,64 @@ def trained(model, run, zero_grad, micro_batches, count=24):
         if zero_grad == "in place":
             optimizer.zero_grad(set_to_none=False)
     return losses, [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.fixture
+def rows_of() -> Iterator[Any]:
+    """An operator that waits for the device: how many rows it scales stands in a tensor."""
+    with torch.library._scoped_library("retrograd_device", "DEF") as library:
+
+        def scaled(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            made = x.clone()
+            made[: int(rows.item())] *= 2
+            return made
+
+        library.define("scaled(Tensor x, Tensor rows) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl("scaled", scaled, "CompositeExplicitAutograd")
+        torch.library.register_fake(
+            "retrograd_device::scaled", lambda x, rows: torch.empty_like(x), lib=library
+        )
+        torch.library.register_autograd(
+            "retrograd_device::scaled",
+            lambda ctx, grad: (torch.ops.retrograd_device.scaled(grad, *ctx.saved_tensors), None),
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+            lib=library,
+        )
+        yield torch.ops.retrograd_device.scaled
+
+
+class _Waiting(nn.Module):
+    """A layer that waits for the device in the middle, or has a tensor made on the host there."""
+
+    def __init__(self, scaled: Any) -> None:
+        super().__init__()
+        self.into, self.norm, self.out = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16)
+        self.scaled = scaled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.into(x)).sigmoid()
+        if self.scaled is not None:
+            h = self.scaled[0](h, (h.mean(1) > 0.5).sum())
+        else:
+            h = h * torch.linspace(0, 1, 32).sin().to(h.device)
+        return x + self.out(nn.functional.dropout(h.tanh(), 0.2, self.training))
+
+
+@pytest.mark.usefixtures("stay")
+@pytest.mark.parametrize("waits", [True, False], ids=["an operator that waits", "a tensor of the host"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_what_stands_around_what_cannot_be_recorded_is_replayed(rows_of, waits, backend):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Waiting([rows_of] if waits else None) for _ in range(3))).cuda().double()
+    other = copy.deepcopy(model)
+    run = aot.module(other, backend=backend, cudagraphs=True)
+    if backend == "inductor":  # which draws other numbers
+        model.eval(), other.eval()
+    expected = steps(model, lambda x: model(x.double()), count=14)
+    before = retrograd.counters["cuda_graph_replays"]
+    torch.testing.assert_close(steps(other, lambda x: run(x.double()), count=14), expected)
+    least = 2 * 4 if waits else 2  # of each half, a stretch before, between and behind the operators
+    assert retrograd.counters["cuda_graph_replays"] >= before + 6 * least
 
 
 @pytest.mark.usefixtures("stay")

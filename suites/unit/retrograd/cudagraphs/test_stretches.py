@@ -238,6 +238,6 @@ def test_through_torch_compile(operators, recorder):
     model = deep(ops.waits)
     other = copy.deepcopy(model)
     expected = trained(model, model)
-    options = {"cudagraphs": True, "backend": "aten"}
-    torch.testing.assert_close(trained(other, retrograd.compile(other, options=options)), expected)
+    run = retrograd.compile(other, backend="aten", options={"cudagraphs": True})
+    torch.testing.assert_close(trained(other, run), expected)
     assert recorder.replays >= 2 * (LAYERS + 1) * (STEPS - graphed_call.WARM_UPS - 8)

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import retrograd as package
 from retrograd.dynamo import config_of, graph_function, list_mode_options, list_options, retrograd
 from retrograd.errors import CaptureError, FallbackWarning, OptionError
 from retrograd.report import process_report
@@ -126,6 +127,12 @@ def test_an_unknown_option_is_refused_with_the_sorted_valid_ones():
         "  expected  one of backend, backward, compile_timeout, cudagraphs, partitioner, passes, regions, "
         "single_region, stock_dynamo, strict, whole_after, or one of torch._inductor.list_options()"
     )
+
+
+def test_the_backend_of_a_whole_is_a_parameter_and_no_option():
+    """It would be overlooked: the parameter says Inductor where nothing is given."""
+    with pytest.raises(OptionError, match="option 'options': got 'backend': 'eager'\n  expected  backend="):
+        package.compile(torch.sin, options={"backend": "eager"})
 
 
 def test_regions_that_are_no_number_of_nodes_are_refused():
