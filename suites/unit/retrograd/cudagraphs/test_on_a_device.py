@@ -136,7 +136,7 @@ class _Waiting(nn.Module):
         if self.scaled is not None:
             h = self.scaled[0](h, (h.mean(1) > 0.5).sum())
         else:
-            h = h * torch.linspace(0, 1, 32).sin().to(h.device)
+            h = h * torch.linspace(0, 1, 32, dtype=h.dtype).sin().to(h.device)
         return x + self.out(nn.functional.dropout(h.tanh(), 0.2, self.training))
 
 
