@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from retrograd._torch.fx import copied, is_write_to_input, with_strides
 from retrograd._torch.inductor.disk_cache import is_cache_trusted
 from retrograd._torch.inductor.overlaps import part_overlaps
+from retrograd._torch.inductor.own_memory import memory_shown, part_results
 from retrograd._torch.inductor.padding import close_gaps, read_padded
 from retrograd._torch.patches import handled_here
 from retrograd._torch.trace.fakes import know_values
@@ -198,18 +199,21 @@ class _JointPasses(CustomGraphPass):
 
         gm = graph.owning_module
         assert gm is not None
-        held = {node: (node.args, node.kwargs) for node in graph.nodes}
+        held = {node: (node.args, node.kwargs, node.meta.get("val")) for node in graph.nodes}
+        shown = memory_shown(graph)
         joint_graph_passes(gm)
         read_padded(graph)
+        stale = set()
+        for node in graph.nodes:
+            args, kwargs, value = held.get(node, (None, None, None))
+            if node.args is not args or node.kwargs is not kwargs:
+                stale.add(node)
+            if value is not None:  # they give it the value of what it stands in for, in other memory
+                node.meta["val"] = value
         examples = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
-        stale = {
-            node
-            for node in graph.nodes
-            if node not in held or node.args is not held[node][0] or node.kwargs is not held[node][1]
-        }
         if stale:
             know_values(gm, examples, stale)
-        if copies := [*part_overlaps(graph), *close_gaps(graph)]:
+        if copies := [*part_results(graph, shown), *part_overlaps(graph), *close_gaps(graph)]:
             know_values(gm, examples, copies)
         for each in self._then:
             each(graph)
@@ -217,7 +221,7 @@ class _JointPasses(CustomGraphPass):
     def uuid(self) -> Any | None:
         """Tells Inductor's cache what runs here; None (nothing is cached) if the user's pass cannot."""
         theirs = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._then]
-        return None if None in theirs else ("retrograd-joint-passes-5", torch.__version__, *map(repr, theirs))
+        return None if None in theirs else ("retrograd-joint-passes-6", torch.__version__, *map(repr, theirs))
 
 
 def with_joint_passes() -> AbstractContextManager[Any]:
