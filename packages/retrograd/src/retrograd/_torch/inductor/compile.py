@@ -29,6 +29,7 @@ from retrograd._torch.inductor.own_memory import memory_shown, part_results
 from retrograd._torch.inductor.padding import close_gaps, read_padded
 from retrograd._torch.patches import handled_here
 from retrograd._torch.trace.fakes import know_values
+from retrograd._torch.trace.layouts import LAYOUTS, laid_out_like_real
 from retrograd.graph.lazy import LazyGraph
 from retrograd.process import compiling
 
@@ -136,6 +137,7 @@ def compile_graph(
         V.set_fake_mode(fake_mode),
         with_joint_passes(),
         handled_here("torch._inductor.codegen.cpp:" + _FUSES, _one_row_at_a_time),
+        handled_here("torch._inductor.ir:FallbackKernel.process_kernel", _called_as_real),
     ):
         compiled = compile_fx_inner(
             gm, list(example_inputs), is_backward=is_backward, is_inference=is_inference
@@ -156,6 +158,19 @@ def _one_row_at_a_time(may_fuse: Callable[..., bool], node: Any, kernels: Sequen
     """
     steps = [loop.steps for kernel in kernels for loop in kernel.loop_nest.loops[:depth]]
     return all(step == 1 for step in steps) and may_fuse(node, kernels, depth)
+
+
+def _called_as_real(process: Callable[..., Any], kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    """What Inductor knows of a kernel that it calls: first what that gives. Generated code asserts that the
+    result lies so, and torch's fake kernels of some operators are wrong there."""
+    from torch._inductor.ir import IRNode, ir_node_to_tensor
+
+    fake, tensors, *others = process(kernel, *args, **kwargs)
+    if kernel in LAYOUTS:
+        given = iter(tensors)
+        fakes = [ir_node_to_tensor(next(given)) if isinstance(one, IRNode) else one for one in args]
+        fake = laid_out_like_real(kernel, fake, fakes)
+    return fake, tensors, *others
 
 
 def chooses_layouts(graph: LazyGraph, is_inference: bool) -> bool:
