@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import retrograd
@@ -34,6 +35,10 @@ def laid_out(order: tuple[int, ...]) -> Tensor:
     return torch.rand(3, 4, 5, generator=torch.Generator().manual_seed(0)).permute(order)
 
 
+def strides(results: Tensor | tuple[Tensor, ...]) -> list[tuple[int, ...]]:
+    return [value.stride() for value in (results if isinstance(results, tuple) else (results,))]
+
+
 def test_the_table_is_tested_as_a_whole() -> None:
     tables = FORMATS, FORMATS_ON["cpu"]
     own = {operator for table in tables for operator, number in table.items() if number is CONTIGUOUS}
@@ -47,11 +52,15 @@ def test_a_traced_result_lies_as_the_real_one(operator: object, order: tuple[int
     joint = aot.capture(aot.create_state(call, (x,)))
     (output,) = joint.gm.graph.find_nodes(op="output")
     traced = [node.meta["val"] for node in output.all_input_nodes]
-    real = call(x)
-    real = list(real) if isinstance(real, tuple) else [real]
-    assert [value.stride() for value in traced] == [value.stride() for value in real]
+    real = strides(call(x))
+    assert [value.stride() for value in traced] == real
     copies = joint.gm.graph.find_nodes(op="call_function", target=aten.clone.default)
-    assert bool(copies) == (not x.is_contiguous())
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        is_wrong = strides(call(mode.from_tensor(x))) != real
+    assert bool(copies) == is_wrong
+    assert (
+        is_wrong == (not x.is_contiguous()) or operator is aten._standard_gamma.default
+    )  # right in torch 2.11
 
 
 def test_what_follows_from_the_layout_is_eagers() -> None:
@@ -149,20 +158,21 @@ CALLED: dict[str, Callable[[Tensor], Tensor]] = {
     "poisson": torch.poisson,
     "poisson of what is computed": lambda x: torch.poisson(x.exp()).mT,
     "poisson of poisson": lambda x: torch.poisson(x + torch.poisson(x.exp())) * 2,
-    "gamma": lambda x: torch._standard_gamma(x.detach().exp()) * x,
 }
-EDGES: dict[str, Callable[[Tensor], Tensor]] = {
+#: of fixed sizes.
+STATIC: dict[str, Callable[[Tensor], Tensor]] = {
+    "gamma": lambda x: torch._standard_gamma(x.detach().exp()) * x,
     "edges repeated": lambda x: functional.pad(x, (1, 1, 1, 1), mode="replicate").sin(),
     "edges of volumes repeated": lambda x: functional.pad(volumes(x), (1,) * 6, mode="replicate").sin(),
 }
 
 
 @pytest.mark.parametrize(
-    ("called", "dynamic"), [*((one, True) for one in CALLED), *((one, False) for one in CALLED | EDGES)]
+    ("called", "dynamic"), [*((one, True) for one in CALLED), *((one, False) for one in CALLED | STATIC)]
 )
 @pytest.mark.parametrize("given", [name for name in GIVEN if "images" in name])
 def test_code_does_not_fail_where_a_fake_kernel_is_wrong(called: str, given: str, dynamic: bool) -> None:
-    fn, found = (CALLED | EDGES)[called], []
+    fn, found = (CALLED | STATIC)[called], []
     for call in (fn, aot.function(fn, backend="inductor", dynamic=dynamic)):
         torch.manual_seed(0)
         x = GIVEN[given]().requires_grad_()
