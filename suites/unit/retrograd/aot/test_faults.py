@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 from suites.unit.retrograd.aot.against_eager import leaf, tensor
+from torch.utils.checkpoint import checkpoint
 
 import retrograd
 from retrograd import aot
@@ -149,6 +151,75 @@ def test_numbers_that_failed_code_has_drawn_are_drawn_again():
     out = aot.function(noisy, backend=Broken("sin"))(x)
     torch.manual_seed(3)
     assert torch.equal(out, noisy(x))
+
+
+class Noisy(torch.autograd.Function):
+    """Draws forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * torch.rand_like(grad) * x.cos()
+
+
+def shuffled(x):
+    return x[torch.randperm(len(x))].sin() * torch.rand_like(x)
+
+
+NOISY = {
+    "drawn in both": lambda x: Noisy.apply(x).sin(),
+    "state kept for the backward": lambda x: checkpoint(shuffled, x, use_reentrant=False),
+}
+
+
+class Drawing(Broken):
+    """Works in its first runs; fails when it has drawn what its graph draws."""
+
+    def __init__(self, operator, good):
+        super().__init__(operator, 1)
+        self.good = good
+
+    def __call__(self, gm, inputs):
+        self.gm = gm
+        return super().__call__(gm, inputs)
+
+    def fail(self):
+        if self.runs > self.good and self.left:
+            if "= torch.ops.aten.rand" in self.gm.code or "run_and_save_rng" in self.gm.code:
+                torch.rand(5)
+            super().fail()
+
+
+@pytest.mark.parametrize("program", NOISY)
+@pytest.mark.parametrize("operator", ["sin", "cos"])
+@pytest.mark.parametrize("good", [0, 2])
+@pytest.mark.parametrize("way", ["aot", "compile", "live"])
+def test_code_that_draws_and_fails_draws_as_eager(program, operator, good, way):
+    retrograd.reset()
+    torch._dynamo.reset()
+    fn, backend = NOISY[program], Drawing(operator, good)
+    call = fn
+    if way == "aot":
+        call = aot.function(fn, backend=backend)
+    elif way == "compile":
+        call = torch.compile(fn, backend="retrograd", options={"backend": backend})
+    found = []
+    for one in (call, fn):
+        x = leaf(3)
+        torch.manual_seed(3)
+        for _ in range(4):
+            out = one(x).sum()
+            is_compiled = way == "live" and not found
+            with retrograd.compiled_autograd(backend=backend) if is_compiled else nullcontext():
+                out.backward()
+        found.append((x.grad, torch.rand(2)))
+    torch.testing.assert_close(*found)
+    assert backend.left == 0 or way == "live"
 
 
 def test_a_slow_compilation_goes_on_in_the_background():

@@ -88,9 +88,19 @@ def test_an_error_in_strict_mode_is_for_the_caller() -> None:
         results(product, Third(unpack), strict=True)
 
 
-def test_numbers_are_not_drawn_twice() -> None:
-    with pytest.raises(ValueError, match="planted"):
-        results(lambda a, b: (torch.rand_like(a) * b,), Third(unpack))
+def drawn(args: list[Any]) -> None:
+    torch.rand(3)
+    unpack(args)
+
+
+def test_numbers_are_drawn_again_from_the_same_state() -> None:
+    def noisy(a: Tensor, b: Tensor) -> tuple[Tensor]:
+        return (torch.rand_like(a) * b,)
+
+    torch.manual_seed(0)
+    found = results(noisy, Third(drawn))
+    torch.manual_seed(0)
+    assert all(map(torch.equal, found, results(noisy, "aten")))
 
 
 def test_code_that_keeps_failing_is_given_up() -> None:

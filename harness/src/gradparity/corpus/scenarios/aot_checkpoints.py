@@ -221,3 +221,49 @@ def aot_checkpoint_whose_result_is_kept_outside(p: Probe) -> None:
     inner.mul_(2)
     with p.backward():
         outer.sum().backward()
+
+
+#: draw random numbers, which shape the gradient.
+DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropped": lambda x: nn.functional.dropout(x.sin(), 0.4),
+    "scaled": lambda x: x.sin() * torch.rand_like(x),
+    "shuffled": lambda x: x[torch.randperm(len(x), device=x.device)].sin() * x,
+}
+#: uses of a result of one leaf.
+USES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "penalty": lambda out, x: (
+        torch.autograd.grad(out.sum(), x, create_graph=True)[0].square().sum().backward()
+    ),
+    "twice": lambda out, x: [out.sum().backward(retain_graph=keep) for keep in (True, False)],
+    "penalty_and_loss": lambda out, x: (out.sum().backward(create_graph=True), out.exp().sum().backward()),
+    "wide_cotangent": lambda out, x: out.backward(
+        torch.ones(len(x), 2 * x.shape[1], device=x.device)[:, ::2]
+    ),
+}
+
+
+def _register_drawn(drawn: str, use: str) -> None:
+    def body(p: Probe) -> None:
+        x = p.leaf("x", p.randn(6, 4, requires_grad=True))
+
+        def run(a: Tensor) -> Tensor:
+            hidden = checkpoint(DRAWN[drawn], a, use_reentrant=False)
+            assert isinstance(hidden, Tensor)
+            return checkpoint(DRAWN[drawn], hidden.exp(), use_reentrant=False)
+
+        call = p.compile(run)
+        for step in range(2):
+            out = call(x)
+            p.value(f"out{step}", out.detach())
+            with p.backward():
+                USES[use](out, x)
+            p.value(f"next{step}", torch.rand(2))
+
+    body.__name__ = f"aot_checkpoint_drawn_{drawn}_{use}"
+    body.__doc__ = f"A checkpoint that is computed again draws the same numbers: {drawn}, {use}."
+    scenario(tags=(*TAGS, "random"), fp64=False)(body)
+
+
+for _drawn in DRAWN:
+    for _use in USES:
+        _register_drawn(_drawn, _use)

@@ -178,6 +178,16 @@ def draws_random_numbers(node: fx.Node) -> bool:
     return is_operator_overload(node.target) and is_random(node)
 
 
+def only_draws(node: fx.Node) -> bool:
+    """Whether that is all that can be seen of a call besides its value; some keep the generator's state."""
+    return draws_random_numbers(node) or node.target is run_and_save_rng_state
+
+
+def random_devices(graph: fx.Graph) -> tuple[torch.device, ...]:
+    """The devices of whose generators calls in `graph` draw."""
+    return tuple({_device(node.meta["val"]): None for node in filter(only_draws, graph.nodes)})
+
+
 def lazy_graph(gm: fx.GraphModule, inputs: Sequence[Any] | None = None) -> LazyGraph:
     """`gm`, which does not change any more; with other example inputs, if they are given."""
 
@@ -192,16 +202,15 @@ def _summary_of(gm: fx.GraphModule) -> Summary:
     inputs = gm.graph.find_nodes(op="placeholder")
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
     effects = list(filter(has_effect, calls))
-    drawing = [call for call in calls if draws_random_numbers(call) or call.target is run_and_save_rng_state]
     return Summary(
         tuple(node.name for node in inputs),
         tuple(node.meta.get("val") for node in inputs),
         tuple(output_examples(gm.graph)),
         len(calls),
         frozenset(str(call.target) for call in calls if is_operator_overload(call.target)),
-        tuple({_device(call.meta["val"]): None for call in drawing}),
+        random_devices(gm.graph),
         bool(effects),
-        not all(map(draws_random_numbers, effects)),
+        not all(map(only_draws, effects)),
     )
 
 

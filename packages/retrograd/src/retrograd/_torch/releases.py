@@ -7,7 +7,7 @@ by the number of the release, which is only told.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -28,6 +28,13 @@ def checkpoint_options(*args: Any, **kwargs: Any) -> tuple[Any, bool]:
     by_name = CHECKPOINT.endswith("_impl")
     context_fn, repeats = (kwargs["context_fn"], kwargs["preserve_rng_state"]) if by_name else args[2:0:-1]
     return context_fn, bool(repeats)
+
+
+def drawing_again(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The arguments of a call of `CHECKPOINT`, with ``preserve_rng_state``."""
+    if CHECKPOINT.endswith("_impl"):
+        return args, {**kwargs, "preserve_rng_state": True}
+    return (args[0], True, *args[2:]), kwargs
 
 
 def gradients_of(args: Sequence[Any]) -> tuple[list[Any], bool]:

@@ -1,7 +1,8 @@
 """Code of a backend that raises in a later run than its first.
 
 In: a backend, and what it compiles. Out: its code; where that raises, and has left its inputs as they were,
-the graph is interpreted. An error of the first run is for the caller, who knows more ways out.
+the graph is interpreted. Random numbers are drawn again from the state in which the generators were. An error
+of the first run is for the caller, who knows more ways out.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from torch import fx
 
 from retrograd._torch.autograd import versions_of
-from retrograd._torch.fx import has_effect
+from retrograd._torch.fx import has_effect, only_draws, random_devices
+from retrograd._torch.state import generator_states, restore_generator_states
 from retrograd.backends.base import SEGMENT, Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, InductorBackend
 from retrograd.report import MOST_FAILURES, process_report, why_failed
@@ -31,14 +33,18 @@ def compile_fallible(
     is_proven: bool = False,
 ) -> Boxed:
     """Compile with `backend`, unless the graph only hands on what it is given. If `strict`, or if the graph
-    has effects, all errors are for the caller; if not `is_proven`, those of the first run are."""
+    does more than draw random numbers besides its results, all errors are for the caller; if not `is_proven`,
+    those of the first run are."""
     if all(node.op in ("placeholder", "output") for node in gm.graph.nodes):
         return AtenBackend().compile(gm, example_inputs)
-    if strict or isinstance(backend, AtenBackend) or any(map(has_effect, gm.graph.nodes)):
+    effects = filter(has_effect, gm.graph.nodes)
+    if strict or isinstance(backend, AtenBackend) or not all(map(only_draws, effects)):
         return backend.compile(gm, example_inputs, half)
     own = AtenBackend().compile(gm, example_inputs)  # before the backend may change the graph
+    draws = random_devices(gm.graph)
     code = backend.compile(gm, example_inputs, half)
-    return _FallibleCode(backend.name, code, own, not isinstance(backend, InductorBackend), int(is_proven))
+    is_foreign = not isinstance(backend, InductorBackend)
+    return _FallibleCode(backend.name, code, own, draws, is_foreign, int(is_proven))
 
 
 #: how many runs of Inductor's code are watched: to watch costs time, and what has run so often is proven.
@@ -55,13 +61,22 @@ class _FallibleCode:
         name: of the backend.
         run: the code.
         own: interprets the graph.
+        draws: devices whose generators it uses.
         is_foreign: whether the code is a user's. It may change its inputs, though the graph does not; all of
             its runs are watched.
         runs: how often it counts as having run.
     """
 
-    def __init__(self, name: str, run: Boxed, own: Boxed, is_foreign: bool, runs: int = 0) -> None:
-        self._name, self._run, self._own, self._is_foreign = name, run, own, is_foreign
+    def __init__(
+        self,
+        name: str,
+        run: Boxed,
+        own: Boxed,
+        draws: Sequence[torch.device],
+        is_foreign: bool,
+        runs: int = 0,
+    ) -> None:
+        self._name, self._run, self._own, self._draws, self._is_foreign = name, run, own, draws, is_foreign
         self._runs, self._failures = runs, 0
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
@@ -76,6 +91,7 @@ class _FallibleCode:
         self._runs += 1
         given = [ref(value) if isinstance(value, torch.Tensor) else value for value in args]
         versions = versions_of(args) if self._is_foreign else None
+        generators = generator_states(self._draws) if self._draws else {}
         try:
             return self._run(args)
         except Exception as error:
@@ -84,6 +100,7 @@ class _FallibleCode:
                 raise
             if versions is not None and versions_of(values) != versions:
                 raise
+            restore_generator_states(generators)
             clear_frames(error.__traceback__)  # they hold what the code has computed so far
             return self._made_good(values, error)
 

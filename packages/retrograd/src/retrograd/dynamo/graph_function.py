@@ -26,7 +26,7 @@ from retrograd._torch.dynamo import (
 )
 from retrograd._torch.state import torch_functions_off
 from retrograd._torch.tensor import common_base, groups_sharing_memory, is_foreign
-from retrograd._torch.trace import alias_of_fake, mode_among
+from retrograd._torch.trace import alias_of_fake, draws_repeated, mode_among
 from retrograd.aot.compile import run_stages
 from retrograd.aot.modules import ModuleState
 from retrograd.aot.repeated import GraphCall
@@ -130,7 +130,7 @@ class GraphFunction:
 def as_it_is(gm: fx.GraphModule, *args: Any) -> Any:
     """Run the graph itself. Function modes and classes are off: Dynamo has traced their effect. Hooks of all
     modules do not see the graph, which is no module of the user's."""
-    with torch_functions_off():
+    with torch_functions_off(), draws_repeated():
         return gm.forward(*args)
 
 

@@ -25,9 +25,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from retrograd._torch.fx import copied, is_write_to_input, with_strides
 from retrograd._torch.inductor.disk_cache import is_cache_trusted
 from retrograd._torch.inductor.overlaps import part_overlaps
+from retrograd._torch.inductor.own_memory import memory_shown, part_results
 from retrograd._torch.inductor.padding import close_gaps, read_padded
 from retrograd._torch.patches import handled_here
 from retrograd._torch.trace.fakes import know_values
+from retrograd._torch.trace.layouts import LAYOUTS, laid_out_like_real
 from retrograd.graph.lazy import LazyGraph
 from retrograd.process import compiling
 
@@ -135,6 +137,7 @@ def compile_graph(
         V.set_fake_mode(fake_mode),
         with_joint_passes(),
         handled_here("torch._inductor.codegen.cpp:" + _FUSES, _one_row_at_a_time),
+        handled_here("torch._inductor.ir:FallbackKernel.process_kernel", _called_as_real),
     ):
         compiled = compile_fx_inner(
             gm, list(example_inputs), is_backward=is_backward, is_inference=is_inference
@@ -155,6 +158,19 @@ def _one_row_at_a_time(may_fuse: Callable[..., bool], node: Any, kernels: Sequen
     """
     steps = [loop.steps for kernel in kernels for loop in kernel.loop_nest.loops[:depth]]
     return all(step == 1 for step in steps) and may_fuse(node, kernels, depth)
+
+
+def _called_as_real(process: Callable[..., Any], kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    """What Inductor knows of a kernel that it calls: first what that gives. Generated code asserts that the
+    result lies so, and torch's fake kernels of some operators are wrong there."""
+    from torch._inductor.ir import IRNode, ir_node_to_tensor
+
+    fake, tensors, *others = process(kernel, *args, **kwargs)
+    if kernel in LAYOUTS:
+        given = iter(tensors)
+        fakes = [ir_node_to_tensor(next(given)) if isinstance(one, IRNode) else one for one in args]
+        fake = laid_out_like_real(kernel, fake, fakes)
+    return fake, tensors, *others
 
 
 def chooses_layouts(graph: LazyGraph, is_inference: bool) -> bool:
@@ -198,18 +214,21 @@ class _JointPasses(CustomGraphPass):
 
         gm = graph.owning_module
         assert gm is not None
-        held = {node: (node.args, node.kwargs) for node in graph.nodes}
+        held = {node: (node.args, node.kwargs, node.meta.get("val")) for node in graph.nodes}
+        shown = memory_shown(graph)
         joint_graph_passes(gm)
         read_padded(graph)
+        stale = set()
+        for node in graph.nodes:
+            args, kwargs, value = held.get(node, (None, None, None))
+            if node.args is not args or node.kwargs is not kwargs:
+                stale.add(node)
+            if value is not None:  # they give it the value of what it stands in for, in other memory
+                node.meta["val"] = value
         examples = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
-        stale = {
-            node
-            for node in graph.nodes
-            if node not in held or node.args is not held[node][0] or node.kwargs is not held[node][1]
-        }
         if stale:
             know_values(gm, examples, stale)
-        if copies := [*part_overlaps(graph), *close_gaps(graph)]:
+        if copies := [*part_results(graph, shown), *part_overlaps(graph), *close_gaps(graph)]:
             know_values(gm, examples, copies)
         for each in self._then:
             each(graph)
@@ -217,7 +236,7 @@ class _JointPasses(CustomGraphPass):
     def uuid(self) -> Any | None:
         """Tells Inductor's cache what runs here; None (nothing is cached) if the user's pass cannot."""
         theirs = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._then]
-        return None if None in theirs else ("retrograd-joint-passes-5", torch.__version__, *map(repr, theirs))
+        return None if None in theirs else ("retrograd-joint-passes-6", torch.__version__, *map(repr, theirs))
 
 
 def with_joint_passes() -> AbstractContextManager[Any]:

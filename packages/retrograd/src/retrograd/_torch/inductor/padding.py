@@ -27,7 +27,7 @@ def read_padded(graph: fx.Graph) -> None:
         matrix: Any = padded.args[0]
         if _widens_rows(padded, matrix.meta["val"]):
             for product in list(_products_of_transposed(matrix)):
-                _behind(matrix).append(padded)
+                behind(matrix).append(padded)
                 _pad(product, padded, matrix.meta["val"].shape[1])
 
 
@@ -65,7 +65,7 @@ def _products_of_transposed(matrix: fx.Node) -> Iterator[fx.Node]:
                     yield product
 
 
-def _behind(node: fx.Node) -> fx.Node:
+def behind(node: fx.Node) -> fx.Node:
     """Where what only reads `node` may stand first."""
     return node.graph.find_nodes(op="placeholder")[-1] if node.op == "placeholder" else node
 

@@ -52,6 +52,7 @@ from retrograd._torch.trace.interpret import (
     HANDED_ON,
     checkpoints_inlined,
     checkpoints_marked,
+    draws_repeated,
     run_graph,
 )
 from retrograd._torch.trace.runs import (

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import (
 )
 
 from retrograd._torch.patches import handled_here
-from retrograd._torch.releases import CHECKPOINT, checkpoint_options, policy_context
+from retrograd._torch.releases import CHECKPOINT, checkpoint_options, drawing_again, policy_context
 from retrograd._torch.trace.functional import any_changed, mutations_of
 from retrograd._torch.trace.graph_tracer import draws_so_far, noted, noted_here
 from retrograd.errors import Refusal, not_representable
@@ -104,6 +104,17 @@ def checkpoints_inlined(
 
     with handled_here("torch.utils.checkpoint:CheckpointFunction.apply", run):
         yield
+
+
+def draws_repeated() -> AbstractContextManager[None]:
+    """Inside, checkpoints in a graph of Dynamo's that runs as it is draw the same numbers again. Torch leaves
+    that to Inductor. Those that draw others are in no graph: `keep_whole` breaks it there."""
+
+    def run(original: Any, *args: Any, **kwargs: Any) -> Any:
+        given, named = drawing_again(args, kwargs)
+        return original(*given, **named)
+
+    return handled_here(CHECKPOINT, run)
 
 
 @contextmanager
@@ -188,7 +199,8 @@ def run_graph(gm: fx.GraphModule, args: Sequence[Any], graph: fx.Graph | None = 
     in between raises.
     """
     if get_proxy_mode() is None and not any(map(_reenters, gm.graph.nodes)):
-        return gm(*args)
+        with draws_repeated():
+            return gm(*args)
     interpreter = _Interpreter(gm, graph)
     depth, forward_mode = torch._C._functorch.get_dynamic_layer_stack_depth(), torch._C._is_fwd_grad_enabled()
     try:

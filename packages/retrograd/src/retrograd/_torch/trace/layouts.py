@@ -2,8 +2,10 @@
 
 In: decompositions, as ``make_fx`` takes them. Out: the same, and for each operator in the table one that
 gives its result the layout that the real kernel gives it: torch's fake kernel or Inductor's decomposition
-keeps the strides of an input there. The operator is given what it was given: its kernel may round otherwise
-for another layout.
+keeps the strides of an input there, or does not. The operator is given what it was given: its kernel may
+round otherwise for another layout.
+
+In: what a fake kernel gives, and the arguments. Out: the same, laid out as the real result.
 
 What a function does may depend on how a value lies: ``matmul`` folds dimensions, or does not, and rounds
 accordingly. Generated code lays results out as the fakes are.
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 _aten = torch.ops.aten
 #: of a result that has the memory format of no argument.
@@ -33,6 +36,8 @@ FORMATS: Mapping[Any, int | None] = {
     _aten.huber_loss_backward.default: CONTIGUOUS,
     _aten._log_softmax_backward_data.default: CONTIGUOUS,
     _aten._weight_norm_interface.default: CONTIGUOUS,
+    _aten.poisson.default: CONTIGUOUS,
+    _aten._standard_gamma.default: CONTIGUOUS,
     _aten.cat.default: 0,
     _aten.native_batch_norm_backward.default: 1,
     _aten.upsample_nearest1d.default: 0,
@@ -50,6 +55,14 @@ FORMATS_ON: Mapping[str, Mapping[Any, int | None]] = {
         _aten._native_batch_norm_legit_no_training.default: 0,
         _aten._native_batch_norm_legit.no_stats: 0,
         _aten.roll.default: 0,
+        _aten.replication_pad2d.default: 0,
+        _aten.replication_pad3d.default: 0,
+        _aten.replication_pad2d_backward.default: 1,
+        _aten.replication_pad3d_backward.default: 1,
+        _aten.reflection_pad2d.default: 0,
+        _aten.reflection_pad3d.default: 0,
+        _aten.reflection_pad2d_backward.default: 1,
+        _aten.reflection_pad3d_backward.default: 1,
     },
     "cuda": {
         _aten.channel_shuffle.default: CONTIGUOUS,
@@ -57,8 +70,10 @@ FORMATS_ON: Mapping[str, Mapping[Any, int | None]] = {
         _aten.pixel_shuffle.default: CONTIGUOUS,
     },
 }
-#: whose fake kernel is the decomposition.
-_FAKED_BY_DECOMPOSITION = frozenset({
+#: all operators of the tables.
+LAYOUTS = frozenset(FORMATS).union(*FORMATS_ON.values())
+#: whose fake kernel is wrong, too.
+_WRONG_FAKE = frozenset({
     _aten.upsample_bilinear2d.default,
     _aten.native_batch_norm.default,
     _aten._native_batch_norm_legit_functional.default,
@@ -66,6 +81,14 @@ _FAKED_BY_DECOMPOSITION = frozenset({
     _aten._native_batch_norm_legit.no_stats,
     _aten.native_batch_norm_backward.default,
     _aten.roll.default,
+    _aten.replication_pad2d.default,
+    _aten.replication_pad3d.default,
+    _aten.replication_pad2d_backward.default,
+    _aten.replication_pad3d_backward.default,
+    _aten.reflection_pad2d.default,
+    _aten.reflection_pad3d.default,
+    _aten.reflection_pad2d_backward.default,
+    _aten.reflection_pad3d_backward.default,
 })  # fmt: skip
 #: the operator that is being traced without what is said here.
 _within: ContextVar[Any] = ContextVar("within", default=None)
@@ -73,12 +96,10 @@ _within: ContextVar[Any] = ContextVar("within", default=None)
 
 def laid_out_as_real(decompositions: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
     """`decompositions`, and those of the tables. Where a result has the format of an argument, the fake
-    kernel says so, unless it is the decomposition, and only a decomposition is wrong."""
+    kernel says so, as a rule, and only a decomposition is wrong."""
     entries = [entry for table in (FORMATS, *FORMATS_ON.values()) for entry in table.items()]
     wrong = [
-        one
-        for one, number in entries
-        if number is CONTIGUOUS or one in decompositions or one in _FAKED_BY_DECOMPOSITION
+        one for one, number in entries if number is CONTIGUOUS or one in decompositions or one in _WRONG_FAKE
     ]
     own = {operator: partial(_laid_out, operator, decompositions.get(operator)) for operator in wrong}
     return {**decompositions, **own}
@@ -92,12 +113,18 @@ def _laid_out(operator: Any, given: Callable[..., Any] | None, *args: Any, **kwa
         result = operator(*args, **kwargs)
     finally:
         _within.reset(token)
+    return laid_out_like_real(operator, result, args)
+
+
+def laid_out_like_real(operator: Any, result: Any, args: Sequence[Any]) -> Any:
+    """The traced `result` of `operator`, laid out as the real one."""
     several = isinstance(result, (tuple, list))
     first, *others = result if several else [result]
     if isinstance(first, torch.Tensor) and (layout := _format(operator, first, args)) is not None:
-        first = first.contiguous(memory_format=layout)
-        if layout is torch.contiguous_format and first.stride() != make_contiguous_strides_for(first.shape):
-            first = first.clone(memory_format=layout)  # in dimensions of one element
+        if layout is not torch.contiguous_format:
+            first = first.contiguous(memory_format=layout)
+        elif not statically_known_true(sym_eq(first.stride(), make_contiguous_strides_for(first.shape))):
+            first = first.clone(memory_format=layout)  # also if only dimensions of one element lie otherwise
     return (first, *others) if several else first
 
 
@@ -107,7 +134,9 @@ def _format(operator: Any, result: torch.Tensor, args: Sequence[Any]) -> torch.m
     if operator not in table:
         return None
     number = table[operator]
-    given = [] if number is CONTIGUOUS else args[number]
+    if number is CONTIGUOUS:
+        return torch.contiguous_format
+    given = args[number]
     given = given if isinstance(given, (tuple, list)) else [given]
     like = [one for one in given if one.dim() == result.dim()]
     if any(one._has_symbolic_sizes_strides for one in (*like, result)):

@@ -17,7 +17,13 @@ from torch import fx
 
 from retrograd._torch.autograd import checkpoint_is_valid, will_run
 from retrograd._torch.fx import asks_for_memory, copied_module, draws_again, lazy_graph
-from retrograd._torch.state import Autocast, ThreadModes, without_autocast
+from retrograd._torch.state import (
+    Autocast,
+    ThreadModes,
+    generator_states,
+    restore_generator_states,
+    without_autocast,
+)
 from retrograd._torch.subclass import PLAIN, Layout, built
 from retrograd._torch.tensor import graph_is_kept
 from retrograd._torch.trace import InputGuard, is_batched, know_values, laid_out_like
@@ -105,7 +111,7 @@ class RegionCode:
         self._codes: dict[tuple[Autocast, Layouts], _Code] = {}
         self._saves = number in joint.saving or bool(self._tensors or self._backward.checked)
         self._graph = self._backward.graph
-        self._has_effects = self._graph.summary.has_effects
+        self._has_effects = self._graph.summary.has_effects_beside_random
         self.reruns, self.why_rerun = 0, ""
         is_static = all(expected.is_static for expected in self._expected)
         self._may_be_guarded = self._plain and is_static and not self._reenters
@@ -245,6 +251,7 @@ class RegionCode:
         """Gradients by code that has not run yet; what it cannot do, eager may."""
         assert code.graph is not None
         kept = [*args]
+        generators = generator_states(self._graph.summary.random_devices)
         try:
             if code.run is None:
                 counters["aot_backward_lowerings"] += 1
@@ -261,6 +268,7 @@ class RegionCode:
         except Exception as error:
             if self._config.strict or self._has_effects:
                 raise
+            restore_generator_states(generators)
             return self._after_failure(code, ctx, cotangents, kept, error)
         code.has_run = True
         _give_up(ctx)

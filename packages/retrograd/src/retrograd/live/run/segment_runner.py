@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from retrograd._torch.fx import random_devices
 from retrograd._torch.log import profiling
 from retrograd._torch.state import (
     KeptModes,
     ModesKept,
     ThreadModes,
+    generator_states,
+    restore_generator_states,
     why_interpreted_now,
     without_torch_functions,
 )
@@ -122,6 +125,7 @@ class SegmentRunner:
         """Run compiled code. In its first run its inputs are held, so that a failure only costs the
         compilation. Later they are freed as it goes on, and a failure can only be reported."""
         held = None if lowered.has_run else list(args)
+        generators = {} if held is None else generator_states(random_devices(lowered.graph))
         try:
             with self.fn.log.segment_range(self.fn.segment, self.fn.number) if profiling() else nullcontext():
                 results = lowered(args, flat, self.code_of(lowered))
@@ -134,6 +138,7 @@ class SegmentRunner:
             lowered.has_run = isinstance(error, torch.OutOfMemoryError)
             if not lowered.has_run:
                 self.lowerer.give_up(f"its code failed: {first_line(error)}", error)
+            restore_generator_states(generators)
             return self.fn.interpreted(held)
         lowered.has_run = True
         return results
