@@ -25,8 +25,9 @@ from .steps import compiled_otherwise, load_compilers
 from .trained_models import Trained, trained
 
 Step = Callable[[Any], torch.Tensor]
-#: Steps before the clock of steady ones. CUDA graphs of both compilers are recorded by then, for each batch.
-WARM_UP = 12
+#: Steps before the clock of steady ones. By then CUDA graphs of both compilers are recorded, for each batch,
+#: and a compiled step has been measured against eager, with eager's memory.
+WARM_UP = 20
 MOST_ROUNDS = 200
 
 

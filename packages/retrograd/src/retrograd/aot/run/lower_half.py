@@ -20,6 +20,7 @@ from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.fallible import compile_fallible
 from retrograd.backends.whole import WholeLater
 from retrograd.config import Config
+from retrograd.cudagraphs.graphed_function import calls_apart
 from retrograd.errors import Reason
 from retrograd.events import counters
 from retrograd.graph.joint_graph import CaptureState
@@ -63,8 +64,11 @@ def lower(
 
 
 def announce(backend: Backend, graph: LazyGraph, state: CaptureState, half: Half, config: Config) -> None:
-    """Tell the backend of the graphs that `lower` will have it compile, unless decompositions come before."""
+    """Tell the backend of the graphs that `lower` will have it compile, unless decompositions come before, or
+    the graph is cut first, between recordings."""
     if backend.decompositions() and not state.decompositions:
+        return
+    if config.cudagraphs and calls_apart(graph.gm.graph):
         return
     graph.division = division = _divided(backend, graph, half, config)
     how = backend.for_parts_of(graph, half) if division.steps else backend
