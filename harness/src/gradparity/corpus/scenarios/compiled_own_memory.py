@@ -31,7 +31,7 @@ SAME: dict[str, Same] = {
 }  # fmt: skip
 
 
-def differentiated(p: Probe, same: Same) -> None:
+def _differentiated(p: Probe, same: Same) -> None:
     """The input stays a leaf, which gets gradients from each result."""
     x = p.leaf("x", p.randn(4, 6, requires_grad=True))
     one, two = p.compile(lambda a: (a * 1 * 1, same(a)))(x)
@@ -41,7 +41,7 @@ def differentiated(p: Probe, same: Same) -> None:
         (two * 2).sum().backward()
 
 
-def changed_result(p: Probe, same: Same) -> None:
+def _changed_result(p: Probe, same: Same) -> None:
     """A result is changed in place, and the input stays as it is."""
     x = p.leaf("x", p.randn(4, 6, requires_grad=True))
     out = p.compile(lambda a: (same(a), a.sin()))(x)[0]
@@ -51,14 +51,14 @@ def changed_result(p: Probe, same: Same) -> None:
         out.sum().backward()
 
 
-def changed_result_of_plain_inputs(p: Probe, same: Same) -> None:
+def _changed_result_of_plain_inputs(p: Probe, same: Same) -> None:
     """Nothing is differentiated: a result is changed in place, and the input stays as it is."""
     x = p.randn(4, 6)
     p.compile(same)(x).mul_(3)
     p.value("x", x)
 
 
-def changed_input(p: Probe, same: Same) -> None:
+def _changed_input(p: Probe, same: Same) -> None:
     """The input is changed in place, and what was saved for the backward stays as it is."""
     x = p.leaf("x", p.randn(4, 6, requires_grad=True))
     out = p.compile(lambda a: same(a).sin())(x)
@@ -68,7 +68,7 @@ def changed_input(p: Probe, same: Same) -> None:
         out.sum().backward()
 
 
-def change_inside(p: Probe, same: Same) -> None:
+def _change_inside(p: Probe, same: Same) -> None:
     """The function changes its input after it made the result."""
     x = p.randn(4, 6)
 
@@ -83,7 +83,7 @@ def change_inside(p: Probe, same: Same) -> None:
     p.value("x", x)
 
 
-def two_results(p: Probe, same: Same) -> None:
+def _two_results(p: Probe, same: Same) -> None:
     """One of two equal results is changed in place, and the other stays as it is."""
     x = p.leaf("x", p.randn(4, 6, requires_grad=True))
 
@@ -99,7 +99,7 @@ def two_results(p: Probe, same: Same) -> None:
             p.value(f"out{number}", out.detach())
 
 
-def changed_gradient(p: Probe, same: Same) -> None:
+def _changed_gradient(p: Probe, same: Same) -> None:
     """A gradient equals the cotangent. It is changed in place, and the cotangent stays as it is."""
     x = p.leaf("x", p.randn(4, 6, requires_grad=True))
     y = p.leaf("y", p.randn(4, 6, requires_grad=True))
@@ -114,8 +114,8 @@ def changed_gradient(p: Probe, same: Same) -> None:
 
 
 MANNERS: tuple[Callable[[Probe, Same], None], ...] = (
-    differentiated, changed_result, changed_result_of_plain_inputs, changed_input, change_inside, two_results,
-    changed_gradient,
+    _differentiated, _changed_result, _changed_result_of_plain_inputs, _changed_input, _change_inside,
+    _two_results, _changed_gradient,
 )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def _register(name: str, same: Same, manner: Callable[[Probe, Same], None]) -> N
     def body(p: Probe) -> None:
         manner(p, same)
 
-    body.__name__ = f"compiled_own_memory_{name}_{manner.__name__}"
+    body.__name__ = f"compiled_own_memory_{name}{manner.__name__}"
     body.__doc__ = f"{manner.__doc__} The result is the input, {name.replace('_', ' ')}."
     scenario(tags=TAGS, fp64=False)(body)
 
