@@ -25,7 +25,7 @@ from retrograd._torch.autograd import versions_of
 from retrograd._torch.fx import copied
 from retrograd._torch.patches import handle
 from retrograd._torch.releases import gradients_of
-from retrograd._torch.state import generator_states
+from retrograd._torch.state import generator_states, restore_generator_states
 from retrograd._torch.tensor import zeros_of_slot
 
 
@@ -124,10 +124,15 @@ def _differentiate(
     values = inputs.unchanged()
     if values is None or not _is_repeatable(graph, metadata, len(values)):
         return None
-    before = _random_states(values)
+    devices = {v.device for v in values if isinstance(v, torch.Tensor) and v.device.type == "cuda"}
+    before = generator_states([torch.device("cpu"), *devices])
     with torch.enable_grad():
         outputs = torch.utils._pytree.tree_leaves(graph(*values))
-    if before != _random_states(values) or len(outputs) != len(grads):
+    now = generator_states(before)
+    if not all(torch.equal(now[device], before[device]) for device in before):
+        restore_generator_states(before)  # other numbers than the Function has drawn
+        return None
+    if len(outputs) != len(grads):
         return None
     pairs = [
         (output, grad)
@@ -158,10 +163,3 @@ def _is_repeatable(graph: fx.GraphModule, metadata: Any, n_inputs: int) -> bool:
         and not metadata.num_intermediate_bases
         and not any(info.mutates_data or info.mutates_metadata for info in metadata.input_info)
     )
-
-
-def _random_states(values: Sequence[Any]) -> list[bytes]:
-    """The states of the generators that the graph could draw from."""
-    devices = {v.device for v in values if isinstance(v, torch.Tensor) and v.device.type == "cuda"}
-    states = generator_states([torch.device("cpu"), *sorted(devices, key=str)])
-    return [state.numpy().tobytes() for state in states.values()]
