@@ -40,7 +40,7 @@ def call_of(fn, recorder, memory=None, **values):
     told = []
     tell = functools.cache(told.append)
     kept = {place: place for place in values.pop("kept", ())}
-    return GraphedCall(fn, recorder.program, CPU, Values(kept, **values), memory, tell), told
+    return GraphedCall(fn, recorder.program, CPU, Values(kept, memory=memory, **values), tell), told
 
 
 def warmed(call, *inputs):

@@ -26,7 +26,7 @@ def call_of(fn, **values):
     device = torch.device("cuda", torch.cuda.current_device())
     tell = functools.cache(told.append)
     kept = {place: place for place in values.pop("kept", ())}
-    return GraphedCall(fn, graphed_function._program, device, Values(kept, **values), None, tell), told
+    return GraphedCall(fn, graphed_function._program, device, Values(kept, **values), tell), told
 
 
 def network() -> nn.Module:

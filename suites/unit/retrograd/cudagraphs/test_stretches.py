@@ -121,13 +121,18 @@ def check_steps(operator: Any, **options: Any) -> None:
     torch.testing.assert_close(got, expected)
 
 
+def check_replayed(recorder: Waiting, missed: int) -> None:
+    """Of each half, a stretch before, between and behind the operators is replayed in nearly all steps."""
+    stretches = 2 * (LAYERS + 1)
+    assert recorder.records >= stretches
+    assert recorder.replays >= stretches * (STEPS - graphed_call.WARM_UPS - missed)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aten"])
 def test_what_is_known_not_to_be_recorded_stands_between_recordings(operators, recorder, backend):
     ops, calls = operators
     check_steps(ops.tagged, backend=backend)
-    # of each half, a stretch before, between and behind the operators
-    assert recorder.records >= 2 * (LAYERS + 1)
-    assert recorder.replays >= 2 * (LAYERS + 1) * (STEPS - graphed_call.WARM_UPS - 6)
+    check_replayed(recorder, missed=6)
     # eager's model, and ours: an operator is called in each step, and no replay calls it
     assert [calls.count(name) for name in ("tagged", "tagged_backward")] == [2 * LAYERS * STEPS] * 2
     told = [reason.text for reason in process_report.notes if reason.code == "cuda-graphs-operator"]
@@ -139,8 +144,7 @@ def test_what_is_known_not_to_be_recorded_stands_between_recordings(operators, r
 def test_what_fails_to_be_recorded_stands_between_recordings_from_then_on(operators, recorder, backend):
     ops, calls = operators
     check_steps(ops.waits, backend=backend)
-    assert recorder.records >= 2 * (LAYERS + 1)
-    assert recorder.replays >= 2 * (LAYERS + 1) * (STEPS - graphed_call.WARM_UPS - 8)
+    check_replayed(recorder, missed=8)
     # and each half has tried it once
     assert calls.count("waits") == 2 * LAYERS * STEPS + 1
     assert calls.count("waits_backward") == 2 * LAYERS * STEPS + 1
@@ -240,4 +244,4 @@ def test_through_torch_compile(operators, recorder):
     expected = trained(model, model)
     run = retrograd.compile(other, backend="aten", options={"cudagraphs": True})
     torch.testing.assert_close(trained(other, run), expected)
-    assert recorder.replays >= 2 * (LAYERS + 1) * (STEPS - graphed_call.WARM_UPS - 8)
+    check_replayed(recorder, missed=8)

@@ -14,13 +14,13 @@ import torch
 from torch import fx
 from torch._library.custom_ops import OPDEFS
 
-from retrograd._torch.fx import OF_TORCH
+from retrograd._torch.fx import OF_TORCH, is_operator_overload
 
 
 def custom_operators(graph: fx.Graph) -> Iterator[str]:
     """The names of the operators in a graph that torch does not define."""
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in OF_TORCH:
+        if is_operator_overload(node.target) and node.target.namespace not in OF_TORCH:
             yield node.target.name()
 
 

@@ -31,8 +31,7 @@ from retrograd.aot.writes import writing_ahead
 from retrograd.backends.base import Half
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
-from retrograd.cudagraphs.graphed_call import SharedMemory
-from retrograd.cudagraphs.graphed_function import Border
+from retrograd.cudagraphs.graphed_call import SharedMemory, Values
 from retrograd.errors import CallError, CodeFailedError, NotReadyError
 from retrograd.events import AOT_LOGS
 from retrograd.graph.joint_graph import CaptureState, Leaf, Partition, SavedKind
@@ -98,8 +97,8 @@ def compile_with(
         # What it gives besides the function's own values may stay where it is.
         results = len(partition.ahead.summary.results)
         kept = {place: place for place in range(partition.joint.signature.forward_count, results)}
-        border = Border(kept, memory=memory if partition.backwards else None)
-        code = lower_recorded(ahead, partition.ahead, partition.joint.state, half, config, border)
+        values = Values(kept, memory=memory if partition.backwards else None)
+        code = lower_recorded(ahead, partition.ahead, partition.joint.state, half, config, values)
     else:
         code = lower(ahead, partition.ahead, partition.joint.state, half, config)
     if not lazy:

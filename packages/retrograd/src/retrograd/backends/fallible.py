@@ -91,7 +91,7 @@ class _FallibleCode:
         self._runs += 1
         given = [ref(value) if isinstance(value, torch.Tensor) else value for value in args]
         versions = versions_of(args) if self._is_foreign else None
-        generators = generator_states(self._draws) if self._draws else {}
+        generators = generator_states(self._draws)
         try:
             return self._run(args)
         except Exception as error:

@@ -97,6 +97,7 @@ class Values:
         copyable: bytes. So many are copied to it before there is another recording.
         written: places of inputs that it writes to.
         custom: the operators that torch does not define. One that waits for the device cannot be recorded.
+        memory: of a forward and its backwards; None: it is neither, and all its results are copied.
     """
 
     kept: Mapping[int, Hashable] = field(default_factory=dict)
@@ -105,6 +106,7 @@ class Values:
     copyable: int = 0
     written: Collection[int] = ()
     custom: frozenset[str] = frozenset()
+    memory: SharedMemory | None = None
 
 
 #: sets of custom operators: some of each could not be recorded; all of these could be.
@@ -128,7 +130,6 @@ class GraphedCall:
 
     Args:
         values: of `fn`.
-        memory: of a forward and its backwards; None: it is neither, and all its results are copied.
         tell: told of each call why it runs as it is.
 
     Attributes:
@@ -141,7 +142,6 @@ class GraphedCall:
         program: Program,
         device: torch.device,
         values: Values,
-        memory: SharedMemory | None = None,
         tell: Callable[[Reason], None] = lambda reason: None,
     ) -> None:
         self._fn, self._program, self._device = fn, program, device
@@ -149,13 +149,13 @@ class GraphedCall:
         self._kept, self._loose, self._tell = values.kept, tuple(values.loose), tell
         self._most = MOST_LARGE if values.copyable > MUCH else MOST_RECORDINGS
         self._history = AddressHistory(values.copyable, values.written)
-        self._memory = memory or SharedMemory()
+        self._memory = values.memory or SharedMemory()
         self._results, self._custom = values.results, values.custom
         self._lock = ForkSafeLock()
         #: the oldest first: of several that fit it is taken, so that what reads its results finds them there.
         self._recordings: list[Recorded] = []
         #: places of results that users have held for longer than a call; None: none stays.
-        self._leaving: set[int] | None = None if memory is None else set()
+        self._leaving: set[int] | None = None if values.memory is None else set()
         #: `SharedMemory.given_up` at the last recording.
         self._given_up = 0
         #: calls that no recording fitted, recordings, and the number of the call of the last one

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
@@ -20,15 +20,7 @@ from retrograd._torch.cuda import CudaRecorder
 from retrograd._torch.fx import aliased_inputs, written_inputs
 from retrograd._torch.operators import custom_operators
 from retrograd._torch.tensor import storage_of
-from retrograd.cudagraphs.graphed_call import (
-    HELD,
-    MUCH,
-    NOT_NOW,
-    GraphedCall,
-    SharedMemory,
-    Values,
-    has_failed,
-)
+from retrograd.cudagraphs.graphed_call import HELD, MUCH, NOT_NOW, GraphedCall, Values, has_failed
 from retrograd.cudagraphs.program import Program
 from retrograd.cudagraphs.refusals import recorded_without, tensors_in, values_of, why_not_recorded
 from retrograd.errors import Reason
@@ -39,7 +31,7 @@ from retrograd.report import process_report
 MOST_SETS = 256
 
 
-#: given results, what is called in place of code that cannot be recorded; it may be that code.
+#: given results of code that cannot be recorded, what is called in its place; None: it is called itself.
 Instead = Callable[[Sequence[Any]], Boxed | None]
 
 
@@ -48,8 +40,7 @@ class GraphedFunction:
 
     Args:
         make: makes the call for one more set.
-        instead: given the results of the call that cannot be recorded, makes what is run from then on; None:
-            what was to be recorded is.
+        instead: is called once, when a call cannot be recorded.
     """
 
     def __init__(self, make: Callable[[], GraphedCall], instead: Instead) -> None:
@@ -92,28 +83,13 @@ class GraphedFunction:
 _program = Program(CudaRecorder())
 
 
-@dataclass(frozen=True)
-class Border:
-    """What is known of a function's inputs and results.
-
-    Attributes:
-        kept, loose, results: as in `Values`.
-        memory: as in `GraphedCall`.
-    """
-
-    kept: Mapping[int, Hashable] = field(default_factory=dict)
-    loose: Sequence[int] = ()
-    results: Mapping[int, Hashable] = field(default_factory=dict)
-    memory: SharedMemory | None = None
-
-
-_UNKNOWN = Border()
+_UNKNOWN = Values()
 
 
 def graphed(
     code: Boxed,
     *graphs: fx.Graph,
-    border: Border = _UNKNOWN,
+    values: Values = _UNKNOWN,
     tell: Callable[[Reason], None] | None = None,
     instead: Instead = lambda results: None,
 ) -> Boxed:
@@ -121,7 +97,7 @@ def graphed(
 
     Args:
         graphs: all that it was compiled from, with the fakes of their values.
-        border: of `code`.
+        values: what is known of its inputs and results, besides what the graphs say.
         tell: told, once each, why a call is not replayed; by default the report is, with a warning of what
             concerns all calls.
         instead: as in `GraphedFunction`.
@@ -135,16 +111,14 @@ def graphed(
         return code
     if all(aliased_inputs(node) for graph in graphs for node in graph.nodes if node.op == "call_function"):
         return code  # views start no kernels
-    values = Values(
-        border.kept,
-        border.loose,
-        border.results,
+    values = replace(
+        values,
         copyable=max(MUCH, 2 * _made_by(graphs)),
         written=written_inputs(graphs[0]),  # several have none
         custom=frozenset(name for graph in graphs for name in custom_operators(graph)),
     )
     device, tell = next(values_of(graphs)).device, functools.cache(tell)  # once each, for all parameters
-    return GraphedFunction(lambda: GraphedCall(code, _program, device, values, border.memory, tell), instead)
+    return GraphedFunction(lambda: GraphedCall(code, _program, device, values, tell), instead)
 
 
 def calls_apart(graph: fx.Graph) -> Mapping[fx.Node, Reason]:

@@ -40,10 +40,8 @@ def why_not_recorded(graphs: Sequence[fx.Graph], device_type: str = "cuda") -> R
     for node in nodes:
         if (text := _of_call(node) if node.op == "call_function" else None) is not None:
             return refusal("cuda-graphs-operator", f"{text} ({node.name})")
-    inputs = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
-    has_numbers = any(value is not None and not isinstance(value, torch.Tensor) for value in inputs)
     values = list(values_of(graphs))
-    if has_numbers or any(map(is_symbolic, values)):
+    if any(map(_takes_numbers, graphs)) or any(map(is_symbolic, values)):
         return refusal("cuda-graphs-dynamic", "its sizes are symbolic", "dynamic=False")
     if any(value.layout is not torch.strided for value in values):
         return refusal("cuda-graphs-layout", "it has tensors that are not strided")
@@ -65,9 +63,8 @@ def recorded_without(
         fails: whether a custom operator of this name is known to fail while it is recorded.
     """
     values = list(values_of([graph]))
-    inputs = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
-    has_numbers = any(value is not None and not isinstance(value, torch.Tensor) for value in inputs)
-    if has_numbers or any(map(is_symbolic, values)) or all(v.device.type != device_type for v in values):
+    is_elsewhere = all(value.device.type != device_type for value in values)
+    if is_elsewhere or _takes_numbers(graph) or any(map(is_symbolic, values)):
         return {}
     found: dict[fx.Node, Reason] = {}
     numbers: set[fx.Node] = set()
@@ -80,6 +77,12 @@ def recorded_without(
             if (reason := _why_apart(node, numbers, device_type, fails)) is not None:
                 found[node] = reason
     return found
+
+
+def _takes_numbers(graph: fx.Graph) -> bool:
+    """Whether an input is neither a tensor nor None."""
+    inputs = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+    return any(value is not None and not isinstance(value, torch.Tensor) for value in inputs)
 
 
 def _why_apart(

@@ -7,6 +7,7 @@ a result that has memory of its own in eager is a copy. Whoever gets it may chan
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -31,12 +32,15 @@ def part_results(graph: fx.Graph, before: Shown) -> list[fx.Node]:
     output, now, copies = graph.output_node(), memory_shown(graph), []
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     inputs = {*graph.find_nodes(op="placeholder")}
+    shown_by = defaultdict[fx.Node, list[int]](list)
     for place, shown in enumerate(now):
-        others = [i for i in range(place) if before[i].isdisjoint(before[place])]
-        if inputs & shown - before[place] or any(map(shown.__and__, (now[i] for i in others))):
+        earlier = {i for node in shown for i in shown_by[node]}
+        if inputs & shown - before[place] or any(before[i].isdisjoint(before[place]) for i in earlier):
             with graph.inserting_after(behind(results[place])):
                 results[place] = graph.call_function(torch.ops.aten.clone.default, (results[place],))
             copies.append(results[place])
-            now[place] = {results[place]}
+            shown = {results[place]}
+        for node in shown:
+            shown_by[node].append(place)
     output.args = (results,)
     return copies

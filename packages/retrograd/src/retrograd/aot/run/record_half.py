@@ -22,7 +22,8 @@ from retrograd._torch.state import are_modes_plain
 from retrograd.aot.run.lower_half import is_ready, lower
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.config import Config
-from retrograd.cudagraphs.graphed_function import Border, GraphedFunction, calls_apart, graphed, tell_report
+from retrograd.cudagraphs.graphed_call import Values
+from retrograd.cudagraphs.graphed_function import GraphedFunction, calls_apart, graphed, tell_report
 from retrograd.graph.joint_graph import CaptureState
 from retrograd.graph.lazy import LazyGraph
 from retrograd.repeats.compile import CompilePart, Division, divide_at
@@ -48,7 +49,7 @@ def may_replay(code: Boxed | None) -> bool:
 
 
 def lower_recorded(
-    backend: Backend, graph: LazyGraph, state: CaptureState, half: Half, config: Config, border: Border
+    backend: Backend, graph: LazyGraph, state: CaptureState, half: Half, config: Config, values: Values
 ) -> Boxed:
     """As `lower`; what it gives is replayed where that is safe."""
 
@@ -56,7 +57,7 @@ def lower_recorded(
         return lower(backend, lazy_graph(gm, examples), state, replace(half, visible=visible), config)
 
     if config.patience is None and (cut := _cut(graph, half)) is not None:
-        return cut.code(compile_stretch, border)
+        return InStretches(cut.code(compile_stretch, values))
     code = lower(backend, graph, state, half, config)
     if not is_ready(code):
         return code
@@ -68,9 +69,9 @@ def lower_recorded(
         if not are_modes_plain() or (cut := _cut(graph, half)) is None:
             return None
         with torch.inference_mode(False):
-            return InStretches(with_strides_of(cut.code(compile_stretch, border), results))
+            return with_strides_of(cut.code(compile_stretch, values), results)
 
-    return graphed(code, graph.gm.graph, border=border, instead=instead)
+    return graphed(code, graph.gm.graph, values=values, instead=instead)
 
 
 def _cut(graph: LazyGraph, half: Half) -> _Cut | None:
@@ -104,32 +105,29 @@ class _Cut:
     division: Division
     is_recorded: Mapping[Hashable, bool]
 
-    def code(self, compile_stretch: CompilePart, border: Border) -> Boxed:
+    def code(self, compile_stretch: CompilePart, values: Values) -> Boxed:
         """Code of each part, recorded for each place in which it stands."""
         division = self.division
         codes = {key: compile_stretch(*graph) for key, graph in division.graphs.items()}
-        given = zip(division.names, range(len(division.names)), strict=True)
         #: of values that recordings give, how memory knows them.
-        known = {name: border.results[place] for name, place in given if place in border.results}
-        loose = {division.names[place] for place in border.loose}
-        kept = {
-            name: border.kept[place] for place, name in enumerate(division.results) if place in border.kept
-        }
-        seen = {name for place, name in enumerate(division.results) if place not in border.kept}
+        known = {division.names[place]: name for place, name in values.results.items()}
+        loose = {division.names[place] for place in values.loose}
+        kept = {division.results[place]: name for place, name in values.kept.items()}
+        seen = {name for place, name in enumerate(division.results) if place not in values.kept}
         run: list[Boxed] = []
         for step in division.steps:
             if not self.is_recorded[step.key]:
                 loose.update(step.makes)
                 run.append(codes[step.key])
                 continue
-            reads, makes = enumerate(step.reads), enumerate(step.makes)
-            own = Border(
+            reads, makes = [*enumerate(step.reads)], enumerate(step.makes)
+            own = Values(
                 kept={i: kept.get(name, (self, name)) for i, name in makes if name not in seen},
-                loose=[i for i, name in enumerate(step.reads) if name in loose],
+                loose=[i for i, name in reads if name in loose],
                 results={i: known[name] for i, name in reads if name in known},
-                memory=border.memory,
+                memory=values.memory,
             )
             known.update({step.makes[i]: name for i, name in own.kept.items()})
             gm, _, _ = division.graphs[step.key]
-            run.append(graphed(codes[step.key], gm.graph, border=own))
-        return InStretches(division.joined(run))
+            run.append(graphed(codes[step.key], gm.graph, values=own))
+        return division.joined(run)

@@ -35,8 +35,7 @@ from retrograd.aot.run.rerun import rerun_region
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, EagerBackend
 from retrograd.config import Config
-from retrograd.cudagraphs.graphed_call import SharedMemory
-from retrograd.cudagraphs.graphed_function import Border
+from retrograd.cudagraphs.graphed_call import SharedMemory, Values
 from retrograd.events import counters
 from retrograd.graph.eager_order import LiveGraph
 from retrograd.graph.joint_graph import Partition, SavedKind
@@ -315,8 +314,8 @@ class RegionCode:
         if not self._config.cudagraphs:
             return lower(self._backend, graph, state, half, self._config)
         cotangents = range(len(self._backward.saved), len(examples))
-        border = Border(loose=cotangents, results=self._made, memory=self._memory)
-        return lower_recorded(self._backend, graph, state, half, self._config, border)
+        values = Values(loose=cotangents, results=self._made, memory=self._memory)
+        return lower_recorded(self._backend, graph, state, half, self._config, values)
 
     def _run(self, code: Boxed, args: list[Any]) -> list[Any]:
         """Gradients by code, which holds the casts of the autocast that is on."""
