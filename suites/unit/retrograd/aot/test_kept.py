@@ -11,6 +11,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,14 @@ def test_another_constant_is_another_partition() -> None:
     assert counted() == (0, 2, 0)
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize(
     "setting",
     [
@@ -195,8 +204,9 @@ def test_another_constant_is_another_partition() -> None:
         lambda: torch._inductor.config.patch(fallback_random=True),
         lambda: torch.autocast("cpu", dtype=torch.bfloat16),
         lambda: torch.backends.mkldnn.flags(enabled=False),
+        lambda: default_dtype(torch.float64),
     ],
-    ids=["partitioner", "inductor", "autocast", "mkldnn"],
+    ids=["partitioner", "inductor", "autocast", "mkldnn", "default dtype"],
 )
 def test_other_settings_are_another_partition(setting: Callable[[], Any]) -> None:
     in_a_new_process(gelu)
@@ -219,6 +229,27 @@ def test_what_has_no_name_is_not_kept(folder: Path) -> None:
     in_a_new_process(lambda x: x * torch.tensor([1.0, 2, 3, 4, 5, 6]) + held)
     assert counted()[0] == 0
     assert not folder.exists() or all(len(list(part.iterdir())) == 1 for part in folder.iterdir())
+
+
+def _power(x: torch.Tensor, n: float) -> torch.Tensor:
+    return x.pow(n)
+
+
+def _between(x: torch.Tensor, n: float) -> torch.Tensor:
+    return torch.lerp(x, x.exp(), n)
+
+
+@pytest.mark.parametrize("fn", [_power, _between])
+def test_a_capture_for_the_value_of_a_number_is_not_kept(fn: Callable[[Any, float], torch.Tensor]) -> None:
+    """Dynamo has specialised some of these values itself, before the capture."""
+    compiled = torch.compile(fn, backend="retrograd", options={"strict": True})
+    for value in (0.5, -0.5, 1.5, 2.0, 3.0, -1.0, 0.0):
+        x, y = ((torch.arange(4.0) + 1).requires_grad_() for _ in range(2))
+        got, want = compiled(x, value), fn(y, value)
+        torch.testing.assert_close(got, want)
+        got.sum().backward()
+        want.sum().backward()
+        torch.testing.assert_close(x.grad, y.grad)
 
 
 def _only_file(folder: Path) -> Path:

@@ -10,8 +10,8 @@ graph is not used.
 
 Its name is a hash of all that a capture, a cut and a division depend on: the graph, its inputs, modes,
 options, decompositions, this package's sources, and what Inductor's own cache depends on. A graph that this
-cannot name (functions that are not torch's, tensors that the graph holds, symbolic sizes, the user's passes,
-modes and hooks) is refused.
+cannot name (functions that are not torch's, tensors that the graph holds, symbolic sizes and numbers, the
+user's passes, modes and hooks) is refused.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import fx
 
-from retrograd._torch.fx import is_operator_overload
+from retrograd._torch.fx import is_operator_overload, is_symbolic
 from retrograd._torch.inductor import cache_folder, environment, patched
+from retrograd._torch.pytree import tree_leaves
 from retrograd._torch.trace import form_of
 from retrograd.aot.kept_file import read_partition, serialize_partition
 from retrograd.backends import processes
@@ -162,7 +163,15 @@ def _said(state: CaptureState, gm: fx.GraphModule, config: Config) -> Iterator[s
         marks = {key: node.meta.get(key) for key in ("stack_trace", "recompute", "ac_graph_id", "custom")}
         target = _function(node.target) if node.op == "call_function" else str(node.target)
         yield _plain([node.op, node.name, target, node.args, node.kwargs, marks])
-        yield type(node.meta.get("example_value")).__qualname__
+        value = node.meta.get("example_value")
+        if any(map(_is_unknown, tree_leaves(value))):
+            raise Refusal("number", "a number that differs from call to call; a capture may hold for one")
+        yield type(value).__qualname__
+
+
+def _is_unknown(value: Any) -> bool:
+    """Whether it is a symbolic number, or a tensor of which a size is one."""
+    return isinstance(value, _SYMBOLIC) or (isinstance(value, torch.Tensor) and is_symbolic(value))
 
 
 def _described(value: Any) -> str:
@@ -184,6 +193,8 @@ def _python_name(fn: Any) -> str:
         return f"{_python_name(fn.func)}{_plain([list(fn.keywords), given])}"
     return f"{fn.__module__}.{getattr(fn, '__qualname__', fn)}"
 
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 #: values whose text says all about them.
 _SAID = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)

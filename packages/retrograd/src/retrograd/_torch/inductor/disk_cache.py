@@ -63,12 +63,15 @@ def why_not_trusted(folder: str) -> str | None:
 _SWITCHES: tuple[Any, ...] = (
     torch.is_inference_mode_enabled,
     torch.is_anomaly_enabled,
+    torch.get_default_dtype,
+    torch.get_default_device,
     torch.backends.cuda.flash_sdp_enabled,
     torch.backends.cuda.mem_efficient_sdp_enabled,
     torch.backends.cuda.math_sdp_enabled,
     torch.backends.cuda.cudnn_sdp_enabled,
     lambda: torch.backends.cudnn.enabled,
     lambda: torch.backends.mkldnn.enabled,
+    lambda: (torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy),
 )
 
 
@@ -108,4 +111,4 @@ def environment() -> list[Any]:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     cards = [torch.cuda.get_device_name(device) for device in devices]
     python_kernels = sorted(name for name in torch.library._impls if name.startswith(("aten/", "prims/")))
-    return [key, settings, [is_on() for is_on in _SWITCHES], cards, python_kernels]
+    return [key, settings, [repr(is_on()) for is_on in _SWITCHES], cards, python_kernels]
