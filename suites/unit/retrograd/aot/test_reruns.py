@@ -251,3 +251,37 @@ def test_other_kinds_of_call_keep_their_code() -> None:
             torch.autograd.grad(call(x).sum(), x)[0], torch.autograd.grad(curved(x).sum(), x)[0]
         )
     assert retrograd.counters["aot_captures"] == captured + 1
+
+
+# a default dtype and a default device of the call
+
+
+def in_double(call: Fn, x: Tensor) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return call(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aten", "inductor"])
+def test_a_call_is_made_again_under_its_own_default_dtype(backend: str) -> None:
+    def made(x: Tensor) -> Tensor:
+        return (x * torch.full((4,), 0.5)).exp() * torch.arange(4).div(3)
+
+    call, x = compiled(made, backend=backend), leaf(4)
+    for create_graph in (False, True):  # an expanded cotangent, and a backward that eager runs
+        got, want = (
+            torch.autograd.grad(in_double(fn, x).sum(), x, create_graph=create_graph)[0]
+            for fn in (call, made)
+        )
+        torch.testing.assert_close(got, want)
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_a_call_is_made_again_on_its_own_default_device() -> None:
+    x = torch.ones(4, device="meta", requires_grad=True)
+    with torch.device("meta"):
+        out = compiled(lambda x: x.exp() * torch.ones(4))(x)
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    assert grad.device.type == "meta"

@@ -63,7 +63,7 @@ class ThreadModes(NamedTuple):
             torch.is_autocast_cache_enabled() if autocast else True,
             2 - torch._C._get_deterministic_algorithms_warn_only() if deterministic else 0,
             torch.get_default_dtype(),
-            str(torch.get_default_device()) if torch._C._len_torch_function_stack() else "cpu",
+            _default_device(),
         )
 
     @staticmethod
@@ -76,8 +76,14 @@ class ThreadModes(NamedTuple):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """This grad mode and autocast, whatever they are outside."""
+        """These modes, whatever they are outside, but not `deterministic`. A default dtype is of the whole
+        process: it is set only where it has changed since."""
         with ExitStack() as modes:
+            if (dtype := torch.get_default_dtype()) is not self.dtype:
+                modes.callback(torch.set_default_dtype, dtype)
+                torch.set_default_dtype(self.dtype)
+            if _default_device() != self.device:
+                modes.enter_context(torch.device(self.device))
             modes.enter_context(torch.set_grad_enabled(self.grad))
             modes.enter_context(autocast_off())
             modes.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
@@ -92,6 +98,10 @@ class ThreadModes(NamedTuple):
             found for found in zip(self._fields, self, now, strict=True) if found[1] != found[2]
         )
         return f"{_NAMES.get(name, name)} was {_readable(old)}, now {_readable(new)}"
+
+
+def _default_device() -> str:
+    return str(torch.get_default_device()) if torch._C._len_torch_function_stack() else "cpu"
 
 
 _NAMES = {"grad": "grad mode", "deterministic": "deterministic algorithms", "dtype": "default dtype"}

@@ -63,8 +63,6 @@ def why_not_trusted(folder: str) -> str | None:
 _SWITCHES: tuple[Any, ...] = (
     torch.is_inference_mode_enabled,
     torch.is_anomaly_enabled,
-    torch.get_default_dtype,
-    torch.get_default_device,
     torch.backends.cuda.flash_sdp_enabled,
     torch.backends.cuda.mem_efficient_sdp_enabled,
     torch.backends.cuda.math_sdp_enabled,
