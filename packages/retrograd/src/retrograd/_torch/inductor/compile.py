@@ -40,14 +40,18 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     from torch._inductor import lowering  # noqa: F401
     from torch._inductor.decomposition import select_decomp_table
 
-    return {**select_decomp_table(), torch.ops.aten.bernoulli.p: _bernoulli}
+    table, draw = select_decomp_table(), torch.ops.aten.bernoulli.p
+    return {**table, draw: functools.partial(_bernoulli, table.get(draw))}
 
 
-def _bernoulli(value: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
-    """As the mask of a dropout. Inductor's own lowering for CPU draws in place, and a kernel that reads the
-    numbers may run before they are drawn, fused with others."""
+def _bernoulli(given: Any, value: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
+    """On a CPU, as the mask of a dropout: Inductor's own lowering draws in place, and a kernel that reads the
+    numbers may run before they are drawn, fused with others. On other devices a dropout draws other numbers:
+    there it is the decomposition `given`, if there is one."""
     if generator is not None:
         return NotImplemented
+    if value.device.type != "cpu":
+        return NotImplemented if given is None else given(value, p)
     return torch.native_dropout(torch.ones_like(value), 1 - p, True)[1].to(value.dtype)
 
 
