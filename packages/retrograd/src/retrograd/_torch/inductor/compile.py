@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._decomp.decompositions import ldexp
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomGraphPassType
@@ -40,7 +41,13 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     from torch._inductor import lowering  # noqa: F401
     from torch._inductor.decomposition import select_decomp_table
 
-    return {**select_decomp_table(), torch.ops.aten.bernoulli.p: _bernoulli}
+    aten = torch.ops.aten
+    return {**select_decomp_table(), aten.bernoulli.p: _bernoulli, aten.ldexp.Tensor: _ldexp}
+
+
+def _ldexp(value: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """As eager: the powers lie one behind the other, whatever the layout of the exponents."""
+    return ldexp(value, exponent.contiguous())
 
 
 def _bernoulli(value: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
@@ -48,7 +55,7 @@ def _bernoulli(value: torch.Tensor, p: float = 0.5, *, generator: Any = None) ->
     numbers may run before they are drawn, fused with others."""
     if generator is not None:
         return NotImplemented
-    return torch.native_dropout(torch.ones_like(value), 1 - p, True)[1].to(value.dtype)
+    return torch.native_dropout(value.new_ones(value.shape), 1 - p, True)[1].to(value.dtype)
 
 
 def get_ready() -> None:
