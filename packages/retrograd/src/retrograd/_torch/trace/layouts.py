@@ -82,10 +82,12 @@ FORMATS_ON: Mapping[str, Mapping[Any, int | None]] = {
         _aten.channel_shuffle.default: CONTIGUOUS,
         _aten.max_unpool2d.default: CONTIGUOUS,
         _aten.pixel_shuffle.default: CONTIGUOUS,
+        _aten.native_dropout_backward.default: 0,
     },
 }
 #: of operators that go over the elements of some arguments together (``TensorIterator``), the numbers of
-#: these. Torch composes their fakes of other operators, and so they have the layout of a step between.
+#: these, unless there is an entry above. Torch composes their fakes of other operators, and so they have the
+#: layout of a step between.
 TOGETHER: Mapping[Any, tuple[int, ...]] = {
     _aten.elu_backward.default: (0, 5),
     _aten.leaky_relu_backward.default: (1, 0),
@@ -179,7 +181,7 @@ def laid_out_like_real(operator: Any, result: Any, args: Sequence[Any]) -> Any:
         return tuple(laid_out_like_real(operator, one, args) for one in result)
     if not isinstance(result, torch.Tensor):
         return result
-    if operator in TOGETHER:
+    if operator in TOGETHER and operator not in FORMATS_ON.get(result.device.type, {}):
         operands = [args[number] for number in TOGETHER[operator]]
         return _laid_out_together(result, [one for one in operands if isinstance(one, torch.Tensor)])
     layout = _format(operator, result, args)
