@@ -55,7 +55,7 @@ def _bernoulli(value: torch.Tensor, p: float = 0.5, *, generator: Any = None) ->
     numbers may run before they are drawn, fused with others."""
     if generator is not None:
         return NotImplemented
-    return torch.native_dropout(value.new_ones(value.shape), 1 - p, True)[1].to(value.dtype)
+    return torch.native_dropout(torch.ones_like(value), 1 - p, True)[1].to(value.dtype)
 
 
 def get_ready() -> None:
