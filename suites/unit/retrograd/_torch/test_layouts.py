@@ -39,7 +39,6 @@ CALLS: dict[object, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     aten.normal.float_Tensor: lambda x: aten.normal(0.0, x),
     aten.glu_backward.default: lambda x: aten.glu_backward(x[:1], x[:2], 0),
     aten.native_layer_norm_backward.default: gradients_of_norm,
-    aten.rrelu_with_noise_functional.default: lambda x: torch.rrelu(x, 0.1, 0.3, True),
     aten.nll_loss2d_forward.default: lambda x: aten.nll_loss2d_forward(
         torch.stack([x, x], 1), (x * 0).long(), None, 0, -100
     )[0],

@@ -47,7 +47,6 @@ FORMATS: Mapping[Any, int | None] = {
     _aten.normal.float_Tensor: CONTIGUOUS,
     _aten.glu_backward.default: CONTIGUOUS,
     _aten.native_layer_norm_backward.default: CONTIGUOUS,
-    _aten.rrelu_with_noise_functional.default: CONTIGUOUS,
     _aten.nll_loss2d_forward.default: CONTIGUOUS,
     _aten.multi_margin_loss_backward.default: CONTIGUOUS,
     _aten.adaptive_max_pool3d.default: CONTIGUOUS,
