@@ -28,8 +28,8 @@ def _frozen(value: object):
     return None if value is None else freeze(torch.tensor(value, dtype=torch.float32))
 
 
-def symptom(eager: Outcome, subject: Outcome, stock: Outcome) -> str | None:
-    found = not_stocks_own(Evidence(eager, subject, bitwise=True), stock)
+def symptom(eager: Outcome, subject: Outcome, stock: Outcome, silent: bool = False) -> str | None:
+    found = not_stocks_own(Evidence(eager, subject, bitwise=True), stock, silent)
     return None if found is None else found.symptom
 
 
@@ -105,6 +105,44 @@ def test_other_values_shown() -> None:
 
     assert symptom(showing("a"), showing("b"), showing("b")) is None
     assert symptom(showing("a"), showing("c"), showing("b")) == "values-observed"
+
+
+@pytest.mark.parametrize(("found", "log"), [(None, (2,)), ("log", (1,)), ("log", (3,))])
+def test_what_is_beside_gradients_is_stocks_only_if_stock_shows_it(found: str | None, log: object) -> None:
+    eager, subject, stock = (Outcome(log=one) for one in ((1,), (2,), log))
+    assert symptom(eager, subject, stock) == found
+
+
+SILENT = {
+    "value": (outcome(x=1.0), outcome(x=3.0), "grad-values-bits"),
+    "none": (outcome(x=1.0), outcome(x=None), "grad-none"),
+    "shown": (Outcome(values=(ValueRecord("a", 1),)), Outcome(), "values-observed"),
+    "log": (Outcome(log=(1,)), Outcome(log=(2,)), "log"),
+    "no error": (Outcome(raised=Raised("RuntimeError", ("RuntimeError",), "why")), Outcome(), "no-exception"),
+    "error": (outcome(x=1.0), Outcome(raised=Raised("RuntimeError", ("RuntimeError",), "why")), None),
+    "order": (outcome("abc"), outcome("acb"), None),
+    "last bits": (outcome(x=1.0), outcome(x=1.0 + 1e-6), None),
+}
+
+
+@pytest.mark.parametrize("what", SILENT)
+def test_a_subject_may_answer_for_what_is_silent_in_stock(what: str) -> None:
+    eager, subject, found = SILENT[what]
+    assert symptom(eager, subject, subject) is None
+    assert symptom(eager, subject, subject, silent=True) == found
+
+
+@pytest.mark.parametrize("name", ["retrograd-compile:eager", "retrograd-step:eager"])
+def test_whoever_is_called_in_place_of_dynamo_answers_for_it(name: str) -> None:
+    assert resolve(name).answers_for_silent
+    assert not resolve("retrograd-live+aot_eager:eager").answers_for_silent
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_the_row_of_a_silent_divergence_that_stock_shares(bench, hooked_body, silent: bool) -> None:
+    subject = resolve("planted:scale-grad")
+    subject.stock, subject.answers_for_silent = resolve("planted:scale-grad"), silent
+    assert compare(bench.program(hooked_body), subject, CPU).row.stocks_own is not silent
 
 
 @pytest.mark.parametrize(("fault", "own"), [("scale-grad", True), ("none-grad", False), (None, False)])

@@ -5,6 +5,10 @@ backward. Out: the first finding that stock does not share, or None when every o
 observation is judged alone: it may be as in eager, or as stock shows it, so that a subject may put right
 what stock does wrong, and answers for all that neither shows. Where stock's own bits differ from eager's,
 the subject's need only be as near to eager as those of a subject that promises no bits.
+
+A subject that is sold as a whole, its front end being stock's, answers for what nobody would notice: wrong
+values, kinds and layouts, side effects, and errors that do not come. Stock's own are then an exception, the
+order of hooks and what they are given, and the last bits.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from gradparity.oracles.evidence import Evidence, Pair, sequence
 from gradparity.oracles.exceptions import exceptions
 from gradparity.oracles.grad_metadata import leaf_metadata
 from gradparity.oracles.hook_order import Step, hook_order
+from gradparity.oracles.invariants import invariants
+from gradparity.oracles.side_effects import side_effects
 from gradparity.oracles.values import leaf_values
 from gradparity.outcome import HookEvent, Outcome, TensorRecord
 from gradparity.verdict import Finding, Verdict
@@ -24,18 +30,31 @@ from gradparity.verdict import Finding, Verdict
 CALLED, NOT_CALLED = "called", "not called"
 
 
-def not_stocks_own(evidence: Evidence, stock: Outcome) -> Finding | None:
-    """The first finding of this evidence that stock does not share."""
+def not_stocks_own(evidence: Evidence, stock: Outcome, answers_for_silent: bool = False) -> Finding | None:
+    """The first finding of this evidence that stock does not share, or for which the subject answers
+    nevertheless because it is silent.
+    """
     mine = replace(evidence, notes=[])
     theirs = replace(mine, eager=stock, notes=[])
-    if (ended_early := exceptions(mine)) is not None and exceptions(theirs) is not None:
-        return ended_early
+    if (ended_early := exceptions(mine)) is not None:
+        is_silent = answers_for_silent and mine.subject.raised is None
+        if is_silent or exceptions(theirs) is not None:
+            return ended_early
     if (found := hook_order(mine)) is not None and not _order_is_explained(mine, stock):
         return found
-    found = _values_shown(mine, theirs) or _leaves(_aligned(mine), _aligned(theirs))
+    shown = mine if answers_for_silent else theirs
+    found = _values_shown(mine, shown) or _leaves(_aligned(mine), _aligned(theirs), answers_for_silent)
     if found is not None and ended_early is not None and found.symptom.endswith("-none"):
         return None
-    return found
+    return found or _beside(mine, shown)
+
+
+def _beside(mine: Evidence, theirs: Evidence) -> Finding | None:
+    """A finding besides gradients and values that is one against stock, too."""
+    for oracle in (invariants, side_effects):
+        if (found := oracle(mine)) is not None and oracle(theirs) is not None:
+            return found
+    return None
 
 
 def _order_is_explained(evidence: Evidence, stock: Outcome) -> bool:
@@ -66,7 +85,7 @@ def _values_shown(mine: Evidence, theirs: Evidence) -> Finding | None:
     return Finding(Verdict.DIVERGE, "values-observed", f"eager shows {others[0]}, subject {shown}")
 
 
-def _leaves(mine: Evidence, theirs: Evidence) -> Finding | None:
+def _leaves(mine: Evidence, theirs: Evidence, answers_for_silent: bool) -> Finding | None:
     others = {pair.label: pair for pair in theirs.pairs}
     loose = replace(mine, bitwise=False, notes=[])
     for pair in mine.pairs:
@@ -78,9 +97,9 @@ def _leaves(mine: Evidence, theirs: Evidence) -> Finding | None:
             return found
         if other is None:
             continue  # a leaf that neither stock nor the subject came to register
-        if (leaf_metadata(other, theirs) or leaf_values(other, theirs)) is None:
-            continue
-        if not _stock_rounds(pair, other) or (leaf_metadata(pair, loose) or leaf_values(pair, loose)):
+        is_near = _stock_rounds(pair, other) and not (leaf_metadata(pair, loose) or leaf_values(pair, loose))
+        is_shared = (leaf_metadata(other, theirs) or leaf_values(other, theirs)) is None
+        if not is_near and not (is_shared and (pair.role == "event" or not answers_for_silent)):
             return found
     return None
 

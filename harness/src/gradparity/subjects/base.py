@@ -25,8 +25,9 @@ class Subject:
     `bitwise`: promises gradients equal to eager's to the bit. `accountable`: its unexpected divergences
     fail a run. `may_refuse`: an error that says "not supported" counts as UNSUPPORTED rather than DIVERGE.
     `own_random`: it draws other random numbers than eager. `stock`: the subject with the same forward and
-    torch's own backward, where that forward is not eager's. `rounds_as`: stock torch with the same code
-    generator: where a value is as near to float64 as stock's, the difference is the generator's.
+    torch's own backward, where that forward is not eager's. `answers_for_silent`: it answers for what `stock`
+    does wrong, too, if nothing raises: values, layouts, side effects. `rounds_as`: stock torch with the same
+    code generator: where a value is as near to float64 as stock's, the difference is the generator's.
     """
 
     bitwise: bool = False
@@ -34,6 +35,7 @@ class Subject:
     may_refuse: bool = False
     own_random: bool = False
     stock: Subject | None = None
+    answers_for_silent: bool = False
     rounds_as: Subject | None = None
 
     def __init__(self, name: str) -> None:

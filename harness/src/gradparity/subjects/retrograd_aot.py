@@ -3,8 +3,8 @@
 In: retrograd's backend for the graphs. Out: the subjects "retrograd-aot:eager|inductor[+cudagraphs]",
 "retrograd-aot+dynamic:eager", "retrograd-live+retrograd-aot:eager", "retrograd-compile:eager|inductor",
 "retrograd-compile+live:eager|inductor" and "retrograd-step:eager|inductor".
-What Dynamo has lost before it calls a backend is stock's own: the subject `stock` runs Dynamo's graph as
-eager does.
+What Dynamo has lost before it calls a backend is stock's own, unless nobody would notice: the subject `stock`
+runs Dynamo's graph as eager does.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class RetrogradLiveOverAot(RetrogradLive):
 class RetrogradCompile(DynamoSubject):
     """torch.compile with the backend "retrograd"; plain backward. Its own options where none are named."""
 
-    accountable = True
+    accountable = answers_for_silent = True
 
     def __init__(self, name: str, inner: str | None = None) -> None:
         super().__init__(name, "retrograd")

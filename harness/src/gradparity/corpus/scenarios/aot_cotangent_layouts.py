@@ -74,3 +74,37 @@ def _register(formula: str, layout: str) -> None:
 for _formula in FORMULAS:
     for _layout in LAYOUTS:
         _register(_formula, _layout)
+
+
+TOGETHER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "copysign": torch.copysign,
+    "fmax": torch.fmax,
+    "floor_division": lambda x, y: torch.floor_divide(x.detach(), y.detach()),
+    "division_and_rounding": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "exponent": torch.ldexp,
+    "logaddexp": torch.logaddexp,
+    "xlogy": torch.xlogy,
+    "logical": lambda x, y: torch.logical_xor(x > 1, y > 1),
+}
+#: of two operands of a function that goes over their elements together.
+OPERANDS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "rows_below_a_turned": lambda x: (x.permute(2, 1, 0), x[0, :, 0, None].expand(-1, 2) + 1),
+    "columns_turned": lambda x: (x[:, :1] + 1, x[0].t().contiguous().t()),
+    "a_number": lambda x: (x.permute(2, 1, 0), x[0, 0, 0] + 1),
+}
+
+
+@scenario(tags=TAGS)
+def aot_results_of_operands_that_lie_otherwise(p: Probe) -> None:
+    """A result lies as its operands do, the first foremost; who reads its memory in order sees that."""
+    x = p.leaf("x", (p.randn(2, 3, 4).abs() + 0.5).requires_grad_())
+
+    def program(x: Tensor) -> list[Tensor]:
+        return [call(*make(x)) for call in TOGETHER.values() for make in OPERANDS.values()]
+
+    for number, result in enumerate(p.compile(program)(x)):
+        p.value(f"result {number}", result)
+        p.value(f"memory {number}", result.detach().as_strided((result.numel(),), (1,)))
+        if result.requires_grad:
+            (grad,) = torch.autograd.grad(result, x, torch.ones_like(result), retain_graph=True)
+            p.value(f"gradient {number}", grad)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._decomp.decompositions import ldexp
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomGraphPassType
@@ -40,8 +41,14 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     from torch._inductor import lowering  # noqa: F401
     from torch._inductor.decomposition import select_decomp_table
 
-    table, draw = select_decomp_table(), torch.ops.aten.bernoulli.p
-    return {**table, draw: functools.partial(_bernoulli, table.get(draw))}
+    aten, table = torch.ops.aten, select_decomp_table()
+    draw = functools.partial(_bernoulli, table.get(aten.bernoulli.p))
+    return {**table, aten.bernoulli.p: draw, aten.ldexp.Tensor: _ldexp}
+
+
+def _ldexp(value: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """As eager: the powers lie one behind the other, whatever the layout of the exponents."""
+    return ldexp(value, exponent.contiguous())
 
 
 def _bernoulli(given: Any, value: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any:

@@ -19,13 +19,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
+from torch._prims_common import (
+    compute_elementwise_output_logical_to_physical_perm,
+    invert_perm,
+    make_contiguous_strides_for,
+    suggest_memory_format,
+)
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 _aten = torch.ops.aten
 #: of a result that has the memory format of no argument.
 CONTIGUOUS = None
-#: by operator, the number of the argument whose memory format its first result has; of a list, the one that
+#: by operator, the number of the argument whose memory format its results have; of a list, the one that
 #: all have, or none. Source: their ``TORCH_META_FUNC`` or kernels in ``aten/src/ATen/native``.
 FORMATS: Mapping[Any, int | None] = {
     _aten.pow.Scalar: CONTIGUOUS,
@@ -38,8 +43,16 @@ FORMATS: Mapping[Any, int | None] = {
     _aten._weight_norm_interface.default: CONTIGUOUS,
     _aten.poisson.default: CONTIGUOUS,
     _aten._standard_gamma.default: CONTIGUOUS,
+    _aten.normal.Tensor_Tensor: CONTIGUOUS,
+    _aten.normal.float_Tensor: CONTIGUOUS,
+    _aten.glu_backward.default: CONTIGUOUS,
+    _aten.native_layer_norm_backward.default: CONTIGUOUS,
+    _aten.nll_loss2d_forward.default: CONTIGUOUS,
+    _aten.multi_margin_loss_backward.default: CONTIGUOUS,
+    _aten.adaptive_max_pool3d.default: CONTIGUOUS,
     _aten.cat.default: 0,
     _aten.native_batch_norm_backward.default: 1,
+    _aten.batch_norm_backward.default: 1,
     _aten.upsample_nearest1d.default: 0,
     _aten._upsample_nearest_exact1d.default: 0,
     _aten.upsample_bilinear2d.default: 0,
@@ -68,10 +81,53 @@ FORMATS_ON: Mapping[str, Mapping[Any, int | None]] = {
         _aten.channel_shuffle.default: CONTIGUOUS,
         _aten.max_unpool2d.default: CONTIGUOUS,
         _aten.pixel_shuffle.default: CONTIGUOUS,
+        _aten.native_dropout_backward.default: 0,
     },
 }
+#: of operators that go over the elements of some arguments together (``TensorIterator``), the numbers of
+#: these, unless there is an entry above. Torch composes their fakes of other operators, and so they have the
+#: layout of a step between.
+TOGETHER: Mapping[Any, tuple[int, ...]] = {
+    _aten.elu_backward.default: (0, 5),
+    _aten.leaky_relu_backward.default: (1, 0),
+    _aten.threshold_backward.default: (1, 0),
+    _aten.lerp.Tensor: (0, 1, 2),
+    _aten._prelu_kernel_backward.default: (1, 2, 0),
+    _aten.binary_cross_entropy.default: (0,),
+    _aten.binary_cross_entropy_backward.default: (1,),
+    _aten.huber_loss.default: (0,),
+    _aten.put.default: (0,),
+    **dict.fromkeys(
+        (
+            _aten.complex.default,
+            _aten.copysign.Tensor,
+            _aten.div.Tensor_mode,
+            _aten.floor_divide.default,
+            _aten.fmax.default,
+            _aten.fmin.default,
+            _aten.hardsigmoid_backward.default,
+            _aten.hardswish_backward.default,
+            _aten.hardtanh_backward.default,
+            _aten.heaviside.default,
+            _aten.lcm.default,
+            _aten.lerp.Scalar,
+            _aten.logaddexp.default,
+            _aten.logaddexp2.default,
+            _aten.logical_and.default,
+            _aten.logical_or.default,
+            _aten.logical_xor.default,
+            _aten.logit_backward.default,
+            _aten.native_dropout_backward.default,
+            _aten.polar.default,
+            _aten.softplus_backward.default,
+            _aten.special_xlog1py.default,
+            _aten.xlogy.Tensor,
+        ),
+        (0, 1),
+    ),
+}
 #: all operators of the tables.
-LAYOUTS = frozenset(FORMATS).union(*FORMATS_ON.values())
+LAYOUTS = frozenset(FORMATS).union(TOGETHER, *FORMATS_ON.values())
 #: whose fake kernel is wrong, too.
 _WRONG_FAKE = frozenset({
     _aten.upsample_bilinear2d.default,
@@ -80,6 +136,7 @@ _WRONG_FAKE = frozenset({
     _aten._native_batch_norm_legit_no_training.default,
     _aten._native_batch_norm_legit.no_stats,
     _aten.native_batch_norm_backward.default,
+    _aten.batch_norm_backward.default,
     _aten.roll.default,
     _aten.replication_pad2d.default,
     _aten.replication_pad3d.default,
@@ -101,6 +158,7 @@ def laid_out_as_real(decompositions: Mapping[Any, Callable[..., Any]]) -> dict[A
     wrong = [
         one for one, number in entries if number is CONTIGUOUS or one in decompositions or one in _WRONG_FAKE
     ]
+    wrong.extend(TOGETHER)
     own = {operator: partial(_laid_out, operator, decompositions.get(operator)) for operator in wrong}
     return {**decompositions, **own}
 
@@ -118,14 +176,32 @@ def _laid_out(operator: Any, given: Callable[..., Any] | None, *args: Any, **kwa
 
 def laid_out_like_real(operator: Any, result: Any, args: Sequence[Any]) -> Any:
     """The traced `result` of `operator`, laid out as the real one."""
-    several = isinstance(result, (tuple, list))
-    first, *others = result if several else [result]
-    if isinstance(first, torch.Tensor) and (layout := _format(operator, first, args)) is not None:
-        if layout is not torch.contiguous_format:
-            first = first.contiguous(memory_format=layout)
-        elif not statically_known_true(sym_eq(first.stride(), make_contiguous_strides_for(first.shape))):
-            first = first.clone(memory_format=layout)  # also if only dimensions of one element lie otherwise
-    return (first, *others) if several else first
+    if isinstance(result, (tuple, list)):
+        return tuple(laid_out_like_real(operator, one, args) for one in result)
+    if not isinstance(result, torch.Tensor):
+        return result
+    if operator in TOGETHER and operator not in FORMATS_ON.get(result.device.type, {}):
+        operands = [args[number] for number in TOGETHER[operator]]
+        return _laid_out_together(result, [one for one in operands if isinstance(one, torch.Tensor)])
+    layout = _format(operator, result, args)
+    if layout is torch.contiguous_format:
+        # also if only dimensions of one element lie otherwise
+        is_right = statically_known_true(sym_eq(result.stride(), make_contiguous_strides_for(result.shape)))
+        return result if is_right else result.clone(memory_format=layout)
+    return result if layout is None else result.contiguous(memory_format=layout)
+
+
+def _laid_out_together(result: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`result` with its dimensions in the order in which those of `operands` lie, the first foremost."""
+    with torch._C._DisableTorchDispatch():
+        *metas, given = (
+            torch.empty_strided(one.shape, one.stride(), device="meta") for one in (*operands, result)
+        )
+        metas = torch.broadcast_tensors(*metas)
+        order, _ = compute_elementwise_output_logical_to_physical_perm(*metas)
+        if metas[0].shape != result.shape or given.permute(order).is_contiguous():
+            return result
+    return result.permute(order).contiguous().permute(invert_perm(order)).clone()
 
 
 def _format(operator: Any, result: torch.Tensor, args: Sequence[Any]) -> torch.memory_format | None:
