@@ -44,6 +44,8 @@ _set = 0
 
 _SETTERS = ("register_forward", "register_full_backward", "register_backward", "register_module_")
 
+_HOOKS_OF_A_MODULE = ("._forward_hooks", "._forward_pre_hooks", "._backward_hooks", "._backward_pre_hooks")
+
 _OF_ALL_MODULES: tuple[Mapping[int, Any], ...] = (
     *(all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks),
     *(all_modules._global_backward_hooks, all_modules._global_backward_pre_hooks),
@@ -101,10 +103,12 @@ def _made(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
 
 
 def guard_module_hooks(guards: Any) -> None:
-    """Add guards where `guards` says that a module had no hooks. Dynamo guards the hooks that it has seen."""
-    found = [guard for guard in guards if guard.inner_create_fn().__name__ == "EMPTY_NN_MODULE_HOOKS_DICT"]
+    """Add guards where `guards` names hooks of a module. Dynamo guards code and cells of those that it
+    has seen; not that there are none, and in torch 2.11 not what their parameters are by default."""
+    found = {guard.name: guard for guard in guards if guard.name.endswith(_HOOKS_OF_A_MODULE)}
     if found:
-        guards.add(Guard(found[0].originating_source, functools.partial(_guard_hooks, found)))
+        first, *_ = each = [*found.values()]
+        guards.add(Guard(first.originating_source, functools.partial(_guard_hooks, each)))
 
 
 def _guard_hooks(found: Sequence[Guard], builder: Any, guard: Guard) -> None:
@@ -118,19 +122,36 @@ class _Hooks:
     """Whether modules have no other hooks than now.
 
     Args:
-        empty: the dictionaries in which they would be.
+        dictionaries: in which they are.
     """
 
-    def __init__(self, empty: Sequence[Any]) -> None:
-        self._empty, self._set = [ref(each) for each in empty], _set
+    def __init__(self, dictionaries: Sequence[Any]) -> None:
+        self._known, self._set = [(ref(each), _defaults(each)) for each in dictionaries], _set
         self._of_all = [*map(tuple, _OF_ALL_MODULES)]
 
     def __call__(self, _: object) -> bool:
         if self._set != _set:
-            if any(each() is None or each() for each in self._empty):
+            if not all(_are_alike(_defaults(each()), defaults) for each, defaults in self._known):
                 return False
             self._set = _set
         return [*map(tuple, _OF_ALL_MODULES)] == self._of_all
+
+
+def _defaults(hooks: Mapping[int, Any] | None) -> list[Any]:
+    """How many hooks there are, and what their parameters are by default."""
+    found: list[Any] = [None if hooks is None else len(hooks)]
+    for hook in (hooks or {}).values():
+        by_name = getattr(hook, "__kwdefaults__", None) or {}
+        found += [*(getattr(hook, "__defaults__", None) or ()), *by_name.values()]
+    return found
+
+
+def _are_alike(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(_is_alike, some, others))
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, (int, float, str)) and one == other)
 
 
 def _fake_value(original: Callable[..., Any], node: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
