@@ -285,6 +285,18 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
+def has_overlaps(tensor: torch.Tensor) -> bool:
+    """Whether it may show an element in several places; with symbolic sizes, whether it is expanded."""
+    if tensor._has_symbolic_sizes_strides:
+        return any(type(stride) is int and stride == 0 for stride in tensor.stride())
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
 def obeys_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> bool:
     """Whether a dense `grad` has the strides that ``variable.grad`` owes."""
     if grad.is_nested or variable.layout is not torch.strided:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import is_symbolic
+from retrograd._torch.tensor import has_overlaps
 
 aten = torch.ops.aten
 
@@ -26,20 +26,8 @@ def part_overlaps(graph: fx.Graph) -> list[fx.Node]:
     for target in _IN_PLACE:
         for node in graph.find_nodes(op="call_function", target=target):
             given: Any = node.args[0]
-            if _has_overlaps(given.meta["val"]):
+            if has_overlaps(given.meta["val"]):
                 with graph.inserting_before(node):
                     copies.append(graph.call_function(aten.clone.default, (given,)))
                 node.update_arg(0, copies[-1])
     return copies
-
-
-def _has_overlaps(value: torch.Tensor) -> bool:
-    """Whether it may; of symbolic sizes, whether a dimension is expanded."""
-    if is_symbolic(value):
-        return any(type(stride) is int and stride == 0 for stride in value.stride())
-    reach = 0
-    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size != 1 and stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False

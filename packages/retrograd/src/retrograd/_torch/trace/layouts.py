@@ -27,6 +27,8 @@ from torch._prims_common import (
 )
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
+from retrograd._torch.tensor import has_overlaps
+
 _aten = torch.ops.aten
 #: of a result that has the memory format of no argument.
 CONTIGUOUS = None
@@ -147,6 +149,9 @@ _WRONG_FAKE = frozenset({
     _aten.reflection_pad2d_backward.default,
     _aten.reflection_pad3d_backward.default,
 })  # fmt: skip
+#: that copy their first argument and write to the copy; in torch 2.11 the fake result shows an element in
+#: several places if that does.
+_COPYING = (_aten.slice_scatter.default, _aten.select_scatter.default, _aten.diagonal_scatter.default)
 #: the operator that is being traced without what is said here.
 _within: ContextVar[Any] = ContextVar("within", default=None)
 
@@ -158,7 +163,7 @@ def laid_out_as_real(decompositions: Mapping[Any, Callable[..., Any]]) -> dict[A
     wrong = [
         one for one, number in entries if number is CONTIGUOUS or one in decompositions or one in _WRONG_FAKE
     ]
-    wrong.extend(TOGETHER)
+    wrong.extend([*TOGETHER, *_COPYING])
     own = {operator: partial(_laid_out, operator, decompositions.get(operator)) for operator in wrong}
     return {**decompositions, **own}
 
@@ -166,6 +171,8 @@ def laid_out_as_real(decompositions: Mapping[Any, Callable[..., Any]]) -> dict[A
 def _laid_out(operator: Any, given: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
     if _within.get() is operator:
         return NotImplemented if given is None else given(*args, **kwargs)
+    if operator in _COPYING and has_overlaps(args[0]):
+        args = (args[0].clone(), *args[1:])
     token = _within.set(operator)
     try:
         result = operator(*args, **kwargs)
