@@ -54,6 +54,7 @@ AHEAD = ("retrograd-aot:eager",)
 AHEAD_DYNAMIC = ("retrograd-aot+dynamic:eager",)
 AHEAD_INDUCTOR = ("retrograd-aot:inductor",)
 BACKEND = ("retrograd-compile:eager",)
+BACKEND_INDUCTOR = ("retrograd-compile:inductor",)
 STEP = ("retrograd-step:eager",)
 PROGRAMS = ("scenarios", "autograd_function_db")
 MODELS = ("models",)
@@ -82,6 +83,7 @@ WHOLE_RUN: tuple[Leg, ...] = (
     (AHEAD_DYNAMIC, PROGRAMS, None),
     (AHEAD_INDUCTOR, PROGRAMS, 60),
     (BACKEND, (*PROGRAMS, *MODELS), None),
+    (BACKEND_INDUCTOR, PROGRAMS, None),
     ((*EXACT, *BACKEND, *STEP), ("zoo",), None),
 )
 MAIN_RUN: tuple[Leg, ...] = (
@@ -92,6 +94,7 @@ MAIN_RUN: tuple[Leg, ...] = (
     (AHEAD, PROGRAMS + MODELS, 340),
     (AHEAD_DYNAMIC, PROGRAMS, 60),
     (BACKEND, PROGRAMS, 100),
+    (BACKEND_INDUCTOR, PROGRAMS, 40),
     (STEP, ("zoo",), 6),
 )
 

@@ -84,6 +84,7 @@ def _compare(
         bitwise=subject.bitwise,
         may_refuse=subject.may_refuse,
         own_random=subject.own_random,
+        rounds_to=program.rounds_to,
         reference=lambda: _reference(program, device),
     )
     row = _row(program, subject, outcome, evidence)

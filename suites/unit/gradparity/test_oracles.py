@@ -13,6 +13,7 @@ from gradparity.oracles.judge import ORACLES, judge
 from gradparity.oracles.tolerances import TABLE, tolerance
 from gradparity.oracles.values import errors, values
 from gradparity.outcome import GradRecord, HookEvent, Outcome, Raised, ValueRecord, freeze
+from gradparity.probe import Probe
 from gradparity.verdict import Verdict
 
 
@@ -200,3 +201,20 @@ def test_gradients_that_cancel_are_judged_by_the_scale_of_the_values(
     evidence = bench.evidence(outcome(eager), outcome(subject), bitwise=False)
     evidence.reference = lambda: Reference(outcome(eager))
     assert judge(evidence).verdict is verdict
+
+
+@pytest.mark.parametrize(("rounds_to", "off", "verdict"), [
+    (None, 0.001, Verdict.DIVERGE),
+    (torch.bfloat16, 0.001, Verdict.AGREE),
+    (torch.bfloat16, 0.2, Verdict.DIVERGE),
+])  # fmt: skip
+def test_without_a_reference_what_rounds_to_a_lower_precision_is_judged_by_it(
+    bench, rounds_to: torch.dtype | None, off: float, verdict: Verdict
+) -> None:
+    def body(p: Probe, more: float = 0.0) -> None:
+        p.value("x", torch.ones(3) + more)
+
+    eager, subject = bench.outcome(body), bench.outcome(lambda p: body(p, off))
+    for bitwise in (False, True):
+        evidence = replace(bench.evidence(eager, subject, bitwise), rounds_to=rounds_to)
+        assert judge(evidence).verdict is (Verdict.DIVERGE if bitwise else verdict)

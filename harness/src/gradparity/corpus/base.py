@@ -42,6 +42,11 @@ class Program:
         """Whether the case asks the subject to start without caches."""
         return "cold" in self.tags
 
+    @property
+    def rounds_to(self) -> torch.dtype | None:
+        """The dtype of lower precision in which the case computes, if its tags say so."""
+        return torch.bfloat16 if {"autocast", "low-precision"}.intersection(self.tags) else None
+
 
 class Corpus(Protocol):
     """A named source of programs. A chunk is what one worker runs at a stretch."""

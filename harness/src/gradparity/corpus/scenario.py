@@ -44,7 +44,8 @@ def scenario(
 ) -> Callable[[Body], Body]:
     """Registers the decorated function as the case "scenarios::<its name>".
 
-    Arguments: tags (the tag "cold" asks subjects to start without caches); the issue it shows, as
+    Arguments: tags ("cold" asks subjects to start without caches; "autocast" and "low-precision" say that it
+    computes in bfloat16 inside, which bounds what may differ without a reference); the issue it shows, as
     "pytorch#138553"; reasons not to run it, by subject name; whether a float64 reference run makes sense.
     Raises CaseError if the name is taken or the docstring is missing.
     """

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
+
 from gradparity.outcome import HookEvent, Outcome, Payload
 
 
@@ -43,8 +45,9 @@ class Evidence:
     """One case under one subject.
 
     `reference` is called at most once, and only when bits differ. `own_random`: the subject draws random
-    numbers of its own, so that only what holds for any numbers is compared. `notes` collects remarks that are
-    no findings.
+    numbers of its own, so that only what holds for any numbers is compared. `rounds_to`: a dtype of lower
+    precision that is used inside; without a reference, tensors may differ as those of this dtype may. `notes`
+    collects remarks that are no findings.
     """
 
     eager: Outcome
@@ -52,6 +55,7 @@ class Evidence:
     bitwise: bool
     may_refuse: bool = False
     own_random: bool = False
+    rounds_to: torch.dtype | None = None
     reference: Callable[[], Reference] = lambda: Reference(None, "not run")
     notes: list[str] = field(default_factory=list)
 

@@ -161,6 +161,7 @@ def _register(name: str) -> None:
         body.__name__ = f"aot_layers_{kind}_{name}"
         body.__doc__ = f"Layers ({name}): their gradients, and the order in which hooks see them."
         tags = (*TAGS, "hooks") if kind == "with_hooks" else TAGS
+        tags = (*tags, "low-precision") if name == "in_low_precision" else tags
         scenario(tags=tags, fp64=name not in _OF_ONE_DTYPE)(body)
 
 

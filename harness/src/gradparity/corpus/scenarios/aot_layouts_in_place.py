@@ -7,6 +7,7 @@ each layout; then windows with gaps, and lists in which memory stands twice.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -229,3 +230,36 @@ def aot_what_is_put_into_overlapping_memory(p: Probe) -> None:
         p.event(name, *[layout(output) for output in outputs])
         with p.backward():
             torch.stack([output.square().sum() for output in outputs]).sum().backward()
+
+
+#: what is written through a view, by more than a slice of it; functional forms, of which code makes writes.
+_VIEWED: dict[str, Callable[[Tensor], Tensor]] = {
+    "windows": lambda x: torch.as_strided_scatter(x, x.new_zeros(4, 1, 2), (4, 1, 2), (4, 3, 1)),
+    "diagonal": lambda x: torch.diagonal_scatter(x, x.diagonal() * 3),
+}
+
+#: what is put in place of what a mask names.
+_FILLED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "elements": lambda x, mask: x.index_put_((mask,), torch.tensor(5.0, dtype=x.dtype, device=x.device)),
+    "rows": lambda x, mask: x.index_put_((mask[0],), torch.tensor(5.0, dtype=x.dtype, device=x.device)),
+    "added": lambda x, mask: x.index_put_((mask,), torch.ones((1,), dtype=x.dtype, device=x.device), True),
+}
+
+
+@scenario(tags=TAGS)
+def aot_filled_by_a_mask_behind_what_a_view_wrote(p: Probe) -> None:
+    """A fill by a mask keeps what was written through a view of the same memory, and its gradient too."""
+    mask = torch.arange(16, device=p.device).view(4, 4) % 3 == 1
+    for written, filled in itertools.product(_VIEWED, _FILLED):
+
+        def run(x: Tensor, written: str = written, filled: str = filled) -> tuple[Tensor, Tensor]:
+            changed, other = _VIEWED[written](x * 1), x * 2
+            _FILLED[filled](changed, mask)
+            other[mask] = 0  # behind that of what a view writes next, its backward is such a fill
+            return changed * 2, _VIEWED[written](other)
+
+        x = p.leaf(f"{written} {filled}", p.randn(4, 4, requires_grad=True))
+        outputs = p.compile(run)(x)
+        p.value(f"{written} {filled}", [output.detach() for output in outputs])
+        with p.backward():
+            (outputs[0] + outputs[1]).sum().backward()

@@ -247,7 +247,7 @@ class _JointPasses(CustomGraphPass):
     def uuid(self) -> Any | None:
         """Tells Inductor's cache what runs here; None (nothing is cached) if the user's pass cannot."""
         theirs = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._then]
-        return None if None in theirs else ("retrograd-joint-passes-6", torch.__version__, *map(repr, theirs))
+        return None if None in theirs else ("retrograd-joint-passes-7", torch.__version__, *map(repr, theirs))
 
 
 def with_joint_passes() -> AbstractContextManager[Any]:

@@ -1,6 +1,10 @@
-"""Memory that shows an element in several places, where Inductor would write to one of them.
+"""Memory that Inductor must not write to in place.
 
-In: a graph behind Inductor's joint passes. Out: the same graph, with copies in memory of their own.
+It shows an element in several places, of which only one is meant. Or a view of it has been written to just
+before: code that fills by a mask then reads what was there before that.
+
+In: a graph behind Inductor's joint passes. Out: the same graph, with copies in memory of their own, and with
+calls in place of those that would be made in place.
 """
 
 from __future__ import annotations
@@ -17,17 +21,44 @@ aten = torch.ops.aten
 #: what Inductor does in place where nothing else reads the memory (``inplaceable_ops``, ``reinplace.py``). It
 #: does not ask whether that is an expanded row: then all rows would be written.
 _IN_PLACE = (aten.index_put.default, aten._unsafe_index_put.default)
+#: what it does by writing to a view of memory (``_ALWAYS_MUTATING_SCATTER_OPS``).
+_THROUGH_VIEWS = (aten.as_strided_scatter.default, aten.diagonal_scatter.default)
 
 
 def part_overlaps(graph: fx.Graph) -> list[fx.Node]:
-    """Copy what has overlaps before a call that Inductor may do in place, as eager's call does. Returns the
-    copies."""
-    copies = []
+    """Have nothing of that written in place. Returns the calls that are new, in their order."""
+    new: list[fx.Node] = []
     for target in _IN_PLACE:
         for node in graph.find_nodes(op="call_function", target=target):
             given: Any = node.args[0]
-            if has_overlaps(given.meta["val"]):
-                with graph.inserting_before(node):
-                    copies.append(graph.call_function(aten.clone.default, (given,)))
-                node.update_arg(0, copies[-1])
-    return copies
+            with graph.inserting_before(node):
+                if has_overlaps(given.meta["val"]):
+                    new.append(graph.call_function(aten.clone.default, (given,)))
+                    node.update_arg(0, new[-1])
+                elif given.target in _THROUGH_VIEWS and _is_fill(node):
+                    new += _fill(graph, node)
+    return new
+
+
+def _is_fill(node: fx.Node) -> bool:
+    """Whether one element replaces those that a mask names."""
+    given: Any = node.args
+    _, indices, value, *_ = given
+    return len(indices) == 1 and indices[0].meta["val"].dtype is torch.bool and value.meta["val"].numel() == 1
+
+
+def _fill(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """Replace a fill by a choice between two values for each element."""
+    arguments: Any = node.args
+    given, (mask,), value, *accumulates = arguments
+    new = [graph.call_function(aten.reshape.default, (value, []))]
+    if accumulates == [True]:
+        new.append(graph.call_function(aten.add.Tensor, (given, new[-1])))
+    replacement = new[-1]
+    for _ in range(given.meta["val"].dim() - mask.meta["val"].dim()):
+        mask = graph.call_function(aten.unsqueeze.default, (mask, -1))
+        new.append(mask)
+    new.append(graph.call_function(aten.where.self, (mask, replacement, given)))
+    node.replace_all_uses_with(new[-1])
+    graph.erase_node(node)
+    return new
