@@ -106,7 +106,8 @@ def _measure(label: str, eager: TensorRecord, subject: TensorRecord, evidence: E
     reference = evidence.reference_leaves.get(label)
     if not isinstance(reference, TensorRecord) or reference.shape != eager.shape:
         why = evidence.why_no_reference or "it shows something else"
-        if (low := evidence.rounds_to and tolerance(evidence.rounds_to)) is not None:
+        low = None if evidence.rounds_to is None else tolerance(evidence.rounds_to)
+        if low is not None:
             plain = max(row.plain, low.plain) * size + speck
         verdict = Verdict.AGREE if found.difference <= plain else Verdict.DIVERGE
         return replace(found, allowed=plain, verdict=verdict, way=f"no float64 reference: {why}")

@@ -53,6 +53,24 @@ def aot_exponent_computed_from_a_number(p: Probe) -> None:
 
 
 @scenario(tags=TAGS)
+def aot_number_computed_from_another(p: Probe) -> None:
+    """The backward reads a number that was computed from the one that the caller gives."""
+    _with_numbers(p, lambda x, n: x * (n + 1) * (2 * n - 3), (1, 2, 3, 4))
+
+
+@scenario(tags=TAGS)
+def aot_number_computed_from_a_size(p: Probe) -> None:
+    """The backward reads a number that was computed from the sizes of the input."""
+    call = p.compile(lambda a: (a.exp() * (a.shape[0] + 1)).view(a.numel() // 2, 2) / (a.shape[0] * 2 - 1))
+    for rows in (3, 4, 5):
+        x = p.leaf(f"x of {rows}", p.randn(rows, 2, requires_grad=True))
+        out = call(x)
+        p.value(f"out of {rows}", out)
+        with p.backward():
+            out.sum().backward()
+
+
+@scenario(tags=TAGS)
 def aot_base_that_is_another_number(p: Probe) -> None:
     """A number to the power of a tensor; the derivative at base 0 is a case of its own."""
     _with_numbers(p, lambda x, n: n**x, (2, 3, 4, 1, 0, 2), positive=True)

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from retrograd._torch.fx import (
+    add_call,
     copied_module,
     draws_random_numbers,
     has_effect,
@@ -21,6 +23,7 @@ from retrograd._torch.fx import (
     lazy_graph,
     lazy_graph_module,
 )
+from retrograd._torch.trace import places_of_symbols, symbols_in
 from retrograd.aot.parts import (
     Memory,
     backward_nodes,
@@ -74,6 +77,7 @@ class _Division:
     chosen: set[fx.Node]
     copies: frozenset[fx.Node]
     instead: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    sizes: dict[tuple[int, int], fx.Node] = field(default_factory=dict)
 
     def partition(self) -> Partition:
         gm, signature = self.joint.gm, self.joint.signature
@@ -87,7 +91,10 @@ class _Division:
             if isinstance(role, Gradient):
                 wanted[role.region].append(node)
         self._replay_random_numbers([node for nodes in wanted for node in nodes])
-        reads = [self._read(nodes) for nodes in wanted]
+        reads = [
+            self._with_symbols(self._read(nodes), self._cotangents_of(number))
+            for number, nodes in enumerate(wanted)
+        ]
         saved = [node for node in gm.graph.nodes if any(node in read for read in reads)]
         forward, described = self._forward(saved)
         backwards = tuple(
@@ -111,6 +118,29 @@ class _Division:
 
         found = reached((node for node in wanted if isinstance(node, fx.Node)), computed_of)
         return set(filter(is_saved, found))
+
+    def _with_symbols(self, read: set[fx.Node], cotangents: Sequence[fx.Node]) -> set[fx.Node]:
+        """`read`, and numbers for symbols that stand in it only as a part of something, such as ``s0 + 1``.
+        Code generators find a symbol where it stands by itself; what a number is made of, in numbers."""
+        given = [node.meta.get("val") for node in (*read, *cotangents)]
+        missing = set[str]()
+        for values in given, [value for value in given if not isinstance(value, torch.Tensor)]:
+            missing |= frozenset[str]().union(*map(symbols_in, values)) - places_of_symbols(values).keys()
+        places = places_of_symbols([node.meta.get("val") for node in self.primals]) if missing else {}
+        return read | {self._number(*places[symbol]) for symbol in sorted(missing) if symbol in places}
+
+    def _number(self, primal: int, dim: int | None) -> fx.Node:
+        """A primal that is a number, or the size of one that is a tensor."""
+        node = self.primals[primal]
+        if dim is None:
+            return node
+        size = self.sizes.get((primal, dim))
+        if size is None:
+            with self.joint.gm.graph.inserting_before(self.cotangents[0].next):
+                size = add_call(self.joint.gm.graph, torch.ops.aten.sym_size.int, (node, dim))
+            size.meta["val"] = node.meta["val"].shape[dim]
+            self.sizes[primal, dim] = size
+        return size
 
     def _replay_random_numbers(self, wanted: Sequence[Any]) -> None:
         """Random numbers that the backward would draw again are drawn from the state that the forward had."""
@@ -175,13 +205,7 @@ class _Division:
     def _backward(
         self, number: int, read: list[fx.Node], saved: Sequence[fx.Node], wanted: Sequence[Any]
     ) -> RegionBackward:
-        roots = set(self.joint.signature.regions[number].roots)
-        roles = self.joint.signature.inputs[len(self.primals) :]
-        cotangents = [
-            node
-            for node, role in zip(self.cotangents, roles, strict=True)
-            if isinstance(role, Cotangent) and role.boundary in roots
-        ]
+        cotangents = self._cotangents_of(number)
         effects = [node for node in backward_nodes(self.joint.gm, number) if has_effect(node)]
         try:
             gm = extract(
@@ -203,6 +227,15 @@ class _Division:
             tuple(order[node] for node in read),
             self._checked(number, read),
         )
+
+    def _cotangents_of(self, number: int) -> list[fx.Node]:
+        roots = set(self.joint.signature.regions[number].roots)
+        roles = self.joint.signature.inputs[len(self.primals) :]
+        return [
+            node
+            for node, role in zip(self.cotangents, roles, strict=True)
+            if isinstance(role, Cotangent) and role.boundary in roots
+        ]
 
     def _checked(self, number: int, read: list[fx.Node]) -> tuple[Saved, ...]:
         """What eager keeps for a region, can be changed by the user, and is not saved as it is."""

@@ -209,7 +209,7 @@ def places_of_symbols(values: Sequence[Any]) -> Mapping[str, tuple[int, int | No
 
 
 def _is_symbol(value: Any) -> bool:
-    return isinstance(value, torch.SymInt) and bool(value.node.expr.is_Symbol)
+    return isinstance(value, (torch.SymInt, torch.SymFloat)) and bool(value.node.expr.is_Symbol)
 
 
 def hint_of(number: Any) -> Any:
