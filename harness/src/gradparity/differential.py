@@ -91,8 +91,7 @@ def _compare(
     for stock in (subject.stock, subject.rounds_as):
         is_asked = stock is subject.stock or row.symptom in SYMPTOMS.values()
         if stock is not None and is_asked and row.verdict.is_divergence and not row.stocks_own:
-            silent = subject.answers_for_silent and stock is subject.stock
-            row = _attributed(program, stock, evidence, row, device, silent)
+            row = _attributed(program, subject, stock, evidence, row, device)
     if row.stocks_own or not confirm:
         return Comparison(row, evidence)
     if row.verdict is Verdict.DIVERGE and row.symptom.removesuffix("-bits") in SYMPTOMS.values():
@@ -110,14 +109,15 @@ def _compare(
 
 
 def _attributed(
-    program: Program, stock: Subject, evidence: Evidence, row: Row, device: torch.device, silent: bool
+    program: Program, subject: Subject, stock: Subject, evidence: Evidence, row: Row, device: torch.device
 ) -> Row:
-    """The row, marked if this form of stock torch diverges in all that the subject does, and, with `silent`,
-    nothing of it is.
+    """The row, marked if this form of stock torch diverges in all that the subject does, and the subject
+    answers for nothing of it.
     """
     stock.reset(program.cold)
     outcome = observe(program.case, program.body, stock, torch.float32, device)
-    own = not_stocks_own(evidence, outcome, silent)
+    only_rounds = stock is not subject.stock
+    own = not_stocks_own(evidence, outcome, subject.answers_for_silent and not only_rounds, only_rounds)
     if own is None:
         return replace(row, stocks_own=True)
     return replace(row, verdict=own.verdict, symptom=own.symptom, reason=own.reason, place=own.place)

@@ -7,7 +7,7 @@ import torch
 
 from gradparity.differential import compare
 from gradparity.oracles.attribution import not_stocks_own
-from gradparity.oracles.evidence import Evidence
+from gradparity.oracles.evidence import Evidence, Reference
 from gradparity.outcome import GradRecord, HookEvent, Outcome, Raised, ValueRecord, freeze
 from gradparity.subjects.base import Subject
 from gradparity.subjects.registry import resolve
@@ -162,6 +162,24 @@ def test_values_may_be_as_far_off_as_stocks_with_the_same_code_generator(
     subject.rounds_as = resolve(f"planted:{generator}") if generator else Subject("stock")
     row = compare(bench.program(hooked_body), subject, CPU).row
     assert (row.verdict, row.symptom, row.stocks_own) == (Verdict.DIVERGE, "grad-values", own)
+
+
+@pytest.mark.parametrize(
+    ("subject", "reference", "found"),
+    [
+        (1.00005, None, None),
+        (1.001, None, "grad-values"),  # both may have drawn other numbers
+        (1.001, 1.0005, None),
+        (float("nan"), None, "grad-values"),
+    ],
+)
+def test_what_a_code_generator_rounds_is_near_to_eager_or_has_a_reference(
+    subject: float, reference: float | None, found: str | None
+) -> None:
+    run = Reference(None, "none") if reference is None else Reference(outcome(x=reference))
+    evidence = Evidence(outcome(x=1.0), outcome(x=subject), bitwise=False, reference=lambda: run)
+    left = not_stocks_own(evidence, outcome(x=subject), only_rounds=True)
+    assert (None if left is None else left.symptom) == found
 
 
 def test_only_values_ask_the_code_generator(bench, hooked_body) -> None:

@@ -9,6 +9,9 @@ the subject's need only be as near to eager as those of a subject that promises 
 A subject that is sold as a whole, its front end being stock's, answers for what nobody would notice: wrong
 values, kinds and layouts, side effects, and errors that do not come. Stock's own are then an exception, the
 order of hooks and what they are given, and the last bits.
+
+Of stock with the same code generator, only rounding is excused. Values that it has in common with the subject
+need a float64 reference, to which both are near, or are near to eager's: both may draw other numbers.
 """
 
 from __future__ import annotations
@@ -23,16 +26,18 @@ from gradparity.oracles.grad_metadata import leaf_metadata
 from gradparity.oracles.hook_order import Step, hook_order
 from gradparity.oracles.invariants import invariants
 from gradparity.oracles.side_effects import side_effects
-from gradparity.oracles.values import leaf_values
+from gradparity.oracles.values import leaf_values, may_be_rounding
 from gradparity.outcome import HookEvent, Outcome, TensorRecord
 from gradparity.verdict import Finding, Verdict
 
 CALLED, NOT_CALLED = "called", "not called"
 
 
-def not_stocks_own(evidence: Evidence, stock: Outcome, answers_for_silent: bool = False) -> Finding | None:
+def not_stocks_own(
+    evidence: Evidence, stock: Outcome, answers_for_silent: bool = False, only_rounds: bool = False
+) -> Finding | None:
     """The first finding of this evidence that stock does not share, or for which the subject answers
-    nevertheless because it is silent.
+    nevertheless: because it is silent, or, with `only_rounds`, because rounding does not explain it.
     """
     mine = replace(evidence, notes=[])
     theirs = replace(mine, eager=stock, notes=[])
@@ -43,7 +48,9 @@ def not_stocks_own(evidence: Evidence, stock: Outcome, answers_for_silent: bool 
     if (found := hook_order(mine)) is not None and not _order_is_explained(mine, stock):
         return found
     shown = mine if answers_for_silent else theirs
-    found = _values_shown(mine, shown) or _leaves(_aligned(mine), _aligned(theirs), answers_for_silent)
+    found = _values_shown(mine, shown) or _leaves(
+        _aligned(mine), _aligned(theirs), answers_for_silent, only_rounds
+    )
     if found is not None and ended_early is not None and found.symptom.endswith("-none"):
         return None
     return found or _beside(mine, shown)
@@ -85,7 +92,7 @@ def _values_shown(mine: Evidence, theirs: Evidence) -> Finding | None:
     return Finding(Verdict.DIVERGE, "values-observed", f"eager shows {others[0]}, subject {shown}")
 
 
-def _leaves(mine: Evidence, theirs: Evidence, answers_for_silent: bool) -> Finding | None:
+def _leaves(mine: Evidence, theirs: Evidence, answers_for_silent: bool, only_rounds: bool) -> Finding | None:
     others = {pair.label: pair for pair in theirs.pairs}
     loose = replace(mine, bitwise=False, notes=[])
     for pair in mine.pairs:
@@ -99,7 +106,8 @@ def _leaves(mine: Evidence, theirs: Evidence, answers_for_silent: bool) -> Findi
             continue  # a leaf that neither stock nor the subject came to register
         is_near = _stock_rounds(pair, other) and not (leaf_metadata(pair, loose) or leaf_values(pair, loose))
         is_shared = (leaf_metadata(other, theirs) or leaf_values(other, theirs)) is None
-        if not is_near and not (is_shared and (pair.role == "event" or not answers_for_silent)):
+        is_excused = may_be_rounding(pair, mine) if only_rounds else not answers_for_silent
+        if not is_near and not (is_shared and (is_excused or (pair.role == "event" and not only_rounds))):
             return found
     return None
 

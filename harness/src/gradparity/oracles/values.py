@@ -16,6 +16,8 @@ from gradparity.oracles.tolerances import UNSTABLE, Tolerance, tolerance
 from gradparity.outcome import Payload, TensorRecord
 from gradparity.verdict import Finding, Verdict
 
+ROUNDED = 4
+"""So many plain tolerances apart may values be that are rounded otherwise and have no float64 reference."""
 CANCELLED = 1e-6
 """Gradients smaller than this share of the values are what rounding leaves of nothing."""
 SYMPTOMS = {"grad": "grad-values", "value": "values", "state": "state-values", "event": "hook-payload"}
@@ -89,6 +91,16 @@ def leaf_values(pair: Pair, evidence: Evidence) -> Finding | None:
     elif found.verdict is Verdict.REF_UNSTABLE:
         symptom = "ref-unstable"
     return Finding(found.verdict, symptom, f"{pair.label}: {found.describe()}", pair.place)
+
+
+def may_be_rounding(pair: Pair, evidence: Evidence) -> bool:
+    """Whether rounding may be why a leaf differs: it has a float64 reference, or the difference is small."""
+    records, reference = _records(pair), evidence.reference_leaves.get(pair.label)
+    if records is None or (row := tolerance(records[0].dtype)) is None:
+        return False
+    if isinstance(reference, TensorRecord) and reference.shape == records[0].shape:
+        return True
+    return distance(*records) <= ROUNDED * row.plain * magnitude(records[0])
 
 
 def _measure(label: str, eager: TensorRecord, subject: TensorRecord, evidence: Evidence) -> LeafError:

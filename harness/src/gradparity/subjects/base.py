@@ -25,9 +25,10 @@ class Subject:
     `bitwise`: promises gradients equal to eager's to the bit. `accountable`: its unexpected divergences
     fail a run. `may_refuse`: an error that says "not supported" counts as UNSUPPORTED rather than DIVERGE.
     `own_random`: it draws other random numbers than eager. `stock`: the subject with the same forward and
-    torch's own backward, where that forward is not eager's. `answers_for_silent`: it answers for what `stock`
-    does wrong, too, if nothing raises: values, layouts, side effects. `rounds_as`: stock torch with the same
-    code generator: where a value is as near to float64 as stock's, the difference is the generator's.
+    torch's own backward, where that forward is not eager's. `answers_for_silent`: it answers for what
+    `stock` does wrong, too, if nothing raises: values, layouts, side effects. `rounds_as`: stock torch with
+    the same code generator: where a value is as near to float64 as stock's, or both are near to eager's,
+    the difference is the generator's.
     """
 
     bitwise: bool = False

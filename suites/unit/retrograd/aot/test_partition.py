@@ -61,6 +61,12 @@ def test_outputs_are_saved_without_memory_of_their_own() -> None:
     assert parts.saved_bytes == 0
 
 
+@pytest.mark.parametrize(("operator", "kinds"), [(Tensor.sgn, ["primal", "output"]), (Tensor.neg, [])])
+def test_what_eager_saves_and_no_gradient_reads_is_checked(operator: Any, kinds: list[str]) -> None:
+    (backward,) = aot.partition(captured(operator, leaf(3))).backwards
+    assert [one.kind.value for one in backward.checked] == kinds
+
+
 def test_saved_bytes_count_the_type() -> None:
     parts = aot.partition(captured(waves, leaf(3, 4, dtype=torch.float64)), "save_all")
     assert parts.saved_bytes == 96

@@ -5,6 +5,8 @@ In: a probe, whose `compile` is the identity for eager. Out: gradients and their
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -191,3 +193,86 @@ def aot_inputs_that_no_gradient_reads_are_changed(p: Probe) -> None:
         with p.backward():
             out.backward(cotangent, create_graph=number == 1)
         p.value(f"gradients {number}", (x.grad, bias.grad))
+
+
+#: functions whose backward reads results only, or copies that they have made.
+WITHOUT_INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": lambda x: x.tanh(),
+    "exp_and_scaled": lambda x: x.exp() * 3,
+    "sine_of_a_product": lambda x: (x * 2).sin(),
+    "reciprocal_transposed": lambda x: x.reciprocal().t(),
+}
+
+#: cotangents whose elements are not what is in memory, or lie there in another order.
+LAZY: dict[str, Callable[[Tensor], Tensor]] = {
+    "negated": lambda g: torch.complex(g, g.detach()).conj().imag,
+    "negated_twice": lambda g: torch._neg_view(torch._neg_view(g)),
+    "negated_and_expanded": lambda g: torch._neg_view(g[:1]).expand_as(g),
+    "conjugated": lambda g: torch.complex(g, g.detach() * 2).conj(),
+    "conjugated_and_negated": lambda g: torch._neg_view(torch.complex(g, g.detach() * 2).conj()),
+}
+
+
+def _register_lazy(function: str, lazy: str) -> None:
+    def body(p: Probe) -> None:
+        x = p.leaf("x", p.randn(3, 3, requires_grad=True))
+        cotangents = [LAZY[lazy](p.randn(3, 3)) for _ in range(2)]
+        call = p.compile(WITHOUT_INPUTS[function])
+        for changes in (False, True, True):
+            given = (x * 2).to(cotangents[0].dtype)
+            out = call(given)
+            if changes:
+                with torch.no_grad():
+                    given.add_(1)
+            with p.backward():
+                out.backward(cotangents[0], retain_graph=True)
+                p.value(f"grad {changes}", torch.autograd.grad(out, given, cotangents[1]))
+
+    body.__name__ = f"aot_{lazy}_cotangent_of_{function}_after_its_input_changed"
+    text = (
+        f"A {lazy} cotangent of a {function} comes when its input has changed, which its backward needs not."
+    )
+    body.__doc__ = text.replace("_", " ")
+    scenario(tags=(*TAGS, "in-place"))(body)
+
+
+for _function in WITHOUT_INPUTS:
+    for _lazy in LAZY:
+        _register_lazy(_function, _lazy)
+
+
+@scenario(tags=(*TAGS, "in-place"))
+def aot_negated_cotangent_of_a_function_that_changes_its_input(p: Probe) -> None:
+    """A lazily negated cotangent comes to a function that has changed its input in place itself."""
+    x = p.leaf("x", p.randn(3, 3, requires_grad=True))
+
+    def run(a: Tensor) -> Tensor:
+        return a.mul_(2).tanh() + 1
+
+    call = p.compile(run)
+    for _ in range(2):
+        out = call(x * 1)
+        with p.backward():
+            out.backward(torch._neg_view(p.randn(3, 3)))
+
+
+@scenario(tags=(*TAGS, "in-place", "errors"))
+def aot_negated_cotangent_after_a_saved_input_changed(p: Probe) -> None:
+    """A lazily negated cotangent comes when an input has changed that was saved: an error."""
+    x = p.leaf("x", p.randn(3, 3, requires_grad=True))
+    given = x * 2
+    out = p.compile(lambda a: a.sin())(given)
+    given.add_(1)
+    with p.backward():
+        out.backward(torch._neg_view(p.randn(3, 3)))
+
+
+@scenario(tags=TAGS)
+def aot_negated_cotangent_that_is_differentiated(p: Probe) -> None:
+    """A lazily negated cotangent with a history of its own, under create_graph."""
+    x, g = (p.leaf(name, p.randn(3, 3, requires_grad=True)) for name in "xg")
+    out = p.compile(lambda a: a.tanh())(x)
+    with p.backward():
+        (first,) = torch.autograd.grad(out, x, torch._neg_view(g), create_graph=True)
+        p.value("first", first)
+        first.square().sum().backward()

@@ -67,13 +67,16 @@ def is_operator_overload(target: Any) -> TypeGuard[torch._ops.OpOverload]:
 
 #: of a forward call of a joint graph: which of eager's saved tensors it makes (`aot.released`).
 SAVED_FOR = "saved_for"
+#: of a node of a joint graph: the regions for which eager saves its value, or one that shows the same memory.
+KEPT_FOR = "kept_for"
 
 
 def replace_by_equal(node: fx.Node, equal: fx.Node) -> None:
     """Have everybody read `equal`, which gives the same value as `node`."""
     node.replace_all_uses_with(equal)
-    if noted := node.meta.get(SAVED_FOR):
-        equal.meta[SAVED_FOR] = (*equal.meta.get(SAVED_FOR, ()), *noted)
+    for key in (SAVED_FOR, KEPT_FOR):
+        if noted := node.meta.get(key):
+            equal.meta[key] = (*equal.meta.get(key, ()), *noted)
 
 
 def schema_of(target: Any) -> Any:

@@ -39,6 +39,14 @@ def is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the same elements in memory, if it is lazy; what is expanded stays so."""
+    if not is_lazy(tensor):
+        return tensor
+    once = tensor[tuple([slice(None) if stride else slice(1) for stride in tensor.stride()])]
+    return once.resolve_conj().resolve_neg().expand(tensor.shape)
+
+
 def geometry_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Sizes and strides; None if more than these says what the elements are: if it is lazily conjugated or
     negated, sparse, or holds a batch of torch's vmaps."""

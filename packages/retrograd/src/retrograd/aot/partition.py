@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.fx import (
+    KEPT_FOR,
     add_call,
     copied_module,
     draws_random_numbers,
@@ -240,17 +241,16 @@ class _Division:
     def _checked(self, number: int, read: list[fx.Node]) -> tuple[Saved, ...]:
         """What eager keeps for a region, can be changed by the user, and is not saved as it is."""
         memory, changed = self.memory, self._changed_primals()
-        kept = {
-            memory.owner[value]: value
-            for value in read_by_backward(self.joint.gm, number)
-            if value in memory.owner and not is_number(value)
-        }
+        owners = [memory.owner.get(value) for value in read_by_backward(self.joint.gm, number)]
+        kept = [owner for owner in owners if owner in memory.kept_by_eager and not is_number(owner)]
+        visible = [memory.owner[node] for node in (*memory.primals, *memory.outputs)]
+        kept += [n for n in visible if number in n.meta.get(KEPT_FOR, ())]
         covered = {memory.owner[node] for node in read if node in memory.primals or node in memory.outputs}
         checked = []
-        for owner, value in kept.items():
-            if owner in covered or owner in changed or owner not in memory.kept_by_eager:
+        for owner in dict.fromkeys(kept):
+            if owner in covered or owner in changed:
                 continue
-            example = value.meta.get("val")
+            example = owner.meta.get("val")
             if owner in memory.primals:
                 checked.append(Saved(owner.name, SavedKind.PRIMAL, memory.primals[owner], example, True))
             for output, place in memory.outputs.items():

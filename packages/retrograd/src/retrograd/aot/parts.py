@@ -101,7 +101,7 @@ def memory_of(gm: fx.GraphModule, signature: JointSignature) -> Memory:
     """Follow views through the graph of `gm`."""
     owner: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
-        base = _viewed(node)
+        base = viewed(node)
         owner[node] = owner[base] if base is not None else node
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     primals = {node: i for i, node in enumerate(placeholders[: len(signature.primals)])}
@@ -122,7 +122,7 @@ def memory_of(gm: fx.GraphModule, signature: JointSignature) -> Memory:
     return Memory(owner, primals, outputs, frozenset(kept))
 
 
-def _viewed(node: fx.Node) -> fx.Node | None:
+def viewed(node: fx.Node) -> fx.Node | None:
     """The argument whose memory a call's result shows."""
     if node.op != "call_function" or not is_operator_overload(node.target):
         return None

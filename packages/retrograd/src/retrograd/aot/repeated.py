@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import add_copy, has_effect, is_higher_order, is_random
+from retrograd._torch.fx import KEPT_FOR, add_copy, has_effect, is_higher_order, is_random
 from retrograd._torch.state import ThreadModes
 from retrograd._torch.tensor import is_dense
 from retrograd._torch.trace import (
@@ -238,6 +238,7 @@ def _written_down(joint: JointGraph, structure: Structure, modes: ThreadModes) -
         gradients=tuple([None if one is None else notes.number_of(one) for one in gradients]),
         contributed=tuple([there.index for there in sends.values()]),
         steps=tuple(map(tuple, steps.values())),
+        kept=tuple([notes.number_of(node) for node in graph.nodes if KEPT_FOR in node.meta]),
         saves=bool(joint.saving),
         has_functions=bool(joint.with_functions),
         undefined_matters=bool(joint.undefined_matters),

@@ -65,7 +65,7 @@ from retrograd._torch.autograd.request import (
     read_ranks,
     why_not_collectable,
 )
-from retrograd._torch.autograd.saved import put_in_place, saved_name, saved_tensors_of, saves_tensors
+from retrograd._torch.autograd.saved import kept_by, put_in_place, saved_name, saved_tensors_of, saves_tensors
 from retrograd._torch.autograd.turns import (
     InTurns,
     beginning_of,

@@ -65,6 +65,16 @@ def saved_tensors_of(node: Any) -> list[tuple[str, int | None, torch.Tensor]] | 
     return found
 
 
+def kept_by(node: Any) -> Iterator[torch.Tensor]:
+    """The tensors whose versions a node checks when it runs: all that it has saved, read or not, or that a
+    Function asks its context for. What hooks have packed is not checked."""
+    function = getattr(node, "_forward_cls", None)
+    if function is None or reads_saved_tensors(function):
+        for _, _, raw in _saved(node):
+            if raw.unpack_hook is None and raw.data is not None:
+                yield raw.data
+
+
 def put_in_place(node: Any, attribute: str, place: int | None, value: torch.Tensor) -> None:
     """Have the node read `value` where it has saved another tensor; its history stays that of the other."""
     raw = getattr(node, _RAW + attribute)

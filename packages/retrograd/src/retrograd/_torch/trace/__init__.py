@@ -60,6 +60,7 @@ from retrograd._torch.trace.runs import (
     RunCopy,
     RunInput,
     TracedRun,
+    kept_by_run,
     noted_run,
     switched,
     switches_more,

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from retrograd._torch.fx import KEPT_FOR
 from retrograd._torch.state import ThreadModes, torch_functions_off
 from retrograd._torch.trace.fakes import Form, form_of
 from retrograd._torch.trace.functional import plain, to_functional
@@ -27,7 +28,8 @@ from retrograd._torch.trace.recall import NotedNode, Notes, Writing
 from retrograd.errors import Refusal
 
 #: entries of metadata that are of the place where a node is written.
-_OF_PLACE = {"val", "eager_input_vals", "region", "is_backward", "seq_nr", *HANDED_ON} - {CALL_OF_RUN}
+_OF_PLACE = {"val", "eager_input_vals", "region", "is_backward", "seq_nr", KEPT_FOR, *HANDED_ON}
+_OF_PLACE -= {CALL_OF_RUN}
 
 
 class OtherCotangent(Exception):
@@ -64,6 +66,7 @@ class TracedRun:
         gradients: numbers of what is contributed to gradients of inputs, or None where that is undefined, in
             the order in which it arrives; `contributed` has the inputs.
         steps: by autograd node of eager's, which of these it contributes.
+        kept: numbers of what eager saves for it.
         saves: whether eager saves tensors for it. has_functions: whether Functions are among its nodes.
         undefined_matters: whether one of them tells an undefined gradient from zeros.
     """
@@ -78,6 +81,7 @@ class TracedRun:
     gradients: tuple[int | None, ...]
     contributed: tuple[int, ...]
     steps: tuple[tuple[int, ...], ...]
+    kept: tuple[int, ...]
     saves: bool
     has_functions: bool
     undefined_matters: bool
@@ -230,6 +234,12 @@ def traced_run_of(node: Any) -> TracedRun | None:
         return None
     run: TracedRun = node.written.run
     return run
+
+
+def kept_by_run(node: Any) -> list[fx.Node]:
+    """What eager saves for the run whose autograd nodes `node` stands for."""
+    written: _Written = node.written
+    return [written.nodes[number] for number in written.run.kept]
 
 
 # what calls of a graph switch

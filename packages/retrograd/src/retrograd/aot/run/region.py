@@ -3,6 +3,8 @@
 In: the context of a `RegionNode` and cotangents. Out: a gradient for each of the region's destinations.
 Compiled code runs if it was made for cotangents like these. For other layouts the region is traced again, a
 few times. Everything else runs as eager would run it, also where compiled code raises and eager does not.
+Where it cannot, because an input has changed that eager does not need, cotangents are laid out as traced for
+compiled code, and resolved if they are lazily conjugated or negated.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from retrograd._torch.state import (
     without_autocast,
 )
 from retrograd._torch.subclass import PLAIN, Layout, built
-from retrograd._torch.tensor import graph_is_kept
+from retrograd._torch.tensor import graph_is_kept, resolved
 from retrograd._torch.trace import InputGuard, is_batched, know_values, laid_out_like
 from retrograd.aot.released import PutBack
 from retrograd.aot.run.cotangents import Expected, Strides, traced_for
 from retrograd.aot.run.lower_half import announce, is_ready, lower, still_compiling
 from retrograd.aot.run.record_half import lower_recorded, may_replay
-from retrograd.aot.run.rerun import rerun_region
+from retrograd.aot.run.rerun import rerun_region, why_not_again
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, EagerBackend
 from retrograd.config import Config
@@ -136,12 +138,17 @@ class RegionCode:
         if are_undefined and not self._has_functions:
             return [None] * len(self.destinations)
         saved = ctx.saved_tensors if self._saves else ()  # what saves nothing may run as often as one likes
-        if is_recorded or are_undefined or self._is_barred() or not self._fit(cotangents):
+        if is_recorded or are_undefined or self._is_barred():
             return self._as_eager(ctx, cotangents)
+        if not self._fit(cotangents):
+            plain = tuple([c if c is None else resolved(c) for c in cotangents])
+            if self._can_run_again(ctx) or not self._fit(plain):
+                return self._as_eager(ctx, cotangents)
+            cotangents = plain
         autocast, layouts = ThreadModes.autocast_now(), self._layouts(cotangents)
         code = self._codes.get((autocast, layouts)) or self._code_for(autocast, layouts)
         if code.graph is None:
-            if autocast or ctx.again is not None:
+            if autocast or self._can_run_again(ctx):
                 return self._as_eager(ctx, cotangents)
             code = self._codes.get(((), self._as_traced)) or self._code_for((), self._as_traced)
         is_as_traced = code.graph is not self._graph or layouts in (self._as_traced, _BATCHED)
@@ -157,6 +164,9 @@ class RegionCode:
         _give_up(ctx)
         assert code.run is not None
         return self._run(code.run, args)
+
+    def _can_run_again(self, ctx: Any) -> bool:
+        return why_not_again(self._partition.joint, self._number, ctx.again) is None
 
     def _is_barred(self) -> bool:
         """Whether the backward that is running may not enter reentrant checkpoints, and there are some."""

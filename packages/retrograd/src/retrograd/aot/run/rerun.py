@@ -99,6 +99,24 @@ class RepeatableCall(NamedTuple):
 PuttingBack = Callable[[LiveGraph, Sequence[Any]], None]
 
 
+def why_not_again(joint: JointValues, number: int, call: RepeatableCall | None) -> Exception | None:
+    """Why region `number` of a call cannot be run again: the error that `rerun_region` raises at once."""
+    if call is None:
+        return CaptureError.because(
+            "call-not-repeatable",
+            f"{joint.state.name} changes its inputs in place, so that this backward (a second derivative, or "
+            "cotangents of another kind than captured) cannot be made",
+            "aot.run_backward",
+            way_out="keep the change out of the function, or run it eagerly",
+        )
+    at = {n: version for n, version in enumerate(call.versions) if version is not None}
+    changed = {n: version for n, version in at.items() if call.primals[n]._version != version}
+    read = primals_read(joint, gradients_of(joint, number)) if changed else set()
+    for n in filter(read.__contains__, changed):
+        return RuntimeError(modified_error(call.primals[n], changed[n]))
+    return None
+
+
 def rerun_region(
     joint: JointValues,
     number: int,
@@ -116,19 +134,9 @@ def rerun_region(
         CaptureError: the call cannot be repeated, because it changed its inputs.
         RuntimeError: an input was changed in place since the call, in eager's words.
     """
-    if call is None:
-        raise CaptureError.because(
-            "call-not-repeatable",
-            f"{joint.state.name} changes its inputs in place, so that this backward (a second derivative, or "
-            "cotangents of another kind than captured) cannot be made",
-            "aot.run_backward",
-            way_out="keep the change out of the function, or run it eagerly",
-        )
-    at = {n: version for n, version in enumerate(call.versions) if version is not None}
-    changed = {n: version for n, version in at.items() if call.primals[n]._version != version}
-    read = primals_read(joint, gradients_of(joint, number)) if changed else set()
-    for n in filter(read.__contains__, changed):
-        raise RuntimeError(modified_error(call.primals[n], changed[n]))
+    if (error := why_not_again(joint, number, call)) is not None:
+        raise error
+    assert call is not None
     differentiable = torch.is_grad_enabled()
     inlined = not joint.reenters or (wanted is None and not differentiable)
     second = partial(_second_run, joint, number, call, put_back, differentiable, inlined)

@@ -22,15 +22,19 @@ from retrograd._torch.autograd import (
     fitted,
     graph_below,
     idle_nodes,
+    kept_by,
     leaf_of,
     materializes_grads,
     refuse_nan,
     saves_tensors,
     why_backward_has_effects,
 )
+from retrograd._torch.fx import KEPT_FOR
 from retrograd._torch.state import Autocast, ThreadModes
 from retrograd._torch.subclass import Layout, built, is_wrapper, layout_of, parts_of
-from retrograd._torch.trace import JointTracer, is_traced, plain, to_functional, traced_run_of
+from retrograd._torch.tensor import inner_tensors
+from retrograd._torch.trace import JointTracer, is_traced, kept_by_run, plain, to_functional, traced_run_of
+from retrograd.aot.parts import viewed
 from retrograd.aot.released import Releasable, releasable
 from retrograd.aot.trace.analyse import Analysis, TracedValue, stand_in
 from retrograd.aot.trace.enter import Inputs
@@ -256,6 +260,7 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
                 made.undefined_matters.add(number)
             if any(run.saves for run in inside) or any(map(saves_tensors, handles)):
                 made.saving.add(number)
+            _mark_kept(tracer, handles, [graph.nodes[i].handle for i in region.nodes if i in runs], number)
             walk = Walk(graph, structure, primals, number, noting)
             with accumulating_only_into(is_traced):
                 made.grads.append(walk.run(_cotangents(tracer, roots, manner.layouts, made.cotangents)))
@@ -276,6 +281,18 @@ def _refuse_effects(graph: LiveGraph) -> None:
         function = None if traced_run_of(node.handle) else getattr(node.handle, "_forward_cls", None)
         if function is not None and (reason := why_backward_has_effects(function)) is not None:
             raise Refusal("backward-effect", f"{function.__qualname__}: {reason}")
+
+
+def _mark_kept(tracer: JointTracer, handles: Sequence[Any], runs: Sequence[Any], region: int) -> None:
+    """Mark what nodes of a region have saved, read or not: once it has changed, eager refuses to run them.
+    `runs` are nodes of runs that come again."""
+    tensors = (inner for one in handles for kept in kept_by(one) for inner in inner_tensors(plain(kept)))
+    made = [*map(tracer.node_of, tensors), *(node for one in runs for node in kept_by_run(one))]
+    for node in made:
+        while node is not None and (base := viewed(node)) is not None:
+            node = base
+        if node is not None and region not in node.meta.get(KEPT_FOR, ()):
+            node.meta[KEPT_FOR] = (*node.meta.get(KEPT_FOR, ()), region)
 
 
 def _edge(value: TracedValue) -> tuple[Any, int] | None:
