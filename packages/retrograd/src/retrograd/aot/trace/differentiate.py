@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from retrograd._torch.autograd import (
     accumulating_only_into,
@@ -248,6 +249,7 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
         return tracer.noting(seq_nr=node.sequence, autograd_node=node.name)
 
     modes = ThreadModes(grad=False, autocast=manner.autocast)
+    again = {node.meta.get("seq_nr") for node in tracer.graph.nodes if "ac_graph_id" in node.meta}
     for number, region in enumerate(structure.regions):
         with modes.restored(), tracer.noting(is_backward=True, region=number):
             roots = {root: traced[values[root]] for root in region.roots}
@@ -260,7 +262,7 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
                 made.undefined_matters.add(number)
             if any(run.saves for run in inside) or any(map(saves_tensors, handles)):
                 made.saving.add(number)
-            _mark_kept(tracer, handles, [graph.nodes[i].handle for i in region.nodes if i in runs], number)
+            _mark_kept(tracer, [graph.nodes[node] for node in region.nodes], number, again)
             walk = Walk(graph, structure, primals, number, noting)
             with accumulating_only_into(is_traced):
                 made.grads.append(walk.run(_cotangents(tracer, roots, manner.layouts, made.cotangents)))
@@ -283,11 +285,18 @@ def _refuse_effects(graph: LiveGraph) -> None:
             raise Refusal("backward-effect", f"{function.__qualname__}: {reason}")
 
 
-def _mark_kept(tracer: JointTracer, handles: Sequence[Any], runs: Sequence[Any], region: int) -> None:
+def _mark_kept(
+    tracer: JointTracer, nodes: Sequence[LiveNode], region: int, again: Collection[int | None]
+) -> None:
     """Mark what nodes of a region have saved, read or not: once it has changed, eager refuses to run them.
-    `runs` are nodes of runs that come again."""
-    tensors = (inner for one in handles for kept in kept_by(one) for inner in inner_tensors(plain(kept)))
-    made = [*map(tracer.node_of, tensors), *(node for one in runs for node in kept_by_run(one))]
+    Those of the numbers `again` are inside a checkpoint, which saves nothing and makes them anew."""
+    made: list[fx.Node | None] = []
+    for one in nodes:
+        if traced_run_of(one.handle):
+            made += kept_by_run(one.handle)
+        elif one.sequence not in again:
+            tensors = (inner for kept in kept_by(one.handle) for inner in inner_tensors(plain(kept)))
+            made += map(tracer.node_of, tensors)
     for node in made:
         while node is not None and (base := viewed(node)) is not None:
             node = base
