@@ -84,6 +84,15 @@ def test_one_cast_is_saved_of_an_activation_that_three_layers_read() -> None:
     assert len(casts) <= 1
 
 
+def test_what_a_saved_number_is_made_of_is_saved_as_numbers() -> None:
+    joint = captured(lambda x: x.exp() * (x.shape[0] * 2 + x.shape[1]), leaf(5, 3), dynamic=True)
+    made = aot.partition(joint)
+    (backward,) = made.backwards
+    numbers = {str(made.saved[i].value) for i in backward.saved if made.saved[i].is_number}
+    symbols = {str(size) for size in joint.primals[0].fake.shape}
+    assert symbols < numbers
+
+
 def test_sizes_are_saved_as_numbers() -> None:
     joint = captured(lambda x, y: (x.expand(y.shape[0], 3) * y).sum(), leaf(3), tensor(5, 3), dynamic=True)
     for policy in ("min_cut", "save_all", "recompute_all"):
