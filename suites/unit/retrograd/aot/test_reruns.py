@@ -5,6 +5,7 @@ What eager computes is asked of eager in the same test, to the bit; counters say
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import retrograd
 from retrograd import aot
+from retrograd._torch.state import ThreadModes
 from retrograd.aot.run import region
 from retrograd.aot.run.call import FEWEST_RERUNS
 from retrograd.aot.run.region import MOST_LAYOUTS
@@ -285,3 +287,22 @@ def test_a_call_is_made_again_on_its_own_default_device() -> None:
         out = compiled(lambda x: x.exp() * torch.ones(4))(x)
     (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     assert grad.device.type == "meta"
+
+
+def test_default_dtypes_of_two_threads_are_put_back() -> None:
+    modes = ThreadModes.now()._replace(dtype=torch.float64)
+    seen, together = [], threading.Barrier(4)
+
+    def restore() -> None:
+        together.wait()
+        for _ in range(50):
+            with modes.restored():
+                seen.append(torch.get_default_dtype())
+
+    threads = [threading.Thread(target=restore) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 200
+    assert torch.get_default_dtype() is torch.float32

@@ -22,6 +22,7 @@ from torch.utils._device import DeviceContext
 
 from retrograd._torch.cuda import side_streams, user_code_in_order
 from retrograd._torch.fx import real_tensors
+from retrograd.process import ForkSafeLock
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,9 +80,8 @@ class ThreadModes(NamedTuple):
         """These modes, whatever they are outside, but not `deterministic`. A default dtype is of the whole
         process: it is set only where it has changed since."""
         with ExitStack() as modes:
-            if (dtype := torch.get_default_dtype()) is not self.dtype:
-                modes.callback(torch.set_default_dtype, dtype)
-                torch.set_default_dtype(self.dtype)
+            if torch.get_default_dtype() is not self.dtype:
+                modes.enter_context(_default_dtype(self.dtype))
             if _default_device() != self.device:
                 modes.enter_context(torch.device(self.device))
             modes.enter_context(torch.set_grad_enabled(self.grad))
@@ -98,6 +98,21 @@ class ThreadModes(NamedTuple):
             found for found in zip(self._fields, self, now, strict=True) if found[1] != found[2]
         )
         return f"{_NAMES.get(name, name)} was {_readable(old)}, now {_readable(new)}"
+
+
+#: held while the default dtype is another one, so that each thread puts back what the first one found.
+_another_dtype = ForkSafeLock()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    with _another_dtype:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 def _default_device() -> str:

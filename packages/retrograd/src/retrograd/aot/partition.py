@@ -137,7 +137,7 @@ class _Division:
             return node
         size = self.sizes.get((primal, dim))
         if size is None:
-            with self.joint.gm.graph.inserting_before(self.cotangents[0].next):
+            with self.joint.gm.graph.inserting_before(self.cotangents[-1].next):
                 size = add_call(self.joint.gm.graph, torch.ops.aten.sym_size.int, (node, dim))
             size.meta["val"] = node.meta["val"].shape[dim]
             self.sizes[primal, dim] = size

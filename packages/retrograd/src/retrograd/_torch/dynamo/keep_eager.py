@@ -105,10 +105,9 @@ def _made(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
 def guard_module_hooks(guards: Any) -> None:
     """Add guards where `guards` names hooks of a module. Dynamo guards code and cells of those that it
     has seen; not that there are none, and in torch 2.11 not what their parameters are by default."""
-    found = {guard.name: guard for guard in guards if guard.name.endswith(_HOOKS_OF_A_MODULE)}
-    if found:
-        first, *_ = each = [*found.values()]
-        guards.add(Guard(first.originating_source, functools.partial(_guard_hooks, each)))
+    named = {guard.name: guard for guard in guards if guard.name.endswith(_HOOKS_OF_A_MODULE)}
+    if found := [*named.values()]:
+        guards.add(Guard(found[0].originating_source, functools.partial(_guard_hooks, found)))
 
 
 def _guard_hooks(found: Sequence[Guard], builder: Any, guard: Guard) -> None:

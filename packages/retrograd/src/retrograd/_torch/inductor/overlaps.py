@@ -44,7 +44,9 @@ def _is_fill(node: fx.Node) -> bool:
     """Whether one element replaces those that a mask names."""
     given: Any = node.args
     _, indices, value, *_ = given
-    return len(indices) == 1 and indices[0].meta["val"].dtype is torch.bool and value.meta["val"].numel() == 1
+    if node.kwargs or len(indices) != 1 or value.meta["val"].numel() != 1:
+        return False
+    return bool(indices[0].meta["val"].dtype is torch.bool)
 
 
 def _fill(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
