@@ -170,7 +170,8 @@ def _said(state: CaptureState, gm: fx.GraphModule, config: Config) -> Iterator[s
 
 
 def _is_unknown(value: Any) -> bool:
-    """Whether it is a symbolic number, or a tensor of which a size is one."""
+    """Whether it is a symbolic number, or a tensor of which a size is one. One that Dynamo has fixed since
+    has no symbol any more, and is one still: the graph says the same for other values."""
     return isinstance(value, _SYMBOLIC) or (isinstance(value, torch.Tensor) and is_symbolic(value))
 
 

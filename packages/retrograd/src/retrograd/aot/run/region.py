@@ -141,10 +141,11 @@ class RegionCode:
         if is_recorded or are_undefined or self._is_barred():
             return self._as_eager(ctx, cotangents)
         if not self._fit(cotangents):
-            plain = tuple([c if c is None else resolved(c) for c in cotangents])
-            if self._can_run_again(ctx) or not self._fit(plain):
+            if self._can_run_again(ctx):
                 return self._as_eager(ctx, cotangents)
-            cotangents = plain
+            cotangents = tuple([c if c is None else resolved(c) for c in cotangents])
+            if not self._fit(cotangents):
+                return self._as_eager(ctx, cotangents)
         autocast, layouts = ThreadModes.autocast_now(), self._layouts(cotangents)
         code = self._codes.get((autocast, layouts)) or self._code_for(autocast, layouts)
         if code.graph is None:
