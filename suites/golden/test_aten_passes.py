@@ -202,3 +202,51 @@ def test_merge_equal_calls_keeps_apart_what_can_be_seen_and_what_is_far_apart() 
     graph = joint_by_hand(build, (torch.ones(3), torch.randn(3)), 1, outputs=4)
     before, after = before_and_after(graph, merge_equal_calls).split("=>")
     assert before.split() == after.split()
+
+
+def test_merge_equal_calls_makes_what_every_layer_keeps_once_and_first() -> None:
+    def build(graph: fx.Graph, inputs: list[fx.Node]) -> tuple[Any, ...]:
+        def call(target: Any, *args: Any) -> fx.Node:
+            return graph.call_function(target, args)
+
+        x, cotangent = inputs
+        grad, kept = cotangent, []
+        h = call(aten.sin.default, x)
+        for _ in range(3):
+            mask = call(aten.add.Tensor, call(aten.exp.default, x), call(aten.full.default, [], 2.0))
+            unread = call(aten.cos.default, x)
+            h = call(aten.mul.Tensor, h, mask)
+            h = call(aten.sub.Tensor, h, unread)
+            for _ in range(48):
+                h = call(aten.neg.default, h)
+            kept.append(mask)
+        for mask in kept[::-1]:
+            grad = call(aten.mul.Tensor, grad, mask)
+            grad.meta["is_backward"] = True
+        return h, grad
+
+    graph = joint_by_hand(build, (torch.ones(3), torch.randn(3)), 1)
+    lines = before_and_after(graph, merge_equal_calls).split("=>")[1].splitlines()
+    assert_expected_inline(
+        "\n".join(line for line in lines if "neg(" not in line),
+        """\
+
+
+full_default = full([], 2.0)
+exp_default = exp(primal0)
+add_tensor = add.Tensor(exp_default, full_default)
+sin_default = sin(primal0)
+cos_default = cos(primal0)
+mul_tensor = mul.Tensor(sin_default, add_tensor)
+sub_tensor = sub.Tensor(mul_tensor, cos_default)
+cos_default_1 = cos(primal0)
+mul_tensor_1 = mul.Tensor(neg_default_47, add_tensor)
+sub_tensor_1 = sub.Tensor(mul_tensor_1, cos_default_1)
+cos_default_2 = cos(primal0)
+mul_tensor_2 = mul.Tensor(neg_default_95, add_tensor)
+sub_tensor_2 = sub.Tensor(mul_tensor_2, cos_default_2)
+mul_tensor_3 = mul.Tensor(cotangent0, add_tensor)
+mul_tensor_4 = mul.Tensor(mul_tensor_3, add_tensor)
+mul_tensor_5 = mul.Tensor(mul_tensor_4, add_tensor)
+return (neg_default_143, mul_tensor_5)""",
+    )

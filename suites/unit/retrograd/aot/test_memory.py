@@ -42,6 +42,29 @@ def test_a_training_step_takes_eagers_memory_and_one_cotangent(partitioner: str)
     assert peak_of(compiled(model, partitioner), x) <= eager + MEBIBYTE + MEBIBYTE // 8
 
 
+class Masked(nn.Module):
+    """Four layers that make the same mask of 1 MiB, and keep it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(64))
+        self.shown = torch.rand(4096, 64) > 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of 4096 x 64."""
+        for _ in range(4):
+            x = x * torch.where(self.shown, self.bias, -1.0)
+            for _ in range(50):
+                x = x.neg()
+        return x
+
+
+def test_a_mask_that_each_layer_makes_and_keeps_is_kept_once() -> None:
+    model, x = Masked(), torch.randn(4096, 64)
+    eager = peak_of(model, x)
+    assert peak_of(compiled(model, "save_all"), x) <= eager - 2 * MEBIBYTE
+
+
 def test_inputs_and_saved_values_go_with_the_graph_although_the_output_stays() -> None:
     fn = aot.function(lambda h: (h.sin() * h).cos(), backend="eager", strict=True)
     x = torch.ones(3, requires_grad=True)
