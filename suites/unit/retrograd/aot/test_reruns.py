@@ -5,6 +5,7 @@ What eager computes is asked of eager in the same test, to the bit; counters say
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import retrograd
 from retrograd import aot
+from retrograd._torch import pytree
 from retrograd._torch.state import ThreadModes
 from retrograd.aot.run import region
 from retrograd.aot.run.call import FEWEST_RERUNS
@@ -306,3 +308,35 @@ def test_default_dtypes_of_two_threads_are_put_back() -> None:
         thread.join()
     assert len(seen) == 200
     assert torch.get_default_dtype() is torch.float32
+
+
+def test_layers_that_a_trace_takes_apart_are_run_again_so() -> None:
+    """With symbolic sizes torch traces an LSTM step by step; run on real tensors, it is one node."""
+    layer = nn.LSTM(3, 4)
+    call = aot.module(copy.deepcopy(layer), backend="eager", dynamic=True, strict=True)
+    for length in (5, 6):
+        x = leaf(length, 2, 3)
+        for create_graph in (False, True):
+            got, want = (
+                torch.autograd.grad(
+                    [out.sum() for out in pytree.tree_leaves(fn(x))], x, create_graph=create_graph
+                )[0]
+                for fn in (call, layer)
+            )
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.1])
+def test_what_eager_saves_unread_is_watched_though_a_copy_of_it_is_saved(budget: float) -> None:
+    def run(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        scaled = torch.linalg.vector_norm(x, 0) * x  # eager saves x for a norm that has no gradient
+        part = 0.5 / (scaled.abs() + 1)
+        return torch.addcdiv(part, scaled, y.abs() + 0.5).lgamma(), part
+
+    x, y = leaf(4, 2), leaf(4, 2)
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        outputs = compiled(run)(x, y)
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (outputs[0].sum() + outputs[1].sum()).backward()

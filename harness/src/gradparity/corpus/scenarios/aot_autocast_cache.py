@@ -131,6 +131,24 @@ def autocast_of_an_input_that_is_no_leaf(p: Probe) -> None:
             out.backward()
 
 
+@scenario(tags=(*TAGS, "higher-order"), fp64=False)
+def autocast_of_an_activation_differentiated_twice(p: Probe) -> None:
+    """An input with history is cast for each of several results. Small whole numbers: no sum is rounded."""
+    x, w = (
+        p.leaf(name, ((torch.arange(9) * step) % 3 - 1).reshape(3, 3).to(p.dtype).requires_grad_())
+        for name, step in (("x", 1), ("w", 2))
+    )
+    call = p.compile(lambda h, w: (h @ w, (h @ w) * 2, h * w))
+    for _ in range(2):
+        with _autocast():
+            outputs = call(x * 1, w)
+        with p.backward():
+            grads = torch.autograd.grad(
+                outputs, [x, w], [torch.ones_like(out) for out in outputs], create_graph=True
+            )
+            (grads[0].square().sum() + grads[1].square().sum()).backward()
+
+
 @scenario(tags=(*TAGS, "modules"), fp64=False)
 def autocast_of_tied_weights(p: Probe) -> None:
     """Tied and repeated layers of a model: each parameter is cast once in a step."""

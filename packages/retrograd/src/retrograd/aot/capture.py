@@ -138,9 +138,7 @@ def capture_divided(state: CaptureState, manner: Manner) -> tuple[JointGraph, St
         attempt = _Attempt(state, plan, manner)
         try:
             with autocast_off(), state.fake_mode:
-                # A code generator is given what stock gives it, such as a dropout in one piece.
-                python_kernels = state.is_symbolic or bool(state.decompositions)
-                gm = make_graph(attempt.body, state.decompositions, JointTracer, python_kernels)
+                gm = make_graph(attempt.body, state.decompositions, JointTracer, state.uses_python_forms)
                 _refuse_fakes(gm)
         except (RetrogradError, OtherCotangent):
             raise
@@ -215,6 +213,7 @@ class _Attempt:
             undefined_matters=frozenset(self.backward.undefined_matters),
             with_functions=frozenset(self.backward.with_functions),
             saving=frozenset(self.backward.saving),
+            entered_as=self.plan.entered_as,
             is_single_region=self.manner.single_region,
             sums_apart=self.manner.sums_apart,
             hooked_leaves=self.backward.hooked_leaves,

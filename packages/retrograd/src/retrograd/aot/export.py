@@ -39,7 +39,7 @@ from retrograd.serialize import (
 from retrograd.version import VERSION
 
 #: of the files that are written; files of another one are refused.
-SCHEMA = 6
+SCHEMA = 7
 
 _FORMAT = "retrograd-joint-graph"
 _MANIFEST, _JOINT, _TENSORS = "manifest.json", "joint.json", "tensors.pt"
@@ -55,6 +55,7 @@ FIELDS = (
     "undefined_matters",
     "with_functions",
     "saving",
+    "entered_as",
     "is_single_region",
     "sums_apart",
     "hooked_leaves",

@@ -245,7 +245,8 @@ class _Division:
         kept = [owner for owner in owners if owner in memory.kept_by_eager and not is_number(owner)]
         visible = [memory.owner[node] for node in (*memory.primals, *memory.outputs)]
         kept += [n for n in visible if number in n.meta.get(KEPT_FOR, ())]
-        covered = {memory.owner[node] for node in read if node in memory.primals or node in memory.outputs}
+        itself = {node for node in (*memory.primals, *memory.outputs) if node not in self.copies}
+        covered = {memory.owner[node] for node in read if node in itself}
         checked = []
         for owner in dict.fromkeys(kept):
             if owner in covered or owner in changed:

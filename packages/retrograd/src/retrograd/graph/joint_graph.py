@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -104,6 +104,12 @@ class CaptureState:
             for number in (leaf.value.shape if isinstance(leaf.value, torch.Tensor) else (leaf.value,))
         ]
         return any(isinstance(number, kinds) for number in numbers)
+
+    @property
+    def uses_python_forms(self) -> bool:
+        """Whether it is traced with torch's Python forms of operators: symbolic sizes need them, and a code
+        generator is given what stock gives it, such as a dropout in one piece."""
+        return self.is_symbolic or bool(self.decompositions)
 
     @property
     def tensors(self) -> list[int]:
@@ -261,6 +267,10 @@ class Update:
         return self.version - (self.value is not None) - (self.view is not None)
 
 
+#: an alias of an input has the same memory, a copy may be changed.
+EnteredAs = Literal["itself", "alias", "copy"]
+
+
 @dataclass(frozen=True, eq=False)
 class JointValues:
     """All that was found out by capturing.
@@ -279,6 +289,7 @@ class JointValues:
         with_functions: regions with a Function: it makes gradients of an undefined one.
         saving: regions for which eager saves tensors: once these are freed, a backward is an error.
         hooked_leaves: primals after whose gradients regions end, so that these become visible one by one.
+        entered_as: what the function was given in place of inputs that require grad and are no leaves.
         is_single_region: whether the outputs are differentiated together, not in eager's structure.
         sums_apart: whether a region hands over several contributions to one gradient one by one.
         offsets_matter: whether the function reads where its inputs begin in their memory.
@@ -298,6 +309,7 @@ class JointValues:
     undefined_matters: frozenset[int] = frozenset()
     with_functions: frozenset[int] = frozenset()
     saving: frozenset[int] = frozenset()
+    entered_as: EnteredAs = "itself"
     is_single_region: bool = False
     sums_apart: bool = False
     hooked_leaves: frozenset[int] = frozenset()

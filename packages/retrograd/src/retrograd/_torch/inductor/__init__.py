@@ -6,10 +6,10 @@ In: graphs, and the state of torch in this process. Out: code, keys of Inductor'
 from retrograd._torch.inductor.compile import (
     chooses_layouts,
     compile_graph,
-    decompositions,
     get_ready,
     with_joint_passes,
 )
+from retrograd._torch.inductor.decomposition_table import decompositions
 from retrograd._torch.inductor.disk_cache import cache_folder, environment, why_not_trusted
 from retrograd._torch.inductor.options import (
     Portable,

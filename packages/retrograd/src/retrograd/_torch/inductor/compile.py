@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import fx
-from torch._decomp.decompositions import ldexp
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomGraphPassType
@@ -33,33 +32,6 @@ from retrograd._torch.trace.fakes import know_values
 from retrograd._torch.trace.layouts import LAYOUTS, laid_out_like_real
 from retrograd.graph.lazy import LazyGraph
 from retrograd.process import compiling
-
-
-def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """The decompositions that Inductor expects to have been applied."""
-    # Some decompositions read ``torch._inductor.lowering``, which nothing may have imported yet.
-    from torch._inductor import lowering  # noqa: F401
-    from torch._inductor.decomposition import select_decomp_table
-
-    aten, table = torch.ops.aten, select_decomp_table()
-    draw = functools.partial(_bernoulli, table.get(aten.bernoulli.p))
-    return {**table, aten.bernoulli.p: draw, aten.ldexp.Tensor: _ldexp}
-
-
-def _ldexp(value: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """As eager: the powers lie one behind the other, whatever the layout of the exponents."""
-    return ldexp(value, exponent.contiguous())
-
-
-def _bernoulli(given: Any, value: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
-    """On a CPU, as the mask of a dropout: Inductor's own lowering draws in place, and a kernel that reads the
-    numbers may run before they are drawn, fused with others. On other devices a dropout draws other numbers:
-    there it is the decomposition `given`, if there is one."""
-    if generator is not None:
-        return NotImplemented
-    if value.device.type != "cpu":
-        return NotImplemented if given is None else given(value, p)
-    return torch.native_dropout(torch.ones_like(value), 1 - p, True)[1].to(value.dtype)
 
 
 def get_ready() -> None:

@@ -44,6 +44,7 @@ from retrograd._torch.trace.graph_tracer import (
     is_tracing_here,
     make_graph,
     noted,
+    python_forms,
     trace,
 )
 from retrograd._torch.trace.input_guards import InputGuard, changed_sizes

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import combinations
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch._dispatch.python import no_python_dispatcher
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._higher_order_ops.effects import with_effects
 from torch._prims_common import is_non_overlapping_and_dense_or_false
@@ -266,6 +268,9 @@ _BY_VALUE |= {f"lp_pool{dims}d" for dims in (1, 2, 3)}
 #: by name: calls whose kernels call others through the dispatcher, which casts what these are given where
 #: autocast is on. The code of a graph runs without autocast, and a trace sees one call.
 _CASTS_INSIDE = {"bilinear", "linalg_pinv", "pinverse"}
+#: by name: calls whose Python forms in torch give other values than their kernels, or gradients that lie
+#: otherwise.
+_AS_KERNELS = re.compile(r"interpolate|_?upsample|multilabel_margin_loss")
 
 
 class FreeTensors(TorchFunctionMode):
@@ -305,7 +310,7 @@ class FreeTensors(TorchFunctionMode):
         free = [leaf for leaf in given if _is_free(leaf)]
         if free:
             args, kwargs = pytree.tree_map(self._replaced, (args, kwargs))
-        result = func(*args, **kwargs)
+        result = _called(name, func, args, kwargs)
         if name in _STRIDED:
             self.strided.append((result, args[0] if args else kwargs["input"]))
         # What is changed in place is given back as the tensor that the function has: it may keep it.
@@ -313,6 +318,13 @@ class FreeTensors(TorchFunctionMode):
 
     def _replaced(self, leaf: Any) -> Any:
         return self._lift(leaf) if _is_free(leaf) else leaf
+
+
+def _called(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if _AS_KERNELS.match(name):
+        with suppress(RuntimeError), no_python_dispatcher():  # some cannot be given a symbolic size
+            return func(*args, **kwargs)
+    return func(*args, **kwargs)
 
 
 def _outside_of_transforms(lift: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:

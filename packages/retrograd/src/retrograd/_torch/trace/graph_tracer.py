@@ -209,7 +209,7 @@ def make_graph(
     body: Callable[[Any], Sequence[Any]],
     decompositions: Decompositions,
     kind: Callable[[Any], GraphTracer] = GraphTracer,
-    python_kernels: bool = True,
+    uses_python_forms: bool = True,
 ) -> fx.GraphModule:
     """The graph of what `body` does.
 
@@ -217,8 +217,7 @@ def make_graph(
         body: is given the tracer, on this thread; returns the graph's outputs.
         decompositions: by operator, as ``make_fx`` takes them.
         kind: of the tracer that `body` gets.
-        python_kernels: whether torch's Python forms of operators are used where there are any. Symbolic sizes
-            need them; they may differ in the last bit.
+        uses_python_forms: as `python_forms`. Symbolic sizes need them; they may differ in the last bit.
 
     Returns:
         A module whose placeholders stand first. Whoever changes the graph last recompiles it.
@@ -234,12 +233,18 @@ def make_graph(
             _current.tracer.close()
             _current.tracer = before
 
-    dispatcher = enable_python_dispatcher() if python_kernels else nullcontext()
+    dispatcher = python_forms() if uses_python_forms else nullcontext()
     table = laid_out_as_real(decompositions)
     with tracing, dispatcher, _unseen(), lazily():
         gm = _GraphMaker(table, "real", False, False, False, False, True).trace(traced)
     _placeholders_first(gm.graph)
     return gm
+
+
+def python_forms() -> AbstractContextManager[Any]:
+    """Inside, on this thread, torch's Python forms of operators are used where there are any."""
+    forms: AbstractContextManager[Any] = enable_python_dispatcher()
+    return forms
 
 
 class _GraphMaker(_MakefxTracer):

@@ -29,13 +29,14 @@ from retrograd._torch.autograd import (
 )
 from retrograd._torch.state import with_generator_states
 from retrograd._torch.tensor import common_base
-from retrograd._torch.trace import FreeTensors, checkpoints_inlined
+from retrograd._torch.trace import FreeTensors, checkpoints_inlined, python_forms
 from retrograd.aot.parts import gradients_of, primals_read
 from retrograd.aot.trace.differentiate import Walk
-from retrograd.aot.trace.structure import divide
+from retrograd.aot.trace.enter import enter_as
+from retrograd.aot.trace.structure import Structure, divide
 from retrograd.errors import CaptureError
 from retrograd.graph.eager_order import ACCUMULATES, LiveGraph
-from retrograd.graph.joint import Destination
+from retrograd.graph.joint import Destination, JointSignature
 from retrograd.graph.joint_graph import AliasOf, ComputedOutput, JointValues
 
 
@@ -143,6 +144,9 @@ def rerun_region(
     walk, outputs = second(is_view_cast_once=False)
     if walk is None and not differentiable and any(call.primals[n]._is_view() for n in _leaves(joint)):
         walk, outputs = second(is_view_cast_once=True)
+    if walk is None and joint.state.uses_python_forms:
+        with python_forms():
+            walk, outputs = second(is_view_cast_once=False)
     if walk is not None and wanted is not None:
         refuse_reentry(walk.graph.nodes[index].handle for index in walk.leading_to(wanted))
 
@@ -173,26 +177,31 @@ def _second_run(  # noqa: PLR0913 - what was captured, what was given, what is a
     *,
     is_view_cast_once: bool,
 ) -> tuple[Walk | None, list[Any]]:
-    """The backward of region `number` of the call, made again; None if its regions begin elsewhere than those
-    of the trace. And the outputs, which own its autograd nodes.
+    """The backward of region `number` of the call, made again; None if its regions begin or end elsewhere
+    than those of the trace. And the outputs, which own its autograd nodes.
 
     Autocast casts a leaf that is a view for each use; the trace has such a leaf cast once. Reentrant
     checkpoints are part of the graph if they are `inlined`.
     """
     primals = dict(enumerate(call.primals))
     with torch.enable_grad():
-        given = {n: primal.clone() if n in call.changed else primal for n, primal in primals.items()}
-        entries = {n: primal[...] for n, primal in primals.items() if joint.primals[n].differentiable}
+        again = {n: primal.clone() if n in call.changed else primal for n, primal in primals.items()}
+        entries = {
+            n: again[n] if n in call.changed else primal[...]
+            for n, primal in primals.items()
+            if joint.primals[n].differentiable
+        }
         entries |= {n: laid_out(primals[n], strides) for n, strides in call.released.items()}
         for n in _leaves(joint):  # autocast casts a leaf once for all its uses
             if differentiable:
                 entries[n] = entries[n] if n in call.changed else primals[n]
             elif is_view_cast_once or not primals[n]._is_view():
-                entries[n] = given[n].detach().requires_grad_()
+                entries[n] = again[n].detach().requires_grad_()
         for n, entry in entries.items():
             entry._is_param = isinstance(primals[n], nn.Parameter)  # modules ask, and wrap what is none
-        given = {n: one for n, one in given.items() if n in call.changed} | entries
-        given |= {n: entries[n].clone() for n in call.changed if n in entries and entries[n].grad_fn}
+        given = {n: again[n] for n in call.changed} | entries
+        inner = entries.keys() - set(_leaves(joint))
+        given |= {n: enter_as(joint.entered_as, entries[n]) for n in inner}
         outputs = _again(joint, call, given, inlined)
         visible = _values(joint, outputs, given)
     ends = {edge_of(entry)[0]: number for number, entry in entries.items()}
@@ -202,12 +211,24 @@ def _second_run(  # noqa: PLR0913 - what was captured, what was given, what is a
     nodes = [replace(n, sequence=ACCUMULATES) if i in known else n for i, n in enumerate(graph.nodes)]
     graph = replace(graph, nodes=tuple(nodes))
     structure = divide(graph, known, joint.is_single_region, joint.hooked_leaves, joint.sums_apart)
-    if [one.roots for one in structure.regions] != [one.roots for one in joint.signature.regions]:
+    if not _is_divided_alike(structure, joint.signature):
         return None, outputs
     if call.released:
         put_back(graph, [*(primals | {n: entries[n].detach() for n in call.released}).values()])
     checks = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
     return Walk(graph, structure, known, number, lambda _: nullcontext(), checks), outputs
+
+
+def _is_divided_alike(structure: Structure, signature: JointSignature) -> bool:
+    """Whether a second run has the regions of the trace; it may have fewer contributions, or more of them."""
+    pairs = zip(structure.regions, signature.regions, strict=False)
+    return len(structure.regions) == len(signature.regions) and all(
+        now.roots == then.roots and _ends(now.destinations) <= _ends(then.destinations) for now, then in pairs
+    )
+
+
+def _ends(destinations: Sequence[Destination]) -> set[Destination]:
+    return {replace(one, number=0) for one in destinations}
 
 
 def _as_divided(
@@ -221,7 +242,7 @@ def _as_divided(
     """
     if found.keys() == set(destinations):
         return dict(found)
-    missing = {replace(one, number=0) for one in destinations} - {replace(one, number=0) for one in found}
+    missing = _ends(destinations) - _ends(list(found))
     if missing:
         raise CaptureError.because(
             "call-not-repeatable",

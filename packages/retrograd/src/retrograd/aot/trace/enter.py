@@ -16,7 +16,7 @@ from retrograd._torch.subclass import PLAIN, Layout, built, layout_of, parts_of
 from retrograd._torch.trace import FreeTensors, JointTracer, checkpoints_marked, mutations_of, to_functional
 from retrograd.errors import not_representable
 from retrograd.graph.joint import InputRole, Primal, PrimalKind, primal_name
-from retrograd.graph.joint_graph import CaptureState, Leaf, PrimalValue
+from retrograd.graph.joint_graph import CaptureState, EnteredAs, Leaf, PrimalValue
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,11 @@ class EntryPlan:
     based: frozenset[int] = frozenset()
     aliased: bool = False
 
+    @property
+    def entered_as(self) -> EnteredAs:
+        """What the function is given in place of inputs that require grad and are no leaves."""
+        return "copy" if self.copies else "alias" if self.aliased else "itself"
+
     def with_copies(self, state: CaptureState) -> EntryPlan:
         """The plan for a function that failed: perhaps it changes an input that is no leaf."""
         any_inner = any(leaf.is_tensor and leaf.requires_grad and not leaf.is_leaf for leaf in state.leaves)
@@ -51,6 +56,14 @@ class EntryPlan:
                     )
                 based.add(number)
         return replace(self, based=frozenset(based))
+
+
+def enter_as(what: EnteredAs, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor, an alias, or a copy of it, with its history."""
+    if what == "itself":
+        return tensor
+    with torch.enable_grad():
+        return tensor.clone() if what == "copy" else torch.ops.aten.alias.default(tensor)
 
 
 @dataclass
@@ -165,10 +178,8 @@ class Inputs:
         if given.kind is PrimalKind.PARAMETER and wrapping.cls is None:
             made._is_param = True
         self.leaves.append(made)
-        entered = made
-        if differentiable and not given.is_leaf and (self.plan.copies or self.plan.aliased):
-            with torch.enable_grad():
-                entered = made.clone() if self.plan.copies else torch.ops.aten.alias.default(made)
+        is_inner = differentiable and not given.is_leaf
+        entered = enter_as(self.plan.entered_as, made) if is_inner else made
         self.entered.append(entered)
         self.histories.append(entered.grad_fn)
         return entered

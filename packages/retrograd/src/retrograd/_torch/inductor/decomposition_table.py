@@ -1,0 +1,62 @@
+"""The decompositions that Inductor expects to have been applied before it is given a graph.
+
+In: torch's table of them. Out: the same, with forms of ours for operators whose decomposition, or whose
+lowering without one, gives something else than eager's kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._decomp.decompositions import ldexp
+
+
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """By operator, what it is taken apart by."""
+    # Some decompositions read ``torch._inductor.lowering``, which nothing may have imported yet.
+    from torch._inductor import lowering  # noqa: F401
+    from torch._inductor.decomposition import select_decomp_table
+
+    aten, table = torch.ops.aten, select_decomp_table()
+    return {
+        **table,
+        aten.bernoulli.p: functools.partial(_bernoulli, table.get(aten.bernoulli.p)),
+        aten.ldexp.Tensor: _ldexp,
+        aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
+    }
+
+
+def _ldexp(value: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """As eager: the powers lie one behind the other, whatever the layout of the exponents."""
+    return ldexp(value, exponent.contiguous())
+
+
+def _bernoulli(given: Any, value: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
+    """On a CPU, as the mask of a dropout: Inductor's own lowering draws in place, and a kernel that reads the
+    numbers may run before they are drawn, fused with others. On other devices a dropout draws other numbers:
+    there it is the decomposition `given`, if there is one."""
+    if generator is not None:
+        return NotImplemented
+    if value.device.type != "cpu":
+        return NotImplemented if given is None else given(value, p)
+    return torch.native_dropout(torch.ones_like(value), 1 - p, True)[1].to(value.dtype)
+
+
+def _multilabel_margin_loss(
+    value: torch.Tensor, target: torch.Tensor, reduction: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss, and 1 for each label. The labels of a row end before the first -1; torch's decomposition
+    takes what stands from there on for label 0 (docs/findings/labels_behind_the_last)."""
+    labelled = (target >= 0).to(torch.int64).cumprod(-1) > 0
+    labels = torch.where(labelled, target, 0)
+    classes = torch.arange(value.shape[-1], device=value.device)
+    is_label = ((labels.unsqueeze(-1) == classes) & labelled.unsqueeze(-1)).any(-2)
+    margins = (1 - value.gather(-1, labels).unsqueeze(-1) + value.unsqueeze(-2)).clamp_min(0)
+    counts = labelled.unsqueeze(-1) & ~is_label.unsqueeze(-2)
+    loss = torch.where(counts, margins, 0).sum((-2, -1)) / value.shape[-1]
+    if reduction:
+        loss = loss.mean() if reduction == 1 else loss.sum()
+    return loss, is_label.to(value.dtype)
