@@ -330,3 +330,18 @@ def test_what_is_put_into_an_expanded_row_is_in_one_row(dynamic: bool) -> None:
     assert not retrograd.explain().fallbacks
     for one, other in zip(found, fn(x, there), strict=True):
         assert torch.equal(one, other)
+
+
+def _sum_of_a_transposed_and_padded(x: torch.Tensor) -> torch.Tensor:
+    """As in https://github.com/pytorch/pytorch/issues/196681, with a product that becomes a sum."""
+    grown = (x * 0.5) * (torch.erf(x * 0.7071067811865476) + 1)
+    turned = torch.nn.functional.pad(grown.permute(3, 2, 1, 0), (0, 0, 0, 58), value=0.5)
+    return torch.matmul(torch.nn.functional.pad(grown, (0, 0, 0, 0, 0, 58), value=0.5), turned)
+
+
+def test_a_sum_over_tiles_writes_no_further_than_its_rows() -> None:
+    """66 is no multiple of the elements taken at a time: it wrote behind the memory of the result."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 8, 66, 66).contiguous(memory_format=torch.channels_last)
+    found = retrograd.compile(_sum_of_a_transposed_and_padded, backend="inductor")(x)
+    torch.testing.assert_close(found, _sum_of_a_transposed_and_padded(x))

@@ -192,7 +192,8 @@ def grad_dtype_while_accumulating(p: Probe) -> None:
 
 
 def _asking_later(p: Probe, step: Callable[[torch.Tensor], None]) -> None:
-    """Four steps; from the third on, the leaf asks for gradients in float64."""
+    """Four steps; from the third on, the leaf asks for gradients in float64. What they are made of is not
+    rounded: float64 would show it."""
     if p.is_reference:
         return
     w = p.leaf("w", p.randn(4, requires_grad=True))
@@ -210,7 +211,7 @@ def grad_dtype_where_gradients_meet(p: Probe) -> None:
 
     def step(w: torch.Tensor) -> None:
         with p.backward():
-            (w.sin() + w.exp() * w.cos()).sum().backward()
+            (w * w + w * 3 + (w + 1) * 2).sum().backward()
 
     _asking_later(p, step)
 
@@ -228,7 +229,7 @@ def grad_dtype_that_hooks_see(p: Probe) -> None:
             w.register_post_accumulate_grad_hook(p.hook("after", kind="post_accumulate")),
         ]
         with p.backward():
-            (y.sin() + w.exp()).sum().backward()
+            (y * y + w * 3).sum().backward()
         for handle in handles:
             handle.remove()
 
@@ -241,7 +242,7 @@ def grad_dtype_of_what_is_returned(p: Probe) -> None:
 
     def step(w: torch.Tensor) -> None:
         with p.backward():
-            p.value("grad", torch.autograd.grad((w.sin() + w.exp()).sum(), w)[0])
+            p.value("grad", torch.autograd.grad((w * w + w * 3).sum(), w)[0])
 
     _asking_later(p, step)
 

@@ -120,6 +120,7 @@ def compile_graph(
         V.set_fake_mode(fake_mode),
         with_joint_passes(),
         handled_here("torch._inductor.codegen.cpp:" + _FUSES, _one_row_at_a_time),
+        handled_here("torch._inductor.codegen.cpp:" + _TILES, _in_one_direction),
         handled_here("torch._inductor.ir:FallbackKernel.process_kernel", _called_as_real),
     ):
         compiled = compile_fx_inner(
@@ -141,6 +142,21 @@ def _one_row_at_a_time(may_fuse: Callable[..., bool], node: Any, kernels: Sequen
     """
     steps = [loop.steps for kernel in kernels for loop in kernel.loop_nest.loops[:depth]]
     return all(step == 1 for step in steps) and may_fuse(node, kernels, depth)
+
+
+_TILES = "TilingSelect._select_tiling_indices"
+
+
+def _in_one_direction(
+    select: Callable[..., list[int]], chooser: Any, functions: Any, sizes: Sequence[Any], factor: int
+) -> list[int]:
+    """Along which loops Inductor's C++ takes several elements at a time: one, if there is a reduction.
+
+    Along two it stores whole vectors at the end of a row, though fewer elements are left: they land in the
+    next row, or behind the memory of the tensor (https://github.com/pytorch/pytorch/issues/196681).
+    """
+    indices = select(chooser, functions, sizes, factor)
+    return indices[-1:] if any(reduced for _, reduced in sizes) else indices
 
 
 def _called_as_real(process: Callable[..., Any], kernel: Any, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +235,7 @@ class _JointPasses(CustomGraphPass):
     def uuid(self) -> Any | None:
         """Tells Inductor's cache what runs here; None (nothing is cached) if the user's pass cannot."""
         theirs = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._then]
-        return None if None in theirs else ("retrograd-joint-passes-7", torch.__version__, *map(repr, theirs))
+        return None if None in theirs else ("retrograd-joint-passes-8", torch.__version__, *map(repr, theirs))
 
 
 def with_joint_passes() -> AbstractContextManager[Any]:
