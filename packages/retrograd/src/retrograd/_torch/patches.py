@@ -47,7 +47,7 @@ TABLE: Mapping[str, str] = {
         "rows of a transposed tensor are mixed, forward and backward, and no setting prevents it (until 2.15)"
     ),
     "torch._inductor.codegen.cpp:TilingSelect._select_tiling_indices": (
-        "reductions in tiles of two directions write past the ends of rows, and no setting prevents it"
+        "sums in tiles of two directions write past the ends of uneven rows, and no setting prevents it"
     ),
     "torch._inductor.ir:FallbackKernel.process_kernel": (
         "generated code asserts strides of what fake kernels give, which are wrong for some operators"

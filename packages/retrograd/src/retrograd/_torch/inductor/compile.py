@@ -150,13 +150,16 @@ _TILES = "TilingSelect._select_tiling_indices"
 def _in_one_direction(
     select: Callable[..., list[int]], chooser: Any, functions: Any, sizes: Sequence[Any], factor: int
 ) -> list[int]:
-    """Along which loops Inductor's C++ takes several elements at a time: one, if there is a reduction.
+    """Along which loops Inductor's C++ takes `factor` elements at a time: one, if there is a reduction, and
+    the number of elements beside it is no multiple of that.
 
     Along two it stores whole vectors at the end of a row, though fewer elements are left: they land in the
     next row, or behind the memory of the tensor (https://github.com/pytorch/pytorch/issues/196681).
     """
     indices = select(chooser, functions, sizes, factor)
-    return indices[-1:] if any(reduced for _, reduced in sizes) else indices
+    rows, reduced = max(sizes, key=lambda one: len(one[1]))
+    is_even = all(rows[i] % factor == 0 for i in indices if i < len(rows))
+    return indices[-1:] if reduced and not is_even else indices
 
 
 def _called_as_real(process: Callable[..., Any], kernel: Any, *args: Any, **kwargs: Any) -> Any:
@@ -235,7 +238,7 @@ class _JointPasses(CustomGraphPass):
     def uuid(self) -> Any | None:
         """Tells Inductor's cache what runs here; None (nothing is cached) if the user's pass cannot."""
         theirs = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._then]
-        return None if None in theirs else ("retrograd-joint-passes-8", torch.__version__, *map(repr, theirs))
+        return None if None in theirs else ("retrograd-joint-passes-9", torch.__version__, *map(repr, theirs))
 
 
 def with_joint_passes() -> AbstractContextManager[Any]:
