@@ -193,15 +193,14 @@ def _second_run(  # noqa: PLR0913 - what was captured, what was given, what is a
         }
         entries |= {n: laid_out(primals[n], strides) for n, strides in call.released.items()}
         for n in _leaves(joint):  # autocast casts a leaf once for all its uses
-            if differentiable:
-                entries[n] = entries[n] if n in call.changed else primals[n]
-            elif is_view_cast_once or not primals[n]._is_view():
+            if differentiable and n not in call.changed:
+                entries[n] = primals[n]
+            elif not differentiable and (is_view_cast_once or not primals[n]._is_view()):
                 entries[n] = again[n].detach().requires_grad_()
         for n, entry in entries.items():
             entry._is_param = isinstance(primals[n], nn.Parameter)  # modules ask, and wrap what is none
-        given = {n: again[n] for n in call.changed} | entries
-        inner = entries.keys() - set(_leaves(joint))
-        given |= {n: enter_as(joint.entered_as, entries[n]) for n in inner}
+        given = {n: again[n] for n in call.changed}
+        given |= {n: enter_as(joint.entered_as, joint.primals[n], entry) for n, entry in entries.items()}
         outputs = _again(joint, call, given, inlined)
         visible = _values(joint, outputs, given)
     ends = {edge_of(entry)[0]: number for number, entry in entries.items()}

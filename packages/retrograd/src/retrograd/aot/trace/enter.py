@@ -58,9 +58,9 @@ class EntryPlan:
         return replace(self, based=frozenset(based))
 
 
-def enter_as(what: EnteredAs, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor, an alias, or a copy of it, with its history."""
-    if what == "itself":
+def enter_as(what: EnteredAs, primal: PrimalValue, tensor: torch.Tensor) -> torch.Tensor:
+    """What a function is given for a primal: the tensor, or an alias or copy of it, with its history."""
+    if what == "itself" or primal.is_leaf or not primal.differentiable:
         return tensor
     with torch.enable_grad():
         return tensor.clone() if what == "copy" else torch.ops.aten.alias.default(tensor)
@@ -178,8 +178,7 @@ class Inputs:
         if given.kind is PrimalKind.PARAMETER and wrapping.cls is None:
             made._is_param = True
         self.leaves.append(made)
-        is_inner = differentiable and not given.is_leaf
-        entered = enter_as(self.plan.entered_as, made) if is_inner else made
+        entered = enter_as(self.plan.entered_as, self.primals[number], made)
         self.entered.append(entered)
         self.histories.append(entered.grad_fn)
         return entered
