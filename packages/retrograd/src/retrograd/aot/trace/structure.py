@@ -116,10 +116,13 @@ class _Division:
     sums_apart: bool
     #: whether regions that contribute to one sum one after the other run one after the other
     takes_turns: bool
+    #: nodes from which a gradient comes to a primal; the others differentiate a view made under `no_grad`
+    leading: Collection[int] = ()
     boundaries: dict[Edge, int] = field(default_factory=dict)
 
     def structure(self) -> Structure:
         self.boundaries = {edge: number for number, edge in enumerate(self.graph.roots)}
+        self.leading = self._leading()
         members: dict[Hashable, list[int]] = {}
         for node in self.order:
             if node not in self.primals:
@@ -133,10 +136,17 @@ class _Division:
         order = tuple(step if step.is_leaf else BackwardStep(place[step.index]) for step in steps)
         return Structure(tuple(self.boundaries), tuple(regions[number] for number in run), order)
 
+    def _leading(self) -> set[int]:
+        found = set(self.primals)
+        for node in reversed(self.order):
+            if any(edge is not None and edge.node in found for edge in self.graph.nodes[node].edges):
+                found.add(node)
+        return found
+
     def _crossing(self, node: int) -> Iterator[Edge]:
-        """Edges of the node that lead into another region."""
+        """Edges of the node that lead to a primal, through another region."""
         for edge in self.graph.nodes[node].edges:
-            if edge is None or edge.node in self.primals:
+            if edge is None or edge.node in self.primals or edge.node not in self.leading:
                 continue
             if edge in self.borders or self.region_of[edge.node] != self.region_of[node]:
                 yield edge
