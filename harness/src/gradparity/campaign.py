@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from gradparity.case import Match
+from gradparity.case import EVERY, Match
 from gradparity.checks.registry import chosen
 from gradparity.corpus.registry import corpus
 from gradparity.errors import StoreError
@@ -41,7 +41,7 @@ class Plan:
     device: str = "cpu"
     processes: int = 2
     timeout: float = 60.0
-    match: str = "*"
+    match: tuple[str, ...] = EVERY
     limit_per_corpus: int | None = None
     seed: int = 0
     grace: float = 10.0
@@ -54,7 +54,7 @@ class Plan:
     @property
     def sampled(self) -> bool:
         """Whether some cases of the corpora are left out."""
-        return self.limit_per_corpus is not None or self.match != "*" or self.shard is not None
+        return self.limit_per_corpus is not None or self.match != EVERY or self.shard is not None
 
     def identity(self) -> dict[str, Any]:
         """What decides the results, in plain data: not where and by how many processes it is done."""

@@ -6,6 +6,7 @@ a JSON form.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 from gradparity.errors import CaseError
 
 SEPARATOR = "::"
+#: globs that every case matches.
+EVERY = ("*",)
 
 
 @dataclass(frozen=True, order=True)
@@ -52,25 +55,25 @@ class Case:
 
 @dataclass(frozen=True)
 class Match:
-    """A glob over case addresses: "add*" (names), "op_db::add*" (any index), or "op_db::add::*" (all three
-    parts).
+    """Globs over case addresses: "add*" (names), "op_db::add*" (any index), or "op_db::add::*" (all three
+    parts). A case is taken if one of them matches.
     """
 
-    glob: str = "*"
+    globs: tuple[str, ...] = EVERY
 
-    def _parts(self) -> tuple[str, str, str]:
-        parts = self.glob.split(SEPARATOR)
-        if len(parts) == 1:
-            return "*", parts[0], "*"
-        return parts[0], parts[1], parts[2] if len(parts) > 2 else "*"
+    def _indices(self, corpus: str, name: str) -> Iterator[str]:
+        """The globs for the index of cases of a chunk."""
+        for glob in self.globs:
+            parts = glob.split(SEPARATOR)
+            corpus_glob, name_glob, index = ["*", *parts, "*"] if len(parts) == 1 else [*parts, "*"][:3]
+            if fnmatchcase(corpus, corpus_glob) and fnmatchcase(name, name_glob):
+                yield index
 
     def takes_chunk(self, corpus: str, name: str) -> bool:
         """Whether some case of this chunk can match."""
-        corpus_glob, name_glob, _ = self._parts()
-        return fnmatchcase(corpus, corpus_glob) and fnmatchcase(name, name_glob)
+        return any(self._indices(corpus, name))
 
     def takes(self, case: Case) -> bool:
         """Whether this case matches."""
-        _, _, index_glob = self._parts()
         index = "" if case.index is None else str(case.index)
-        return self.takes_chunk(case.corpus, case.name) and fnmatchcase(index, index_glob)
+        return any(fnmatchcase(index, glob) for glob in self._indices(case.corpus, case.name))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from gradparity.ablation.ablate import ablate
-from gradparity.case import Case, Match
+from gradparity.case import EVERY, Case, Match
 from gradparity.checks.registry import chosen
 from gradparity.corpus import registry as corpora
 from gradparity.corpus.base import Program
@@ -45,9 +45,9 @@ NOISY = (
 
 @dataclass(frozen=True)
 class Task:
-    """One subject over one chunk: at most `limit` cases (None: all) of those that `match` takes. `fresh`: a
-    process for each case. `checks`: what else to check of a case that agrees. `ablate`: say which stage
-    breaks a case that diverges. `case`: an address; of the whole corpus, this case alone.
+    """One subject over one chunk: at most `limit` cases (None: all) of those that a glob of `match` takes.
+    `fresh`: a process for each case. `checks`: what else to check of a case that agrees. `ablate`: say which
+    stage breaks a case that diverges. `case`: an address; of the whole corpus, this case alone.
     """
 
     subject: str
@@ -55,7 +55,7 @@ class Task:
     chunk: str
     device: str
     seed: int
-    match: str = "*"
+    match: tuple[str, ...] = EVERY
     limit: int | None = None
     fresh: bool = False
     checks: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ def _programs(task: Task) -> Iterator[Program]:
     if task.case:
         yield corpora.program(Case.parse(task.case, task.seed), torch.device(task.device))
         return
-    match, taken = Match(task.match), 0
+    match, taken = Match(tuple(task.match)), 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         programs = list(

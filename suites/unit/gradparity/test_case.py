@@ -24,4 +24,12 @@ def test_parse_refuses_what_is_no_address(text: str) -> None:
     + [("op_db::add::3", True), ("op_db::add::4", False), ("*::*::3", True)],
 )
 def test_match(glob: str, taken: bool) -> None:
-    assert Match(glob).takes(Case("op_db", "add", 3)) is taken
+    assert Match((glob,)).takes(Case("op_db", "add", 3)) is taken
+
+
+@pytest.mark.parametrize(("index", "taken"), [(3, True), (4, False), (5, True)])
+def test_one_of_several_globs_is_enough(index: int, taken: bool) -> None:
+    globs = Match(("op_db::add::3", "mul", "op_db::a*::5"))
+    assert globs.takes(Case("op_db", "add", index)) is taken
+    assert globs.takes_chunk("op_db", "mul")
+    assert not globs.takes_chunk("op_db", "sub")

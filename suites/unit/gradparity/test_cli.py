@@ -136,3 +136,9 @@ def test_list() -> None:
     samples = invoke("list", "--corpus", NAME, "--samples", "--match", f"{NAME}::{corpus(NAME).chunks()[0]}")
     assert samples.stdout.split()[0].endswith("::0")
     assert "stock-ca:inductor" in invoke("list", "--subjects").stdout
+
+
+def test_list_takes_what_one_of_several_globs_matches() -> None:
+    first, second, *_ = corpus(NAME).chunks()
+    listed = invoke("list", "--corpus", NAME, "--match", first, "--match", second).stdout.split()
+    assert listed == [f"{NAME}::{first}", f"{NAME}::{second}"]

@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 import typer
 
-from gradparity.case import Case, Match
+from gradparity.case import EVERY, Case, Match
 from gradparity.cli import options
 from gradparity.corpus import coverage
 from gradparity.corpus import registry as corpora_registry
@@ -29,14 +29,14 @@ def list_(
     subjects_only: Annotated[bool, typer.Option("--subjects", help="list subjects instead of cases")] = False,
     samples: Samples = False,
     areas: Areas = False,
-    match: options.MatchOption = "*",
+    match: options.MatchOption = None,
 ) -> None:
     """Lists cases, one address per line (for sampled corpora the part before the index), or subjects.
 
     \b
     Examples:
       gradparity list -c scenarios --match '*dropout*'
-      gradparity list -c op_db --samples --match 'op_db::add'
+      gradparity list -c op_db --samples --match 'op_db::add' --match 'op_db::mul'
     """
     with options.errors(options.console()):
         if areas:
@@ -46,7 +46,7 @@ def list_(
             subjects()
         else:
             for name in corpus or corpora_registry.NAMED:
-                for address in _addresses(name, Match(match), samples):
+                for address in _addresses(name, Match(tuple(match or EVERY)), samples):
                     typer.echo(address)
 
 

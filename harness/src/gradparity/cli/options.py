@@ -59,7 +59,8 @@ Limit = Annotated[
     int | None, typer.Option(min=1, help="at most so many cases, spread evenly over the corpus")
 ]
 MatchOption = Annotated[
-    str, typer.Option(help="only cases that match: NAME, CORPUS::NAME or CORPUS::NAME::INDEX")
+    list[str] | None,
+    typer.Option(help="only cases that match: NAME, CORPUS::NAME or CORPUS::NAME::INDEX; repeatable"),
 ]
 ExpectedFile = Annotated[
     Path | None, typer.Option("--expected", help="TOML file of known divergences and fallbacks")

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from gradparity import campaign, expected
+from gradparity.case import EVERY
 from gradparity.cli import options
 from gradparity.cli.outcome import Files, print_campaign
 from gradparity.cli.progress import watching
@@ -31,7 +32,7 @@ def run(  # noqa: PLR0913 - a command has as many parameters as options
     processes: options.Processes = 2,
     json_file: options.JsonFile = None,
     limit_per_corpus: options.Limit = None,
-    match: options.MatchOption = "*",
+    match: options.MatchOption = None,
     timeout: options.Timeout = 60.0,
     expected_file: options.ExpectedFile = None,
     device: options.DeviceOption = options.Device.auto,
@@ -67,7 +68,7 @@ def run(  # noqa: PLR0913 - a command has as many parameters as options
             device=options.device_name(device),
             processes=processes,
             timeout=timeout,
-            match=match,
+            match=tuple(match or EVERY),
             limit_per_corpus=limit_per_corpus,
             seed=seed,
             shard=Shard.parse(shard) if shard else None,
