@@ -71,7 +71,7 @@ class Match:
 
     def takes_chunk(self, corpus: str, name: str) -> bool:
         """Whether some case of this chunk can match."""
-        return any(self._indices(corpus, name))
+        return next(self._indices(corpus, name), None) is not None
 
     def takes(self, case: Case) -> bool:
         """Whether this case matches."""
