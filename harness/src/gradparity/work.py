@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from gradparity.ablation.ablate import ablate
+from gradparity.alive import is_alive
 from gradparity.case import EVERY, Case, Match
 from gradparity.checks.registry import chosen
 from gradparity.corpus import registry as corpora
@@ -86,7 +87,8 @@ def run_unit(unit: Unit, emit: Emit) -> bool:
         row, fit = _row(program, subject, task, unit.timeout)
         emit("result", step, row.to_json())
         tidy_now_and_then(step)
-        if not fit or (task.fresh and step + 1 < len(programs)):
+        is_used_up = task.fresh and step + 1 < len(programs)
+        if not fit or is_used_up or not is_alive(torch.device(task.device)):
             return False
     return True
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gradparity.alive import is_alive
 from gradparity.case import Case
 from gradparity.corpus.generated import NAME, scripted
 from gradparity.differential import Comparison, compare
@@ -123,7 +124,7 @@ def _case(
         "fired": dict.fromkeys(fired, 1),
         "diverged": row.is_find and row.symptom != BROKEN,
         "find": None if find is None else find.to_json(),
-    }, row.verdict is not Verdict.TIMEOUT
+    }, row.verdict is not Verdict.TIMEOUT and is_alive(device)
 
 
 def _news(
