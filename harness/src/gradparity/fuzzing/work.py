@@ -87,7 +87,7 @@ def fuzz_unit(unit: Unit, emit: Emit) -> bool:
         result, fit = _case(case, subject, task, known, announcer(emit, step, case))
         emit("result", step, result)
         tidy_now_and_then(step)
-        if not fit:
+        if not fit or not is_alive(torch.device(task.device)):
             return False
     return True
 
@@ -124,7 +124,7 @@ def _case(
         "fired": dict.fromkeys(fired, 1),
         "diverged": row.is_find and row.symptom != BROKEN,
         "find": None if find is None else find.to_json(),
-    }, row.verdict is not Verdict.TIMEOUT and is_alive(device)
+    }, row.verdict is not Verdict.TIMEOUT
 
 
 def _news(

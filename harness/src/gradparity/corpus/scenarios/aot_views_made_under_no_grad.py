@@ -16,7 +16,7 @@ from torch import Tensor
 from gradparity.corpus.scenario import scenario
 from gradparity.probe import Probe
 
-TAGS = ("compiled", "aot", "grad-modes")
+TAGS = ("compiled", "aot", "no-grad")
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "row": lambda x: x[0],

@@ -87,8 +87,9 @@ def divide(
     if hooked_leaves:
         region_of = cut_into_blocks(graph, primals, order, reached, hooked_leaves)
     blocks = cut_between_contributions(graph, primals, order, region_of) if sums_apart else None
-    is_cut = blocks is not None
-    return _Division(graph, primals, order, borders, blocks or region_of, sums_apart, is_cut).structure()
+    is_cut, leading = blocks is not None, _leading(graph, primals, order)
+    region_of = blocks or region_of
+    return _Division(graph, primals, order, borders, region_of, sums_apart, is_cut, leading).structure()
 
 
 def _reached_by(
@@ -106,6 +107,16 @@ def _reached_by(
     return {node: frozenset(roots) for node, roots in reached.items()}
 
 
+def _leading(graph: LiveGraph, primals: Mapping[int, int], order: Sequence[int]) -> set[int]:
+    """The nodes, besides those that accumulate, from which a gradient comes to a primal."""
+    found: set[int] = set()
+    for node in reversed(order):
+        below = [edge.node for edge in graph.nodes[node].edges if edge is not None]
+        if node not in primals and any(other in primals or other in found for other in below):
+            found.add(node)
+    return found
+
+
 @dataclass
 class _Division:
     graph: LiveGraph
@@ -117,12 +128,11 @@ class _Division:
     #: whether regions that contribute to one sum one after the other run one after the other
     takes_turns: bool
     #: nodes from which a gradient comes to a primal; the others differentiate a view made under `no_grad`
-    leading: Collection[int] = ()
+    leading: Collection[int]
     boundaries: dict[Edge, int] = field(default_factory=dict)
 
     def structure(self) -> Structure:
         self.boundaries = {edge: number for number, edge in enumerate(self.graph.roots)}
-        self.leading = self._leading()
         members: dict[Hashable, list[int]] = {}
         for node in self.order:
             if node not in self.primals:
@@ -136,17 +146,10 @@ class _Division:
         order = tuple(step if step.is_leaf else BackwardStep(place[step.index]) for step in steps)
         return Structure(tuple(self.boundaries), tuple(regions[number] for number in run), order)
 
-    def _leading(self) -> set[int]:
-        found = set(self.primals)
-        for node in reversed(self.order):
-            if any(edge is not None and edge.node in found for edge in self.graph.nodes[node].edges):
-                found.add(node)
-        return found
-
     def _crossing(self, node: int) -> Iterator[Edge]:
         """Edges of the node that lead to a primal, through another region."""
         for edge in self.graph.nodes[node].edges:
-            if edge is None or edge.node in self.primals or edge.node not in self.leading:
+            if edge is None or edge.node not in self.leading:
                 continue
             if edge in self.borders or self.region_of[edge.node] != self.region_of[node]:
                 yield edge
