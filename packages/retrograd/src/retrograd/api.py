@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from retrograd._torch.cuda import side_streams
-from retrograd._torch.dynamo import watch_compiled_forwards
+from retrograd._torch.dynamo import compiled_frames, watch_compiled_forwards
 from retrograd._torch.probe import check_supported
 from retrograd._torch.state import context_decorator
 from retrograd.aot.kept import expect
 from retrograd.backends.background import wait_for_all
 from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.config import Config
-from retrograd.dynamo import config_of
+from retrograd.dynamo import LeftToPython, config_of, name_of
 from retrograd.dynamo.backend import retrograd as dynamo_backend
 from retrograd.errors import OptionError
 from retrograd.live.contexts import (
@@ -176,6 +176,9 @@ def compile(
     were there. Where a context of `compiled_autograd` is open, or `enable` is set, that one wins. When the
     callable is deleted, it owns no backwards any more.
 
+    Where Dynamo fails, Python runs that frame, and the report says why; with `fullgraph` or ``"strict"`` that
+    is an error. With ``backend="eager"``, numbers and torch's optimizers compute as in eager.
+
     Args:
         target: a module, which stays as it is, or a function; without it, the result is a decorator.
         backend: as in `compiled_autograd`, for forward and backward.
@@ -196,9 +199,7 @@ def compile(
         >>> loss_of(model(x)).backward()
     """
     if target is None:
-        return functools.partial(
-            compile, backend=backend, fullgraph=fullgraph, dynamic=dynamic, mode=mode, options=options
-        )
+        return functools.partial(compile, **{name: it for name, it in locals().items() if name != "target"})
     if options is not None and "backend" in options:
         raise OptionError("options", f"got 'backend': {options['backend']!r}", "backend= beside options")
     chosen = {**(options or {}), "backend": backend}
@@ -210,12 +211,14 @@ def compile(
         expect(target)
     watch_compiled_forwards(is_anything_open)
     side_streams.watch()
-    compiler: Any = torch.compile
-    compiled = compiler(
+    watch = LeftToPython(name_of(target), replace(config, strict=config.strict or fullgraph), process_report)
+    compiled: Any = compiled_frames(
         target,
-        backend=functools.partial(dynamo_backend, mode=mode, options=chosen),
+        functools.partial(dynamo_backend, mode=mode, options=chosen),
+        watch,
         fullgraph=fullgraph,
         dynamic=dynamic,
+        are_numbers_exact=watch.computes_like_eager,
     )
     if isinstance(compiled, torch.nn.Module):
         compiled.forward = _claiming(compiled.forward, session)

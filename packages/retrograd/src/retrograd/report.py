@@ -200,6 +200,10 @@ class Report:
         if is_new and warn and (text := _first(reason, "")) is not None:
             warnings.warn(text, FallbackWarning, stacklevel=_users_level())
 
+    def __reduce__(self) -> Any:
+        """Copies and pickles of what refers to the report of the process refer to that of their process."""
+        return "process_report" if self is process_report else super().__reduce__()
+
     def clear(self) -> None:
         """Forget everything."""
         for entries in (self.backwards, self.graphs, self.fallbacks, self.notes):

@@ -4,9 +4,6 @@ In: a function that makes a training step, and the user's choices. Out: a callab
 report. Dynamo
 compiles the Python of the step, so it knows what the step reads and changes. Where the step calls
 ``backward``, Dynamo's graph ends, and the live path runs the backward.
-
-Under ``backend="eager"`` torch's optimizers are not traced. Traced by Dynamo they use tensors as step counts
-and another order of operations, so the last bits of their results differ from eager's.
 """
 
 from __future__ import annotations
@@ -16,23 +13,24 @@ import types
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from retrograd._torch.cuda import unused_memory_returned
-from retrograd._torch.dynamo import compiled_frames, is_optimizer_code, user_error_behind
+from retrograd._torch.dynamo import compiled_frames
 from retrograd._torch.probe import check_supported
 from retrograd._torch.state import compile_stance
 from retrograd._torch.trace import is_tracing_here
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.dynamo.backend import retrograd
+from retrograd.dynamo.left_to_python import LeftToPython, name_of
 from retrograd.errors import OptionError, Reason
 from retrograd.live.contexts import enter, leave
 from retrograd.live.session import Session
-from retrograd.report import Report, process_report, reason_of
+from retrograd.report import Report, process_report
 from retrograd.specialize.pace import SHORT_STEP, Pace
 
 
@@ -42,17 +40,17 @@ class StepReport:
 
     Attributes:
         name: of the step.
-        eager, compiled: how many calls ran eagerly, and how many compiled.
         pieces: the graphs from Dynamo, the backwards, and what ran as eager runs it.
         left_to_python: what is not traced, because its results would differ from eager's.
+        eager, compiled: how many calls ran eagerly, and how many compiled.
         aside: why the step runs eagerly from now on; None if it does not.
     """
 
     name: str
+    pieces: Report
+    left_to_python: set[str]
     eager: int = 0
     compiled: int = 0
-    pieces: Report = field(default_factory=lambda: Report(above=process_report))
-    left_to_python: set[str] = field(default_factory=set)
     aside: Reason | None = None
 
     @property
@@ -83,23 +81,24 @@ class CompiledStep:
 
     def __init__(self, fn: Callable[..., Any], config: Config) -> None:
         functools.update_wrapper(self, fn)
-        self.__name__: str = getattr(fn, "__name__", type(fn).__name__)
+        self.__name__: str = name_of(fn)
         self.fn, self.config = fn, config
-        self._computes_like_eager = not find_backend(config.backend).traces
         self.reset()
 
     def reset(self) -> None:
         """Forget the report and everything that was compiled."""
-        self._report = StepReport(self.__name__)
-        self._session = Session(self.config, self._report.pieces)
+        pieces = Report(above=process_report)
+        watch = LeftToPython(f"the step {self.__name__}", self.config, pieces)
+        self._report = StepReport(self.__name__, pieces, watch.found)
+        self._session = Session(self.config, pieces)
         self._pace = None if self.config.cudagraphs else Pace(self.__name__, "step", SHORT_STEP)
         self._compiled = compiled_frames(
             self.fn,
             _backend_for(self.config, weakref.ref(self._report)),
-            self,
+            watch,
             dynamic=self.config.dynamic,
             recompile_limit=self.config.recompile_limit,
-            are_numbers_exact=self._computes_like_eager,
+            are_numbers_exact=watch.computes_like_eager,
         )
 
     def explain(self) -> StepReport:
@@ -139,24 +138,6 @@ class CompiledStep:
             result = run(*args, **kwargs)
         self._report.aside = self._pace.aside
         return result
-
-    # what Dynamo asks about frames (`FrameWatch` in `_torch.dynamo.frames`)
-
-    def runs_as_it_is(self, code: types.CodeType) -> bool:
-        """Whether the code is left to Python: an optimizer that has to compute as eager does."""
-        if not (self._computes_like_eager and is_optimizer_code(code)):
-            return False
-        self._report.left_to_python.add("optimizer")
-        return True
-
-    def failed(self, code: types.CodeType, error: Exception) -> None:
-        """Report a part of the step that Dynamo could not convert. Python runs it."""
-        found = user_error_behind(error)
-        if self.config.strict:
-            raise found
-        place = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
-        reason = reason_of(found, place, "not-compiled")
-        self._report.pieces.fell_back(reason, f"a part of the step {self.__name__} runs eagerly")
 
 
 def _backend_for(config: Config, report: weakref.ref[StepReport]) -> Callable[..., Any]:

@@ -35,9 +35,10 @@ from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import eval_frame, list_backends, register_backend
 from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, RecompileError, Unsupported
 from torch._dynamo.types import ConvertFrameReturn
 from torch._guards import DuplicateInputs, Guard, TracingContext, detect_fake_mode
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from retrograd._torch.dynamo.keep_eager import guard_module_hooks
 from retrograd._torch.releases import frame_limits
@@ -47,6 +48,10 @@ from retrograd.process import ForkSafeLock
 #: how often the conversion of one piece of code may fail: a first failure may be an accident, such as another
 #: thread that changes what Dynamo has just looked at.
 TRIES = 2
+
+#: errors that the user has asked for, by a setting of Dynamo, ``fullgraph`` or ``mark_dynamic``. Dynamo hands
+#: a break of the graph on only then.
+_ASKED_FOR = (FailOnRecompileLimitHit, RecompileError, Unsupported, ConstraintViolationError)
 
 _OPTIMIZERS = torch.optim.__path__[0]
 
@@ -73,6 +78,10 @@ class _Callback:
         self._failures: weakref.WeakKeyDictionary[CodeType, int] = weakref.WeakKeyDictionary()
         self._lock = ForkSafeLock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For copies, and for pickles of compiled modules."""
+        return type(self), (self._convert, self._watch, self._are_numbers_exact)
+
     def __call__(self, frame: Any, cache_entry: Any, frame_state: Any) -> ConvertFrameReturn:
         code = frame.f_code
         if self._watch.runs_as_it_is(code):
@@ -84,7 +93,7 @@ class _Callback:
                 result: ConvertFrameReturn = self._convert(frame, cache_entry, frame_state)
             guard_environment(result.guarded_code)
             return result
-        except FailOnRecompileLimitHit:  # the user has asked for this error
+        except _ASKED_FOR:
             raise
         except Exception as error:
             with self._lock:
@@ -113,21 +122,23 @@ def compiled_frames(
     backend: Callable[..., Any],
     watch: FrameWatch,
     *,
+    fullgraph: bool = False,
     dynamic: bool | None,
-    recompile_limit: int,
+    recompile_limit: int | None = None,
     are_numbers_exact: bool,
 ) -> Callable[..., Any]:
     """`fn` as ``torch.compile(fn, backend=backend, dynamic=dynamic)`` gives it, with `watch` before Dynamo.
 
     Args:
-        fn, backend, dynamic: as ``torch.compile`` takes them.
+        fn, backend, fullgraph, dynamic: as ``torch.compile`` takes them.
         watch: is asked, and told.
-        recompile_limit: heeded if torch takes it; else it is that of ``torch._dynamo.config``.
+        recompile_limit: of this callable alone, if torch can count so; else, and by default, it is that of
+            ``torch._dynamo.config``.
         are_numbers_exact: whether arithmetic of Python numbers that change from call to call must be
             Python's.
     """
-    limits = frame_limits(eval_frame._optimize, recompile_limit)
-    context: Any = torch._dynamo.optimize(backend=backend, dynamic=dynamic, **limits)
+    limits = {} if recompile_limit is None else frame_limits(eval_frame._optimize, recompile_limit)
+    context: Any = torch._dynamo.optimize(backend=backend, nopython=fullgraph, dynamic=dynamic, **limits)
     context.callback = _Callback(context.callback, watch, are_numbers_exact)
     compiled: Callable[..., Any] = context(fn)
     return compiled

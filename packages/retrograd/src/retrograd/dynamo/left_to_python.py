@@ -1,0 +1,62 @@
+"""What Python runs of a function that Dynamo compiles, and why.
+
+In: frames that Dynamo is about to convert, and conversions that failed. Out: decisions, and entries in a
+report.
+
+Under ``backend="eager"`` torch's optimizers are not traced. Traced by Dynamo they use tensors as step counts
+and another order of operations, so the last bits of their results differ from eager's.
+"""
+
+from __future__ import annotations
+
+from types import CodeType
+from typing import Any
+
+from retrograd._torch.dynamo import is_optimizer_code, user_error_behind
+from retrograd.backends.registry import find_backend
+from retrograd.config import Config
+from retrograd.report import Report, reason_of
+
+
+class LeftToPython:
+    """A `FrameWatch`, for one compiled callable.
+
+    Args:
+        what: the callable, in words.
+        config: the choices: the backend, and whether a failure is an error.
+        report: is told of failures.
+
+    Attributes:
+        computes_like_eager: whether results must be eager's bit for bit.
+        found: what is not traced, because its results would differ from eager's.
+    """
+
+    def __init__(self, what: str, config: Config, report: Report) -> None:
+        self._what, self._is_strict, self._report = what, config.strict, report
+        self.computes_like_eager = not find_backend(config.backend).traces
+        self.found: set[str] = set()
+
+    def runs_as_it_is(self, code: CodeType) -> bool:
+        """Whether the code is left to Python: an optimizer that has to compute as eager does."""
+        if not (self.computes_like_eager and is_optimizer_code(code)):
+            return False
+        self.found.add("optimizer")
+        return True
+
+    def failed(self, code: CodeType, error: Exception) -> None:
+        """Report code that Dynamo could not convert. Python runs it.
+
+        Raises: what has failed, if ``strict``.
+        """
+        found = user_error_behind(error)
+        if self._is_strict:
+            raise found
+        place = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
+        reason = reason_of(found, place, "not-compiled")
+        self._report.fell_back(reason, f"a part of {self._what} runs eagerly")
+
+
+def name_of(target: Any) -> str:
+    """What a function or module is called."""
+    name: str = getattr(target, "__name__", type(target).__name__)
+    return name
