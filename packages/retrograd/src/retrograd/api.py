@@ -23,9 +23,10 @@ from retrograd.aot.kept import expect
 from retrograd.backends.background import wait_for_all
 from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.config import Config
-from retrograd.dynamo import LeftToPython, config_of, name_of
+from retrograd.dynamo import config_of
 from retrograd.dynamo.backend import retrograd as dynamo_backend
-from retrograd.errors import OptionError
+from retrograd.dynamo.left_to_python import LeftToPython
+from retrograd.errors import OptionError, name_of
 from retrograd.live.contexts import (
     claim,
     enter,

@@ -46,6 +46,12 @@ def first_line(error: BaseException) -> str:
     return text if isinstance(error, Refusal) else f"{type(error).__name__}: {text}"
 
 
+def name_of(called: Any) -> str:
+    """What a function, module or other callable is called, for reports and errors."""
+    name: str = getattr(called, "__name__", type(called).__name__)
+    return name
+
+
 class Refusal(Exception):
     """Something cannot be captured, traced, inlined or recorded. Whoever catches it makes a `Reason`."""
 

@@ -32,11 +32,8 @@ STRICT = {"backend": "eager", "strict": True}
 
 
 @pytest.fixture(autouse=True)
-def forget():
-    torch._dynamo.reset()
-    process_report.clear()
+def grad_mode():
     yield
-    torch._dynamo.reset()
     torch.set_grad_enabled(True)
 
 

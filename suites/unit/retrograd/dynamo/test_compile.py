@@ -18,16 +18,6 @@ from retrograd.live.contexts import living
 STRICT = {"strict": True}
 
 
-@pytest.fixture(autouse=True)
-def forget():
-    torch._dynamo.reset()
-    retrograd.reset()
-    retrograd.reset()
-    yield
-    torch._dynamo.reset()
-    gc.collect()
-
-
 def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))

@@ -134,11 +134,7 @@ class Applies(Function):
 
 @pytest.fixture(autouse=True)
 def forget():
-    torch._dynamo.reset()
-    retrograd.reset()
     Logs.log.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(fn, **options):

@@ -13,14 +13,6 @@ import retrograd
 from retrograd._torch.dynamo import keep_eager
 
 
-@pytest.fixture(autouse=True)
-def forget():
-    torch._dynamo.reset()
-    retrograd.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def compiled(fn, **options):
     return torch.compile(fn, backend="retrograd", options={"backend": "eager", **options})
 

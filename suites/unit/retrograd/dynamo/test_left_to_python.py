@@ -14,14 +14,6 @@ from torch import nn
 import retrograd
 
 
-@pytest.fixture(autouse=True)
-def forget():
-    torch._dynamo.reset()
-    retrograd.reset()
-    yield
-    torch._dynamo.reset()
-
-
 class Key:
     def __init__(self):
         self.factors = {"a": 2.0, "b": 3.0}

@@ -20,12 +20,6 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    retrograd.reset()
-
-
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_in_which_the_capture_fails_is_left(name: str) -> None:
     weight = torch.randn(2, 3, 3)

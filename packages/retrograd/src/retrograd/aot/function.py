@@ -23,7 +23,7 @@ from retrograd.aot.modules import FlatCall, ModuleState
 from retrograd.aot.state import Dynamic, state_of_flat
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config, Policy
-from retrograd.errors import CaptureError, OptionError, Reason
+from retrograd.errors import CaptureError, OptionError, Reason, name_of
 from retrograd.events import AOT_LOGS
 from retrograd.graph.structure import constant_key
 from retrograd.report import Report, process_report, reason_of
@@ -52,7 +52,7 @@ class AotFunction:
 
     def __init__(self, fn: Callable[..., Any], config: Config, report: Report = process_report) -> None:
         self.fn, self.config, self._report = fn, config, report
-        self.__name__: str = getattr(fn, "__name__", type(fn).__name__)
+        self.__name__: str = name_of(fn)
         self._own = (fn,) if isinstance(fn, nn.Module) else ()
         self._specialized = Specialized(self.__name__, _STAGE, config, report, self._variant)
         self._states: dict[tuple[int, ...], ModuleState] = {}

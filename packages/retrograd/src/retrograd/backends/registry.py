@@ -16,7 +16,7 @@ from retrograd._torch.fx import boxed, copied, fill_in_place, lazy_graph_module
 from retrograd._torch.inductor import chooses_layouts, compile_graph, decompositions, get_ready, patched
 from retrograd.backends import processes
 from retrograd.backends.base import SEGMENT, Backend, Boxed, Elsewhere, Half
-from retrograd.errors import BackendError, OptionError, first_line
+from retrograd.errors import BackendError, OptionError, first_line, name_of
 from retrograd.events import AOT_LOGS
 from retrograd.graph.joint import output_examples
 from retrograd.graph.lazy import LazyGraph
@@ -106,7 +106,7 @@ class CustomBackend(Backend):
     takes_parts = False
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self.name = name_of(fn)
         self._fn = fn
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 from retrograd._torch.dynamo import keep_calls_whole, register_once, watch_dynamo
 from retrograd.dynamo.backend import RetrogradBackend, config_of, list_mode_options, list_options, retrograd
-from retrograd.dynamo.left_to_python import LeftToPython, name_of
 from retrograd.dynamo.step import CompiledStep, StepReport, compile_step
 
 __all__ = [
     "CompiledStep",
-    "LeftToPython",
     "RetrogradBackend",
     "StepReport",
     "compile_step",
     "config_of",
     "list_mode_options",
     "list_options",
-    "name_of",
     "retrograd",
 ]
 

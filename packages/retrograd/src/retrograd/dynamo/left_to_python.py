@@ -10,7 +10,6 @@ and another order of operations, so the last bits of their results differ from e
 from __future__ import annotations
 
 from types import CodeType
-from typing import Any
 
 from retrograd._torch.dynamo import is_optimizer_code, user_error_behind
 from retrograd.backends.registry import find_backend
@@ -54,9 +53,3 @@ class LeftToPython:
         place = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
         reason = reason_of(found, place, "not-compiled")
         self._report.fell_back(reason, f"a part of {self._what} runs eagerly")
-
-
-def name_of(target: Any) -> str:
-    """What a function or module is called."""
-    name: str = getattr(target, "__name__", type(target).__name__)
-    return name

@@ -1,9 +1,8 @@
 """A whole training step: forward, backward, hooks and optimizers behind one callable.
 
 In: a function that makes a training step, and the user's choices. Out: a callable that does the same, with a
-report. Dynamo
-compiles the Python of the step, so it knows what the step reads and changes. Where the step calls
-``backward``, Dynamo's graph ends, and the live path runs the backward.
+report. Dynamo compiles the Python of the step, so it knows what the step reads and changes. Where the step
+calls ``backward``, Dynamo's graph ends, and the live path runs the backward.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from retrograd._torch.trace import is_tracing_here
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.dynamo.backend import retrograd
-from retrograd.dynamo.left_to_python import LeftToPython, name_of
-from retrograd.errors import OptionError, Reason
+from retrograd.dynamo.left_to_python import LeftToPython
+from retrograd.errors import OptionError, Reason, name_of
 from retrograd.live.contexts import enter, leave
 from retrograd.live.session import Session
 from retrograd.report import Report, process_report

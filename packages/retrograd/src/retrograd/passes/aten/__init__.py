@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd.errors import OptionError, PassError, VerificationError
+from retrograd.errors import OptionError, PassError, VerificationError, name_of
 from retrograd.graph.joint import JointSignature, output_kinds, verify_joint
 from retrograd.passes.aten.merge_equal_calls import merge_equal_calls
 from retrograd.passes.aten.remove_dead_code import remove_dead_code
@@ -126,7 +126,7 @@ def pass_name(one: Any) -> str:
     """The name of a pass, for reports and errors."""
     while isinstance(one, functools.partial):
         one = one.func
-    return getattr(one, "__name__", type(one).__name__)
+    return name_of(one)
 
 
 def operator_counts(graph: fx.Graph) -> Counter[str]:
