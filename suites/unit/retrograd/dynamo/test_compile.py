@@ -18,6 +18,13 @@ from retrograd.live.contexts import living
 STRICT = {"strict": True}
 
 
+@pytest.fixture(autouse=True)
+def forget():
+    """What a test has compiled owns no backwards of the next one."""
+    yield
+    gc.collect()
+
+
 def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
