@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from suites.unit.retrograd.aot.against_eager import tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -87,3 +88,39 @@ def test_attention_with_dropout_under_inductor_is_finite(mask):
     assert out.abs().max() < 10
     assert a.grad.isfinite().all()
     assert b.grad.isfinite().all()
+
+
+@torch.library.custom_op(
+    "retrograd_tests::noise_like", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def noise_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.rand_like(x)
+
+
+@noise_like.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    with unset_fake_temporarily():  # as operators do that have a kernel only: it runs on zeros
+        torch.rand(1)
+    return torch.empty_like(x)
+
+
+class NoisyBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * noise_like(grad)
+
+
+def test_fakes_that_draw_numbers_leave_generators_alone():
+    found = []
+    for call in (NoisyBackward.apply, aot.function(NoisyBackward.apply, backend="eager", strict=True)):
+        torch.manual_seed(3)
+        x = tensor(4, grad=True)
+        out = call(x)
+        behind = torch.get_rng_state()
+        out.sum().backward()
+        found.append([out.detach(), x.grad, behind, torch.get_rng_state()])
+    assert all(map(torch.equal, *found))

@@ -9,6 +9,7 @@ import copy
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from retrograd._torch.state import ThreadModes
 from retrograd.aot.run import region
 from retrograd.aot.run.call import FEWEST_RERUNS
 from retrograd.aot.run.region import MOST_LAYOUTS
+from retrograd.config import PARTITIONERS
 from unit.retrograd.aot.against_eager import Fn, leaf, tensor
 
 quiet = pytest.mark.filterwarnings("ignore::retrograd.errors.FallbackWarning")
@@ -121,6 +123,40 @@ def test_more_kinds_of_backward_than_code_is_made_for_are_run_again() -> None:
                     results.append(torch.autograd.grad(out, [x, w], cotangent))
             assert all(map(torch.equal, *results))
     assert reruns() == 2 * len(layouts) - MOST_LAYOUTS
+
+
+class WeighsBySums(torch.autograd.Function):
+    """Its backward clones what it saved, and so do formulas for a cotangent that is laid out otherwise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * 2 + weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, weight = ctx.saved_tensors
+        if grad.stride() == (1, grad.shape[0]):
+            weight = weight + 1
+        return weight.sum(0).clone() * grad * x, None
+
+
+@quiet
+@pytest.mark.parametrize("looks_at_strides", [False, True])
+@pytest.mark.parametrize("partitioner", PARTITIONERS)
+def test_what_the_backward_makes_of_the_forward_alone_has_another_name_for_another_cotangent(
+    looks_at_strides: bool, partitioner: str
+) -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        out = WeighsBySums.apply(x @ w, (x @ w.t()).detach())
+        return out if looks_at_strides else out.view(-1).view(4, 4)  # type: ignore[no-any-return]
+
+    call, base = compiled(fn, partitioner=partitioner), tensor(4, 4, seed=7)
+    for cotangent in (base, base.t(), base):
+        x, w = leaf(4, 4), leaf(4, 4, seed=5)
+        found, expected = (torch.autograd.grad(f(x, w), [x, w], cotangent) for f in (call, fn))
+        assert all(map(torch.equal, found, expected))
+    assert reruns() == int(looks_at_strides and partitioner == "min_cut")
 
 
 # one kind after the other

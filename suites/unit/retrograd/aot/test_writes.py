@@ -8,8 +8,10 @@ from torch import nn
 
 import retrograd
 from retrograd import aot
+from retrograd._torch.trace.unsaid_writes import saying_its_writes
 from retrograd.aot.writes import writing_ahead
 from retrograd.backends.registry import AtenBackend
+from retrograd.errors import Refusal
 from retrograd.repeats.divide import divided
 from unit.retrograd.aot.against_eager import agree, captured, leaf, plain, tensor
 
@@ -222,3 +224,61 @@ def test_a_part_that_repeats_has_its_writes():
     assert len({part.key for part in parts}) == 1
     assert [len(part.outputs) for part in parts] == [0] * len(parts)
     assert len(parts) > 3
+
+
+# operators whose schemas do not say what they write
+
+
+def statistics(features=4):
+    return torch.zeros(features), torch.ones(features)
+
+
+@pytest.mark.parametrize("operator", [torch.cudnn_batch_norm, torch.miopen_batch_norm])
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_are_written_by_the_call_not_by_its_graph(operator, training):
+    def fn(x, weight, bias, mean, var):
+        return operator(x, weight, bias, mean, var, training, 0.1, 1e-5)[0].relu()
+
+    graph = captured(fn, leaf(2, 4, 6, 6), leaf(4), leaf(4), *statistics())
+    assert {update.primal for update in graph.updates} == ({3, 4} if training else set())
+    calls = {str(node.target): node for node in graph.gm.graph.nodes}
+    assert ("aten._batch_norm_with_update_functional.default" in calls) is training
+    if training:
+        assert calls[f"aten.{operator.__name__}_backward.default"].args[3:5] == (None, None)
+
+
+def test_without_running_statistics_nothing_is_written():
+    def fn(x, weight):
+        return torch.cudnn_batch_norm(x, weight, None, None, None, True, 0.1, 1e-5)[0]
+
+    assert not captured(fn, leaf(2, 4, 6, 6), leaf(4)).updates
+
+
+#: take running statistics, without saying that they write, and do not, or are made of the others.
+READING = {
+    "native_batch_norm", "batch_norm", "instance_norm", "_batch_norm_impl_index", "_batch_norm_no_update",
+    "_native_batch_norm_legit_no_training", "_batch_norm_with_update_functional",
+    "_native_batch_norm_legit_functional",
+}  # fmt: skip
+
+
+def test_every_operator_that_takes_running_statistics_is_known():
+    taking = {
+        schema.name.removeprefix("aten::")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("aten::")
+        and not schema.is_mutable
+        and any(argument.name == "running_mean" for argument in schema.arguments)
+    }
+    assert {name for name in taking if not name.endswith("_backward")} == READING | {
+        "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats", "batch_norm_gather_stats",
+        "batch_norm_gather_stats_with_counts",
+    }  # fmt: skip
+
+
+def test_what_cannot_be_said_otherwise_is_refused():
+    given, numbers = (tensor(2, 4), tensor(1, 4), tensor(1, 4)), (0.1, 1e-5, 2)
+    gather = torch.ops.aten.batch_norm_gather_stats.default
+    with pytest.raises(Refusal, match="writes running statistics without saying so"):
+        saying_its_writes(gather, (*given, *statistics(), *numbers))
+    assert saying_its_writes(gather, (*given, None, None, *numbers)) is None

@@ -327,8 +327,11 @@ def why_not_capturable_now(has_seen_functions: bool = False) -> tuple[str, str] 
     return "saved-tensor-hooks", "saved-tensor hooks see, and may change, exactly what eager saves"
 
 
-def generator_states(devices: Iterable[torch.device]) -> dict[torch.device, Any]:
-    """The states of the default generators of these devices."""
+def generator_states(devices: Iterable[torch.device] | None = None) -> dict[torch.device, Any]:
+    """The states of the default generators of these devices; None: of the CPU, and CUDA's if it is in use."""
+    if devices is None:
+        count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+        devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(count))]
     cuda, cpu = torch.cuda.get_rng_state, torch.random.get_rng_state
     return {device: cuda(device) if device.type == "cuda" else cpu() for device in devices}
 

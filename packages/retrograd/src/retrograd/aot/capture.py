@@ -256,9 +256,15 @@ def _refuse_fakes(gm: fx.GraphModule) -> None:
 
 
 _aten = torch.ops.aten
-#: backwards that take running statistics, but read them in evaluation mode only.
-_BATCH_NORM_BACKWARD = {_aten.native_batch_norm_backward.default, _aten.batch_norm_backward.default}
-_STATISTICS, _TRAINING = (3, 4), 7
+#: backwards that take running statistics, but read them in evaluation mode only; with the place of what says
+#: whether it is training (None: they are for training only).
+_BATCH_NORM_BACKWARD = {
+    _aten.native_batch_norm_backward.default: 7,
+    _aten.batch_norm_backward.default: 7,
+    _aten.cudnn_batch_norm_backward.default: None,
+    _aten.miopen_batch_norm_backward.default: None,
+}
+_STATISTICS = (3, 4)
 _ALIASES = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 
 
@@ -271,8 +277,9 @@ def _tidy(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in _ALIASES:
             replace_by_equal(node, node.args[0])
-        elif node.target in _BATCH_NORM_BACKWARD and node.args[_TRAINING] is True:
-            for place in _STATISTICS:
+        elif node.target in _BATCH_NORM_BACKWARD:
+            training = _BATCH_NORM_BACKWARD[node.target]
+            for place in _STATISTICS if training is None or node.args[training] is True else ():
                 node.update_arg(place, None)
     remove_dead_code(gm)
     merge_equal_calls(gm)

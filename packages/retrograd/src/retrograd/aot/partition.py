@@ -181,7 +181,7 @@ class _Division:
                 extra.append(copied_call(node) if is_own and node not in places else node)
                 is_view = owner in owners and not is_own
                 owners.add(owner)
-            described.append(Saved(node.name, kind, place, value, by_eager, is_view, str(node.target)))
+            described.append(Saved(node.name, kind, place, value, by_eager, is_view))
         effects = [node for node in graph.nodes if not is_backward(node) and has_effect(node)]
         forward = extract(self.joint.gm, self.primals, [*results, *extra], "forward", also=effects)
         return finished_forward(forward, len(results)), tuple(described)

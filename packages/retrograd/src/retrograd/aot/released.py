@@ -134,6 +134,7 @@ _HARMLESS = frozenset({
     "empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "bernoulli",
     "baddbmm", "addbmm", "addmv", "mv", "dot", "tril", "triu", "roll", "stack",
     "_grouped_mm", "_fused_rms_norm", "native_batch_norm", "_native_batch_norm_legit_functional",
+    "_batch_norm_with_update_functional",
     "nll_loss_forward", "nll_loss2d_forward", "mse_loss", "smooth_l1_loss", "huber_loss",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",

@@ -341,7 +341,6 @@ class Saved:
         value: fake tensor, or symbolic number.
         by_eager: whether eager keeps it too, so that it must not change in between.
         is_view: whether its memory is that of an input, an output, or another saved value.
-        target: the text of what its node calls.
     """
 
     name: str
@@ -350,7 +349,6 @@ class Saved:
     value: Any
     by_eager: bool
     is_view: bool = False
-    target: str = ""
 
     @property
     def is_number(self) -> bool:

@@ -91,11 +91,11 @@ def structure_of(
     return structure if _is_hashable(structure) else None
 
 
-def token_of(node: fx.Node) -> Hashable:
-    """Equal for two calls that compute the same, wherever their arguments come from; the node itself for a
-    call that cannot be compared."""
+def token_of(node: fx.Node, places: Mapping[fx.Node, bytes] | None = None) -> Hashable:
+    """Equal for two calls that compute the same of arguments with the same `places` (by default, wherever
+    they come from); the node itself for a call that cannot be compared."""
     numbers: list[str] = []
-    token = _target(node), written(node, _ANYWHERE, numbers), tuple(numbers)
+    token = _target(node), written(node, _ANYWHERE if places is None else places, numbers), tuple(numbers)
     return token if _is_hashable(token) else node
 
 

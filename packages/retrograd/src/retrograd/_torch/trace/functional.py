@@ -33,6 +33,7 @@ from retrograd._torch import pytree
 from retrograd._torch.fx import FILLING, is_operator_overload, schema_of
 from retrograd._torch.tensor import inner_tensors, may_overlap, may_share_elements, storage_of
 from retrograd._torch.trace.graph_tracer import noted
+from retrograd._torch.trace.unsaid_writes import saying_its_writes
 from retrograd.errors import Refusal, not_representable
 
 
@@ -59,6 +60,8 @@ def functional_mode(keeps_gaps: bool = False) -> AbstractContextManager[Any]:
         if keeps_gaps and (plain_func := _without_mutation(func)) is not None and _has_gaps(args[0]):
             run(torch.ops.aten.copy_.default, types, (args[0], run(plain_func, types, args, kwargs)))
             return args[0]
+        if (instead := saying_its_writes(func, args)) is not None:
+            return run(instead.operator, types, instead.args, {})[: instead.results]
         fills = is_operator_overload(func) and func.overloadpacket in FILLING
         with noted(fills_by=func) if fills else nullcontext():
             result = run(func, types, args, kwargs)

@@ -40,7 +40,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import has_preserved_node_meta
 
 from retrograd._torch.fx import add_call, is_mutating, is_random, lazily, real_tensors
-from retrograd._torch.state import autocast_off, seeds_and_states
+from retrograd._torch.state import autocast_off, generator_states, restore_generator_states, seeds_and_states
 from retrograd._torch.tensor import is_lazy
 from retrograd._torch.trace.fakes import fake_of, is_fake, new_fake_mode, symbolic_integer, why_not_fakeable
 from retrograd._torch.trace.layouts import laid_out_as_real
@@ -132,7 +132,7 @@ class JointTracer(GraphTracer):
         super().__init__(tracer)
         self._generators = seeds_and_states()
         with real_tensors():
-            self._state = torch.random.get_rng_state()
+            self._states = generator_states()
         self.draws = 0
 
     def _annotate(self, node: fx.Node) -> None:
@@ -174,10 +174,10 @@ class JointTracer(GraphTracer):
         self._generators = seeds_and_states()
 
     def close(self) -> None:
-        """Undo all moves of generators."""
-        if self.draws:
+        """Undo all moves of generators, also those of operators without a fake kernel, which draw numbers."""
+        if any(map(is_random, self.graph.nodes)):
             with real_tensors():
-                torch.random.set_rng_state(self._state)
+                restore_generator_states(self._states)
 
 
 def draws_so_far() -> int:

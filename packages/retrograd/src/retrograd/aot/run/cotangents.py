@@ -9,7 +9,8 @@ layout is wrong for another.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,9 @@ from retrograd._torch.trace import guard_count, hint_of
 from retrograd.aot.capture import capture
 from retrograd.aot.parts import extract, finished_backward, gradients_of, is_backward, needed_between
 from retrograd.errors import RetrogradError
-from retrograd.graph.joint import cotangent_name
+from retrograd.graph.joint import cotangent_name, cotangents_reaching
 from retrograd.graph.joint_graph import JointValues, Partition
+from retrograd.graph.structure import token_of
 
 Strides = tuple[Any, ...]
 
@@ -159,14 +161,36 @@ def _is_alike(before: JointValues, now: JointValues, number: int) -> bool:
 
 def _cut_out(partition: Partition, joint: JointValues, number: int) -> fx.GraphModule | None:
     graph, taken = joint.gm.graph, partition.backwards[number].graph.summary.names
-    named = {node.name: node for node in graph.nodes}
-    targets = {saved.name: saved.target for saved in partition.saved}  # the others are cotangents
-    if any(name not in named or str(named[name].target) != targets.get(name, name) for name in taken):
+    tokens: dict[Hashable, int] = {}
+    numbers = {node.name: number for number, node in _of_forward(partition.joint, tokens).items()}
+    calls = _of_forward(joint, tokens)
+    inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    found = [inputs.get(name) or calls.get(numbers.get(name, -1)) for name in taken]
+    given = [node for node in found if node is not None]
+    if len(given) < len(found):
         return None
-    given = [named[name] for name in taken]
     wanted = gradients_of(joint, number)
     inside = needed_between(given, wanted)
     if any(node.op == "placeholder" or (has_effect(node) and not is_backward(node)) for node in inside):
         return None  # it reads what was not saved, or would draw numbers anew
     effects = [n for n in graph.nodes if is_backward(n) and n.meta["region"] == number and has_effect(n)]
     return finished_backward(extract(joint.gm, given, wanted, f"backward_{number}", also=effects))
+
+
+def _of_forward(joint: JointValues, tokens: dict[Hashable, int]) -> dict[int, fx.Node]:
+    """The values that depend on no cotangent, by a number that those of two joint graphs share which compute
+    the same. Their names may differ: for another cotangent, other calls stand between them.
+
+    Args:
+        joint: the graph. tokens: the numbers given so far, for both graphs.
+    """
+    reaching = cotangents_reaching(joint.gm.graph, joint.signature)
+    found, places, counts = dict[int, fx.Node](), dict[fx.Node, bytes](), Counter[Hashable]()
+    for node in joint.gm.graph.nodes:
+        if reaching[node] or node.op == "output":
+            continue
+        token = token_of(node, places)
+        number = tokens.setdefault((token, counts[token]), len(tokens))
+        counts[token] += 1
+        found[number], places[node] = node, b"%d" % number
+    return found
