@@ -102,10 +102,11 @@ class TestMetadata:
     def test_a_tensor_where_eager_has_none(self, bench) -> None:
         assert grad_metadata(bench.evidence(grads(x=None), grads(x=torch.zeros(2)))).symptom == "grad-none"
 
-    def test_strides_of_short_dimensions_do_not_count(self, bench) -> None:
+    def test_strides_of_short_dimensions_count_for_bitwise_subjects_only(self, bench) -> None:
         one, two = torch.ones(1, 3), torch.ones(3, 1).t()
         assert one.stride() != two.stride()
-        assert grad_metadata(bench.evidence(grads(x=one), grads(x=two))) is None
+        assert grad_metadata(bench.evidence(grads(x=one), grads(x=two))).symptom == "grad-strides"
+        assert grad_metadata(bench.evidence(grads(x=one), grads(x=two), bitwise=False)) is None
 
     def test_a_value_that_the_subject_never_showed(self, bench) -> None:
         eager = Outcome(values=(ValueRecord("v", 1),))

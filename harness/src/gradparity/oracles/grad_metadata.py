@@ -2,7 +2,8 @@
 requires_grad.
 
 In: Evidence. Out: a Finding for the first leaf whose metadata differs. Strides count where a dimension is
-longer than 1, in gradients and values; in hook payloads a difference of strides is only noted.
+longer than 1, and of a subject that promises eager's bits in every dimension: kernels choose a memory format by
+them. They count in gradients and values; in hook payloads a difference of strides is only noted.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _tensors(pair: Pair, eager: TensorRecord, subject: TensorRecord, evidence: E
             symptom = f"{pair.role}-{'class' if what == 'cls' else what}"
             reason = f"{pair.label}: {what} is {one} in eager, {two} in subject"
             return Finding(Verdict.DIVERGE, symptom, reason, pair.place)
-    if long_strides(eager) != long_strides(subject):
+    if _strides(eager, evidence.bitwise) != _strides(subject, evidence.bitwise):
         reason = f"{pair.label}: strides are {eager.strides} in eager, {subject.strides} in subject"
         if pair.role != "event":
             reason = f"{reason}, shape {eager.shape}"
@@ -54,11 +55,12 @@ def _tensors(pair: Pair, eager: TensorRecord, subject: TensorRecord, evidence: E
     return None
 
 
-def long_strides(record: TensorRecord) -> tuple[int, ...] | None:
-    """Strides of the dimensions longer than 1; None where strides mean nothing."""
+def _strides(record: TensorRecord, of_all: bool) -> tuple[int, ...] | None:
+    """Strides of the dimensions longer than 1, or `of_all`; None where strides mean nothing."""
     if record.strides is None or 0 in record.shape:
         return None
-    return tuple(stride for stride, size in zip(record.strides, record.shape, strict=True) if size > 1)
+    pairs = zip(record.strides, record.shape, strict=True)
+    return tuple(stride for stride, size in pairs if of_all or size > 1)
 
 
 def _kind(payload: Payload) -> str:

@@ -233,7 +233,8 @@ def unlike(eager: Any, subject: Any, reference: Any) -> str:
             return f"{what} is {getattr(eager, what)} in eager, {getattr(subject, what)} under {SUBJECT}"
     if eager.layout is torch.strided and 0 not in eager.shape:
         strides = [
-            [n for n, size in zip(t.stride(), t.shape, strict=True) if size > 1] for t in (eager, subject)
+            [n for n, size in zip(t.stride(), t.shape, strict=True) if BITWISE or size > 1]
+            for t in (eager, subject)
         ]
         if strides[0] != strides[1]:
             return f"strides are {strides[0]} in eager, {strides[1]} under {SUBJECT}"

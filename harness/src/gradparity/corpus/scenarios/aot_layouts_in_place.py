@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gradparity.corpus.scenario import scenario
 from gradparity.corpus.scenarios.storages import layout
@@ -263,3 +264,47 @@ def aot_filled_by_a_mask_behind_what_a_view_wrote(p: Probe) -> None:
         p.value(f"{written} {filled}", [output.detach() for output in outputs])
         with p.backward():
             (outputs[0] + outputs[1]).sum().backward()
+
+
+#: of images of a few elements, in the memory format channels last: by name, channels, sizes, and elements of a
+#: kernel.
+_SMALL = {"one_element": (8, (1, 1), 1), "one_channel": (1, (4, 4), 3), "one_volume": (8, (1, 1, 1), 1)}
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": lambda x: x.relu_(),
+    "relu6": lambda x: functional.relu6(x, inplace=True),
+    "sigmoid": lambda x: x.sigmoid_(),
+    "silu": lambda x: functional.silu(x, inplace=True),
+    "leaky_relu": lambda x: functional.leaky_relu(x, 0.1, inplace=True),
+    "scaled": lambda x: x.mul_(torch.ones_like(x[:1]) * 2),
+    "absolute": lambda x: x.abs().add_(1),
+}
+
+
+@scenario(tags=(*TAGS, "module"))
+def aot_activation_in_place_of_small_images(p: Probe) -> None:
+    """An activation in place keeps the strides of dimensions of one element, by which a convolution chooses
+    the memory format of its weight's gradient."""
+    for small, activation in itertools.product(_SMALL, _ACTIVATIONS):
+        channels, sizes, kernel = _SMALL[small]
+        convolve = functional.conv3d if len(sizes) == 3 else functional.conv2d
+        last = torch.channels_last_3d if len(sizes) == 3 else torch.channels_last
+
+        def run(
+            x: Tensor,
+            first: Tensor,
+            second: Tensor,
+            convolve: Any = convolve,
+            padding: int = kernel // 2,
+            activation: str = activation,
+        ) -> tuple[Tensor, Tensor]:
+            hidden = _ACTIVATIONS[activation](convolve(x, first, padding=padding))
+            return hidden, convolve(hidden, second, padding=padding)
+
+        shapes = ((2, 4, *sizes), (channels, 4, *[kernel] * len(sizes)), (4, channels, *[kernel] * len(sizes)))
+        given = [p.randn(*shape).to(memory_format=last).requires_grad_() for shape in shapes]
+        given = [p.leaf(f"{small} {activation} {i}", one) for i, one in enumerate(given)]
+        hidden, out = p.compile(run)(*given)
+        p.value(f"{small} {activation}", [hidden.detach(), out.detach()])
+        with p.backward():
+            out.sum().backward()

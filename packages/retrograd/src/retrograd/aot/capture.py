@@ -172,7 +172,7 @@ class _Attempt:
     def body(self, tracer: JointTracer) -> Sequence[Any]:
         self.amended = self.plan
         self.inputs = inputs = Inputs(self.state, self.plan, tracer)
-        with functional_mode(keeps_gaps=not self.state.decompositions):
+        with functional_mode(keeps_strides=not self.state.decompositions):
             inputs.enter()
             result = inputs.call()
             # A pytree would make a tuple of a size.

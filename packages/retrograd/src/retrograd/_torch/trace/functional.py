@@ -22,7 +22,7 @@ from torch import fx
 from torch._dispatch.python import no_python_dispatcher
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._higher_order_ops.effects import with_effects
-from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch._prims_common import is_non_overlapping_and_dense_or_false, make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -37,13 +37,14 @@ from retrograd._torch.trace.unsaid_writes import saying_its_writes
 from retrograd.errors import Refusal, not_representable
 
 
-def functional_mode(keeps_gaps: bool = False) -> AbstractContextManager[Any]:
+def functional_mode(keeps_strides: bool = False) -> AbstractContextManager[Any]:
     """While open, operations on functional tensors are recorded without mutation; calls that filled a tensor
     with random numbers in place are noted. (Operators of higher order know torch's class of mode only.)
 
     Args:
-        keeps_gaps: whether a tensor with gaps in memory keeps them when it is changed in place, as in eager.
-            Kernels round otherwise where they cannot take many elements at a time.
+        keeps_strides: whether a tensor that is laid out as no kernel would lay out its result stays so when it
+            is changed in place, as in eager. Kernels round otherwise where they cannot take many elements at
+            a time, and choose a memory format by the strides of a dimension of one element, too.
     """
     mode: Any = FunctionalTensorMode(_allow_token_discovery=True)
     run = mode.__torch_dispatch__
@@ -57,7 +58,7 @@ def functional_mode(keeps_gaps: bool = False) -> AbstractContextManager[Any]:
         changed = _changed_in_lists(func, args)
         if any(may_overlap(one, other) for one, other in combinations(changed, 2)):
             raise not_representable(f"{func} writes to tensors of which two share memory")
-        if keeps_gaps and (plain_func := _without_mutation(func)) is not None and _has_gaps(args[0]):
+        if keeps_strides and (plain_func := _without_mutation(func)) is not None and _lies_as_no_result(args[0]):
             run(torch.ops.aten.copy_.default, types, (args[0], run(plain_func, types, args, kwargs)))
             return args[0]
         if (instead := saying_its_writes(func, args)) is not None:
@@ -89,12 +90,21 @@ def _without_mutation(func: Any) -> Any:
     return getattr(packet, func._overloadname, None)
 
 
-def _has_gaps(value: torch.Tensor) -> bool:
-    """Whether it has gaps, and is no view, which is taken anew of what it shows after each change."""
+def _lies_as_no_result(value: torch.Tensor) -> bool:
+    """Whether kernels lay no result out like this: it has gaps, or dimensions of one element with strides that
+    follow from no memory format. Images of one element or one channel may be in any format: of these, what a
+    fake says is not enough. Not of a view, which is taken anew of what it shows after each change."""
     if not isinstance(value, torch.Tensor) or value._is_view() or value.layout is not torch.strided:
         return False
-    is_expanded = any(type(stride) is int and stride == 0 for stride in value.stride())
-    return not is_expanded and not is_non_overlapping_and_dense_or_false(value)
+    if any(type(stride) is int and stride == 0 for stride in value.stride()):
+        return False
+    if not is_non_overlapping_and_dense_or_false(value):
+        return True
+    ones = [type(size) is int and size == 1 for size in value.shape]
+    if value.dim() in (4, 5) and (ones[1] or all(ones[2:])):
+        return True
+    is_known = any(ones) and not value._has_symbolic_sizes_strides
+    return is_known and value.is_contiguous() and value.stride() != make_contiguous_strides_for(value.shape)
 
 
 def to_functional(value: torch.Tensor) -> torch.Tensor:
