@@ -269,6 +269,20 @@ def zoo(session: nox.Session) -> None:
     session.run("gradparity", "run", *FIXED, *own, env=settings(session))
 
 
+@nox.session(reuse_venv=True)
+def architectures(session: nox.Session) -> None:
+    """A small model of every architecture of timm and transformers, trained for three steps (hours).
+
+    Those of transformers take other branches under Dynamo: a comparison with eager says nothing there.
+    """
+    install(session, "-r", "requirements/torch.txt")
+    session.install(*PINS, "-r", "requirements/torch.txt", "-e", "./harness[zoo]")
+    own = ("--corpus", "architectures", "--timeout", "300", *session.posargs)
+    for subjects, match in (((*EXACT, *AHEAD), "*"), (BACKEND, "timm/*")):
+        named = [word for name in subjects for word in ("--subject", name)]
+        session.run("gradparity", "run", *FIXED, *named, *own, "--match", match, env=settings(session))
+
+
 @nox.session
 def first_user(session: nox.Session) -> None:
     """gradparity's README, step by step: the wheel in an empty environment, demo, a test, fuzz (5 min)."""

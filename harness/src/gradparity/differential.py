@@ -72,6 +72,10 @@ def _compare(
 ) -> Comparison:
     case, dtype = program.case, torch.float32
     first = known or observe(case, program.body, EAGER, dtype, device)
+    if program.untried and first.raised is not None:
+        reason = f"eager raises {first.raised.type}: {first.raised.message}"
+        row = row_of(case, subject.name, Verdict.UNSUPPORTED, "eager-raises", reason)
+        return Comparison(replace(row, set_aside=True), None)
     again = observe(case, program.body, EAGER, dtype, device)
     repeat = judge(Evidence(first, again, bitwise=True))
     if repeat.verdict is not Verdict.AGREE:

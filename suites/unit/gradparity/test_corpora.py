@@ -2,6 +2,8 @@
 address.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.testing._internal.autograd_function_db import autograd_function_db as database
@@ -11,6 +13,7 @@ from gradparity.corpus.cotangents import LAYOUTS, PER_CASE, cotangent, laid_out
 from gradparity.corpus.fresh import differentiable, fresh
 from gradparity.corpus.registry import NAMED, USUAL, corpus, program
 from gradparity.corpus.scenario import registered, scenario
+from gradparity.corpus.zoo.shrunk import small_forms
 from gradparity.differential import compare
 from gradparity.errors import CaseError, UnknownNameError
 from gradparity.observe import observe
@@ -42,6 +45,7 @@ def test_names() -> None:
         "demo",
         "generated",
         "zoo",
+        "architectures",
     ]
     assert all(corpus(name).name == name for name in NAMED)
     with pytest.raises(UnknownNameError, match=r"(?s)unknown corpus 'x'.*op_db"):
@@ -228,3 +232,40 @@ def test_each_layout_is_the_first_that_some_case_sees() -> None:
         for item in corpus("op_db_cotangents").programs("sub", CPU, 0)
     ]
     assert [found[:PER_CASE] for found in names[:3]] == [list(LAYOUTS)[n : n + PER_CASE] for n in range(3)]
+
+
+def test_architectures_are_those_of_the_packages_in_each_memory_format() -> None:
+    pytest.importorskip("transformers", reason="the extra 'models' is not installed")
+    found = corpus("architectures")
+    chunks = found.chunks()
+    assert len(set(chunks)) == len(chunks) > 100
+    assert {"transformers/gpt2", "transformers/bert", "transformers/t5", "transformers/vit"} <= {*chunks}
+    assert [len(list(found.programs(f"transformers/{kind}", CPU, 0))) for kind in ("gpt2", "vit")] == [1, 2]
+    with pytest.raises(UnknownNameError, match="unknown architecture 'transformers/none'"):
+        list(found.programs("transformers/none", CPU, 0))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "vit"])
+def test_an_architecture_is_trained_from_a_small_configuration(kind: str) -> None:
+    pytest.importorskip("transformers", reason="the extra 'models' is not installed")
+    found = compare(program(Case("architectures", f"transformers/{kind}", 0), CPU), resolve("eager"), CPU)
+    assert found.row.verdict is Verdict.AGREE
+    assert not found.row.set_aside
+    assert found.evidence is not None
+    assert [value.name for value in found.evidence.eager.values] == ["loss 0", "loss 1", "loss 2"]
+
+
+def test_a_configuration_gets_small_sizes_of_the_names_that_it_has() -> None:
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    given = SimpleNamespace(
+        hidden_size=768, num_heads=[2, 4], sliding_window=None, use_cache=True, layer_types=kinds, head_dim=64
+    )
+    sizes = {"hidden_size": 32, "use_cache": False, "head_dim": 8}
+    two = {"layer_types": ["sliding_attention", "full_attention"]}
+    without = {"hidden_size": 32, "use_cache": False}
+    assert list(small_forms(given, is_of_images=False)) == [{**sizes, **two}, sizes, {**without, **two}]
+    (first, *_) = small_forms(SimpleNamespace(d_model=512, is_encoder_decoder=True), is_of_images=False)
+    assert first == {"d_model": 32, "decoder_start_token_id": 0}
+    images = SimpleNamespace(image_size=224, patch_size=16, vocab_size=9, depths=[2, 2, 6])
+    (first, *_) = small_forms(images, is_of_images=True)
+    assert first == {"image_size": 32, "patch_size": 8, "depths": [1, 1, 1]}

@@ -2,6 +2,8 @@
 aside.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -50,6 +52,17 @@ def test_another_exception_type_is_found(bench) -> None:
     assert compare(bench.program(body), Eager("eager"), CPU).row.verdict is Verdict.AGREE
     row = compare(bench.program(body), resolve("planted:raise"), CPU).row
     assert row.symptom == "raises LookupError for ValueError"
+
+
+@pytest.mark.parametrize("untried", [False, True])
+def test_what_nobody_has_tried_is_set_aside_where_eager_raises(bench, untried) -> None:
+    def body(p) -> None:
+        raise ValueError("no such size")
+
+    row = compare(replace(bench.program(body), untried=untried), Eager("eager"), CPU).row
+    assert row.set_aside is untried
+    if untried:
+        assert (row.symptom, row.reason) == ("eager-raises", "eager raises ValueError: no such size")
 
 
 def test_a_program_that_eager_does_not_repeat_is_set_aside(bench) -> None:

@@ -23,7 +23,8 @@ class Program:
     aside. `twins`: other forms of the body that must show the same. `source`: the program as Python text
     with a function `run(p)`; `plain`: the body as a module-level function, or a partial of one with plain
     arguments: either is what a script needs if the body was made inside a function. `cold`: the subject
-    must forget everything it compiled before.
+    must forget everything it compiled before. `untried`: nobody knows whether eager runs it; where it raises,
+    the case says nothing and is set aside.
     """
 
     case: Case
@@ -36,6 +37,7 @@ class Program:
     twins: Mapping[str, Body] = field(default_factory=dict)
     source: str | None = None
     plain: Body | None = None
+    untried: bool = False
 
     @property
     def cold(self) -> bool:

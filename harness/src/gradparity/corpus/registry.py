@@ -28,6 +28,7 @@ from gradparity.corpus.op_db import op_db
 from gradparity.corpus.scenario import ScenarioCorpus
 from gradparity.corpus.threads import ThreadCorpus
 from gradparity.corpus.zoo import ZooCorpus
+from gradparity.corpus.zoo.architectures import ArchitectureCorpus
 from gradparity.errors import CorpusError, UnknownNameError
 
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16, "complex64": torch.complex64}
@@ -49,9 +50,10 @@ NAMED: dict[str, Callable[[], Corpus]] = {
     "demo": DemoCorpus,
     "generated": GeneratedCorpus,
     "zoo": ZooCorpus,
+    "architectures": ArchitectureCorpus,
 }
 
-UNUSUAL = ("demo", "generated", "zoo", "op_db_cotangents", "module_db_cotangents")
+UNUSUAL = ("demo", "generated", "zoo", "architectures", "op_db_cotangents", "module_db_cotangents")
 USUAL = [name for name in NAMED if ":" not in name and name not in UNUSUAL]
 """What runs when no corpus is named: everything in float32 that somebody wrote for the purpose."""
 

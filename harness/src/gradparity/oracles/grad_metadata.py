@@ -2,8 +2,8 @@
 requires_grad.
 
 In: Evidence. Out: a Finding for the first leaf whose metadata differs. Strides count where a dimension is
-longer than 1, and of a subject that promises eager's bits in every dimension: kernels choose a memory format by
-them. They count in gradients and values; in hook payloads a difference of strides is only noted.
+longer than 1, and of a subject that promises eager's bits in every dimension: kernels choose a memory format
+by them. They count in gradients and values; in hook payloads a difference of strides is only noted.
 """
 
 from __future__ import annotations

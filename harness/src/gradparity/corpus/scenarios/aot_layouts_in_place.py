@@ -266,8 +266,8 @@ def aot_filled_by_a_mask_behind_what_a_view_wrote(p: Probe) -> None:
             (outputs[0] + outputs[1]).sum().backward()
 
 
-#: of images of a few elements, in the memory format channels last: by name, channels, sizes, and elements of a
-#: kernel.
+#: of images of a few elements, in the memory format channels last: by name, channels, sizes, and the size of
+#: a kernel.
 _SMALL = {"one_element": (8, (1, 1), 1), "one_channel": (1, (4, 4), 3), "one_volume": (8, (1, 1, 1), 1)}
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -283,8 +283,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @scenario(tags=(*TAGS, "module"))
 def aot_activation_in_place_of_small_images(p: Probe) -> None:
-    """An activation in place keeps the strides of dimensions of one element, by which a convolution chooses
-    the memory format of its weight's gradient."""
+    """An activation in place keeps strides of dimensions of one element, by which a convolution lays out."""
     for small, activation in itertools.product(_SMALL, _ACTIVATIONS):
         channels, sizes, kernel = _SMALL[small]
         convolve = functional.conv3d if len(sizes) == 3 else functional.conv2d
@@ -301,7 +300,8 @@ def aot_activation_in_place_of_small_images(p: Probe) -> None:
             hidden = _ACTIVATIONS[activation](convolve(x, first, padding=padding))
             return hidden, convolve(hidden, second, padding=padding)
 
-        shapes = ((2, 4, *sizes), (channels, 4, *[kernel] * len(sizes)), (4, channels, *[kernel] * len(sizes)))
+        kernels = [kernel] * len(sizes)
+        shapes = ((2, 4, *sizes), (channels, 4, *kernels), (4, channels, *kernels))
         given = [p.randn(*shape).to(memory_format=last).requires_grad_() for shape in shapes]
         given = [p.leaf(f"{small} {activation} {i}", one) for i, one in enumerate(given)]
         hidden, out = p.compile(run)(*given)

@@ -7,7 +7,6 @@ UnavailableError.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -17,7 +16,7 @@ from gradparity.case import Case
 from gradparity.corpus.base import Program
 from gradparity.corpus.zoo.methods import METHODS
 from gradparity.corpus.zoo.patterns import PATTERNS
-from gradparity.corpus.zoo.recipe import Recipe
+from gradparity.corpus.zoo.recipe import Recipe, is_installed
 from gradparity.corpus.zoo.science import SCIENCE
 from gradparity.corpus.zoo.transformers import TRANSFORMERS
 from gradparity.corpus.zoo.vision import VISION
@@ -46,8 +45,3 @@ class ZooCorpus:
                 f"zoo::{chunk}", f"{recipe.package} is not installed", "pip install 'gradparity[zoo]'"
             )
         yield Program(Case(self.name, chunk, None, seed), recipe.body, recipe.doc or chunk, fp64=recipe.fp64)
-
-
-def is_installed(package: str) -> bool:
-    """Whether the package can be imported; its name is that of the module."""
-    return importlib.util.find_spec(package) is not None

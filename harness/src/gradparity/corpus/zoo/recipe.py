@@ -6,6 +6,7 @@ do: ``zero_grad``, forward, loss, backward, clipping, AdamW.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -76,3 +77,8 @@ def _train(build: Callable[[Probe], Trained], p: Probe) -> None:
     run = p.training_step(step)
     for number in range(STEPS):
         p.value(f"loss {number}", run(made.batches[number % len(made.batches)]).clone())
+
+
+def is_installed(package: str) -> bool:
+    """Whether the package can be imported; its name is that of the module."""
+    return importlib.util.find_spec(package) is not None

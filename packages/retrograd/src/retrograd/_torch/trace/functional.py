@@ -42,9 +42,9 @@ def functional_mode(keeps_strides: bool = False) -> AbstractContextManager[Any]:
     with random numbers in place are noted. (Operators of higher order know torch's class of mode only.)
 
     Args:
-        keeps_strides: whether a tensor that is laid out as no kernel would lay out its result stays so when it
-            is changed in place, as in eager. Kernels round otherwise where they cannot take many elements at
-            a time, and choose a memory format by the strides of a dimension of one element, too.
+        keeps_strides: whether a tensor that lies as no kernel would lay out its result stays so when it is
+            changed in place, as in eager. Kernels round otherwise where they cannot take many elements at a
+            time, and choose a memory format by the strides of a dimension of one element, too.
     """
     mode: Any = FunctionalTensorMode(_allow_token_discovery=True)
     run = mode.__torch_dispatch__
@@ -58,7 +58,8 @@ def functional_mode(keeps_strides: bool = False) -> AbstractContextManager[Any]:
         changed = _changed_in_lists(func, args)
         if any(may_overlap(one, other) for one, other in combinations(changed, 2)):
             raise not_representable(f"{func} writes to tensors of which two share memory")
-        if keeps_strides and (plain_func := _without_mutation(func)) is not None and _lies_as_no_result(args[0]):
+        plain_func = _without_mutation(func) if keeps_strides else None
+        if plain_func is not None and _lies_as_no_result(args[0]):
             run(torch.ops.aten.copy_.default, types, (args[0], run(plain_func, types, args, kwargs)))
             return args[0]
         if (instead := saying_its_writes(func, args)) is not None:
@@ -91,9 +92,9 @@ def _without_mutation(func: Any) -> Any:
 
 
 def _lies_as_no_result(value: torch.Tensor) -> bool:
-    """Whether kernels lay no result out like this: it has gaps, or dimensions of one element with strides that
-    follow from no memory format. Images of one element or one channel may be in any format: of these, what a
-    fake says is not enough. Not of a view, which is taken anew of what it shows after each change."""
+    """Whether kernels lay no result out like this: it has gaps, or dimensions of one element with strides
+    that follow from no memory format. Images of one element or one channel may be in any format: of these,
+    what a fake says is not enough. Not of a view, which is taken anew of what it shows after each change."""
     if not isinstance(value, torch.Tensor) or value._is_view() or value.layout is not torch.strided:
         return False
     if any(type(stride) is int and stride == 0 for stride in value.stride()):
