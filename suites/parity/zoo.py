@@ -1,7 +1,7 @@
 """The zoo's verdicts as data, and as a page.
 
-In: stores of ``gradparity run --store`` over the corpus `zoo`, or files that were made of them. Out: the
-file, `suites/parity/zoo_*.json`, and the page `docs/zoo.md`.
+In: stores of ``gradparity run --store`` over the corpora `zoo` and `architectures`, or files that were made
+of them. Out: the file, `suites/parity/zoo_*.json`, and the page `docs/zoo.md`.
 
     python suites/parity/zoo.py DEVICE FILE STORE ...   # a file of stores, of which later ones count
     python suites/parity/zoo.py > docs/zoo.md           # the page of all files
@@ -21,7 +21,9 @@ from gradparity.verdict import Verdict
 
 FOLDER = Path(__file__).parent
 FILES = "zoo_*.json"
-ASIDE = [verdict.value for verdict in Verdict if verdict.is_set_aside]
+#: what eager could not train.
+UNTRAINED = "UNTRAINED"
+ASIDE = [UNTRAINED, *(verdict.value for verdict in Verdict if verdict.is_set_aside)]
 
 HEAD = """# The zoo
 
@@ -30,8 +32,9 @@ eager forward, retrograd's backward. *Compile*: `torch.compile(backend="retrogra
 `retrograd.compile_step`. The eager lowering must give eager's bits; Inductor must be near float64. The data
 stand in `suites/parity`, and `python suites/parity/zoo.py` makes this page.
 
-A model that agrees under every subject, and fell back under none, is only counted. *Set aside*: eager does
-not repeat its own result, or is too far from float64 to judge by. *Stock's own*: the forward that Dynamo
+A model that agrees or is set aside under every subject, and fell back under none, is only counted. *Set
+aside*: eager does not repeat its own result, or is too far from float64 to judge by, or raises: a small
+model of each architecture is made by rules, not chosen. *Stock's own*: the forward that Dynamo
 made shows the same difference with torch's own backward, or stock's Inductor is as far from float64. What
 else diverges stands in `suites/parity/expected.toml`, with its reason.
 """
@@ -46,7 +49,8 @@ def of_stores(stores: list[Path], device: str) -> dict[str, Any]:
             rows, first = store.rows(), store.runs()[0]
         for row in rows:
             own = " (stock's own)" if row.stocks_own else ""
-            verdicts.setdefault(row.case, {})[row.subject] = row.verdict + own
+            is_untrained = row.set_aside and not row.verdict.is_set_aside
+            verdicts.setdefault(row.case, {})[row.subject] = UNTRAINED if is_untrained else row.verdict + own
             codes = sorted(filter(None, row.fallbacks))
             fallbacks.setdefault(row.case, {}).pop(row.subject, None)
             if codes:
@@ -80,12 +84,13 @@ def _section(one: dict[str, Any]) -> list[str]:
         own, diverge = found.count("DIVERGE (stock's own)"), found.count("DIVERGE")
         counts = (len(found), agree, aside, own, diverge, len(found) - agree - aside - own - diverge, fell)
         lines.append(f"| {subject} | {' | '.join(str(count or '·') for count in counts)} |")
-    told = [case for case, found in verdicts.items() if set(found.values()) != {"AGREE"} or case in fallbacks]
+    counted = {"AGREE", *ASIDE}
+    told = [case for case, of in verdicts.items() if case in fallbacks or not counted.issuperset(of.values())]
     if told:
         lines += ["", f"| model | {' | '.join(subjects)} |", "|---" * (len(subjects) + 1) + "|"]
     for case in told:
         cells = [_cell(verdicts[case].get(s), fallbacks.get(case, {}).get(s, ())) for s in subjects]
-        lines.append(f"| {case.removeprefix('zoo::')} | {' | '.join(cells)} |")
+        lines.append(f"| {case.partition('::')[2]} | {' | '.join(cells)} |")
     return [*lines, ""]
 
 
