@@ -59,8 +59,7 @@ def compare(
     case = program.case
     why = program.skip.get(subject.name)
     if why is not None:
-        row = row_of(case, subject.name, Verdict.UNSUPPORTED, "set-aside", why)
-        return Comparison(replace(row, set_aside=True), None)
+        return _set_aside(program, subject, "set-aside", why)
     try:
         return _compare(program, subject, device, confirm, first)
     except GradparityError as error:
@@ -74,8 +73,7 @@ def _compare(
     first = known or observe(case, program.body, EAGER, dtype, device)
     if program.untried and first.raised is not None:
         reason = f"eager raises {first.raised.type}: {first.raised.message}"
-        row = row_of(case, subject.name, Verdict.UNSUPPORTED, "eager-raises", reason)
-        return Comparison(replace(row, set_aside=True), None)
+        return _set_aside(program, subject, "eager-raises", reason)
     again = observe(case, program.body, EAGER, dtype, device)
     repeat = judge(Evidence(first, again, bitwise=True))
     if repeat.verdict is not Verdict.AGREE:
@@ -110,6 +108,12 @@ def _compare(
         if found := _declared_nondeterministic(program, evidence, device):
             return _nondeterministic(program, subject, first, outcome, found)
     return Comparison(row, evidence)
+
+
+def _set_aside(program: Program, subject: Subject, symptom: str, why: str) -> Comparison:
+    """Of a case that says nothing about the subject."""
+    row = row_of(program.case, subject.name, Verdict.UNSUPPORTED, symptom, why)
+    return Comparison(replace(row, set_aside=True), None)
 
 
 def _attributed(

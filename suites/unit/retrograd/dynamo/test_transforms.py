@@ -20,6 +20,10 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 }
 
 
+#: what the reason names: under torch 2.11 an assertion of the transform comes first.
+REASON = r"dynamicLayerStack|layer\.key" if torch.__version__.startswith("2.11.") else "bilinear"
+
+
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_in_which_the_capture_fails_is_left(name: str) -> None:
     weight = torch.randn(2, 3, 3)
@@ -32,7 +36,7 @@ def test_a_transform_in_which_the_capture_fails_is_left(name: str) -> None:
         return TRANSFORMS[name](refused, t) * 2
 
     t = torch.randn(1, 3)
-    with pytest.warns(retrograd.FallbackWarning, match="runs eagerly"):
+    with pytest.warns(retrograd.FallbackWarning, match=REASON):
         found = torch.compile(run, backend="retrograd", options={"backend": "eager"})(t)
     torch.testing.assert_close(found, run(t), rtol=0, atol=0)
     assert torch._C._functorch.maybe_current_level() is None

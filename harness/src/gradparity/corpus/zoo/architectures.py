@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 from gradparity.case import Case
 from gradparity.corpus.base import Program
 from gradparity.corpus.zoo.recipe import Trained, is_installed, trained
-from gradparity.corpus.zoo.shrunk import VOCABULARY, Task, build, tasks
+from gradparity.corpus.zoo.shrunk import Task, build, tasks
+from gradparity.corpus.zoo.transformers import VOCABULARY
 from gradparity.errors import UnknownNameError
 from gradparity.probe import Probe
 
@@ -43,8 +44,8 @@ class ArchitectureCorpus:
 
     def chunks(self) -> list[str]:
         """Those of the packages that are installed."""
-        images = [f"timm/{name}" for name in _small_ones()] if is_installed("timm") else []
-        return images + [f"transformers/{kind}" for kind in tasks() if is_installed("transformers")]
+        images = _small_ones() if is_installed("timm") else []
+        return [f"timm/{name}" for name in images] + [f"transformers/{kind}" for kind in tasks()]
 
     def programs(self, chunk: str, device: torch.device, seed: int) -> Iterable[Program]:
         """Three training steps of this model; in channels last too, if it takes images."""

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
-VOCABULARY = 97
+from gradparity.corpus.zoo.transformers import VOCABULARY
 
 #: of the library's mappings from types of models to classes, in the order in which a class is looked for.
 MAPPINGS = {
@@ -61,9 +61,8 @@ DOUBTFUL = ((), KINDS, ("head_dim",))
 
 
 class Task(NamedTuple):
-    """A type of model, the names of its classes, and whether it takes images."""
+    """The names of a model's classes, and whether it takes images."""
 
-    kind: str
     config: str
     model: str
     is_of_images: bool
@@ -82,7 +81,7 @@ def tasks() -> dict[str, Task]:
         for kind, model in getattr(models, mapping).items():
             config = configs.CONFIG_MAPPING_NAMES.get(kind)
             if config is not None and kind not in found:
-                found[kind] = Task(kind, config, model if isinstance(model, str) else model[0], is_of_images)
+                found[kind] = Task(config, model if isinstance(model, str) else model[0], is_of_images)
     return found
 
 
@@ -119,4 +118,6 @@ def small_forms(default: Any, is_of_images: bool) -> Iterator[dict[str, Any]]:
     if is_of_images and isinstance(depths := getattr(default, "depths", None), (list, tuple)):
         small["depths"] = [1] * len(depths)
     for left_out in DOUBTFUL:
+        if left_out and small.keys().isdisjoint(left_out):
+            continue  # it has been given
         yield {name: size for name, size in small.items() if name not in left_out}
