@@ -134,3 +134,17 @@ def compiled_otherwise(asked: str = "") -> list[str]:
     ):
         reasons.append(f"{report}\nno CUDA graph was replayed")
     return [str(reason) for reason in reasons]
+
+
+def interpreted_segments() -> list[str]:
+    """Why segments have no code, in the backward that ran most in retrograd's live path."""
+    if not subjects.present(["retrograd"]):
+        return []
+    import retrograd
+
+    most = max(retrograd.explain().backwards, key=lambda backward: backward.runs, default=None)
+    if most is None:
+        return []
+    last = {one.segment: one for one in most.lowerings}
+    apart = [segment.interpret_because for segment in most.schedule.segments if segment.interpret_because]
+    return apart + [one.because for one in last.values() if one.how == "interpreted"]

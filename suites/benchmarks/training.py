@@ -21,7 +21,7 @@ import torch
 
 from .clock import medians, synchronize
 from .kernels import profiled
-from .steps import compiled_otherwise, load_compilers
+from .steps import compiled_otherwise, interpreted_segments, load_compilers
 from .trained_models import Trained, trained
 
 Step = Callable[[Any], torch.Tensor]
@@ -126,10 +126,11 @@ class Training:
         return self._run(next(self._turns))[0]
 
     def last(self) -> dict[str, float]:
-        """What the steps took besides: "fallbacks", the number of reasons in retrograd's report; on a GPU
-        "allocated" and "reserved", the peaks of steady steps in bytes, and "kernels", the seconds that the
-        work of a step takes on the device."""
-        found = {"fallbacks": float(len(compiled_otherwise(self._subject)))}
+        """What the steps took besides: "fallbacks", how much, as retrograd's report says, ran as eager runs
+        it or without code; on a GPU "allocated" and "reserved", the peaks of steady steps in bytes, and
+        "kernels", the seconds that the work of a step takes on the device."""
+        otherwise = [*compiled_otherwise(self._subject), *interpreted_segments()]
+        found = {"fallbacks": float(len(otherwise))}
         if self._device == "cuda":
             found["allocated"] = float(torch.cuda.max_memory_allocated())
             found["reserved"] = float(torch.cuda.max_memory_reserved())

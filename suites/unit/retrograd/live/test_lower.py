@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import retrograd
 from unit.retrograd.programs import leaf
@@ -235,3 +236,67 @@ def test_lazy_values_are_not_read_from_memory(kind: str) -> None:
     for one, other in zip(found, grads(contextlib.nullcontext()), strict=True):
         assert torch.equal(one, other)
     assert calls == [False, False]
+
+
+def grouped(weights: tuple[torch.Tensor, ...], x: torch.Tensor) -> torch.Tensor:
+    """A sum behind grouped matrix products in float32, which torch's fake kernel does not take."""
+    ends = torch.tensor([3, 8], dtype=torch.int32)
+    for weight in weights:
+        x = torch._grouped_mm(x.sin().exp(), weight, ends).tanh()
+    return x.sum()
+
+
+def _is_refused() -> bool:
+    """Whether torch's fake kernel refuses what the real one takes."""
+    with FakeTensorMode(), contextlib.suppress(RuntimeError):
+        ends = torch.empty(2, dtype=torch.int32)
+        torch._grouped_mm(torch.empty(8, 8), torch.empty(2, 8, 8), ends)
+        return False
+    return True
+
+
+refused = pytest.mark.skipif(not _is_refused(), reason="this torch's fake kernel takes float32")
+
+
+@refused
+def test_a_call_that_cannot_be_traced_stands_apart_from_what_can_be() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 8, requires_grad=True)
+    weights = tuple(torch.randn(2, 8, 8, requires_grad=True) for _ in range(3))
+    expected = torch.autograd.grad(grouped(weights, x), (x, *weights))
+    with retrograd.compiled_autograd("aten") as context:
+        for _ in range(4):
+            for found, wanted in zip(
+                torch.autograd.grad(grouped(weights, x), (x, *weights)), expected, strict=True
+            ):
+                assert torch.equal(found, wanted)
+    first, then = context.explain().backwards
+    assert (first.runs, then.runs) == (1, 3)
+    assert len(then.schedule.segments) == 7
+    assert [lowering.how for lowering in then.lowerings] == ["aten"] * 4
+    apart = [one.interpret_because for one in then.schedule.segments if one.interpret_because]
+    assert apart == [first.lowerings[0].because] * 3
+
+
+@refused
+def test_strict_refuses_a_call_that_cannot_be_traced() -> None:
+    x = torch.randn(8, 8, requires_grad=True)
+    loss = grouped((torch.randn(2, 8, 8, requires_grad=True),), x)
+    context = retrograd.compiled_autograd("aten", strict=True)
+    with context, pytest.raises(retrograd.LoweringError, match="BF16"):
+        loss.backward()
+
+
+def test_what_follows_a_call_of_several_gradients_that_stands_apart_is_compiled() -> None:
+    context = retrograd.compiled_autograd("aten")
+    for alpha in (0.1, 0.2, 0.3):
+        x = leaf()[:3].detach().requires_grad_()
+        (expected,) = torch.autograd.grad(torch.addmm(x.sin(), x.cos(), x.exp(), alpha=alpha).tanh().sum(), x)
+        with context:
+            torch.addmm(x.sin(), x.cos(), x.exp(), alpha=alpha).tanh().sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, expected)
+    _, *others = context.explain().backwards
+    for other in others:
+        assert sum(bool(one.interpret_because) for one in other.schedule.segments) == 1
+        assert {lowering.how for lowering in other.lowerings} == {"aten"}

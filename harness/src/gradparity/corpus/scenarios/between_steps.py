@@ -204,3 +204,43 @@ def deep_chain(p: Probe) -> None:
                 h.register_hook(p.hook("middle"))
         with p.backward():
             h.sum().backward()
+
+
+@scenario(tags=("steps",))
+def scale_of_a_product_changes_between_steps(p: Probe) -> None:
+    """A node with three gradients has another number in each step, and other nodes before and behind it."""
+    x = p.leaf("x", p.randn(4, 4, requires_grad=True))
+    for i, alpha in enumerate((0.5, 1.5, -2.0, 0.25)):
+        inner = x.sin()
+        inner.register_hook(p.hook(f"inner{i}"))
+        product = torch.addmm(inner, x.cos(), inner, alpha=alpha, beta=alpha / 2)
+        product.register_hook(p.hook(f"product{i}"))
+        with p.backward():
+            (product.tanh() * x).sum().backward()
+
+
+@scenario(tags=("steps", "dtype"), fp64=False)
+def grouped_products_whose_fake_kernel_refuses_float32(p: Probe) -> None:
+    """Eager multiplies groups of rows in float32, and its nodes cannot be traced; what is around them can."""
+    ends = torch.tensor([3, 8], dtype=torch.int32)
+    x = p.leaf("x", p.randn(8, 8, requires_grad=True))
+    weights = [p.leaf(f"w{i}", p.randn(2, 8, 8, requires_grad=True)) for i in range(2)]
+    for i in range(3):
+        y = x
+        for weight in weights:
+            y = torch._grouped_mm(y.sin().exp(), weight, ends.to(x.device)).tanh()
+        y.register_hook(p.hook(f"y{i}"))
+        with p.backward():
+            (y * x).sum().backward()
+
+
+@scenario(tags=("steps", "dtype"), fp64=False)
+def half_of_a_grouped_product_is_frozen_between_steps(p: Probe) -> None:
+    """A node that cannot be traced is asked for one of its two gradients, for both, and for the other."""
+    ends = torch.tensor([4, 8], dtype=torch.int32)
+    x = p.leaf("x", p.randn(8, 8, requires_grad=True))
+    w = p.leaf("w", p.randn(2, 8, 8, requires_grad=True))
+    for wanted in ((True, False), (True, True), (False, True), (True, True)):
+        rows, weight = (t if wants else t.detach() for t, wants in zip((x, w), wanted, strict=True))
+        with p.backward():
+            (torch._grouped_mm(rows.sin(), weight.exp(), ends.to(x.device)).tanh() + rows).sum().backward()

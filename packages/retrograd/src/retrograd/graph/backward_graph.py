@@ -273,6 +273,11 @@ def call_of(node: fx.Node) -> Call:
     return call
 
 
+def call_name(node: fx.Node) -> str:
+    """The name of what a call calls, such as ``MulBackward0``."""
+    return str(getattr(node.target, "__name__", node.target))
+
+
 def source_of(node: fx.Node) -> Source:
     """The `Source` of a placeholder."""
     source = node.meta["source"]
@@ -282,7 +287,7 @@ def source_of(node: fx.Node) -> Source:
 
 def is_alias(node: fx.Node) -> bool:
     """Whether the call is the backward of ``x[...]``, which returns the gradient that it is given."""
-    return call_of(node).kind is CallKind.NODE and getattr(node.target, "__name__", "") == "AliasBackward0"
+    return call_of(node).kind is CallKind.NODE and call_name(node) == "AliasBackward0"
 
 
 @dataclass(frozen=True)
@@ -366,7 +371,7 @@ def readable(backward: BackwardGraph) -> str:
             current = call.node_call
             source = backward.node_calls[current].source
             lines.append(f"  # {backward.node_name(current)}" + (f"  {source}" if source else ""))
-        target = getattr(node.target, "__name__", str(node.target))
+        target = call_name(node)
         kind = f"  # {call.hook.value}" if call.hook else ""
         lines.append(f"    {node.name} = {target}({', '.join(map(repr, node.args))}){kind}")
     outputs = ", ".join("None" if node is None else node.name for node in backward.outputs())

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from retrograd.graph.backward_graph import BackwardGraph
+from retrograd.graph.backward_graph import BackwardGraph, call_name
 
 #: types whose values are compared, rather than their identities.
 PLAIN_VALUES = frozenset(
@@ -117,10 +117,10 @@ def first_difference(before: BackwardGraph, now: BackwardGraph) -> str:
     places = [places_of(backward.graph.nodes) for backward in (before, now)]
     for number, (old, new) in enumerate(zip(*sides, strict=False)):
         if _target(old) != _target(new):
-            return f"call {number} was {_name(old)}, now {_name(new)}"
+            return f"call {number} was {call_name(old)}, now {call_name(new)}"
         for a, b in zip(_leaves(old, places[0]), _leaves(new, places[1]), strict=False):
             if a != b:
-                return f"{_name(new)} (call {number}) had {a[1]}, now {b[1]}"
+                return f"{call_name(new)} (call {number}) had {a[1]}, now {b[1]}"
     return f"{len(sides[0])} calls, now {len(sides[1])}"
 
 
@@ -169,10 +169,6 @@ def written(node: fx.Node, places: Mapping[fx.Node, bytes], numbers: list[str]) 
 def _target(node: fx.Node) -> Any:
     """What a call calls, as a value: two targets with equal ``structure_key`` compute the same."""
     return getattr(node.target, "structure_key", node.target)
-
-
-def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
 
 
 def _leaves(node: fx.Node, places: Mapping[fx.Node, bytes]) -> list[tuple[type, str]]:

@@ -98,6 +98,7 @@ class CapturedBackward:
         asks = self._leaves or request.inputs
         dtypes = asked_dtypes(self._leaves, inputs, request.inputs) if asks else ()
         alike = [known for known in self._known if (known.added, known.dtypes) == (request.added, dtypes)]
+        alike = [known for known in alike if not known.plan.is_outdated]
         alike = [known for known in alike if known.config is config or known.config == config]
         checked = alike if self._order_is_visible and not request.inputs else []
         for known in checked:
@@ -112,8 +113,10 @@ class CapturedBackward:
                 return known.plan, False
         with event("retrograd.lay_out"):
             graph = in_dtypes(without_last_outputs(self._laid_out(backward), request.added), dtypes)
-            plan = Plan(graph, config, find_backend(config.backend))
-        self._known = (*self._known[1 - KEPT_PLANS :], _Known(plan, config, ranks, request.added, dtypes))
+            raised = {name: why for known in self._known for name, why in known.plan.raised.items()}
+            plan = Plan(graph, config, find_backend(config.backend), raised)
+        kept = [known for known in self._known if not known.plan.is_outdated][1 - KEPT_PLANS :]
+        self._known = (*kept, _Known(plan, config, ranks, request.added, dtypes))
         return plan, True
 
     def _laid_out(self, backward: LiveBackward) -> BackwardGraph:

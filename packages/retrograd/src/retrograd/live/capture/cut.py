@@ -27,10 +27,12 @@ from retrograd.graph.backward_graph import (
     OpaqueCall,
     Schedule,
     Segment,
+    call_name,
     call_of,
     dying_values,
     is_alias,
 )
+from retrograd.graph.reach import reached
 from retrograd.graph.structure import structure_and_numbers
 from retrograd.process import Recent
 
@@ -79,9 +81,10 @@ class _Cutter:
         self._accumulations: list[Accumulation] = []
 
     def run(self, backward: BackwardGraph) -> list[_Run]:
-        projected: set[fx.Node] = set()
+        done: set[fx.Node] = set()
+        place = {node: i for i, (node, _) in enumerate(backward.calls())}
         for node, call in backward.calls():
-            if node in projected:
+            if node in done:
                 continue
             if call.kind is CallKind.ACCUMULATE:
                 self._accumulations.append(Accumulation(node))
@@ -89,7 +92,9 @@ class _Cutter:
                     self._flush()
             elif node in self._apart:
                 self._flush()
-                self._runs.append([node])
+                run = sorted(reached([node], _taken_from), key=place.__getitem__)
+                done.update(run)
+                self._runs.append(run)
             elif call.kind.is_functional and node not in self._opaque:
                 self._current.append(node)
             else:
@@ -97,7 +102,7 @@ class _Cutter:
                 users = (user for user in node.users if user.op == "call_function")
                 projections = tuple(user for user in users if call_of(user).kind is CallKind.PROJECT)
                 why = self._opaque.get(node) or call.note or (call.hook or call.kind).value
-                projected.update(projections)
+                done.update(projections)
                 self._runs.append(OpaqueCall(node, projections, why))
         self._flush()
         return self._runs
@@ -116,6 +121,13 @@ class _Cutter:
         self._runs += map(list, pieces[-1:])
         self._runs += waiting
         self._current, self._accumulations = [], []
+
+
+def _taken_from(node: fx.Node) -> list[fx.Node]:
+    """The calls that check the gradients of a node call, or take them one by one: a list of them cannot be
+    given to code."""
+    users = [user for user in node.users if user.op == "call_function"]
+    return [user for user in users if call_of(user).kind in (CallKind.VALIDATE, CallKind.PROJECT)]
 
 
 def _values_of(run: _Run) -> Iterator[fx.Node]:
@@ -171,6 +183,6 @@ def changing_numbers(backward: BackwardGraph) -> dict[fx.Node, str]:
         return {}
     nodes = list(numbers)
     known, _ = _numbers.get(structure, _Numbers)
-    known.see([str(getattr(node.target, "__name__", node.target)) for node in nodes], tuple(numbers.values()))
+    known.see([*map(call_name, nodes)], tuple(numbers.values()))
     functional = {node for node, call in backward.calls() if call.kind is CallKind.NODE}
     return {nodes[i]: text for i, text in known.changing.items() if nodes[i] in functional}

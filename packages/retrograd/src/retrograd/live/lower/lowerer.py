@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ from retrograd.backends.fallible import compile_fallible
 from retrograd.config import Config
 from retrograd.errors import LoweringError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
-from retrograd.graph.backward_graph import Segment
+from retrograd.graph.backward_graph import Segment, call_name
 from retrograd.graph.emit import boxed_calls, last_uses
 from retrograd.report import LoweringReport, PlanLog
 
@@ -90,10 +90,12 @@ class Lowerings:
     Attributes:
         codes: the newest first.
         interpret_because: why it cannot be lowered; None if it could be, or has not been tried.
+        raised_in: the name of the call that could not be traced; None if there is none.
     """
 
     codes: list[Lowered] = field(default_factory=list)
     interpret_because: str | None = None
+    raised_in: str | None = None
 
 
 Around = Callable[[fx.Node], AbstractContextManager[Any]]
@@ -144,7 +146,7 @@ class SegmentFunction:
 
     def reason(self, text: str, way_out: str) -> Reason:
         """Why it is not compiled."""
-        names = [getattr(node.target, "__name__", str(node.target)) for node in self.segment.nodes[:3]]
+        names = map(call_name, self.segment.nodes[:3])
         return Reason("segment-not-compiled", text, "live.lower", node=", ".join(names), way_out=way_out)
 
     def tell(
@@ -237,14 +239,23 @@ class Lowerer:
 
     def _compile(self, args: Sequence[Any], border: SubclassBorder | None) -> Lowered:
         with self._fn.log.stage("trace"):
-            # The ATen nodes are to name autograd nodes.
-            noted = functools.partial(self._fn.through, around=self._fn.log.node_noted)
+            noted = functools.partial(self._fn.through, around=self._noted)
             run_flat = noted if border is None else border.flattened(noted)
             traced = _traced(self._fn, self._symbolic, run_flat, args)
         graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
         run, later = _code(self._fn, traced)
         return Lowered(guard, ThreadModes.now(), run, traced.fed, traced.given, graph, border, later=later)
+
+    @contextmanager
+    def _noted(self, node: fx.Node) -> Iterator[None]:
+        """Around the tracing of a call: its ATen nodes name the autograd node; if it raises, it is known."""
+        with self._fn.log.node_noted(node):
+            try:
+                yield
+            except Exception:
+                self._shared.raised_in = call_name(node)
+                raise
 
     @property
     def is_static(self) -> bool:

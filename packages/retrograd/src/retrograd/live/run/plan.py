@@ -13,10 +13,11 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from retrograd.graph.backward_graph import (
     Segment,
     Source,
     SourceKind,
+    call_name,
     call_of,
     source_of,
 )
@@ -65,6 +67,8 @@ _RARE = "a small part of this backward that is met once in it: compiled when the
 
 _NOTHING = nullcontext()
 
+_NONE: Mapping[str, str] = MappingProxyType({})
+
 #: for plans without user code, which alone could change a hook.
 _NO_CHANGES = nullcontext(HookChanges())
 
@@ -82,12 +86,17 @@ class Plan:
     Attributes:
         schedule: the steps. report, log: of them.
         runs_user_code: whether a step calls something that can look at the running backward.
+        raised: calls that could not be traced, by name, with what they raised.
+        is_outdated: whether some of them stand in segments, which are interpreted for that. In a plan that is
+            told of them they stand apart, and the rest is compiled.
     """
 
-    def __init__(self, graph: BackwardGraph, config: Config, backend: Backend) -> None:
+    def __init__(
+        self, graph: BackwardGraph, config: Config, backend: Backend, raised: Mapping[str, str] = _NONE
+    ) -> None:
         counters["plans"] += 1
-        self._graph = graph
-        self.schedule = _schedule(graph, config, backend)
+        self._graph, self.raised, self.is_outdated = graph, raised, False
+        self.schedule = _schedule(graph, config, backend, raised)
         self.runs_user_code = bool(self.schedule.opaque_calls)
         self.report = BackwardReport(graph, self.schedule, backend.name)
         self.log = PlanLog(self.report)
@@ -160,9 +169,16 @@ class Plan:
         run = PlanRun(values, versions, backward, changes, watch=watch)
         del values
         results = self._steps(run)
+        self._note_raised()
         if watch is not None and (plan := watch.specialised()) is not None:
             self._specialised = [plan, *self._specialised][:KEPT_SPECIALISED]
         return results
+
+    def _note_raised(self) -> None:
+        shared = [runner.shared for runner in self._runners if runner is not None]
+        new = {one.raised_in: one.interpret_because or "" for one in shared if one.raised_in is not None}
+        self.is_outdated = not new.keys() <= self.raised.keys()
+        self.raised = {**self.raised, **new}
 
     def _steps(self, run: PlanRun) -> list[Any]:
         values, versions, left = run.values, run.versions, run.left
@@ -205,17 +221,22 @@ class Plan:
         return plan._steps(PlanRun(rest, versions, run.backward, run.changes, left=run.left))
 
 
-def _schedule(graph: BackwardGraph, config: Config, backend: Backend) -> Schedule:
+def _schedule(graph: BackwardGraph, config: Config, backend: Backend, raised: Mapping[str, str]) -> Schedule:
     named = {
         node: "named in opaque="
         for node, call in graph.calls()
-        if call.kind.is_functional and getattr(node.target, "__name__", "") in config.opaque
+        if call.kind.is_functional and call_name(node) in config.opaque
     }
     if not backend.traces:
         return cut(graph, named, at_once=True)
     smallest = config.smallest_repeat
     divide = partial(regions_of, smallest=smallest, copies=config.fewest_copies) if smallest else None
-    return cut(graph, named, changing_numbers(graph), divide)
+    apart = {
+        node: raised[call_name(node)]
+        for node, call in graph.calls()
+        if call.kind.is_functional and call_name(node) in raised
+    }
+    return cut(graph, named, changing_numbers(graph) | apart, divide)
 
 
 def _postpone_the_rest(schedule: Schedule, runners: Sequence[SegmentRunner | None]) -> None:
