@@ -33,6 +33,7 @@ from .steps import compiled_otherwise, first_step, load_compilers, steady
 from .structures import cost_of_new_structures, growth_by_structures
 from .subjects import SUBJECTS, Context
 from .training import training
+from .turns import together
 
 
 def timed_backward(program: Workload, context: Context, device: str) -> float:
@@ -160,11 +161,12 @@ MEASUREMENTS: dict[str, Callable[..., Any]] = {
         cost_of_new_structures,
         growth_by_structures,
         training,
+        together,
         cold_start,
     )
 }
 #: what says itself how often retrograd fell back.
-TELLS = {training.__name__, cold_start.__name__}
+TELLS = {training.__name__, together.__name__, cold_start.__name__}
 
 
 class CompiledOtherwiseError(RuntimeError):

@@ -15,6 +15,7 @@ from .training import WAYS
 
 BOTH, CPU, CUDA = ("cpu", "cuda"), ("cpu",), ("cuda",)
 REAL = ("gpt2", "bert", "resnet50")
+TOGETHER = ("eager", "stock-like-eager", "retrograd-compile", "retrograd-compile-whole", "retrograd-live")
 SWEEP = ("small", "deep", "wide", "mlp40-narrow", "mlp40", "mlp40-large", "transformer12")
 
 
@@ -161,8 +162,10 @@ def real_rows() -> Iterable[Part]:
 
 def training_rows() -> Iterable[Part]:
     """Whole training steps of ten models: each way in a process with empty caches and in one with full; all
-    ways in turns."""
+    ways in turns; some in turns in one process."""
     for model in TRAINED:
+        together = {"ways": TOGETHER, "model": model}
+        yield Part(f"together-{model}", "step", "together", together, needs=f"train-{model}", unit="")
         for way in WAYS:
             devices = CUDA if way.endswith("-overhead") else BOTH
             arguments = {"subject": way, "model": model}

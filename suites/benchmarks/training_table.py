@@ -118,7 +118,8 @@ def ratios(table: Table, comparison: Comparison) -> dict[str, float]:
 def render(table: Table) -> Iterable[str]:
     """The blocks of text; none if no model was trained."""
     rows = {part.partition(":")[0] for part in table.parts}
-    models = [model for model in TRAINED if rows & {f"train-{model}", f"turns-{model}"}]
+    kinds = ("train", "turns", "together")
+    models = [model for model in TRAINED if rows & {f"{kind}-{model}" for kind in kinds}]
     if not models:
         return
     ways = [way for way in WAYS if any(figure_of(table, model, way, "warm step") for model in models)]
@@ -177,6 +178,12 @@ def _fell_back(table: Table, model: str, way: str) -> bool:
 
 
 def figure_of(table: Table, model: str, way: str, figure: str) -> float | None:
-    """A figure, of the run in turns if there was one: what is measured in turns is steady, hence warm."""
-    in_turns = table.figure(f"turns-{model}:{table.machine.device}/{way} {figure.removeprefix('warm ')}")
-    return table.figure(f"train-{model}:{way}/{figure}") if in_turns is None else in_turns
+    """A figure, of the run in turns if there was one, in one process before several: what is measured in
+    turns is steady, hence warm."""
+    steady = f"{way} {figure.removeprefix('warm ')}"
+    places = (
+        f"together-{model}:step/{steady}",
+        f"turns-{model}:{table.machine.device}/{steady}",
+        f"train-{model}:{way}/{figure}",
+    )
+    return next((found for place in places if (found := table.figure(place)) is not None), None)

@@ -3,9 +3,10 @@
 In: a model of `TRAINED`, ways of `WAYS`, a device. Out: what a step of each way takes, and what it takes of
 stock's step in the same round.
 
-The speed of a machine drifts by more than the ways differ. So every way has a process that stays, and in each
-round they make a few steps one after the other, while the rest wait. As a program this is such a process:
-it reads numbers of steps, a line each, and answers each with a line of JSON.
+The speed of a machine drifts by more than the ways differ. So every way stays, and in each round they make a
+few steps one after the other, while the rest wait. Each has a process of its own, which tells memory too; or
+all are in this process: where the host is the limit, two processes that do the same differ by a quarter. As a
+program this is such a process: it reads numbers of steps, a line each, and answers each with a line of JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -103,15 +104,53 @@ def in_turns(
         present = [one for one in trainees if one.way in first]
         seconds = _rounds(present, rounds, steps)
         last = {one.way: one.ask(0) for one in present if one.way in seconds}
-    found: dict[str, float] = {}
+    others = {way: {"loss": first[way]["loss"]} | (last[way] or {}) for way in seconds}
+    return _figures(seconds, others)
+
+
+class Neighbour:
+    """One that trains in this process."""
+
+    def __init__(self, way: str, model: str, device: str) -> None:
+        from .training import Training
+
+        self.way, self._training = way, Training(way, model, device)
+
+    def ask(self, steps: int) -> list[float]:
+        """The seconds of each of so many steps."""
+        return [self._training.step() for _ in range(steps)]
+
+
+def together(
+    model: str, ways: Sequence[str], device: str = "cpu", rounds: int = 12, steps: int = 10
+) -> dict[str, float]:
+    """As `in_turns`, in this process and without what `training.Training` says at its end. One way at most
+    compiles live: the engine's cache of captured graphs is one for the whole process."""
+    import torch._dynamo
+
+    # Every way compiles the same code of the model.
+    many = {"recompile_limit": 64, "accumulated_recompile_limit": 1024}
+    with torch._dynamo.config.patch(many):
+        neighbours = [Neighbour(way, model, device) for way in ways]
+        seconds = _rounds(neighbours, rounds, steps)
+    return _figures(seconds, {})
+
+
+def _figures(
+    seconds: Mapping[str, Sequence[Sequence[float]]], others: Mapping[str, dict[str, float]]
+) -> dict[str, float]:
+    """By way and name: what the steps of each round took, and `others`."""
     yardstick = next((seconds[way] for way in YARDSTICKS if way in seconds), None)
-    for way, turns in seconds.items():
-        figures = _summary(turns, yardstick) | {"loss": first[way]["loss"]} | (last[way] or {})
-        found |= {f"{way} {name}": value for name, value in figures.items()}
-    return found
+    return {
+        f"{way} {name}": value
+        for way, turns in seconds.items()
+        for name, value in (_summary(turns, yardstick) | others.get(way, {})).items()
+    }
 
 
-def _rounds(trainees: Sequence[Trainee], rounds: int, steps: int) -> dict[str, list[list[float]]]:
+def _rounds(
+    trainees: Sequence[Trainee] | Sequence[Neighbour], rounds: int, steps: int
+) -> dict[str, list[list[float]]]:
     """The steps of each turn by way; another one begins each round. Without those that ended on the way."""
     seconds: dict[str, list[list[float]]] = {one.way: [] for one in trainees}
     for number in range(rounds):

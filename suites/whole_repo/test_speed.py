@@ -58,7 +58,7 @@ def test_every_goal_compares_parts_that_are_measured_where_it_is() -> None:
 def test_every_part_can_be_called(part: object) -> None:
     measurement = (measure.MEASUREMENTS | speed_table.IN_TURNS)[part.measurement]
     inspect.signature(measurement).bind(**part.arguments)
-    if part.measurement in ("training", "in_turns"):
+    if part.measurement in ("training", "in_turns", "together"):
         assert part.arguments["model"] in TRAINED
         assert {*part.arguments.get("ways", [part.arguments.get("subject")])} <= {*WAYS}
         return
@@ -300,6 +300,9 @@ def test_what_was_measured_in_turns_counts_before_what_single_processes_say() ->
     table.parts["turns-gpt2:cuda"] = Measured(figures, "", "one")
     assert ratios(table, COMPARISONS[1]) == {"gpt2": 0.9}
     assert "| gpt2 | 1.00 (1.00–1.00) | 0.90 (0.85–0.95) |" in render(table)
+    one_process = {"stock step": 1.0, "retrograd-compile step": 0.8}
+    table.parts["together-gpt2:step"] = Measured(one_process, "", "one")
+    assert ratios(table, COMPARISONS[1]) == {"gpt2": 0.8}
 
 
 def test_a_group_with_a_way_that_was_not_measured_is_not_compared() -> None:
@@ -332,6 +335,25 @@ def test_ways_take_turns_and_one_that_fails_is_left_out(capfd: pytest.CaptureFix
 def test_rounds_are_compared_with_the_same_round_of_stock() -> None:
     found = turns._summary([[2.0, 2.0], [30.0, 30.0]], [[1.0, 1.0], [10.0, 10.0]])
     assert found == {"step": 16.0, "least": 2.0, "of stock": 2.5, "low": 2.25, "high": 2.75}
+
+
+def test_ways_take_turns_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+
+    class Training:
+        def __init__(self, way: str, model: str, device: str) -> None:
+            self.way = way
+
+        def step(self) -> float:
+            order.append(self.way)
+            return {"eager": 4.0, "stock-like-eager": 2.0}[self.way]
+
+    monkeypatch.setattr("benchmarks.training.Training", Training)
+    found = turns.together("gpt2", ["eager", "stock-like-eager"], rounds=2, steps=1)
+    assert found["eager step"] == 4.0
+    assert (found["eager of stock"], found["stock-like-eager of stock"]) == (2.0, 1.0)
+    turn = 1 + turns.AWAKENING
+    assert order == ["eager"] * turn + ["stock-like-eager"] * 2 * turn + ["eager"] * turn
 
 
 @pytest.mark.slow
