@@ -147,4 +147,4 @@ def interpreted_segments() -> list[str]:
         return []
     last = {one.segment: one for one in most.lowerings}
     apart = [segment.interpret_because for segment in most.schedule.segments if segment.interpret_because]
-    return apart + [one.because for one in last.values() if one.how == "interpreted"]
+    return apart + [one.because for one in last.values() if one.is_interpreted]

@@ -47,6 +47,10 @@ KEPT = 200
 MOST_FAILURES = 2
 
 
+#: how a segment runs that has no code.
+INTERPRETED = "interpreted"
+
+
 @dataclass(frozen=True)
 class LoweringReport:
     """One lowering of one segment.
@@ -56,7 +60,7 @@ class LoweringReport:
         how: name of the backend that compiled it, or ``interpreted``.
         guards: what must hold for its reuse.
         because: why it was needed: ``first use``, the guard that failed, or why it could not be compiled.
-        graph: the ATen graph; None if the segment is interpreted.
+        graph: the ATen graph; None if the segment is interpreted, or runs code that was made before.
         recompile: whether the segment had a lowering before.
     """
 
@@ -66,6 +70,11 @@ class LoweringReport:
     because: str
     graph: fx.Graph | None = None
     recompile: bool = False
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether there is no code."""
+        return self.how == INTERPRETED
 
     def code(self) -> str:
         """The ATen graph as text."""
@@ -315,7 +324,7 @@ class PlanLog:
         if lowering.recompile:
             text = f"{segment} is lowered again: {lowering.because}"
             self._tell("recompiles", f"{name}_recompile_reason", lambda: text, logging.INFO)
-        elif lowering.graph is None:
+        elif lowering.is_interpreted:
             text = f"{segment} is interpreted: {lowering.because}"
             self._tell("recompiles", f"{name}_interpreted", lambda: text, logging.INFO)
 

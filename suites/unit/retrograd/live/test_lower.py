@@ -278,6 +278,21 @@ def test_a_call_that_cannot_be_traced_stands_apart_from_what_can_be() -> None:
     assert apart == [first.lowerings[0].because] * 3
 
 
+def test_the_log_says_interpreted_only_of_what_is(caplog: pytest.LogCaptureFixture) -> None:
+    def run() -> None:
+        x = leaf()
+        for _ in range(3):
+            x = (x.sin().exp() @ torch.ones(3, 3)).tanh()
+        x.sum().backward()
+
+    with caplog.at_level("INFO", "retrograd.live"), retrograd.compiled_autograd("aten", regions=1) as context:
+        run()
+    shared = [one for one in context.explain().backwards[0].lowerings if "shared" in one.because]
+    assert shared
+    assert not any(one.is_interpreted for one in shared)
+    assert "is interpreted" not in caplog.text
+
+
 @refused
 def test_strict_refuses_a_call_that_cannot_be_traced() -> None:
     x = torch.randn(8, 8, requires_grad=True)

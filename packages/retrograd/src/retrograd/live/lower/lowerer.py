@@ -36,7 +36,7 @@ from retrograd.errors import LoweringError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import Segment, call_name
 from retrograd.graph.emit import boxed_calls, last_uses
-from retrograd.report import LoweringReport, PlanLog
+from retrograd.report import INTERPRETED, LoweringReport, PlanLog
 
 
 @dataclass(eq=False)
@@ -275,7 +275,7 @@ class Lowerer:
     def stop(self, because: str) -> None:
         """Interpret the function from now on."""
         self.interpret_because = because
-        self._fn.tell("interpreted", "", because)
+        self._fn.tell(INTERPRETED, "", because)
 
     def give_up(self, text: str, error: BaseException | None = None) -> None:
         """The function cannot be compiled: interpret it from now on, or raise in strict mode."""

@@ -35,7 +35,7 @@ from retrograd.graph.backward_graph import Segment, call_of
 from retrograd.graph.structure import structure_of
 from retrograd.live.lower.lowerer import Lowered, Lowerer, Lowerings, SegmentFunction
 from retrograd.process import Recent
-from retrograd.report import LoweringReport, PlanLog
+from retrograd.report import INTERPRETED, LoweringReport, PlanLog
 
 
 class SegmentRunner:
@@ -118,7 +118,7 @@ class SegmentRunner:
         now = because if runs else why_interpreted_now(args)
         if now is not None and now not in self._told:
             self._told.add(now)
-            self.fn.tell("interpreted", "", now)
+            self.fn.tell(INTERPRETED, "", now)
         return now is not None
 
     def _execute(self, lowered: Lowered, args: list[Any], flat: list[Any]) -> Sequence[Any]:
