@@ -170,6 +170,8 @@ class Lowerer:
         self.lowered: list[Lowered] = []
         self.interpret_because: str | None = None
         self._symbolic: Symbolic = {}
+        #: the call in which a trace has raised, until one succeeds.
+        self._raised_in: str | None = None
 
     @without_torch_functions
     def find(self, args: list[Any]) -> Found | None:
@@ -242,6 +244,7 @@ class Lowerer:
             noted = functools.partial(self._fn.through, around=self._noted)
             run_flat = noted if border is None else border.flattened(noted)
             traced = _traced(self._fn, self._symbolic, run_flat, args)
+            self._raised_in = None
         graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
         run, later = _code(self._fn, traced)
@@ -254,7 +257,7 @@ class Lowerer:
             try:
                 yield
             except Exception:
-                self._shared.raised_in = call_name(node)
+                self._raised_in = call_name(node)
                 raise
 
     @property
@@ -287,6 +290,7 @@ class Lowerer:
             # as text: whoever keeps a record of the log must not keep the frames of the error
             live_log.info("%s\n%s", reason, "".join(traceback.format_exception(error)).rstrip())
         self._shared.interpret_because = text
+        self._shared.raised_in = self._raised_in or self._shared.raised_in
         self.stop(text)
 
 
