@@ -1,6 +1,7 @@
-"""The README's examples: each is run, and what it prints is what the README says it prints.
+"""What stands in the README because something printed it: examples, each of which is run, and the table of
+speed, which is made from its file.
 
-`EXPECTTEST_ACCEPT=1`, without xdist, writes what they print now into the README.
+`EXPECTTEST_ACCEPT=1`, without xdist, writes what is printed now into the README.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.figures import Table
+from benchmarks.training_table import short
+
+SPEED = re.compile(r"<!-- speed:(?P<file>\S+) -->\n(?P<table>.*?)<!-- /speed -->", re.DOTALL)
 EXAMPLE = re.compile(
     r"```(?P<language>\w*)\n(?P<code>[^`]*)```\n\n"
     r"<!-- output:(?P<name>\w+) -->\n```\n(?P<output>.*?)```\n<!-- /output -->",
@@ -40,9 +45,20 @@ def test_an_example_prints_what_the_readme_says(name: str, root: Path) -> None:
     readme = root / "README.md"
     text = readme.read_text()
     (example,) = (found for found in EXAMPLE.finditer(text) if found["name"] == name)
-    printed = printed_by(example["language"], example["code"])
+    expect(readme, example, "output", printed_by(example["language"], example["code"]))
+
+
+def test_the_table_of_speed_is_made_from_its_file(root: Path) -> None:
+    readme = root / "README.md"
+    (found,) = SPEED.finditer(readme.read_text())
+    file = root / "suites/benchmarks/results" / found["file"]
+    expect(readme, found, "table", short(Table.of_json(file.read_text())) + "\n")
+
+
+def expect(readme: Path, found: re.Match[str], group: str, printed: str) -> None:
+    """Compare a part of the README with what is printed now; or write that there, if it is to be accepted."""
     if os.environ.get("EXPECTTEST_ACCEPT"):
-        start, end = example.span("output")
-        readme.write_text(text[:start] + printed + text[end:])
+        start, end = found.span(group)
+        readme.write_text(found.string[:start] + printed + found.string[end:])
     else:
-        assert printed == example["output"]
+        assert printed == found[group]
