@@ -157,6 +157,19 @@ def test_the_adapter_reports_new_fallbacks_only(fake) -> None:
     assert subject.notes() == ("fallback: [new-one] new reason", "no backward of this case was compiled")
 
 
+def test_a_segment_without_code_is_a_fallback_of_its_case_only() -> None:
+    subject = resolve("retrograd-live:aten")
+    dense = torch.eye(3, requires_grad=True)
+    subject.begin()
+    with subject.backward():
+        torch.sparse.mm(dense.detach().to_sparse().requires_grad_(), dense).sin().sum().backward()
+    assert subject.notes() == ("fallback: [segment-not-compiled] torch.sparse_coo tensor",)
+    subject.begin()
+    with subject.backward():
+        dense.sin().sum().backward()
+    assert subject.notes() == ()
+
+
 def test_only_a_cold_case_resets_retrograd(fake) -> None:
     subject = resolve("retrograd-live:eager")
     subject.reset(cold=False)

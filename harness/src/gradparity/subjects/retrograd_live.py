@@ -70,18 +70,28 @@ class RetrogradLive(Subject):
         return self._since("lowerings")
 
     def notes(self) -> tuple[str, ...]:
-        """One note per reason for a fallback since `begin`; one if no plan of retrograd's ran at all."""
+        """One note per reason for a fallback, or why a segment has no code, since `begin`; one if no plan of
+        retrograd's ran at all."""
         idle = () if self._since("runs") else ("no backward of this case was compiled",)
+        given_up = self._given_up() if self._since("segments_given_up") else ()
         if not self._since("fallbacks"):
-            return idle
+            return (*given_up, *idle)
         reasons = Counter(self._backwards()) - self._reasons
         notes = [f"fallback: [{reason.code}] {str(reason).splitlines()[0]}" for reason in reasons]
-        return (*(notes or ["fallback: no reason given"]), *idle)
+        return (*(notes or ["fallback: no reason given"]), *given_up, *idle)
 
     def _backwards(self) -> dict[Any, int]:
         """The reasons for which a backward ran on the stock engine."""
         fallbacks = self._retrograd.explain().fallbacks
         return {reason: n for reason, n in fallbacks.items() if reason.stage.startswith("live")}
+
+    def _given_up(self) -> Iterator[str]:
+        """A note for each reason why a segment has no code, in the newest backward that has such segments."""
+        for backward in reversed(self._retrograd.explain().backwards):
+            reasons = dict.fromkeys(one.because for one in backward.lowerings if one.is_interpreted)
+            if reasons:
+                yield from (f"fallback: [segment-not-compiled] {reason}" for reason in reasons)
+                return
 
     def reset(self, cold: bool) -> None:
         """Caches stay warm between cases, as they do for users, unless a case asks."""

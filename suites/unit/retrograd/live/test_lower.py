@@ -276,6 +276,7 @@ def test_a_call_that_cannot_be_traced_stands_apart_from_what_can_be() -> None:
     assert [lowering.how for lowering in then.lowerings] == ["aten"] * 4
     apart = [one.interpret_because for one in then.schedule.segments if one.interpret_because]
     assert apart == [first.lowerings[0].because] * 3
+    assert retrograd.counters["segments_given_up"] == 1
 
 
 def test_the_log_says_interpreted_only_of_what_is(caplog: pytest.LogCaptureFixture) -> None:

@@ -291,6 +291,7 @@ class Lowerer:
             live_log.info("%s\n%s", reason, "".join(traceback.format_exception(error)).rstrip())
         self._shared.interpret_because = text
         self._shared.raised_in = self._raised_in or self._shared.raised_in
+        counters["segments_given_up"] += 1
         self.stop(text)
 
 
