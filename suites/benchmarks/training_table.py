@@ -189,38 +189,26 @@ def figure_of(table: Table, model: str, way: str, figure: str) -> float | None:
     return next((found for place in places if (found := table.figure(place)) is not None), None)
 
 
-#: ways of the short table, each behind the one that its figures are compared with, by their titles there.
-SHORT = {
-    "stock-like-eager": {
-        "stock-like-eager": "`torch.compile`",
-        "retrograd-compile": "`retrograd.compile`",
-        "retrograd-compile-whole": "the same, whole",
-    },
-    "stock-like-eager-reduce-overhead": {
-        "stock-like-eager-reduce-overhead": "`torch.compile`, CUDA graphs",
-        "retrograd-reduce-overhead": "`retrograd.compile`, CUDA graphs",
-        "retrograd-step-reduce-overhead": "`compile_step`, CUDA graphs",
-    },
-}
+#: rows of the short table: title, way, and what it is compared with.
+SHORT = (
+    ("`retrograd.compile` / `torch.compile`", "retrograd-compile", "stock-like-eager"),
+    ("the same, whole", "retrograd-compile-whole", "stock-like-eager"),
+    ("both with CUDA graphs", "retrograd-reduce-overhead", "stock-like-eager-reduce-overhead"),
+    ("`compile_step` with them / the same", *WHOLE_STEP, "stock-like-eager-reduce-overhead"),
+)
 
 
 def short(table: Table) -> str:
-    """Shortest steps in milliseconds, and in brackets what they take of stock's; a mean in the last row."""
-    titles = [title for ways in SHORT.values() for title in ways.values()]
-    shares: dict[str, list[float]] = {title: [] for title in titles}
-    rows = []
-    for model in TRAINED:
-        cells = dict.fromkeys(titles, "")
-        for stock, ways in SHORT.items():
-            least = figure_of(table, model, stock, "warm least")
-            for way, title in ways.items():
-                found = figure_of(table, model, way, "warm least")
-                if least is None or found is None:
-                    continue
-                shares[title].append(found / least)
-                share = "" if way == stock else f" ({found / least:.2f})"
-                cells[title] = f"{found * 1e3:.1f}{share}"
-        if any(cells.values()):
-            rows.append((model, *cells.values()))
-    means = [f"({geometric_mean(found):.2f})" if found else "" for found in shares.values()]
-    return markdown(("shortest step, ms", *titles), [*rows, ("geometric mean", *means)])
+    """What the shortest steps take of stock's, for each model, and the geometric mean."""
+    found = [ratios(table, Comparison(title, "warm least", (way,), (stock,))) for title, way, stock in SHORT]
+    models = [model for model in TRAINED if any(model in row for row in found)]
+    rows = [
+        (
+            title,
+            *(f"{row[model]:.2f}" if model in row else "" for model in models),
+            f"{geometric_mean(row.values()):.2f}",
+        )
+        for (title, _, _), row in zip(SHORT, found, strict=True)
+        if row
+    ]
+    return markdown(("shortest step, of stock's", *models, "mean"), rows)
