@@ -189,26 +189,24 @@ def figure_of(table: Table, model: str, way: str, figure: str) -> float | None:
     return next((found for place in places if (found := table.figure(place)) is not None), None)
 
 
-#: rows of the short table: title, way, and what it is compared with.
-SHORT = (
-    ("`retrograd.compile` / `torch.compile`", "retrograd-compile", "stock-like-eager"),
-    ("the same, whole", "retrograd-compile-whole", "stock-like-eager"),
-    ("both with CUDA graphs", "retrograd-reduce-overhead", "stock-like-eager-reduce-overhead"),
-    ("`compile_step` with them / the same", *WHOLE_STEP, "stock-like-eager-reduce-overhead"),
+#: rows of the short table.
+SHORT = tuple(
+    Comparison(title, "warm least", (way,), (stock,))
+    for title, way, stock in (
+        ("`retrograd.compile` / `torch.compile`", OURS[0], LIKE_EAGER[0]),
+        ("the same, whole", "retrograd-compile-whole", LIKE_EAGER[0]),
+        ("both with CUDA graphs", OURS[1], LIKE_EAGER[1]),
+        ("`compile_step` with them / the same", *WHOLE_STEP, LIKE_EAGER[1]),
+    )
 )
 
 
 def short(table: Table) -> str:
     """What the shortest steps take of stock's, for each model, and the geometric mean."""
-    found = [ratios(table, Comparison(title, "warm least", (way,), (stock,))) for title, way, stock in SHORT]
-    models = [model for model in TRAINED if any(model in row for row in found)]
-    rows = [
-        (
-            title,
-            *(f"{row[model]:.2f}" if model in row else "" for model in models),
-            f"{geometric_mean(row.values()):.2f}",
-        )
-        for (title, _, _), row in zip(SHORT, found, strict=True)
-        if row
-    ]
+    found = {one.title: shares for one in SHORT if (shares := ratios(table, one))}
+    models = [model for model in TRAINED if any(model in shares for shares in found.values())]
+    rows = []
+    for title, shares in found.items():
+        cells = (f"{shares[model]:.2f}" if model in shares else "" for model in models)
+        rows.append((title, *cells, f"{geometric_mean(shares.values()):.2f}"))
     return markdown(("shortest step, of stock's", *models, "mean"), rows)

@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.fx import aliased_inputs, depends_on_data
-from retrograd.graph.backward_graph import CallKind, call_of
+from retrograd.graph.backward_graph import CallKind, call_name, call_of
 from retrograd.graph.structure import token_of
 from retrograd.repeats.borders import border_costs, boundary_costs, last_use
 from retrograd.repeats.outline import Outline, TokenisedCall, holds_graph, outlines, tokenised
@@ -264,4 +264,4 @@ def _source(node: fx.Node) -> str:
         if not isinstance(before, fx.Node) or before.op != "call_function":
             return ""
         node = before
-    return getattr(node.target, "__name__", "")
+    return call_name(node)

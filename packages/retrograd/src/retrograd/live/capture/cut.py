@@ -82,7 +82,6 @@ class _Cutter:
 
     def run(self, backward: BackwardGraph) -> list[_Run]:
         done: set[fx.Node] = set()
-        place = {node: i for i, (node, _) in enumerate(backward.calls())}
         for node, call in backward.calls():
             if node in done:
                 continue
@@ -92,7 +91,7 @@ class _Cutter:
                     self._flush()
             elif node in self._apart:
                 self._flush()
-                run = sorted(reached([node], _taken_from), key=place.__getitem__)
+                run = sorted(reached([node], _taken_from))
                 done.update(run)
                 self._runs.append(run)
             elif call.kind.is_functional and node not in self._opaque:

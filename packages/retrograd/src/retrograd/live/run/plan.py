@@ -222,21 +222,20 @@ class Plan:
 
 
 def _schedule(graph: BackwardGraph, config: Config, backend: Backend, raised: Mapping[str, str]) -> Schedule:
-    named = {
-        node: "named in opaque="
-        for node, call in graph.calls()
-        if call.kind.is_functional and call_name(node) in config.opaque
-    }
+    named = _calls_named(graph, dict.fromkeys(config.opaque, "named in opaque="))
     if not backend.traces:
         return cut(graph, named, at_once=True)
     smallest = config.smallest_repeat
     divide = partial(regions_of, smallest=smallest, copies=config.fewest_copies) if smallest else None
-    apart = {
-        node: raised[call_name(node)]
-        for node, call in graph.calls()
-        if call.kind.is_functional and call_name(node) in raised
-    }
-    return cut(graph, named, changing_numbers(graph) | apart, divide)
+    return cut(graph, named, changing_numbers(graph) | _calls_named(graph, raised), divide)
+
+
+def _calls_named(graph: BackwardGraph, reasons: Mapping[str, str]) -> dict[fx.Node, str]:
+    """The functional calls whose names have a reason, with it."""
+    if not reasons:
+        return {}
+    names = {node: call_name(node) for node, call in graph.calls() if call.kind.is_functional}
+    return {node: reasons[name] for node, name in names.items() if name in reasons}
 
 
 def _postpone_the_rest(schedule: Schedule, runners: Sequence[SegmentRunner | None]) -> None:
