@@ -27,8 +27,7 @@ from pathlib import Path
 
 import torch
 
-from retrograd._torch.inductor import cache_folder
-from retrograd.aot.kept import UNFINISHED, replacing
+from retrograd._torch.inductor import UNFINISHED, cache_folder, replacing
 from retrograd.errors import Refusal
 from retrograd.version import VERSION
 
@@ -39,7 +38,7 @@ _KINDS = {
     "fxgraph": "compiled graphs",
     "aotautograd": "graphs of stock AOTAutograd",
     "triton": "Triton kernels",
-    "retrograd": "partitions",
+    "retrograd": "partitions and notes",
 }
 
 

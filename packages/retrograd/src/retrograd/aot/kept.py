@@ -19,19 +19,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import fx
 
 from retrograd._torch.fx import is_operator_overload, is_symbolic
-from retrograd._torch.inductor import cache_folder, environment, patched
+from retrograd._torch.inductor import cache_folder, environment, patched, replacing
 from retrograd._torch.pytree import tree_leaves
 from retrograd._torch.trace import form_of
 from retrograd.aot.kept_file import read_partition, serialize_partition
@@ -46,9 +44,6 @@ _log = AOT_LOGS["cache"]
 
 #: modules of a model that takes longer to compile than processes to start.
 _DEEP = 50
-
-#: how the name of a file ends that is being written.
-UNFINISHED = ".tmp"
 
 
 @dataclass(frozen=True)
@@ -78,6 +73,7 @@ class KeptPartition:
             counters["kept_partition_misses"] += 1
             return None
         counters["kept_partition_hits"] += 1
+        _name_graphs(found, data)
         return found
 
     def write(self, made: Partition) -> None:
@@ -87,22 +83,17 @@ class KeptPartition:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self.file) as to:
                 to.write(data)
+            _name_graphs(made, data)
         except Exception as error:
             counters["kept_partition_refusals"] += 1
             _log.info("%s is not kept on disk: %s", self.state.name, first_line(error))
 
 
-@contextmanager
-def replacing(file: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `file` at the end; if something raises, `file` stays as it is."""
-    handle, name = tempfile.mkstemp(dir=file.parent, suffix=UNFINISHED)
-    try:
-        with os.fdopen(handle, "wb") as to:
-            yield to
-        os.replace(name, file)
-    except BaseException:
-        os.unlink(name)
-        raise
+def _name_graphs(made: Partition, data: bytes) -> None:
+    """Name the graphs of `made` by what it is on disk, which begins with a hash of the rest."""
+    said = data.partition(b"\n")[0].decode("ascii")
+    for i, graph in enumerate((made.ahead, *(backward.graph for backward in made.backwards))):
+        graph.known_as = f"{said} {i}"
 
 
 def kept_partition(state: CaptureState, gm: fx.GraphModule, config: Config) -> KeptPartition | None:

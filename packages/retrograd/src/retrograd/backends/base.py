@@ -25,11 +25,13 @@ class Half:
         is_inference: whether nothing of it will be differentiated.
         visible: how many outputs, from the first, must have the strides that they were traced with; None: it
             is for the backend to say.
+        known_as: the name of the graph on disk, which says all about it and its inputs, if it has one.
     """
 
     is_backward: bool = False
     is_inference: bool = False
     visible: int | None = None
+    known_as: str | None = None
 
 
 #: a segment of a live backward.

@@ -25,7 +25,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection, Pipe
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -95,7 +95,7 @@ def job_of(gm: fx.GraphModule, inputs: Sequence[Any], half: Half, settings: Mapp
     job = {
         "graph": serialize_graph(gm, tensors),
         "examples": serialize_examples(values),
-        "half": asdict(half),
+        "half": asdict(replace(half, known_as=None)),  # it is announced before it has a name
         "settings": dict(settings),
         "modules": defining_modules(gm.graph),
     }

@@ -47,7 +47,10 @@ class LazyGraph:
 
     Attributes:
         division: the parts in which it will be compiled, if they are known already.
+        known_as: its name on disk, which says all about it and `division`; None if it has none.
     """
+
+    known_as: str | None = None
 
     def __init__(
         self, read: Callable[[], fx.GraphModule], summarise: Callable[[fx.GraphModule], Summary]

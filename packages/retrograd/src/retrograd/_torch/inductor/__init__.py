@@ -10,7 +10,13 @@ from retrograd._torch.inductor.compile import (
     with_joint_passes,
 )
 from retrograd._torch.inductor.decomposition_table import decompositions
-from retrograd._torch.inductor.disk_cache import cache_folder, environment, why_not_trusted
+from retrograd._torch.inductor.disk_cache import (
+    UNFINISHED,
+    cache_folder,
+    environment,
+    replacing,
+    why_not_trusted,
+)
 from retrograd._torch.inductor.options import (
     Portable,
     compile_threads,

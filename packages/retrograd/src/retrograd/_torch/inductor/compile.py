@@ -24,12 +24,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from retrograd._torch.fx import copied, is_write_to_input, with_strides
 from retrograd._torch.inductor.disk_cache import is_cache_trusted
+from retrograd._torch.inductor.notes import Note, code_of
 from retrograd._torch.inductor.overlaps import part_overlaps
 from retrograd._torch.inductor.own_memory import memory_shown, part_results
 from retrograd._torch.inductor.padding import close_gaps, read_padded
 from retrograd._torch.patches import handled_here
 from retrograd._torch.trace.fakes import know_values
 from retrograd._torch.trace.layouts import LAYOUTS, laid_out_like_real
+from retrograd.graph.joint import output_examples, output_values
 from retrograd.graph.lazy import LazyGraph
 from retrograd.process import compiling
 
@@ -82,6 +84,7 @@ def compile_graph(
     visible: int | None = None,
     is_backward: bool = False,
     is_inference: bool = False,
+    known_as: str | None = None,
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """Compile `gm` (functional, decomposed, returning a tuple), which stays as it is.
 
@@ -91,6 +94,7 @@ def compile_graph(
         visible: how many outputs, from the first, must have the strides that they were traced with. Others,
             as saved values are, may get strides that are quicker to make.
         is_backward, is_inference: as ``compile_fx_inner`` takes them.
+        known_as: the name of `gm` on disk, which says all about it and its inputs, if it has one.
 
     No input is called static (``static_input_idxs``): that would make Inductor rely on the alignment of
     memory, which no guard checks, and it saves no more than that check.
@@ -100,16 +104,6 @@ def compile_graph(
 
     if (probing := _probe_processor()) is not None:
         probing.join()
-    gm = fx.GraphModule(gm, copied(gm.graph))
-    output = gm.graph.output_node()
-    for write in list(filter(is_write_to_input, gm.graph.nodes)):
-        output.prepend(write)  # Inductor's passes look for them there
-    fakes: list[Any] = []
-    if visible is not None:
-        results: Sequence[Any] = output.args[0]  # type: ignore[assignment]
-        fakes = [r.meta.get("val") if isinstance(r, fx.Node) else None for r in results[:visible]]
-        seen = [i for i, result in enumerate(results[:visible]) if isinstance(result, fx.Node)]
-        output.meta["user_visible_output_idxs"] = seen
     fake_mode = detect_fake_mode(example_inputs)
     with (
         compiling,
@@ -123,11 +117,26 @@ def compile_graph(
         handled_here("torch._inductor.codegen.cpp:" + _TILES, _in_one_direction),
         handled_here("torch._inductor.ir:FallbackKernel.process_kernel", _called_as_real),
     ):
-        compiled = compile_fx_inner(
-            gm, list(example_inputs), is_backward=is_backward, is_inference=is_inference
-        )
+        note = Note(known_as, visible, is_backward, is_inference)
+        compiled = code_of(note.read(), example_inputs, is_backward)
+        if compiled is None:
+            given = _prepared(gm, visible), list(example_inputs)
+            compiled = compile_fx_inner(*given, is_backward=is_backward, is_inference=is_inference)
+            note.write(getattr(compiled, "_fx_graph_cache_key", None))
     run = compiled if getattr(compiled, "_boxed_call", False) else lambda args: compiled(*args)
-    return with_strides(run, fakes) if fakes else run
+    return with_strides(run, output_examples(gm.graph)[:visible]) if visible else run
+
+
+def _prepared(gm: fx.GraphModule, visible: int | None) -> fx.GraphModule:
+    """A copy of `gm` in the form that Inductor expects."""
+    gm = fx.GraphModule(gm, copied(gm.graph))
+    output = gm.graph.output_node()
+    for write in list(filter(is_write_to_input, gm.graph.nodes)):
+        output.prepend(write)  # Inductor's passes look for them there
+    if visible is not None:
+        seen = enumerate(output_values(gm.graph)[:visible])
+        output.meta["user_visible_output_idxs"] = [i for i, one in seen if isinstance(one, fx.Node)]
+    return gm
 
 
 _FUSES = "OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr"
@@ -180,9 +189,13 @@ def chooses_layouts(graph: LazyGraph, is_inference: bool) -> bool:
     not where they are few. Another format is another kernel of cuDNN, perhaps one that rounds to TF32."""
     if str(torch.ops.aten.convolution.default) not in graph.summary.targets:
         return True
-    from torch._inductor.graph import GraphLowering
+    note = Note(graph.known_as, "chooses layouts", is_inference)
+    if (said := note.read()) is None:
+        from torch._inductor.graph import GraphLowering
 
-    return GraphLowering.decide_layout_opt(graph.gm, is_inference=is_inference)
+        said = str(GraphLowering.decide_layout_opt(graph.gm, is_inference=is_inference))
+        note.write(said)
+    return said == str(True)
 
 
 @contextmanager

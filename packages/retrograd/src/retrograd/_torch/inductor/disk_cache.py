@@ -11,8 +11,12 @@ from __future__ import annotations
 import functools
 import os
 import stat
+import tempfile
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 from torch import fx
@@ -89,6 +93,23 @@ def cache_folder() -> str:
     return folder
 
 
+#: how the name of a file ends that is being written.
+UNFINISHED = ".tmp"
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `file` at the end; if something raises, `file` stays as it is."""
+    handle, name = tempfile.mkstemp(dir=file.parent, suffix=UNFINISHED)
+    try:
+        with os.fdopen(handle, "wb") as to:
+            yield to
+        os.replace(name, file)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
 def environment() -> list[Any]:
     """All that code depends on besides its graph: releases, hardware, settings of Inductor and of torch's
     partitioners, switches of torch, names of operators' implementations in Python.
@@ -97,14 +118,15 @@ def environment() -> list[Any]:
         Refusal: a mode or a hook of the user's is on, which cannot be named.
         Exception: whatever Inductor says against keeping something.
     """
-    from torch._inductor.codecache import compiled_fx_graph_hash
+    from torch._inductor.codecache import FxGraphCachePickler, FxGraphHashDetails
 
     if _get_current_dispatch_mode_stack() or torch._C._autograd._top_saved_tensors_default_hooks(True):
         raise Refusal("modes", "a dispatch mode or hooks for saved tensors are on")
     nothing: Any = fx.Graph()
     nothing.output(())
-    options: Any = {}
-    key, _ = compiled_fx_graph_hash(fx.GraphModule({}, nothing), [], options, [])
+    gm, options = fx.GraphModule({}, nothing), dict[str, Any]()
+    # As `compiled_fx_graph_hash` does, without its lines for the log: these take most of the time.
+    key = FxGraphCachePickler(gm).get_hash(FxGraphHashDetails(gm, [], options, []))
     settings = functorch_config.save_config_portable(ignore_private_configs=False)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     cards = [torch.cuda.get_device_name(device) for device in devices]

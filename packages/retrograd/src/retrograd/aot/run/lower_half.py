@@ -6,6 +6,7 @@ if that is quicker to compile; `LateCode` if compiling takes longer than the use
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -45,12 +46,13 @@ def lower(
     counters["aot_compiles"] += 1
 
     def compile_graph() -> Boxed:
+        known, numbers = graph.known_as if graph.division else None, itertools.count()
         found: Division = graph.division or _divided(backend, graph, half, config)
         graph.division = None  # which holds the graphs of parts
         how = backend.for_parts_of(graph, half) if found.steps else backend
 
         def compile_part(part: fx.GraphModule, examples: Sequence[Any], visible: int | None) -> Boxed:
-            own = replace(half, visible=visible)
+            own = replace(half, visible=visible, known_as=known and f"{known} {next(numbers)}")
             return compile_fallible(how, part, examples, own, strict=config.strict)
 
         code = found.code(compile_part)
