@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import retrograd
 from retrograd import aot
-from retrograd._torch.trace.layouts import CONTIGUOUS, FORMATS, FORMATS_ON, TOGETHER
+from retrograd._torch.trace.layouts import CONTIGUOUS, FORMATS, FORMATS_ON, NARROW, TOGETHER
 from retrograd.backends.registry import find_backend
 
 aten = torch.ops.aten
@@ -145,6 +145,41 @@ def test_results_lie_as_the_operands_together(first: str, second: str, backend: 
     traced = [node.meta["val"] for node in joint.gm.graph.output_node().args[0]]
     real = program(x, y)
     assert [one.stride() for one in traced] == [one.stride() for one in real]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("sizes", [(2, 3, 4, 1), (1, 3, 4, 5), (2, 3, 4, 5)])
+def test_an_expanded_operand_has_no_say(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    spread = {
+        "all": torch.rand((), dtype=dtype).expand(sizes),
+        "some": torch.rand(sizes[1], 1, 1, dtype=dtype).expand(sizes),
+        "none": torch.rand(sizes, dtype=dtype),
+    }
+    others = {
+        "channels last": torch.rand(sizes, dtype=dtype).contiguous(memory_format=torch.channels_last),
+        "turned": torch.rand(sizes[::-1], dtype=dtype).permute(3, 2, 1, 0),
+        "with gaps": torch.rand([2 * n for n in sizes[::-1]], dtype=dtype).permute(3, 2, 1, 0)[
+            tuple(map(slice, sizes))
+        ],
+    }
+    losses = {aten.mse_loss.default, aten.smooth_l1_loss.default}
+
+    def program(x: Tensor, y: Tensor) -> list[Tensor]:
+        pairs = [(x, y), (y, x)]
+        return [one(*pair, 0) if one in losses else one(*pair) for one in called for pair in pairs]
+
+    called = sorted(NARROW, key=str)
+    if dtype is torch.float16:
+        called = [one for one in called if one not in (aten.igamma.default, aten.igammac.default)]
+    for x in spread.values():
+        for y in others.values():
+            joint = aot.capture(aot.create_state(program, (x, y)))
+            traced = [node.meta["val"] for node in joint.gm.graph.output_node().args[0]]
+            assert [of_long_dimensions(one) for one in traced] == [of_long_dimensions(one) for one in program(x, y)]
+
+
+def of_long_dimensions(value: Tensor) -> list[int]:
+    return [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1]
 
 
 def test_what_follows_from_the_layout_is_eagers() -> None:

@@ -232,3 +232,59 @@ def aliased_inputs_and_a_view_output(p: Probe) -> None:
     out = p.compile(run)(base[:3], base[1:])
     with p.backward():
         (out * p.randn(2)).sum().backward()
+
+
+@scenario(tags=("compiled", "views", "in-place"), issue="pytorch#186561")
+def detached_outputs_are_no_views(p: Probe) -> None:
+    """What `detach` gives is no view, so it can be detached in place, and changed with a gradient."""
+    x, weight = p.leaf("x", p.randn(2, 3, requires_grad=True)), p.leaf("w", p.randn(2, 3, requires_grad=True))
+
+    def loss_and_log(a: Tensor) -> tuple[Tensor, ...]:
+        loss = (a * a).sum()
+        return loss, loss.detach(), a.detach(), a.t().detach(), a.detach()[0]
+
+    loss, *detached = p.compile(loss_and_log)(x)
+    for i, one in enumerate(detached):
+        p.value(f"{i} is a view", torch.tensor(one._is_view()))
+    for one in detached[:3]:
+        one.detach_()
+    changed = detached[1].clone().mul_(weight)
+    with p.backward():
+        (loss + changed.sum()).backward()
+
+
+@scenario(tags=("compiled", "views", "in-place"), issue="pytorch#186561")
+def detached_input_without_a_gradient_is_no_view(p: Probe) -> None:
+    """A detach of an input is no view, whether or not the input needs a gradient, and under `no_grad`."""
+    x, y = p.randn(3), p.leaf("y", p.randn(3, requires_grad=True))
+
+    def detached(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            inside, view = b.detach(), b.view(3)
+        return a.detach(), b.detach(), inside, view
+
+    results = p.compile(detached)(x, y)
+    for i, one in enumerate(results):
+        p.value(f"{i} is a view", torch.tensor(one._is_view()))
+    with torch.no_grad():
+        results[0].detach_().add_(1)
+    p.value("written through", x)
+    with p.backward():
+        y.sum().backward()
+
+
+@scenario(tags=("compiled", "in-place"), issue="pytorch#90507")
+def truncated_backward_through_time(p: Probe) -> None:
+    """A hidden state that the step returns beside a view of it is detached in place before the next step."""
+    cell = p.module(nn.RNNCell(2, 3))
+
+    def step(one: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = cell(one, hidden)
+        return hidden, hidden.detach()
+
+    run, hidden = p.compile(step), p.randn(4, 3)
+    for _ in range(3):
+        output, hidden = run(p.randn(4, 2), hidden)
+        hidden.detach_()
+        with p.backward():
+            output.square().mean().backward()

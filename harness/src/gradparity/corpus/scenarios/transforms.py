@@ -5,6 +5,8 @@ In: a probe. Out: Jacobians, Hessians and tangents, next to ordinary gradients.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -113,6 +115,42 @@ def forward_mode_over_a_backward(p: Probe) -> None:
         primal, tangent = forward_ad.unpack_dual(grad)
         p.value("primal", primal)
         p.value("tangent", tangent)
+
+
+class _OwnTangent(torch.autograd.Function):
+    """A sine whose gradient is another one's, and whose tangent a third one's."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent * 5
+
+
+@scenario(tags=("compiled", "forward-mode"), issue="pytorch#192985")
+def tangent_of_a_functions_own(p: Probe) -> None:
+    """The `jvp` of a Function counts in forward mode, whether or not the code was compiled before."""
+    x, fresh = p.leaf("x", p.randn(3, requires_grad=True)), p.compile(lambda t: _OwnTangent.apply(t).exp())
+    run = p.compile(lambda t: _OwnTangent.apply(t) * 2)
+    with p.backward():
+        run(x).sum().backward()
+    p.value("without a gradient", run(x.detach()))
+    for name, call in (("before", run), ("fresh", fresh)):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x.detach(), torch.ones_like(x))
+            p.value(name, forward_ad.unpack_dual(call(dual)).tangent)
+    with p.backward():
+        run(x).sum().backward()
 
 
 @scenario(tags=("higher-order",))

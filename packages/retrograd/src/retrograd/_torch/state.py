@@ -279,16 +279,21 @@ def compile_stance() -> str:
 def are_modes_plain() -> bool:
     """Whether nobody looks at, or takes over, the operations that run now."""
     return (
-        forward_ad._current_level < 0
+        not is_forward_mode()
         and torch._C._functorch.maybe_current_level() is None
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._autograd._profiler_enabled()
     )
 
 
+def is_forward_mode() -> bool:
+    """Whether forward-mode differentiation is on."""
+    return forward_ad._current_level >= 0
+
+
 def why_interpreted_now(args: Sequence[Any]) -> str | None:
     """Which mode of the moment compiled code would escape; None if none does."""
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)] if forward_ad._current_level >= 0 else ()
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)] if is_forward_mode() else ()
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         return "forward-mode AD: an argument has a tangent"
     if torch._C._functorch.maybe_current_level() is not None:
@@ -317,7 +322,7 @@ def why_not_capturable_now(has_seen_functions: bool = False) -> tuple[str, str] 
         and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
     ):
         return "function-mode", "a TorchFunctionMode is active, which may take operations over"
-    if forward_ad._current_level >= 0:
+    if is_forward_mode():
         return "forward-ad", "forward-mode differentiation is active"
     if torch.is_anomaly_enabled():
         return "anomaly-mode", "anomaly mode looks at the result of every autograd node"

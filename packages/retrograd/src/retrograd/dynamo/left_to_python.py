@@ -3,6 +3,7 @@
 In: frames that Dynamo is about to convert, and conversions that failed. Out: decisions, and entries in a
 report.
 
+Inside forward-mode differentiation nothing is compiled: Dynamo's graph has lost the `jvp` of a Function.
 Under ``backend="eager"`` torch's optimizers are not traced. Traced by Dynamo they use tensors as step counts
 and another order of operations, so the last bits of their results differ from eager's.
 """
@@ -12,9 +13,15 @@ from __future__ import annotations
 from types import CodeType
 
 from retrograd._torch.dynamo import is_optimizer_code, user_error_behind
+from retrograd._torch.state import is_forward_mode
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
+from retrograd.errors import CaptureError, Reason
 from retrograd.report import Report, reason_of
+
+FORWARD_MODE = Reason(
+    "forward-ad", "forward-mode differentiation is active", "dynamo", way_out="call it outside of that"
+)
 
 
 class LeftToPython:
@@ -36,7 +43,17 @@ class LeftToPython:
         self.found: set[str] = set()
 
     def runs_as_it_is(self, code: CodeType) -> bool:
-        """Whether the code is left to Python: an optimizer that has to compute as eager does."""
+        """Whether the code is left to Python: inside forward-mode differentiation, and an optimizer that has
+        to compute as eager does.
+
+        Raises:
+            CaptureError: in forward mode, if ``strict``.
+        """
+        if is_forward_mode():
+            if self._is_strict:
+                raise CaptureError(FORWARD_MODE)
+            self._report.fell_back(FORWARD_MODE, f"a part of {self._what} runs eagerly")
+            return True
         if not (self.computes_like_eager and is_optimizer_code(code)):
             return False
         self.found.add("optimizer")

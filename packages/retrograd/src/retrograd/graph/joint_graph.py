@@ -138,6 +138,7 @@ class View:
         numbers: with which `replay` makes it, in the order in which it asks for them; none if they are always
             the same.
         is_new_leaf: whether it requires grad though its base does not.
+        is_detached: whether autograd does not call it a view, as what ``detach`` gives.
     """
 
     size: tuple[int | SizeValue, ...] = ()
@@ -148,6 +149,7 @@ class View:
     numbers: tuple[int | SizeValue, ...] = ()
     origin: Any = None
     is_new_leaf: bool = False
+    is_detached: bool = False
 
 
 @dataclass(frozen=True)

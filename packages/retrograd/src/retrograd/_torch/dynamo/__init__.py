@@ -15,6 +15,7 @@ from retrograd._torch.dynamo.frames import (
     guard_what_dynamo_does_not,
     has_symbols,
     is_optimizer_code,
+    left_by_backend,
     register_once,
     traced_in,
     user_error_behind,

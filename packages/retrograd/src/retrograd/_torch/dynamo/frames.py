@@ -10,6 +10,7 @@ More guards go among those that Dynamo is about to install, or has installed for
 
 - for the sign of a zero: Dynamo compares numbers by ``==``, and ``0.0 == -0.0``;
 - for an environment variable that was asked for and not found: a key that is missing leaves no guard;
+- for the level of forward-mode differentiation, inside which frames are left to Python;
 - for hooks of modules that are set later, see `keep_eager`.
 
 In: the graph and example inputs that a backend is called with. Out: `GraphInput` values with the fakes that
@@ -35,7 +36,15 @@ from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import eval_frame, list_backends, register_backend
 from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, RecompileError, Unsupported
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    RecompileError,
+    SkipFrame,
+    Unsupported,
+)
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import GlobalStateSource
 from torch._dynamo.types import ConvertFrameReturn
 from torch._guards import DuplicateInputs, Guard, TracingContext, detect_fake_mode
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
@@ -144,6 +153,11 @@ def compiled_frames(
     return compiled
 
 
+def left_by_backend(why: str) -> Exception:
+    """What a backend raises so that Python runs the frame: with ``torch.compile`` itself, from now on."""
+    return SkipFrame(why)
+
+
 def is_optimizer_code(code: CodeType) -> bool:
     """Whether the code is that of torch's optimizers and schedulers."""
     return code.co_filename.startswith(_OPTIMIZERS)
@@ -169,6 +183,7 @@ def guard_what_dynamo_does_not(module_hooks: bool) -> None:
     if context is None:
         return
     guards: Any = context.guards_context.dynamo_guards
+    guards.add(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
     for guard in list(guards):
         if guard.inner_create_fn().__name__ in _BY_VALUE:
             guards.add(Guard(guard.originating_source, _SIGN_OF_ZERO))

@@ -128,7 +128,19 @@ TOGETHER: Mapping[Any, tuple[int, ...]] = {
         (0, 1),
     ),
 }
-#: all operators of the tables.
+#: of those that go over all operands together, the ones whose fakes are wrong in half precision only, if an
+#: operand is expanded: torch composes such a fake of casts and a call, and that cast has a layout of its own.
+NARROW = frozenset({
+    _aten.add.Tensor, _aten.atan2.default, _aten.clamp.Tensor, _aten.clamp_max.Tensor, _aten.clamp_min.Tensor,
+    _aten.div.Tensor, _aten.eq.Tensor, _aten.fmod.Tensor, _aten.ge.Tensor, _aten.gelu_backward.default,
+    _aten.gt.Tensor, _aten.hypot.default, _aten.igamma.default, _aten.igammac.default, _aten.le.Tensor,
+    _aten.lt.Tensor, _aten.maximum.default, _aten.minimum.default, _aten.mish_backward.default,
+    _aten.mse_loss.default, _aten.mul.Tensor, _aten.ne.Tensor, _aten.pow.Tensor_Tensor, _aten.remainder.Tensor,
+    _aten.rsub.Tensor, _aten.sigmoid_backward.default, _aten.silu_backward.default,
+    _aten.smooth_l1_loss.default, _aten.sub.Tensor, _aten.tanh_backward.default,
+})  # fmt: skip
+_HALF = (torch.bfloat16, torch.float16)
+#: all operators of the tables but the last.
 LAYOUTS = frozenset(FORMATS).union(TOGETHER, *FORMATS_ON.values())
 #: whose fake kernel is wrong, too.
 _WRONG_FAKE = frozenset({
@@ -163,13 +175,13 @@ def laid_out_as_real(decompositions: Mapping[Any, Callable[..., Any]]) -> dict[A
     wrong = [
         one for one, number in entries if number is CONTIGUOUS or one in decompositions or one in _WRONG_FAKE
     ]
-    wrong.extend([*TOGETHER, *_COPYING])
+    wrong.extend([*TOGETHER, *_COPYING, *NARROW])
     own = {operator: partial(_laid_out, operator, decompositions.get(operator)) for operator in wrong}
     return {**decompositions, **own}
 
 
 def _laid_out(operator: Any, given: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
-    if _within.get() is operator:
+    if _within.get() is operator or (operator in NARROW and not any(map(_is_narrow_and_expanded, args))):
         return NotImplemented if given is None else given(*args, **kwargs)
     if operator in _COPYING and has_overlaps(args[0]):
         args = (args[0].clone(), *args[1:])
@@ -187,6 +199,8 @@ def laid_out_like_real(operator: Any, result: Any, args: Sequence[Any]) -> Any:
         return tuple(laid_out_like_real(operator, one, args) for one in result)
     if not isinstance(result, torch.Tensor):
         return result
+    if operator in NARROW:
+        return _laid_out_together(result, [one for one in args if isinstance(one, torch.Tensor)])
     if operator in TOGETHER and operator not in FORMATS_ON.get(result.device.type, {}):
         operands = [args[number] for number in TOGETHER[operator]]
         return _laid_out_together(result, [one for one in operands if isinstance(one, torch.Tensor)])
@@ -196,6 +210,11 @@ def laid_out_like_real(operator: Any, result: Any, args: Sequence[Any]) -> Any:
         is_right = statically_known_true(sym_eq(result.stride(), make_contiguous_strides_for(result.shape)))
         return result if is_right else result.clone(memory_format=layout)
     return result if layout is None else result.contiguous(memory_format=layout)
+
+
+def _is_narrow_and_expanded(value: Any) -> bool:
+    is_narrow = isinstance(value, torch.Tensor) and value.dtype in _HALF
+    return is_narrow and any(type(stride) is int and stride == 0 for stride in value.stride())
 
 
 def _laid_out_together(result: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:

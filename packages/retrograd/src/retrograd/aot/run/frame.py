@@ -244,6 +244,7 @@ class Finish:
         seen = base if view.differentiable or not base.requires_grad else base.detach()
         make = partial(self._strided, view, seen, frame)
         made = make() if view.origin is None else with_view_origin(make, view.origin)
+        made = made.detach() if view.is_detached else made
         return made.requires_grad_() if view.is_new_leaf else made
 
     def _strided(self, view: View, base: torch.Tensor, frame: Sequence[Any]) -> torch.Tensor:

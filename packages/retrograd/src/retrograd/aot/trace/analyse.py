@@ -184,6 +184,7 @@ def _view(analysis: Analysis, tensor: torch.Tensor, base: torch.Tensor, differen
         differentiable,
         origin=view_origin(tensor),
         is_new_leaf=_is_new_leaf(tensor),
+        is_detached=not tensor._is_view(),
     )
 
 
