@@ -175,7 +175,7 @@ def test_an_expanded_operand_has_no_say(sizes: tuple[int, ...], dtype: torch.dty
         for y in others.values():
             joint = aot.capture(aot.create_state(program, (x, y)))
             traced = [node.meta["val"] for node in joint.gm.graph.output_node().args[0]]
-            assert [of_long_dimensions(one) for one in traced] == [of_long_dimensions(one) for one in program(x, y)]
+            assert [*map(of_long_dimensions, traced)] == [*map(of_long_dimensions, program(x, y))]
 
 
 def of_long_dimensions(value: Tensor) -> list[int]:

@@ -244,3 +244,68 @@ def half_of_a_grouped_product_is_frozen_between_steps(p: Probe) -> None:
         rows, weight = (t if wants else t.detach() for t, wants in zip((x, w), wanted, strict=True))
         with p.backward():
             (torch._grouped_mm(rows.sin(), weight.exp(), ends.to(x.device)).tanh() + rows).sum().backward()
+
+
+def _optimised(p: Probe, change: Callable[[nn.Linear], None]) -> None:
+    """Two steps of an optimizer, then `change` the kind of gradient, and two more."""
+    model = p.module(nn.Linear(3, 2, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def whole(backward: Callable[[Tensor], None], x: Tensor) -> Tensor:
+        loss = model(x).square().sum()
+        backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+    run = p.training_step(whole)
+    for i in range(4):
+        if i == 2:
+            change(model)
+        p.value(f"loss {i}", run(p.randn(4, 3)))
+        p.value(f"weight {i}", model.weight.detach())
+        model.zero_grad(set_to_none=True)
+
+
+@scenario(tags=("steps",))
+def gradient_of_another_dtype_for_an_optimizer(p: Probe) -> None:
+    """An optimizer that was compiled for gradients of one dtype gets those of another."""
+
+    def change(model: nn.Linear) -> None:
+        model.weight.grad_dtype = torch.float64 if model.weight.dtype is torch.float32 else torch.float32
+
+    _optimised(p, change)
+
+
+@scenario(tags=("steps", "low-precision"), fp64=False)
+def model_of_another_dtype_for_an_optimizer(p: Probe) -> None:
+    """The parameters themselves change their dtype in place, and their gradients with them."""
+    model = p.module(nn.Linear(3, 2, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def whole(backward: Callable[[Tensor], None], x: Tensor) -> None:
+        backward(model(x).square().sum())
+        optimizer.step()
+
+    run, x = p.training_step(whole), p.randn(4, 3)
+    for dtype in (x.dtype, x.dtype, torch.bfloat16, torch.bfloat16):
+        model.to(dtype)
+        run(x.to(dtype))
+        p.value("weight", model.weight.detach())
+        model.zero_grad(set_to_none=True)
+
+
+@scenario(tags=("steps", "layout"))
+def gradient_of_another_layout_for_an_optimizer(p: Probe) -> None:
+    """A gradient that is set between the backward and the step lies otherwise than those before."""
+    model = p.module(nn.Linear(3, 2, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def whole(backward: Callable[[Tensor], None], grad: Tensor) -> None:
+        model.weight.grad = grad
+        optimizer.step()
+
+    run = p.training_step(whole)
+    for i in range(5):
+        grad = p.randn(2, 3)
+        run(grad if i < 2 else grad.t().contiguous().t() if i < 4 else grad[:1].expand(2, 3))
+        p.value(f"weight {i}", model.weight.detach())

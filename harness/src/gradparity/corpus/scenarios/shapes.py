@@ -209,3 +209,14 @@ def expanded_to_changing_sizes(p: Probe) -> None:
         wide = row.expand(rows, 3)
         with p.backward():
             (wide * p.randn(rows, 3)).sin().sum().backward()
+
+
+@scenario(tags=("shapes", "layout", "low-precision"), fp64=False)
+def half_precision_gradient_of_a_sum_with_channels_last(p: Probe) -> None:
+    """The gradient of a sum, times channels last, in half precision: its formula's copy is not left out."""
+    for sizes in ((1, 2, 2, 1), (2, 3, 4, 1), (1, 3, 4, 5)):
+        scale = torch.randn(sizes[0], 1, 1, 1, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+        weight = p.leaf(f"{sizes}", p.randn(*sizes).to(torch.bfloat16).requires_grad_())
+        format_ = p.randn(*sizes).to(torch.bfloat16).contiguous(memory_format=torch.channels_last)
+        with p.backward():
+            (torch._weight_norm(weight, scale) * format_).sum().backward()

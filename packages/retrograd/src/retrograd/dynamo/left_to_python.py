@@ -3,7 +3,7 @@
 In: frames that Dynamo is about to convert, and conversions that failed. Out: decisions, and entries in a
 report.
 
-Inside forward-mode differentiation nothing is compiled: Dynamo's graph has lost the `jvp` of a Function.
+Inside forward-mode differentiation nothing is compiled: Dynamo's graph has lost a Function's ``jvp``.
 Under ``backend="eager"`` torch's optimizers are not traced. Traced by Dynamo they use tensors as step counts
 and another order of operations, so the last bits of their results differ from eager's.
 """

@@ -10,6 +10,7 @@ More guards go among those that Dynamo is about to install, or has installed for
 
 - for the sign of a zero: Dynamo compares numbers by ``==``, and ``0.0 == -0.0``;
 - for an environment variable that was asked for and not found: a key that is missing leaves no guard;
+- for what a gradient is that an optimizer reads: Dynamo asks only whether there is one;
 - for the level of forward-mode differentiation, inside which frames are left to Python;
 - for hooks of modules that are set later, see `keep_eager`.
 
@@ -44,7 +45,7 @@ from torch._dynamo.exc import (
     Unsupported,
 )
 from torch._dynamo.guards import GuardBuilder
-from torch._dynamo.source import GlobalStateSource
+from torch._dynamo.source import GlobalStateSource, GradSource
 from torch._dynamo.types import ConvertFrameReturn
 from torch._guards import DuplicateInputs, Guard, TracingContext, detect_fake_mode
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
@@ -170,13 +171,15 @@ def user_error_behind(error: Exception) -> Exception:
 
 
 #: guards of Dynamo's that compare a value by ``==``.
+_TENSOR_MATCH = GuardBuilder.TENSOR_MATCH
 _BY_VALUE = ("EQUALS_MATCH", "CONSTANT_MATCH")
 
 
-def guard_what_dynamo_does_not(module_hooks: bool) -> None:
+def guard_what_dynamo_does_not(inputs: Sequence[GraphInput], module_hooks: bool) -> None:
     """Add them; nothing happens where nobody compiles.
 
     Args:
+        inputs: of the graph.
         module_hooks: whether hooks of modules are among them.
     """
     context = TracingContext.try_get()
@@ -184,6 +187,10 @@ def guard_what_dynamo_does_not(module_hooks: bool) -> None:
         return
     guards: Any = context.guards_context.dynamo_guards
     guards.add(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
+    compared = {guard.originating_source for guard in guards if guard.inner_create_fn() is _TENSOR_MATCH}
+    for item in inputs:
+        if isinstance(item.source, GradSource) and item.source not in compared:
+            guards.add(item.source.make_guard(_TENSOR_MATCH))
     for guard in list(guards):
         if guard.inner_create_fn().__name__ in _BY_VALUE:
             guards.add(Guard(guard.originating_source, _SIGN_OF_ZERO))

@@ -135,8 +135,8 @@ NARROW = frozenset({
     _aten.div.Tensor, _aten.eq.Tensor, _aten.fmod.Tensor, _aten.ge.Tensor, _aten.gelu_backward.default,
     _aten.gt.Tensor, _aten.hypot.default, _aten.igamma.default, _aten.igammac.default, _aten.le.Tensor,
     _aten.lt.Tensor, _aten.maximum.default, _aten.minimum.default, _aten.mish_backward.default,
-    _aten.mse_loss.default, _aten.mul.Tensor, _aten.ne.Tensor, _aten.pow.Tensor_Tensor, _aten.remainder.Tensor,
-    _aten.rsub.Tensor, _aten.sigmoid_backward.default, _aten.silu_backward.default,
+    _aten.mse_loss.default, _aten.mul.Tensor, _aten.ne.Tensor, _aten.pow.Tensor_Tensor,
+    _aten.remainder.Tensor, _aten.rsub.Tensor, _aten.sigmoid_backward.default, _aten.silu_backward.default,
     _aten.smooth_l1_loss.default, _aten.sub.Tensor, _aten.tanh_backward.default,
 })  # fmt: skip
 _HALF = (torch.bfloat16, torch.float16)
