@@ -220,3 +220,48 @@ def half_precision_gradient_of_a_sum_with_channels_last(p: Probe) -> None:
         format_ = p.randn(*sizes).to(torch.bfloat16).contiguous(memory_format=torch.channels_last)
         with p.backward():
             (torch._weight_norm(weight, scale) * format_).sum().backward()
+
+
+@scenario(tags=("compiled", "shapes"), issue="pytorch#198119")
+def pooling_with_windows_beyond_the_padding(p: Probe) -> None:
+    """A window that `ceil_mode` lets stand beyond the padding is divided by as many elements as lie in it."""
+    row, image = p.leaf("row", p.randn(1, 2, 8, requires_grad=True)), p.leaf("image", _leaf(p, 1, 2, 5, 6))
+    volume = p.leaf("volume", _leaf(p, 1, 2, 3, 5, 4))
+
+    def pooled(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+        return (
+            functional.avg_pool1d(x, 3, 3, ceil_mode=True),
+            functional.avg_pool2d(y, 2, ceil_mode=True),
+            functional.avg_pool2d(y, 3, 2, 1, ceil_mode=True),
+            functional.avg_pool2d(y, (3, 2), (2, 3), (1, 0), ceil_mode=True, count_include_pad=False),
+            functional.avg_pool2d(y, 2, ceil_mode=True, divisor_override=3),
+            functional.avg_pool3d(z, 2, 3, 1, ceil_mode=True),
+        )
+
+    results = p.compile(pooled)(row, image, volume)
+    with p.backward():
+        torch.stack([one.square().sum() for one in results]).sum().backward()
+
+
+@scenario(tags=("compiled", "layout"), issue="pytorch#197888")
+def adaptive_pooling_of_volumes_with_channels_last(p: Probe) -> None:
+    """The gradient of an adaptive maximum goes to its place, also if the volume has channels last."""
+    images = p.randn(2, 3, 6, 6).contiguous(memory_format=torch.channels_last).requires_grad_()
+    volumes = p.randn(1, 2, 2, 2, 2).contiguous(memory_format=torch.channels_last_3d).requires_grad_()
+    given = p.leaf("images", images), p.leaf("volumes", volumes)
+
+    def pooled(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return (
+            functional.adaptive_max_pool2d(x, (2, 3)),
+            functional.adaptive_max_pool3d(y, (1, 2, 1)),
+            functional.adaptive_max_pool3d(y, (2, 1, 2)),
+            functional.max_pool3d(y, (2, 1, 2)),
+        )
+
+    results = p.compile(pooled)(*given)
+    with p.backward():
+        torch.stack([(one * one).sum() for one in results]).sum().backward()
+
+
+def _leaf(p: Probe, *sizes: int) -> Tensor:
+    return p.randn(*sizes, requires_grad=True)

@@ -7,7 +7,7 @@ lowering without one, gives something else than eager's kernel.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +21,21 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     aten, table = torch.ops.aten, select_decomp_table()
+    pools = aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default
     return {
         **table,
+        **{pool: functools.partial(_avg_pool_backward, pool, table.get(pool)) for pool in pools},
         aten.bernoulli.p: functools.partial(_bernoulli, table.get(aten.bernoulli.p)),
+        aten.adaptive_max_pool3d.default: _as_one_call,
         aten.ldexp.Tensor: _ldexp,
         aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     }
+
+
+def _as_one_call(*args: Any) -> Any:
+    """Not taken apart. The kernel for its backward reads places as if they were contiguous; those that
+    Inductor makes of a decomposition are not (https://github.com/pytorch/pytorch/issues/197888)."""
+    return NotImplemented
 
 
 def _ldexp(value: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
@@ -43,6 +52,33 @@ def _bernoulli(given: Any, value: torch.Tensor, p: float = 0.5, *, generator: An
     if value.device.type != "cpu":
         return NotImplemented if given is None else given(value, p)
     return torch.native_dropout(torch.ones_like(value), 1 - p, True)[1].to(value.dtype)
+
+
+def _avg_pool_backward(
+    operator: Any,
+    given: Any,
+    grad: torch.Tensor,
+    value: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor: int | None,
+) -> Any:
+    """Windows that `ceil_mode` lets stand beyond the padding are divided by as many elements as lie in it.
+    Inductor's lowering divides by the size of the kernel (https://github.com/pytorch/pytorch/issues/198119).
+    """
+    rest = value, kernel, stride, padding, ceil_mode, count_include_pad
+    if not (ceil_mode and count_include_pad and divisor is None):
+        return NotImplemented if given is None else given(grad, *rest, divisor)
+    dims = 2 if operator is torch.ops.aten.avg_pool2d_backward.default else 3
+    each = ([*given] * dims if len(given) == 1 else given for given in (kernel, stride or kernel, padding))
+    for dim, (size, step, pad) in enumerate(zip(*each, strict=True), -dims):
+        starts = torch.arange(grad.shape[dim], device=grad.device) * step - pad
+        counts = (starts + size).clamp(max=value.shape[dim] + pad) - starts
+        grad = grad / counts.view(-1, *[1] * (-1 - dim))
+    return operator(grad, *rest, 1)
 
 
 def _multilabel_margin_loss(
