@@ -67,7 +67,7 @@ def test_info_counts_finished_files_by_kind(folder: Path, capsys: pytest.Capture
     assert str(folder) in said
     assert {line.split("  ")[1].strip() for line in said.splitlines()[1:]} == {
         "compiled graphs",
-        "partitions",
+        "partitions and notes",
         "generated code",
     }
 

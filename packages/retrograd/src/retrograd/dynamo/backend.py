@@ -160,9 +160,9 @@ class RetrogradBackend:
                 raise CaptureError(FORWARD_MODE)
             report.fell_back(FORWARD_MODE, "a frame of Dynamo's runs eagerly")
             raise left_by_backend(FORWARD_MODE.text)
-        inputs = graph_inputs(gm, example_inputs)
-        guard_what_dynamo_does_not(inputs, module_hooks=not config.stock_dynamo)
         try:
+            inputs = graph_inputs(gm, example_inputs)
+            guard_what_dynamo_does_not(inputs, module_hooks=not config.stock_dynamo)
             if (kernels := kernels_of_small_piece(gm, [item.value for item in inputs])) is not None:
                 report.compiled(GraphReport("a piece that runs as it is", kernels, 0, 0, 0, why_ended(gm)))
                 return partial(as_it_is, gm)

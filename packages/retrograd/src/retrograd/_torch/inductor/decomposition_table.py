@@ -32,7 +32,7 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     }
 
 
-def _as_one_call(*args: Any) -> Any:
+def _as_one_call(*args: Any, **kwargs: Any) -> Any:
     """Not taken apart. The kernel for its backward reads places as if they were contiguous; those that
     Inductor makes of a decomposition are not (https://github.com/pytorch/pytorch/issues/197888)."""
     return NotImplemented
@@ -59,22 +59,23 @@ def _avg_pool_backward(
     given: Any,
     grad: torch.Tensor,
     value: torch.Tensor,
-    kernel: Sequence[int],
+    kernel_size: Sequence[int],
     stride: Sequence[int],
     padding: Sequence[int],
     ceil_mode: bool,
     count_include_pad: bool,
-    divisor: int | None,
+    divisor_override: int | None,
 ) -> Any:
     """Windows that `ceil_mode` lets stand beyond the padding are divided by as many elements as lie in it.
     Inductor's lowering divides by the size of the kernel (https://github.com/pytorch/pytorch/issues/198119).
     """
-    rest = value, kernel, stride, padding, ceil_mode, count_include_pad
-    if not (ceil_mode and count_include_pad and divisor is None):
-        return NotImplemented if given is None else given(grad, *rest, divisor)
+    rest = value, kernel_size, stride, padding, ceil_mode, count_include_pad
+    if not (ceil_mode and count_include_pad and divisor_override is None):
+        return NotImplemented if given is None else given(grad, *rest, divisor_override)
     dims = 2 if operator is torch.ops.aten.avg_pool2d_backward.default else 3
-    each = ([*given] * dims if len(given) == 1 else given for given in (kernel, stride or kernel, padding))
-    for dim, (size, step, pad) in enumerate(zip(*each, strict=True), -dims):
+    lists = kernel_size, stride or kernel_size, padding
+    of_each = ([*numbers] * dims if len(numbers) == 1 else numbers for numbers in lists)
+    for dim, (size, step, pad) in enumerate(zip(*of_each, strict=True), -dims):
         starts = torch.arange(grad.shape[dim], device=grad.device) * step - pad
         counts = (starts + size).clamp(max=value.shape[dim] + pad) - starts
         grad = grad / counts.view(-1, *[1] * (-1 - dim))
