@@ -25,8 +25,7 @@ from retrograd.aot import JointGraph, capture
 from retrograd.aot.export import FIELDS
 from retrograd.backends.registry import AtenBackend, InductorBackend
 from retrograd.events import counters
-
-Program = Callable[[torch.Tensor], Any]
+from unit.retrograd.aot.second_process import Program, in_a_new_process
 
 
 @pytest.fixture(autouse=True)
@@ -39,24 +38,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     counters.clear()
     yield tmp_path / "retrograd"
     torch._dynamo.reset()
-
-
-def in_a_new_process(fn: Program, **options: Any) -> list[torch.Tensor]:
-    """What a step of `fn` gives where Dynamo knows nothing of it: outputs and gradients."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    x = torch.randn(4, 6, requires_grad=True)
-    compiled = torch.compile(fn, backend="retrograd", options={"strict": True, **options})
-    outputs = compiled(x)
-    flat = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-    roots = [output for output in flat if output.requires_grad]
-    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-    assert x.grad is not None
-    parameters = list(fn.parameters()) if isinstance(fn, nn.Module) else []
-    found = [*flat, x.grad, *(p.grad for p in parameters if p.grad is not None)]
-    for parameter in parameters:
-        parameter.grad = None
-    return [value.detach().clone() for value in found]
 
 
 def counted() -> tuple[int, int, int]:

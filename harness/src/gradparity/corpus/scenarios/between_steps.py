@@ -246,8 +246,9 @@ def half_of_a_grouped_product_is_frozen_between_steps(p: Probe) -> None:
             (torch._grouped_mm(rows.sin(), weight.exp(), ends.to(x.device)).tanh() + rows).sum().backward()
 
 
-def _optimised(p: Probe, change: Callable[[nn.Linear], None]) -> None:
-    """Two steps of an optimizer, then `change` the kind of gradient, and two more."""
+@scenario(tags=("steps",))
+def gradient_of_another_dtype_for_an_optimizer(p: Probe) -> None:
+    """An optimizer that was compiled for gradients of one dtype gets those of another."""
     model = p.module(nn.Linear(3, 2, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -257,23 +258,13 @@ def _optimised(p: Probe, change: Callable[[nn.Linear], None]) -> None:
         optimizer.step()
         return loss.detach()
 
-    run = p.training_step(whole)
+    run, weight = p.training_step(whole), model.weight
     for i in range(4):
         if i == 2:
-            change(model)
+            weight.grad_dtype = torch.float64 if weight.dtype is torch.float32 else torch.float32
         p.value(f"loss {i}", run(p.randn(4, 3)))
-        p.value(f"weight {i}", model.weight.detach())
+        p.value(f"weight {i}", weight.detach())
         model.zero_grad(set_to_none=True)
-
-
-@scenario(tags=("steps",))
-def gradient_of_another_dtype_for_an_optimizer(p: Probe) -> None:
-    """An optimizer that was compiled for gradients of one dtype gets those of another."""
-
-    def change(model: nn.Linear) -> None:
-        model.weight.grad_dtype = torch.float64 if model.weight.dtype is torch.float32 else torch.float32
-
-    _optimised(p, change)
 
 
 @scenario(tags=("steps", "low-precision"), fp64=False)

@@ -225,8 +225,9 @@ def half_precision_gradient_of_a_sum_with_channels_last(p: Probe) -> None:
 @scenario(tags=("compiled", "shapes"), issue="pytorch#198119")
 def pooling_with_windows_beyond_the_padding(p: Probe) -> None:
     """A window that `ceil_mode` lets stand beyond the padding is divided by as many elements as lie in it."""
-    row, image = p.leaf("row", p.randn(1, 2, 8, requires_grad=True)), p.leaf("image", _leaf(p, 1, 2, 5, 6))
-    volume = p.leaf("volume", _leaf(p, 1, 2, 3, 5, 4))
+    row = p.leaf("row", p.randn(1, 2, 8, requires_grad=True))
+    image = p.leaf("image", p.randn(1, 2, 5, 6, requires_grad=True))
+    volume = p.leaf("volume", p.randn(1, 2, 3, 5, 4, requires_grad=True))
 
     def pooled(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
         return (
@@ -261,7 +262,3 @@ def adaptive_pooling_of_volumes_with_channels_last(p: Probe) -> None:
     results = p.compile(pooled)(*given)
     with p.backward():
         torch.stack([(one * one).sum() for one in results]).sum().backward()
-
-
-def _leaf(p: Probe, *sizes: int) -> Tensor:
-    return p.randn(*sizes, requires_grad=True)

@@ -286,6 +286,10 @@ def are_modes_plain() -> bool:
     )
 
 
+#: why nothing is compiled then: a code and a sentence.
+FORWARD_MODE = ("forward-ad", "forward-mode differentiation is active")
+
+
 def is_forward_mode() -> bool:
     """Whether forward-mode differentiation is on."""
     return forward_ad._current_level >= 0
@@ -323,7 +327,7 @@ def why_not_capturable_now(has_seen_functions: bool = False) -> tuple[str, str] 
     ):
         return "function-mode", "a TorchFunctionMode is active, which may take operations over"
     if is_forward_mode():
-        return "forward-ad", "forward-mode differentiation is active"
+        return FORWARD_MODE
     if torch.is_anomaly_enabled():
         return "anomaly-mode", "anomaly mode looks at the result of every autograd node"
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -32,7 +32,7 @@ from retrograd._torch.fx import is_operator_overload, is_symbolic
 from retrograd._torch.inductor import cache_folder, environment, patched, replacing
 from retrograd._torch.pytree import tree_leaves
 from retrograd._torch.trace import form_of
-from retrograd.aot.kept_file import read_partition, serialize_partition
+from retrograd.aot.kept_file import name_graphs, read_partition, serialize_partition
 from retrograd.backends import processes
 from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.config import Config
@@ -73,7 +73,7 @@ class KeptPartition:
             counters["kept_partition_misses"] += 1
             return None
         counters["kept_partition_hits"] += 1
-        _name_graphs(found, data)
+        name_graphs(found, data)
         return found
 
     def write(self, made: Partition) -> None:
@@ -83,17 +83,10 @@ class KeptPartition:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self.file) as to:
                 to.write(data)
-            _name_graphs(made, data)
+            name_graphs(made, data)
         except Exception as error:
             counters["kept_partition_refusals"] += 1
             _log.info("%s is not kept on disk: %s", self.state.name, first_line(error))
-
-
-def _name_graphs(made: Partition, data: bytes) -> None:
-    """Name the graphs of `made` by what it is on disk, which begins with a hash of the rest."""
-    said = data.partition(b"\n")[0].decode("ascii")
-    for i, graph in enumerate((made.ahead, *(backward.graph for backward in made.backwards))):
-        graph.known_as = f"{said} {i}"
 
 
 def kept_partition(state: CaptureState, gm: fx.GraphModule, config: Config) -> KeptPartition | None:

@@ -74,7 +74,7 @@ def serialize_partition(made: Partition) -> bytes:
         raise Refusal("unwritable", "what depends on hooks, or on passes")
     if any(primal.found is not None for primal in joint.primals):
         raise Refusal("unwritable", "tensors that the function found by itself")
-    values, graphs = _Values(), [made.ahead, *(backward.graph for backward in made.backwards)]
+    values, graphs = _Values(), made.graphs
     head = {
         "halves": [_serialize_half(graph, values) for graph in graphs],
         "saved": _serialize_saved(made.saved, values),
@@ -122,6 +122,13 @@ def read_partition(data: bytes, state: CaptureState, policy: Policy, is_single_r
         frozenset(head["written_ahead"]),
         frozenset(head["released"]),
     )
+
+
+def name_graphs(made: Partition, data: bytes) -> None:
+    """Name the graphs of `made`, which is written as `data`, by the hash in its first line."""
+    said = data.partition(b"\n")[0].decode("ascii")
+    for i, graph in enumerate(made.graphs):
+        graph.known_as = f"{said} {i}"
 
 
 def _serialize_saved(entries: Sequence[Saved], values: _Values) -> Any:

@@ -24,13 +24,12 @@ from retrograd._torch.dynamo import (
     why_ended,
 )
 from retrograd._torch.inductor import settings
-from retrograd._torch.state import is_forward_mode
 from retrograd.aot.compile import find_named
 from retrograd.aot.function import AotFunction
 from retrograd.backends.registry import InductorBackend
 from retrograd.config import Config
 from retrograd.dynamo.graph_function import GraphFunction, as_it_is
-from retrograd.dynamo.left_to_python import FORWARD_MODE
+from retrograd.dynamo.left_to_python import is_left_in_forward_mode
 from retrograd.errors import CaptureError, OptionError
 from retrograd.report import GraphReport, Report, process_report, reason_of
 
@@ -155,11 +154,8 @@ class RetrogradBackend:
         fake_mode = fake_mode_for(example_inputs)
         if fake_mode is None:
             return AotFunction(gm, replace(config, dynamic=None), report)
-        if is_forward_mode():
-            if config.strict:
-                raise CaptureError(FORWARD_MODE)
-            report.fell_back(FORWARD_MODE, "a frame of Dynamo's runs eagerly")
-            raise left_by_backend(FORWARD_MODE.text)
+        if is_left_in_forward_mode("a frame of Dynamo's", config.strict, report):
+            raise left_by_backend("forward mode")
         try:
             inputs = graph_inputs(gm, example_inputs)
             guard_what_dynamo_does_not(inputs, module_hooks=not config.stock_dynamo)

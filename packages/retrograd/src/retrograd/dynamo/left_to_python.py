@@ -13,15 +13,26 @@ from __future__ import annotations
 from types import CodeType
 
 from retrograd._torch.dynamo import is_optimizer_code, user_error_behind
-from retrograd._torch.state import is_forward_mode
+from retrograd._torch.state import FORWARD_MODE, is_forward_mode
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import CaptureError, Reason
 from retrograd.report import Report, reason_of
 
-FORWARD_MODE = Reason(
-    "forward-ad", "forward-mode differentiation is active", "dynamo", way_out="call it outside of that"
-)
+
+def is_left_in_forward_mode(what: str, is_strict: bool, report: Report) -> bool:
+    """Whether forward-mode differentiation is on, so that Python runs `what`; `report` is told.
+
+    Raises:
+        CaptureError: it is on, if `is_strict`.
+    """
+    if not is_forward_mode():
+        return False
+    reason = Reason(*FORWARD_MODE, "dynamo", way_out="call it outside of that")
+    if is_strict:
+        raise CaptureError(reason)
+    report.fell_back(reason, f"{what} runs eagerly")
+    return True
 
 
 class LeftToPython:
@@ -49,10 +60,7 @@ class LeftToPython:
         Raises:
             CaptureError: in forward mode, if ``strict``.
         """
-        if is_forward_mode():
-            if self._is_strict:
-                raise CaptureError(FORWARD_MODE)
-            self._report.fell_back(FORWARD_MODE, f"a part of {self._what} runs eagerly")
+        if is_left_in_forward_mode(f"a part of {self._what}", self._is_strict, self._report):
             return True
         if not (self.computes_like_eager and is_optimizer_code(code)):
             return False

@@ -131,7 +131,7 @@ class View:
     Attributes:
         size, stride: of the view, if it is not made by `replay`.
         offset: relative to that of the base.
-        differentiable: whether autograd sees through it; if not, it is a detached alias.
+        differentiable: whether autograd sees through it; if not, it is one of the base's detached form.
         origin: what torch says about a view of which in-place changes are refused (``CreationMeta``); None if
             it is none.
         replay: makes the view of a base as the function made it; None to go by sizes and strides.
@@ -417,6 +417,11 @@ class Partition:
     def forward(self) -> fx.GraphModule:
         """The forward graph itself."""
         return self.ahead.gm
+
+    @property
+    def graphs(self) -> list[LazyGraph]:
+        """That of the forward, then those of the regions."""
+        return [self.ahead, *(backward.graph for backward in self.backwards)]
 
     @property
     def saved_bytes(self) -> int:

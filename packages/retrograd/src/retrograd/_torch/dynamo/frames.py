@@ -170,8 +170,8 @@ def user_error_behind(error: Exception) -> Exception:
     return inner if isinstance(inner, Exception) else error
 
 
-#: guards of Dynamo's that compare a value by ``==``.
 _TENSOR_MATCH = GuardBuilder.TENSOR_MATCH
+#: guards of Dynamo's that compare a value by ``==``.
 _BY_VALUE = ("EQUALS_MATCH", "CONSTANT_MATCH")
 
 

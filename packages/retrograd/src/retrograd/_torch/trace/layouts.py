@@ -199,10 +199,9 @@ def laid_out_like_real(operator: Any, result: Any, args: Sequence[Any]) -> Any:
         return tuple(laid_out_like_real(operator, one, args) for one in result)
     if not isinstance(result, torch.Tensor):
         return result
-    if operator in NARROW:
-        return _laid_out_together(result, [one for one in args if isinstance(one, torch.Tensor)])
-    if operator in TOGETHER and operator not in FORMATS_ON.get(result.device.type, {}):
-        operands = [args[number] for number in TOGETHER[operator]]
+    is_together = operator in TOGETHER and operator not in FORMATS_ON.get(result.device.type, {})
+    if is_together or operator in NARROW:
+        operands = [args[number] for number in TOGETHER.get(operator, range(len(args)))]
         return _laid_out_together(result, [one for one in operands if isinstance(one, torch.Tensor)])
     layout = _format(operator, result, args)
     if layout is torch.contiguous_format:
@@ -213,8 +212,7 @@ def laid_out_like_real(operator: Any, result: Any, args: Sequence[Any]) -> Any:
 
 
 def _is_narrow_and_expanded(value: Any) -> bool:
-    is_narrow = isinstance(value, torch.Tensor) and value.dtype in _HALF
-    return is_narrow and any(type(stride) is int and stride == 0 for stride in value.stride())
+    return isinstance(value, torch.Tensor) and value.dtype in _HALF and has_overlaps(value)
 
 
 def _laid_out_together(result: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
