@@ -35,7 +35,7 @@ _FEWEST_COPIES = 4
 
 #: calls before the code of a whole graph takes the place of code in parts. Another process has compiled it by
 #: then, even where a call takes few milliseconds.
-_CALLS_IN_PARTS = 5_000
+_CALLS_IN_PARTS = 2_000
 
 
 def _is_switch(value: Any) -> bool:

@@ -134,13 +134,9 @@ def _readable(mode: Any) -> str:
 # blocks and functions under chosen modes
 
 
-@contextmanager
-def autocast_off() -> Iterator[None]:
-    """No autocast inside. Graphs hold the casts that autocast made: their code is made and run without it."""
-    with ExitStack() as modes:
-        for device, _ in ThreadModes.autocast_now():
-            modes.enter_context(torch.autocast(device, enabled=False))
-        yield
+#: no autocast inside, as if it had never been on; stock runs its code so. Graphs hold the casts that autocast
+#: made: their code is made and run without it.
+autocast_off = torch._C._DisableAutocast
 
 
 #: inside, no ``__torch_function__`` of a class or mode is called: eager's C++ calls none.
@@ -161,24 +157,22 @@ def without_torch_functions(fn: Callable[P, T]) -> Callable[P, T]:
 def undifferentiated(code: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """`code`, run below autograd (which then records nothing, while operators that ask for grad mode see the
     caller's) and without autocast, whatever is on outside."""
-    below, without = torch._C._AutoDispatchBelowAutograd, without_autocast(code)
+    below = torch._C._AutoDispatchBelowAutograd
 
     def run(args: list[Any]) -> Any:
-        with below():
-            return without(args)
+        with below(), autocast_off():
+            return code(args)
 
     return run
 
 
-def without_autocast(code: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """`code`, run without autocast, whatever is on outside."""
-    is_autocast_on = torch._C._is_any_autocast_enabled
+def without_autocast(fn: Callable[P, T]) -> Callable[P, T]:
+    """`fn`, run inside `autocast_off`."""
 
-    def run(args: list[Any]) -> Any:
-        if is_autocast_on():
-            with autocast_off():
-                return code(args)
-        return code(args)
+    @functools.wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with autocast_off():
+            return fn(*args, **kwargs)
 
     return run
 
@@ -192,7 +186,7 @@ def as_if_autocast(dtype: torch.dtype | None, fn: Callable[..., Any], /, *args: 
     if not torch._C._is_any_autocast_enabled():
         return fn(*args, **kwargs)
     if dtype is None:
-        with torch._C._DisableAutocast():
+        with autocast_off():
             return fn(*args, **kwargs)
     result = fn(*args, **kwargs)
     return result.to(dtype) if result.dtype != dtype else result

@@ -192,7 +192,7 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
     cache_size: int = 64,
     cudagraphs: bool = False,
     regions: bool | int = True,
-    whole_after: int | None = 5_000,
+    whole_after: int | None = 2_000,
     compile_timeout: float | None = None,
 ) -> AotFunction:
     """Capture and compile `fn` for each kind of input that it is called with.

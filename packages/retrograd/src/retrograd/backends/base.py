@@ -89,6 +89,10 @@ class Backend:
         """The backend for parts of `graph`: what it chooses by the whole of one, it chooses by that."""
         return self
 
+    def prepared_for_parts(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+        """`gm`, or a copy that computes the same, and of which parts are better code."""
+        return gm
+
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
         """Compile a traced segment, or half of a captured function."""
         raise NotImplementedError

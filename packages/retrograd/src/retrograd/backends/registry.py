@@ -13,7 +13,14 @@ import torch
 from torch import fx
 
 from retrograd._torch.fx import boxed, copied, fill_in_place, lazy_graph_module
-from retrograd._torch.inductor import chooses_layouts, compile_graph, decompositions, get_ready, patched
+from retrograd._torch.inductor import (
+    chooses_layouts,
+    compile_graph,
+    decompositions,
+    get_ready,
+    patched,
+    with_seeds_at_once,
+)
 from retrograd.backends import processes
 from retrograd.backends.base import SEGMENT, Backend, Boxed, Elsewhere, Half
 from retrograd.errors import BackendError, OptionError, first_line, name_of
@@ -88,6 +95,10 @@ class InductorBackend(Backend):
         with patched(self.settings):
             chooses = chooses_layouts(graph, half.is_inference)
         return self if chooses else InductorBackend({**self.settings, "layout_optimization": False})
+
+    def prepared_for_parts(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+        with patched(self.settings):
+            return with_seeds_at_once(gm, example_inputs)
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
         processes.wait_for(gm, example_inputs, half, self.settings)

@@ -160,7 +160,7 @@ def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
     recompile_limit: int = 8,
     regions: bool | int = True,
     cudagraphs: bool = False,
-    whole_after: int | None = 5_000,
+    whole_after: int | None = 2_000,
     compile_timeout: float | None = None,
     stock_dynamo: bool = False,
 ) -> Any:

@@ -22,6 +22,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomGraphPassTy
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from retrograd._torch.inductor.alignment import aligned
 from retrograd._torch.fx import copied, is_write_to_input, with_strides
 from retrograd._torch.inductor.disk_cache import is_cache_trusted
 from retrograd._torch.inductor.notes import Note, code_of
@@ -96,10 +97,10 @@ def compile_graph(
         is_backward, is_inference: as ``compile_fx_inner`` takes them.
         known_as: the name of `gm` on disk, which says all about it and its inputs, if it has one.
 
-    No input is called static (``static_input_idxs``): that would make Inductor rely on the alignment of
-    memory, which no guard checks, and it saves no more than that check.
+    Inputs on a GPU are called static (``static_input_idxs``), as stock calls parameters: Inductor then relies
+    on the alignment of their memory, and looks at it no more. That is left to `aligned`, which is quicker.
     """
-    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.compile_fx import compile_fx_inner, get_input_idxs_to_check
     from torch._inductor.virtualized import V
 
     if (probing := _probe_processor()) is not None:
@@ -117,13 +118,15 @@ def compile_graph(
         handled_here("torch._inductor.codegen.cpp:" + _TILES, _in_one_direction),
         handled_here("torch._inductor.ir:FallbackKernel.process_kernel", _called_as_real),
     ):
+        places = () if config.triton.cudagraphs else get_input_idxs_to_check(example_inputs, ())
         note = Note(known_as, visible, is_backward, is_inference)
         compiled = code_of(note.read(), example_inputs, is_backward)
         if compiled is None:
+            how: Any = {"is_backward": is_backward, "is_inference": is_inference}
             given = _prepared(gm, visible), list(example_inputs)
-            compiled = compile_fx_inner(*given, is_backward=is_backward, is_inference=is_inference)
+            compiled = compile_fx_inner(*given, static_input_idxs=places, **how)
             note.write(getattr(compiled, "_fx_graph_cache_key", None))
-    run = compiled if getattr(compiled, "_boxed_call", False) else lambda args: compiled(*args)
+    run = aligned(compiled, places) if getattr(compiled, "_boxed_call", False) else lambda args: compiled(*args)
     return with_strides(run, output_examples(gm.graph)[:visible]) if visible else run
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.fx import lazy_graph
-from retrograd._torch.state import autocast_off
+from retrograd._torch.state import without_autocast
 from retrograd._torch.trace import decomposed, guard_count
 from retrograd.backends.background import Later, begin, is_taken
 from retrograd.backends.base import Backend, Boxed, Half
@@ -29,7 +29,7 @@ from retrograd.graph.lazy import LazyGraph
 from retrograd.repeats.compile import CALLS_PER_NODE, Division, divide
 
 
-@autocast_off()
+@without_autocast
 def lower(
     backend: Backend,
     graph: LazyGraph,
@@ -87,7 +87,7 @@ def _whole_later(parts: Boxed, backend: Backend, graph: LazyGraph, half: Half, c
     if elsewhere is None:
         return parts
 
-    @autocast_off()
+    @without_autocast
     def compile_whole() -> Boxed:
         inputs = graph.summary.inputs
         return compile_fallible(backend, graph.gm, inputs, half, strict=config.strict, is_proven=True)
@@ -97,7 +97,10 @@ def _whole_later(parts: Boxed, backend: Backend, graph: LazyGraph, half: Half, c
 
 def _divided(backend: Backend, graph: LazyGraph, half: Half, config: Config) -> Division:
     least = config.smallest_repeat * CALLS_PER_NODE if backend.takes_parts else 0
-    return divide(graph.gm, graph.summary.inputs, least, half.visible, config.fewest_copies)
+    inputs = graph.summary.inputs
+    gm = backend.prepared_for_parts(graph.gm, inputs) if least else graph.gm
+    found = divide(gm, inputs, least, half.visible, config.fewest_copies)
+    return found if found.steps else divide(graph.gm, inputs, 0, half.visible)
 
 
 class LateCode:

@@ -22,9 +22,9 @@ from retrograd._torch.fx import asks_for_memory, copied_module, draws_again, laz
 from retrograd._torch.state import (
     Autocast,
     ThreadModes,
+    autocast_off,
     generator_states,
     restore_generator_states,
-    without_autocast,
 )
 from retrograd._torch.subclass import PLAIN, Layout, built
 from retrograd._torch.tensor import graph_is_kept, resolved
@@ -330,7 +330,8 @@ class RegionCode:
 
     def _run(self, code: Boxed, args: list[Any]) -> list[Any]:
         """Gradients by code, which holds the casts of the autocast that is on."""
-        return self._results(without_autocast(code)(args))
+        with autocast_off():
+            return self._results(code(args))
 
     def _results(self, results: Sequence[Any]) -> list[Any]:
         if self._plain:

@@ -21,7 +21,6 @@ from retrograd._torch.fx import copied
 from retrograd._torch.log import profiling
 from retrograd._torch.state import (
     ThreadModes,
-    autocast_off,
     compile_stance,
     without_autocast,
     without_torch_functions,
@@ -319,7 +318,7 @@ def _code(how: SegmentFunction, traced: Traced) -> tuple[Boxed, Later | None]:
         return compile(), None
 
 
-@autocast_off()
+@without_autocast
 def _compiled(how: SegmentFunction, traced: Traced, is_autocast_on: bool) -> Boxed:
     """Code that runs without autocast. The guard of modes sees to it that none is on where none was."""
     code = compile_fallible(how.backend, traced.gm, traced.example_inputs, strict=how.config.strict)
