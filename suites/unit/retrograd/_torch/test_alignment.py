@@ -40,7 +40,8 @@ def odd(*sizes: int) -> torch.Tensor:
 def test_code_gets_copies_of_what_is_not_aligned() -> None:
     code = Code()
     run = aligned(code, [0, 1])
-    for first, second in [(odd(2, 3), torch.ones(2, 3)), (torch.ones(2, 3), odd(2, 3)), (odd(3, 2).t(), odd(2, 3))]:
+    even = torch.ones(2, 3)
+    for first, second in [(odd(2, 3), even), (even.clone(), odd(2, 3)), (odd(3, 2).t(), odd(2, 3))]:
         wanted = first + 2 * second, 2 * second
         (result,) = run([first, second])
         torch.testing.assert_close((result, second), wanted, rtol=0, atol=0)

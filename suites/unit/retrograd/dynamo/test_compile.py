@@ -167,3 +167,15 @@ def test_inductor():
     for step in (plain, fast):
         step(x).square().sum().backward()
     torch.testing.assert_close(grads(other), grads(plain))
+
+
+def test_parameters_can_be_swapped_after_a_call() -> None:
+    """`torch.utils.swap_tensors` refuses a tensor to which there are weak references."""
+    layer = torch.nn.Linear(3, 2)
+    compiled = retrograd.compile(layer, backend="eager")
+    for _ in range(2):
+        compiled(torch.ones(1, 3)).sum().backward()
+    layer.zero_grad()
+    gc.collect()  # cycles of the compilation
+    torch.utils.swap_tensors(layer.bias, torch.nn.Parameter(torch.full((2,), 5.0)))
+    assert torch.equal(compiled(torch.zeros(1, 3)), torch.full((1, 2), 5.0))

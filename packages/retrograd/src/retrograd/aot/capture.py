@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from retrograd._torch import pytree
+from retrograd._torch.autograd import outside_of_graph_task
 from retrograd._torch.fx import copied_module, replace_by_equal
 from retrograd._torch.state import Autocast, autocast_off
 from retrograd._torch.trace import (
@@ -133,6 +134,11 @@ def capture(
 
 def capture_divided(state: CaptureState, manner: Manner) -> tuple[JointGraph, Structure]:
     """The same, with the division of eager's autograd graph."""
+    found: tuple[JointGraph, Structure] = outside_of_graph_task(lambda: _captured(state, manner), False)
+    return found
+
+
+def _captured(state: CaptureState, manner: Manner) -> tuple[JointGraph, Structure]:
     plan = EntryPlan()
     while True:
         attempt = _Attempt(state, plan, manner)

@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from retrograd._torch import pytree
+from retrograd.aot.escapes import no_tensor_escapes
 from retrograd.errors import CaptureError, Refusal, not_representable
 from retrograd.graph.joint import PrimalKind
 from retrograd.graph.structure import is_same
@@ -152,6 +153,8 @@ class ModuleState:
         """
         noted = [(owner, _attributes(owner)) for owner in (*self._modules, *filter(_is_plain_object, leaves))]
         filled = [(key, owner, v, _copied(v)) for owner, held in noted for key, v in held.items()]
+        held_by_all = [(key, owner, vars(owner)[key]) for owner in self._modules for key in _HELD]
+        filled += [(key, owner, container, container.copy()) for key, owner, container in held_by_all]
         drawn = [(*generator, generator[1]()) for generator in _generators()]
         changed: list[tuple[str, str]] = []
         try:
@@ -206,6 +209,8 @@ _ASIDE = object()
 
 #: attributes that every module has.
 _OWN = frozenset(vars(nn.Module()))
+#: of these, what holds tensors and modules, and the names of buffers that no state dictionary has.
+_HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 #: longer containers are constants, like other objects.
 MOST_ITEMS = 100
 
@@ -249,12 +254,13 @@ class FlatCall:
 
         Raises:
             Refusal: `fn` changes the containers of its arguments.
+            CaptureError: it keeps a tensor.
             Refusal: the module replaces a parameter or buffer.
         """
         count = len(self.state.tensors)
         given = list(leaves[count:])
         args, kwargs = pytree.tree_unflatten(given, self.spec)
-        with self.state.replaced(leaves[:count]):
+        with self.state.replaced(leaves[:count]), no_tensor_escapes(self.fn, self.state.roots):
             result = self.fn(*args, **kwargs)
         left = pytree.tree_leaves((args, kwargs))
         if len(left) != len(given) or any(a is not b for a, b in zip(left, given, strict=True)):

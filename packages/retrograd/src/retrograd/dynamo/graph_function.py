@@ -26,7 +26,7 @@ from retrograd._torch.dynamo import (
 )
 from retrograd._torch.state import torch_functions_off
 from retrograd._torch.tensor import common_base, groups_sharing_memory, is_foreign
-from retrograd._torch.trace import alias_of_fake, draws_repeated, mode_among
+from retrograd._torch.trace import alias_of_fake, draws_repeated, forget_real_tensors, mode_among
 from retrograd.aot.compile import run_stages
 from retrograd.aot.modules import ModuleState
 from retrograd.aot.repeated import GraphCall
@@ -60,7 +60,7 @@ class GraphFunction:
     def __init__(
         self, gm: fx.GraphModule, inputs: Sequence[GraphInput], mode: Any, config: Config, report: Report
     ) -> None:
-        self._gm, self._config, self._report = gm, config, report
+        self._gm, self._config, self._report, self._has_run = gm, config, report, False
         self._mode = mode_among(item.value for item in inputs) or mode
         self._module = ModuleState.of(gm)
         self._offset = len(self._module.tensors)
@@ -88,6 +88,9 @@ class GraphFunction:
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph's code on real inputs."""
+        if not self._has_run:  # until now, Dynamo may have made fakes
+            self._has_run = True
+            forget_real_tensors(self._mode)
         eagerly = functools.partial(as_it_is, self._gm, *args)
         if (now := self._specialized.why_not_now(has_seen_functions=True)) is not None:
             return self._specialized.run_eagerly(now, eagerly)

@@ -33,6 +33,7 @@ from retrograd._torch.autograd import (
     is_transformed,
     leave_engine_cache_to_stock,
     nodes_below,
+    note_reentry,
     plans_under_way,
     run_stock,
     stock_compiler_off,
@@ -150,6 +151,7 @@ def run_backward(
     request = EngineRequest(
         tuple(tensors), tuple(grad_tensors), keep_graph, create_graph, wanted, *flags, **named
     )
+    note_reentry(request)
     entry = next((entry for entry in reversed(_entered.get()) if entry in _open), None) or _process_wide
     stock = installed_compiler()
     if stock is None and entry is not None and plans_under_way() > MOST_NESTED:

@@ -34,7 +34,7 @@ from retrograd.errors import CaptureError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.structure import first_difference
-from retrograd.live.capture.retained_graph import ask_for_compiled_functions, collect_and_release, use_up
+from retrograd.live.capture.retained_graph import ask_for_compiled_functions, collect_and_run, use_up
 from retrograd.live.captured import CapturedBackward
 from retrograd.live.run.plan import Plan
 from retrograd.process import Recent
@@ -138,14 +138,11 @@ class Session:
             ran.append(self._run_collected(call, backward))
 
         try:
-            with event("retrograd.collect"):
-                collected = collect_and_release(backward, finished, start)
+            collect_and_run(backward, finished, start)
         except Exception as error:
             if started:
                 raise
             return self._fall_back(asked, _reason_of(error), error)
-        if collected is not None:
-            start(collected)
         return ran[0]
 
     def _plan(
@@ -307,6 +304,7 @@ _WAY_OUT = {
     "nested-too-deep": "nothing to do: the outer backwards are compiled, this one runs as eager runs it",
     "nested-in-engine-frame": "register a hook that stores the gradient instead of calling retain_grad()",
     "cpp-function-kept": "declare `static constexpr bool is_traceable = true` if it keeps no state",
+    "reentered-graph": "retain_graph=True has it compiled; or keep apart what the hook differentiates",
     "engine-busy": "run the backwards of several threads one after the other to have them compiled",
 }
 

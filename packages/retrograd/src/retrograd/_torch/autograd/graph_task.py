@@ -98,6 +98,8 @@ def outside_of_graph_task(body: Callable[[], Any], create_graph: bool) -> Any:
 
     Inside a backward they compute those that it asks for (``Node::task_should_compute_output``).
     """
+    if torch._C._current_graph_task_id() == -1:
+        return body()
     found: list[Any] = []
     request = EngineRequest((), (), True, create_graph, accumulate_grad=True)
     levels = torch._C._vmapmode_increment_nesting()

@@ -340,11 +340,13 @@ class LiveBackward:
     Attributes:
         asked: of the engine. request: what it is asked in fact: perhaps for the gradients of more inputs.
         node_call: the node call whose user code the plan runs now.
+        is_reentered: whether user code that it runs has differentiated through nodes of its own.
     """
 
     def __init__(self, asked: EngineRequest) -> None:
         self.asked = self.request = asked
         self.node_call = 0
+        self.is_reentered = False
 
     @functools.cached_property
     def asked_graph(self) -> LiveGraph:
@@ -365,6 +367,11 @@ class LiveBackward:
     def node_calls(self) -> list[Any]:
         """The autograd nodes by node call; None for the graph root."""
         return [None if i == ROOT else self.graph.nodes[i].handle for i in self.walk]
+
+    @functools.cached_property
+    def inner_nodes(self) -> frozenset[Any]:
+        """The nodes that are no leaves'."""
+        return frozenset(node for node in self.node_calls if node is not None and leaf_of(node) is None)
 
     # what user code asks
 
@@ -412,6 +419,27 @@ def answering(running: LiveBackward, body: Callable[..., T], *args: Any) -> T:
 def plans_under_way() -> int:
     """How many plans are running on this thread, nested in one another."""
     return len(_stack.running)
+
+
+def executed_nodes(live: LiveGraph, request: EngineRequest) -> set[int]:
+    """Indices of the nodes that eager executes, without accumulations, which save nothing.
+
+    ``autograd.grad`` only captures the gradients of its inputs; ``backward`` executes its inputs' nodes too.
+    """
+    wanted = frozenset(range(len(live.nodes))) if live.wanted is None else live.wanted
+    if request.accumulate_grad:
+        return {i for i in wanted if live.nodes[i].edges}
+    return {i for i in wanted if any(edge and edge.node in wanted for edge in live.nodes[i].edges)}
+
+
+def note_reentry(request: EngineRequest) -> None:
+    """A backward begins inside plans of this thread: note those whose nodes it executes."""
+    if not _stack.running:
+        return
+    live = read_live_graph(request)
+    nodes = [live.nodes[i].handle for i in executed_nodes(live, request)]
+    for running, _ in _stack.running:
+        running.is_reentered = running.is_reentered or not running.inner_nodes.isdisjoint(nodes)
 
 
 def node_under_way() -> Any:

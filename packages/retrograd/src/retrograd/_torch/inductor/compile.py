@@ -22,8 +22,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomGraphPassTy
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from retrograd._torch.inductor.alignment import aligned
 from retrograd._torch.fx import copied, is_write_to_input, with_strides
+from retrograd._torch.inductor.alignment import aligned
 from retrograd._torch.inductor.disk_cache import is_cache_trusted
 from retrograd._torch.inductor.notes import Note, code_of
 from retrograd._torch.inductor.overlaps import part_overlaps
@@ -126,7 +126,8 @@ def compile_graph(
             given = _prepared(gm, visible), list(example_inputs)
             compiled = compile_fx_inner(*given, static_input_idxs=places, **how)
             note.write(getattr(compiled, "_fx_graph_cache_key", None))
-    run = aligned(compiled, places) if getattr(compiled, "_boxed_call", False) else lambda args: compiled(*args)
+    is_boxed = getattr(compiled, "_boxed_call", False)
+    run = aligned(compiled, places) if is_boxed else lambda args: compiled(*args)
     return with_strides(run, output_examples(gm.graph)[:visible]) if visible else run
 
 

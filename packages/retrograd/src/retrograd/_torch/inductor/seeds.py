@@ -1,7 +1,7 @@
 """The seeds of a graph that is compiled in parts, drawn at once.
 
-In: an ATen graph in which calls draw random numbers. Out: a copy in which they make them of seeds, as Inductor
-has them do; one call at its beginning draws the seeds.
+In: an ATen graph in which calls draw random numbers. Out: a copy in which they make them of seeds, as
+Inductor has them do; one call at its beginning draws the seeds.
 
 Inductor draws the seeds of a graph by one kernel. Of a graph in parts, every part would launch one for its
 own, and the host needs longer for that than for any other of its kernels. Drawn at once, they are also the
@@ -23,7 +23,7 @@ from retrograd._torch.trace.fakes import know_values
 aten = torch.ops.aten
 
 #: the operators that Inductor makes of seeds, and how its own one names them.
-_MODES = {aten.rand.default: "rand", aten.randn.default: "randn"}
+_MODES: dict[Any, str] = {aten.rand.default: "rand", aten.randn.default: "randn"}
 
 #: places that a seed has in memory: all begin at a multiple of 16 bytes then, so that copies of a part that
 #: repeats get seeds that lie alike.
@@ -53,7 +53,8 @@ def with_seeds_at_once(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphMod
             drawn = graph.call_function(inductor_prims.seeds, (len(draws), device))
             wide = graph.call_function(aten.unsqueeze.default, (drawn, 1))
             wide = graph.call_function(aten.expand.default, (wide, [len(draws), _WIDTH]))
-            rows = graph.call_function(aten.clone.default, (wide,), {"memory_format": torch.contiguous_format})
+            form: dict[str, Any] = {"memory_format": torch.contiguous_format}
+            rows = graph.call_function(aten.clone.default, (wide,), form)
             seeds = [graph.call_function(aten.select.int, (rows, 0, i)) for i in range(len(draws))]
         for node, seed in zip(draws, seeds, strict=True):
             _make_of(seed, node)

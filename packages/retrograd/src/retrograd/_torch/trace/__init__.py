@@ -10,6 +10,7 @@ from retrograd._torch.trace.fakes import (
     fake_mode_of,
     fake_of,
     fake_of_form,
+    forget_real_tensors,
     form_of,
     guard_count,
     hint_of,

@@ -221,3 +221,11 @@ def bytes_of(value: torch.Tensor) -> float:
     """How many bytes the elements take; for symbolic sizes, as many as at capture."""
     hints = [hint_of(size) for size in value.shape]
     return float(math.prod([1 if hint is None else int(hint) for hint in hints]) * value.element_size())
+
+
+def forget_real_tensors(mode: Any) -> None:
+    """Let go of the tensors of which `mode` has made fakes: it holds weak references to them, and
+    ``torch.utils.swap_tensors`` refuses a tensor that has one. Of the same tensor it would make another fake
+    from now on."""
+    if mode is not None:
+        mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()

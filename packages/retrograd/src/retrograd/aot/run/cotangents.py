@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.autograd import outside_of_graph_task
 from retrograd._torch.fx import has_effect, is_symbolic
 from retrograd._torch.state import Autocast
 from retrograd._torch.subclass import PLAIN, Layout, fits, parts_of
@@ -133,16 +132,13 @@ def traced_for(
     """The backward of region `number` for cotangents with these strides, by boundary, under `autocast`."""
     state, before = partition.joint.state, guard_count(partition.joint.state.fake_mode)
     try:
-        joint = outside_of_graph_task(
-            lambda: capture(
-                state,
-                single_region=partition.joint.is_single_region,
-                split_at_leaf_grads=bool(partition.joint.hooked_leaves),
-                sums_apart=partition.joint.sums_apart,
-                layouts=layouts,
-                backward_autocast=autocast,
-            ),
-            False,
+        joint = capture(
+            state,
+            single_region=partition.joint.is_single_region,
+            split_at_leaf_grads=bool(partition.joint.hooked_leaves),
+            sums_apart=partition.joint.sums_apart,
+            layouts=layouts,
+            backward_autocast=autocast,
         )
     except RetrogradError:
         return None

@@ -1,13 +1,17 @@
 """Backwards whose plan needs autograd nodes that still have their saved tensors, or must leave some intact.
 
-In: a `LiveBackward`. Out: what the engine collected; everything that eager would release is released, and
-nothing else. Three kinds of backward need this although the graph is not to be retained:
+In: a `LiveBackward`, and what runs it once it is collected. Out: it has run; everything that eager would
+release is released, and nothing else. Four kinds of backward need this although the graph is not to be
+retained:
 
 - an ``autograd.Function`` behind saved-tensor hooks: only its own context can unpack them;
 - a gradient of an intermediate tensor: eager does not execute that tensor's node and leaves it intact, but
   the engine would release it too;
 - a function that AOTAutograd compiled, whose one node stands for many of eager's, if this backward needs only
-  a part of it that the rest does not need.
+  a part of it that the rest does not need;
+- one whose hooks or Functions ask for gradients: perhaps through nodes that eager has not executed yet by
+  then (an equilibrium is solved so). Its nodes are released when it has run. If some were reached meanwhile,
+  later backwards of this structure are left to the engine. Functions are watched once.
 
 Then the engine collects with the graph kept, and the executed nodes are released separately: at once, except
 for those Functions, which release their own saved tensors when they have run. Eager releases node by node, so
@@ -39,17 +43,22 @@ from retrograd._torch.autograd import (
     LiveBackward,
     collect,
     edge_of,
+    executed_nodes,
     is_aot_node,
+    leaf_of,
+    names_of_nodes,
     request_to_release,
     run_stock,
     window,
 )
+from retrograd._torch.log import event
 from retrograd.errors import Refusal
 from retrograd.events import live_log
-from retrograd.graph.backward_graph import BackwardGraph
+from retrograd.graph.backward_graph import BackwardGraph, CallKind
 from retrograd.graph.eager_order import ROOT, LiveGraph, eager_walk
 from retrograd.live.calls.user_code import call_kept_backward
 from retrograd.live.capture.recorder import BackwardRecorder
+from retrograd.live.capture.reentry import asks_for_gradients, is_context
 from retrograd.live.captured import CapturedBackward
 from retrograd.process import forgotten_by_reset
 
@@ -63,56 +72,116 @@ forgotten_by_reset(_kept_classes.clear)
 
 _GRAPH_NEEDED = "graph-needed"
 
+#: by the names of their nodes, backwards whose hooks ask for gradients, or whose graph was reentered.
+_asking: set[int] = set()
+forgotten_by_reset(_asking.clear)
 
-def collect_and_release(
-    backward: LiveBackward, finished: Finished, run_in_frame: Callable[[Collected], None]
-) -> Collected | None:
-    """As ``_torch.autograd.collect``, for any backward.
+
+def collect_and_run(backward: LiveBackward, finished: Finished, run: Callable[[Collected], None]) -> None:
+    """As ``_torch.autograd.collect``, for any backward; `run` is called in the engine's frame or after it.
 
     Raises:
-        Exception: as `collect`; nothing was consumed unless `run_in_frame` was called.
+        Refusal: user code differentiates through the graph of the running backward.
+        Exception: as `collect`; nothing was consumed unless `run` was called.
     """
     request = backward.request
-    if request.keep_graph or not ((_kept_classes or request.inputs) and _is_to_be_kept(backward)):
+    is_asking = not request.keep_graph and bool(_asking) and _structure_of(backward) in _asking
+    if not (is_asking or request.keep_graph) and _is_to_be_kept(backward):
+        _run_kept(backward, finished, run)
+        return
+    call = None
+    if not is_asking:
         try:
-            return collect(request, lambda: _protocol(backward, finished, request.keep_graph), run_in_frame)
+            call = _collect(backward, finished, request, run)
         except Refusal as refusal:
             if refusal.code != _GRAPH_NEEDED:
                 raise
-    return _collect_kept(backward, finished, run_in_frame)
+            is_asking = True
+    if is_asking:
+        _look_and_run(backward, finished, run)
+    elif call is not None:
+        run(call)
+
+
+def _structure_of(backward: LiveBackward) -> int:
+    return hash(names_of_nodes(backward.asked))
+
+
+def _collect(
+    backward: LiveBackward, finished: Finished, request: EngineRequest, run: Callable[[Collected], None]
+) -> Collected | None:
+    with event("retrograd.collect"):
+        return collect(request, lambda: _protocol(backward, finished, request.keep_graph), run)
+
+
+def _look_and_run(backward: LiveBackward, finished: Finished, run: Callable[[Collected], None]) -> None:
+    if _look(backward, finished):
+        _run_kept(backward, finished, run)
+    elif (call := _collect(backward, finished, backward.request, run)) is not None:
+        run(call)
+
+
+def _look(backward: LiveBackward, finished: Finished) -> bool:
+    """Whether `backward`, which does not run here, needs its graph."""
+    seen: list[Collected] = []
+    call = _collect(backward, finished, replace(backward.request, keep_graph=True), seen.append) or seen[0]
+    return _is_watched(call, backward) or bool(_kept_calls(call.artifact.graph))
+
+
+def _is_watched(call: Collected, backward: LiveBackward) -> bool:
+    """Whether user code in `call` may differentiate through the graph that is running. Hooks that ask for
+    gradients are looked at each time: what they do may change.
+
+    Raises:
+        Refusal: it is known to.
+    """
+    if not asks_for_gradients(call.hooks):
+        return False
+    if call.artifact.is_reentered:
+        raise Refusal(
+            "reentered-graph",
+            "a hook or Function differentiates through nodes that the running backward comes to later",
+        )
+    if asks_for_gradients(hook for hook in call.hooks if not is_context(hook)):
+        _asking.add(_structure_of(backward))
+    return True
 
 
 def _protocol(backward: LiveBackward, finished: Finished, graph_is_kept: bool) -> EngineProtocol:
     def noting(graph: BackwardGraph) -> CapturedBackward:
         if kept := _kept_calls(graph):
             _kept_classes.update(type(backward.node_calls[index]) for index in kept)
-            if not graph_is_kept:
-                raise Refusal(_GRAPH_NEEDED, f"{graph.node_name(kept[0])} needs the autograd graph")
+        if not graph_is_kept and (kept or _may_be_reentered(graph, backward.node_calls)):
+            raise Refusal(_GRAPH_NEEDED, "user code may need the autograd graph")
         return finished(graph, backward)
 
     return EngineProtocol(BackwardRecorder(noting))
 
 
-def _collect_kept(
-    backward: LiveBackward, finished: Finished, run_in_frame: Callable[[Collected], None]
-) -> Collected | None:
+def _run_kept(backward: LiveBackward, finished: Finished, run: Callable[[Collected], None]) -> None:
     kept = replace(backward.request, keep_graph=True)
-    in_frame: list[CapturedBackward] = []
+    ran: list[CapturedBackward] = []
 
-    def run(call: Collected) -> None:
-        in_frame.append(call.artifact)
-        run_in_frame(call)
+    def run_then_release(call: Collected) -> None:
+        _is_watched(call, backward)
+        ran.append(call.artifact)
+        run(call)
 
     try:
         with window.capture():
-            call = collect(kept, lambda: _protocol(backward, finished, True), run)
-            if call is not None:
+            call = _collect(backward, finished, kept, run_then_release)
+            is_watched = call is not None and _is_watched(call, backward)
+            if call is not None and not is_watched:
                 _release_executed(backward, call.artifact, already_run=False)
+        if call is not None:
+            (run_then_release if is_watched else run)(call)
     finally:
+        if backward.is_reentered and ran:
+            ran[0].is_reentered = True
+            _asking.add(_structure_of(backward))
         # The engine has room for one call at a time: in its frame, nothing can be released before the end.
-        if in_frame:
-            _release_executed(backward, in_frame[0], already_run=True)
-    return call
+        if ran:
+            _release_executed(backward, ran[0], already_run=True)
 
 
 def _is_to_be_kept(backward: LiveBackward) -> bool:
@@ -120,23 +189,12 @@ def _is_to_be_kept(backward: LiveBackward) -> bool:
     if not _kept_classes and all(getattr(tensor, "is_leaf", False) for tensor in backward.request.inputs):
         return False
     live = backward.asked_graph
-    intact = set(live.wanted or ()) - _executed(live, backward.asked)  # asked for, but not executed
+    intact = set(live.wanted or ()) - executed_nodes(live, backward.asked)  # asked for, but not executed
     return (
         backward.request.added > 0
         or any(type(node.handle) in _kept_classes for node in live.nodes)
         or any(name.startswith("_raw_saved_") for i in intact for name in dir(live.nodes[i].handle))
     )
-
-
-def _executed(live: LiveGraph, request: EngineRequest) -> set[int]:
-    """Indices of the nodes that eager executes, without accumulations, which save nothing.
-
-    ``autograd.grad`` only captures the gradients of its inputs; ``backward`` executes its inputs' nodes too.
-    """
-    wanted = frozenset(range(len(live.nodes))) if live.wanted is None else live.wanted
-    if request.accumulate_grad:
-        return {i for i in wanted if live.nodes[i].edges}
-    return {i for i in wanted if any(edge and edge.node in wanted for edge in live.nodes[i].edges)}
 
 
 def _kept_calls(graph: BackwardGraph) -> list[int]:
@@ -145,13 +203,23 @@ def _kept_calls(graph: BackwardGraph) -> list[int]:
     return [*calls, *graph.intact_calls()]
 
 
+def _may_be_reentered(graph: BackwardGraph, nodes: Sequence[Any]) -> bool:
+    """Whether it has hooks that nobody has seen yet, of other nodes than leaves, or a Function whose backward
+    asks for gradients."""
+    return any(
+        (call.kind is CallKind.HOOK and leaf_of(nodes[call.node_call]) is None)
+        or (call.kind is CallKind.FUNCTION and asks_for_gradients([nodes[call.node_call]]))
+        for _, call in graph.calls()
+    )
+
+
 def _release_executed(backward: LiveBackward, artifact: CapturedBackward, already_run: bool) -> None:
     """Release what eager would release, except what the plan still needs and releases itself."""
     live, request = backward.asked_graph, backward.request
     handles = {id(backward.node_calls[index]) for index in _kept_calls(artifact.graph)}
     apart = {i for i, node in enumerate(live.nodes) if id(node.handle) in handles}
     begun = already_run
-    groups = _levels(live, _executed(live, backward.asked), apart)
+    groups = _levels(live, executed_nodes(live, backward.asked), apart)
     for level, group in reversed(list(enumerate(groups))):
         if not group:
             continue

@@ -1,0 +1,82 @@
+"""Whether user code that a backward calls may differentiate through the graph of that backward.
+
+In: hooks, and contexts of Functions. Out: whether their code, or a function that it calls by a name, asks
+autograd for gradients. What torch defines only hands on what the user gave it.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+#: so many values are looked at; who can reach more is taken to ask for gradients.
+MOST_VALUES = 1000
+
+
+def asks_for_gradients(hooks: Iterable[Any]) -> bool:
+    """Whether one of `hooks` may."""
+    pending, seen = list(hooks), set[int]()
+    while pending:
+        one = pending.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if len(seen) > MOST_VALUES:
+            return True
+        if isinstance(one, types.FunctionType) and not _is_of_torch(one) and _names_autograd(one.__code__):
+            return True
+        pending += _leads_to(one)
+    return False
+
+
+def is_context(one: Any) -> bool:
+    """Whether it is the context of a Function, not a hook."""
+    return hasattr(type(one), "_forward_cls")
+
+
+def _leads_to(one: Any) -> Iterator[Any]:
+    if isinstance(one, types.FunctionType):
+        for cell in one.__closure__ or ():
+            if _is_full(cell) and not isinstance(cell.cell_contents, type):
+                yield cell.cell_contents
+        if not _is_of_torch(one):
+            named = (one.__globals__.get(name) for name in one.__code__.co_names)
+            yield from (value for value in named if isinstance(value, types.FunctionType))
+    elif isinstance(one, types.MethodType):
+        yield one.__func__
+    elif isinstance(one, functools.partial):
+        yield one.func
+    elif isinstance(one, (dict, list, tuple)):
+        yield from one.values() if isinstance(one, dict) else one
+    elif hasattr(one, "user_hooks"):  # ``torch.utils.hooks.BackwardHook``
+        yield from (*one.user_hooks, *one.user_pre_hooks)
+    elif is_context(one):
+        yield type(one)._forward_cls.backward
+    elif isinstance(call := vars(type(one)).get("__call__"), types.FunctionType):
+        yield call
+
+
+@functools.lru_cache(4096)
+def _names_autograd(code: types.CodeType) -> bool:
+    names = set(code.co_names)
+    if "backward" in names or {"autograd", "grad"} <= names:
+        return True
+    if "grad" in names and any(
+        step.opname == "LOAD_GLOBAL" and step.argval == "grad" for step in dis.get_instructions(code)
+    ):
+        return True
+    return any(_names_autograd(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
+
+
+def _is_of_torch(fn: types.FunctionType) -> bool:
+    return str(fn.__module__).partition(".")[0] in ("torch", "retrograd")
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not _is_full
+    except ValueError:
+        return False

@@ -1,0 +1,204 @@
+"""Hooks and Functions that differentiate through the graph of the running backward."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import BackwardHook
+
+import retrograd
+from retrograd.live.capture.reentry import asks_for_gradients
+from unit.retrograd.programs import Square
+
+Hook = Callable[[Tensor], Any]
+
+
+def leaf(size: int) -> Tensor:
+    """A leaf of so many numbers."""
+    return torch.linspace(-1, 2, size).requires_grad_()
+
+
+def step(x: Tensor, make: Callable[[Tensor, Tensor], Hook], context: Any = None) -> Tensor:
+    """The gradient of `x` after a backward with a hook between two halves of its graph."""
+    x.grad = None
+    h = x.sin() * x
+    z = h.exp()
+    z.register_hook(make(h, x))
+    with context or retrograd.compiled_autograd("eager", strict=False):
+        z.sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def differentiating(h: Tensor, x: Tensor) -> Hook:
+    return lambda grad: torch.autograd.grad(h, x, grad, retain_graph=True)[0] + grad
+
+
+def counting(limit: int) -> Callable[[Tensor, Tensor], Hook]:
+    """Hooks of which those after the first `limit` differentiate."""
+    calls = [0]
+
+    def make(h: Tensor, x: Tensor) -> Hook:
+        def hook(grad: Tensor) -> Tensor | None:
+            calls[0] += 1
+            return torch.autograd.grad(h, x, grad, retain_graph=True)[0] if calls[0] > limit else None
+
+        return hook
+
+    return make
+
+
+def eager(x: Tensor, make: Callable[[Tensor, Tensor], Hook]) -> Tensor:
+    return step(x.detach().requires_grad_(), make, torch.enable_grad())
+
+
+def test_the_first_is_compiled_and_later_ones_are_left_to_the_engine() -> None:
+    retrograd.reset()
+    x = leaf(4)
+    expected = eager(x, differentiating)
+    with retrograd.compiled_autograd("eager") as context:
+        assert torch.equal(step(x, differentiating, torch.enable_grad()), expected)
+        assert not context.explain().fallbacks
+    with (
+        pytest.warns(retrograd.FallbackWarning, match="comes to later"),
+        retrograd.compiled_autograd("eager") as context,
+    ):
+        assert torch.equal(step(x, differentiating, torch.enable_grad()), expected)
+    assert [reason.code for reason in context.explain().fallbacks] == ["reentered-graph"]
+
+
+@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
+def test_a_hook_may_begin_to_differentiate_at_any_step() -> None:
+    retrograd.reset()
+    x, ours, theirs = leaf(4), counting(2), counting(2)
+    for _ in range(5):
+        assert torch.equal(step(x, ours), eager(x, theirs))
+
+
+def test_a_hook_that_asks_for_other_gradients_stays_compiled() -> None:
+    retrograd.reset()
+    other = leaf(3)
+
+    def make(h: Tensor, x: Tensor) -> Hook:
+        loss = other.sin().sum()
+        return lambda grad: loss.backward()
+
+    x = leaf(4)
+    with retrograd.compiled_autograd("eager") as context:
+        for _ in range(3):
+            step(x, make, torch.enable_grad())
+    report = context.explain()
+    assert not report.fallbacks
+    assert sum(backward.runs for backward in report.backwards) >= 3
+
+
+def test_strict_says_so() -> None:
+    retrograd.reset()
+    x = leaf(4)
+    step(x, differentiating)
+    with pytest.raises(retrograd.CaptureError, match="comes to later"):
+        step(x, differentiating, retrograd.compiled_autograd("eager", strict=True))
+
+
+def test_what_it_saved_is_free_when_it_has_run() -> None:
+    retrograd.reset()
+    x = leaf(4)
+    saved: list[weakref.ref[Tensor]] = []
+
+    def make(h: Tensor, x: Tensor) -> Hook:
+        saved.append(weakref.ref(h))
+        apart = x.cos().sum()
+        return lambda grad: torch.autograd.grad(apart, x)[0]
+
+    h = x.sin() * x
+    z = h.exp()
+    z.register_hook(make(h, x))
+    del h
+    with retrograd.compiled_autograd("eager"):
+        z.sum().backward()
+    del z
+    gc.collect()
+    assert saved[0]() is None
+
+
+def backward_of(*values: Tensor) -> None:
+    """A function of the user's that a hook calls by its name."""
+    torch.autograd.backward(values)
+
+
+def solver(grad: Tensor) -> Any:
+    """A hook that calls another function."""
+    return backward_of(grad)
+
+
+def scale(grad: Tensor) -> Tensor:
+    """A hook that only computes."""
+    return grad * 2
+
+
+class Clipping:
+    """A hook that is an object."""
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        return grad.clamp(-1, 1)
+
+    def hook(self, grad: Tensor) -> Tensor:
+        return scale(grad)
+
+
+class Solving(Clipping):
+    """One that differentiates."""
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        return torch.autograd.grad(grad, [grad])[0]
+
+
+def read_of_grad(grad: Tensor) -> Any:
+    """Reads ``.grad``, as optimizers in the backward do."""
+    return leaf(2).grad
+
+
+HARMLESS = [scale, Clipping(), Clipping().hook, functools.partial(scale), read_of_grad, {1: scale}]
+ASKING = [solver, Solving(), functools.partial(solver), {1: scale, 2: solver}, lambda grad: backward_of(grad)]
+
+
+@pytest.mark.parametrize("hook", HARMLESS)
+def test_code_that_names_nothing_of_autograds_asks_for_no_gradients(hook: Any) -> None:
+    assert not asks_for_gradients([hook])
+
+
+@pytest.mark.parametrize("hook", ASKING)
+def test_code_that_differentiates_is_found_behind_what_calls_it(hook: Any) -> None:
+    assert asks_for_gradients([scale, hook])
+
+
+class Solved(torch.autograd.Function):
+    """Differentiates in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return torch.autograd.grad(grads[0], grads[0])
+
+
+def test_the_code_of_module_hooks_and_functions_is_read() -> None:
+    def asking(module: nn.Module, *grads: Any) -> None:
+        backward_of(*grads)
+
+    def quiet(module: nn.Module, *grads: Any) -> None:
+        pass
+
+    layer, x = nn.Tanh(), leaf(2)
+    hooks = [BackwardHook(layer, *given) for given in (([asking], []), ([], [asking]), ([quiet], [quiet]))]
+    contexts = [Solved.apply(x).grad_fn, Square.apply(x).grad_fn]
+    assert [asks_for_gradients([one]) for one in (*hooks, *contexts)] == [True, True, False, True, False]
