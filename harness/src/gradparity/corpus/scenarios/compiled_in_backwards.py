@@ -76,8 +76,8 @@ def aot_first_called_by_a_hook_of_a_backward_for_inputs(p: Probe) -> None:
 
         def corrected(grad: Tensor) -> Tensor:
             with torch.enable_grad():
-                value = fn(grad.detach().requires_grad_(), a)
-            return grad + torch.autograd.grad(value.sum(), a)[0]
+                loss = fn(grad.detach().requires_grad_(), a).sum()
+            return grad + torch.autograd.grad(loss, a)[0]
 
         h.register_hook(corrected)
         with p.backward():

@@ -167,3 +167,15 @@ class _Readiness:
             self._waiting[edge.node] -= 1
             if self._waiting[edge.node] == 0 and (wanted is None or edge.node in wanted):
                 push(edge.node)
+
+
+def executed_nodes(live: LiveGraph, accumulates: bool) -> set[int]:
+    """Indices of the nodes that eager executes, without accumulations, which save nothing.
+
+    ``autograd.grad`` only captures the gradients of its inputs; ``backward`` (`accumulates`) executes its
+    inputs' nodes too.
+    """
+    wanted = frozenset(range(len(live.nodes))) if live.wanted is None else live.wanted
+    if accumulates:
+        return {i for i in wanted if live.nodes[i].edges}
+    return {i for i in wanted if any(edge and edge.node in wanted for edge in live.nodes[i].edges)}

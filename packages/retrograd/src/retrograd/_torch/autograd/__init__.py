@@ -46,10 +46,7 @@ from retrograd._torch.autograd.request import (
     LiveBackward,
     OrderCheck,
     accumulating_only_into,
-    answer_queries,
-    answering,
     edge_of,
-    executed_nodes,
     forward_line,
     graph_below,
     idle_nodes,
@@ -59,11 +56,8 @@ from retrograd._torch.autograd.request import (
     leads_to,
     leaf_of,
     names_of_nodes,
-    node_under_way,
     nodes_below,
-    note_reentry,
     passes_through_function,
-    plans_under_way,
     read_ranks,
     why_not_collectable,
 )
@@ -75,4 +69,11 @@ from retrograd._torch.autograd.turns import (
     nodes_beside_regions,
     steps_in_turns,
     take_turns,
+)
+from retrograd._torch.autograd.under_way import (
+    answer_queries,
+    answering,
+    node_under_way,
+    note_reentry,
+    plans_under_way,
 )

@@ -6,10 +6,7 @@ to a capture, as a code and a sentence: such a backward runs on the stock engine
 In: an `EngineRequest`. Out: a `LiveGraph`, and an `OrderCheck` of later backwards of equal structure. Follows
 ``next_functions``; the rule for which nodes are wanted with ``inputs=`` is that of
 ``GraphTask::init_to_execute`` in ``torch/csrc/autograd/engine.cpp``. A `LiveBackward` is passed down through
-the stages. It knows both orders of the nodes, and answers what user code asks of the engine: while a plan of
-ours runs on a thread, ``torch._C._current_autograd_node`` and its like answer for the autograd node that
-eager would be executing, instead of for the one node that carries the plan. A stock backward nested in a plan
-gets torch's own answers.
+the stages. It knows both orders of the nodes, and what user code may ask of the engine (see `under_way`).
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ import functools
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,9 +27,17 @@ from torch.autograd.graph import GradientEdge
 
 from retrograd._torch.autograd.collection import GATEWAYS, window
 from retrograd._torch.cuda import side_streams
-from retrograd._torch.patches import Handler, handle, handled_here
+from retrograd._torch.patches import handled_here
 from retrograd.errors import Refusal
-from retrograd.graph.eager_order import ROOT, Edge, LiveGraph, LiveNode, contests, eager_walk, engine_walk
+from retrograd.graph.eager_order import (
+    ROOT,
+    Edge,
+    LiveGraph,
+    LiveNode,
+    contests,
+    eager_walk,
+    engine_walk,
+)
 from retrograd.graph.emit import Emitter
 from retrograd.graph.reach import reached
 
@@ -396,74 +400,3 @@ class LiveBackward:
     def execution_order(self) -> list[Any]:
         """The nodes in the order in which eager executes them."""
         return [self.graph.nodes[i].handle for i in eager_walk(self.graph) if i != ROOT]
-
-
-class _Stack(threading.local):
-    def __init__(self) -> None:
-        self.running: list[tuple[LiveBackward, int]] = []
-
-
-_stack = _Stack()
-
-
-def answering(running: LiveBackward, body: Callable[..., T], *args: Any) -> T:
-    """What ``body(*args)`` returns. Inside, answer for `running` on this thread, in the graph task that is
-    current now."""
-    _stack.running.append((running, torch._C._current_graph_task_id()))
-    try:
-        return body(*args)
-    finally:
-        _stack.running.pop()
-
-
-def plans_under_way() -> int:
-    """How many plans are running on this thread, nested in one another."""
-    return len(_stack.running)
-
-
-def executed_nodes(live: LiveGraph, request: EngineRequest) -> set[int]:
-    """Indices of the nodes that eager executes, without accumulations, which save nothing.
-
-    ``autograd.grad`` only captures the gradients of its inputs; ``backward`` executes its inputs' nodes too.
-    """
-    wanted = frozenset(range(len(live.nodes))) if live.wanted is None else live.wanted
-    if request.accumulate_grad:
-        return {i for i in wanted if live.nodes[i].edges}
-    return {i for i in wanted if any(edge and edge.node in wanted for edge in live.nodes[i].edges)}
-
-
-def note_reentry(request: EngineRequest) -> None:
-    """A backward begins inside plans of this thread: note those whose nodes it executes."""
-    if not _stack.running:
-        return
-    live = read_live_graph(request)
-    nodes = [live.nodes[i].handle for i in executed_nodes(live, request)]
-    for running, _ in _stack.running:
-        running.is_reentered = running.is_reentered or not running.inner_nodes.isdisjoint(nodes)
-
-
-def node_under_way() -> Any:
-    """The autograd node that eager would be executing in the innermost plan; None if none is running."""
-    return _stack.running[-1][0].current_node() if _stack.running else None
-
-
-def _answered(answer: Callable[..., Any]) -> Handler:
-    def ask(stock: Callable[..., Any], *args: Any) -> Any:
-        running, task = _stack.running[-1] if _stack.running else (None, None)
-        is_current = running is not None and task == torch._C._current_graph_task_id()
-        return answer(running, *args) if is_current else stock(*args)
-
-    return ask
-
-
-_ANSWERS: Mapping[str, Callable[..., Any]] = {
-    "torch._C:_current_autograd_node": lambda running: running.current_node(),
-    "torch._C:_will_engine_execute_node": lambda running, node: running.will_execute(node),
-    "torch._C:_current_graph_task_execution_order": lambda running: running.execution_order(),
-}
-
-
-def answer_queries() -> None:
-    """From here on, answer what user code asks while a plan of its thread is running."""
-    for name, answer in _ANSWERS.items():
-        handle(name, _answered(answer))

@@ -43,7 +43,6 @@ from retrograd._torch.autograd import (
     LiveBackward,
     collect,
     edge_of,
-    executed_nodes,
     is_aot_node,
     leaf_of,
     names_of_nodes,
@@ -55,7 +54,7 @@ from retrograd._torch.log import event
 from retrograd.errors import Refusal
 from retrograd.events import live_log
 from retrograd.graph.backward_graph import BackwardGraph, CallKind
-from retrograd.graph.eager_order import ROOT, LiveGraph, eager_walk
+from retrograd.graph.eager_order import ROOT, LiveGraph, eager_walk, executed_nodes
 from retrograd.live.calls.user_code import call_kept_backward
 from retrograd.live.capture.recorder import BackwardRecorder
 from retrograd.live.capture.reentry import asks_for_gradients, is_context
@@ -108,16 +107,22 @@ def _structure_of(backward: LiveBackward) -> int:
 
 
 def _collect(
-    backward: LiveBackward, finished: Finished, request: EngineRequest, run: Callable[[Collected], None]
+    backward: LiveBackward,
+    finished: Finished,
+    request: EngineRequest,
+    run: Callable[[Collected], None],
+    *,
+    is_known: bool = False,
 ) -> Collected | None:
+    """`is_known`: it was looked at; the engine may have kept no structure, as where sizes have changed."""
     with event("retrograd.collect"):
-        return collect(request, lambda: _protocol(backward, finished, request.keep_graph), run)
+        return collect(request, lambda: _protocol(backward, finished, request.keep_graph or is_known), run)
 
 
 def _look_and_run(backward: LiveBackward, finished: Finished, run: Callable[[Collected], None]) -> None:
     if _look(backward, finished):
         _run_kept(backward, finished, run)
-    elif (call := _collect(backward, finished, backward.request, run)) is not None:
+    elif (call := _collect(backward, finished, backward.request, run, is_known=True)) is not None:
         run(call)
 
 
@@ -189,7 +194,8 @@ def _is_to_be_kept(backward: LiveBackward) -> bool:
     if not _kept_classes and all(getattr(tensor, "is_leaf", False) for tensor in backward.request.inputs):
         return False
     live = backward.asked_graph
-    intact = set(live.wanted or ()) - executed_nodes(live, backward.asked)  # asked for, but not executed
+    executed = executed_nodes(live, backward.asked.accumulate_grad)
+    intact = set(live.wanted or ()) - executed  # asked for, but not executed
     return (
         backward.request.added > 0
         or any(type(node.handle) in _kept_classes for node in live.nodes)
@@ -219,7 +225,7 @@ def _release_executed(backward: LiveBackward, artifact: CapturedBackward, alread
     handles = {id(backward.node_calls[index]) for index in _kept_calls(artifact.graph)}
     apart = {i for i, node in enumerate(live.nodes) if id(node.handle) in handles}
     begun = already_run
-    groups = _levels(live, executed_nodes(live, backward.asked), apart)
+    groups = _levels(live, executed_nodes(live, backward.asked.accumulate_grad), apart)
     for level, group in reversed(list(enumerate(groups))):
         if not group:
             continue
