@@ -24,7 +24,6 @@ from retrograd.errors import CaptureError
 #: so many places are looked at, and longer containers are not.
 MOST_HOLDERS, MOST_ITEMS = 1000, 100
 
-
 #: what torch's own modules hold; recurrent ones gather their weights anew when these are other ones.
 _OF_ALL = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs", "_flat_weights_names"})
 

@@ -4,8 +4,8 @@ In: compiled code, and which inputs must begin at a multiple of 16 bytes. Out: a
 copies of those that do not.
 
 Inductor's own check is a loop in Python as well, of four times as many instructions. In stock it spares
-parameters, so that one whose ``data`` was set to a slice ends in an illegal access. A graph of ours has all
-parameters among its inputs, and is called in parts, each with inputs of its own.
+parameters, whose ``data`` a user may set to a slice. A graph of ours has all parameters among its inputs, and
+is called in parts, each with inputs of its own.
 """
 
 from __future__ import annotations
