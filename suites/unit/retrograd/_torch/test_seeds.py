@@ -85,18 +85,15 @@ def test_numbers_have_the_dtype_that_was_asked_for(dtype: torch.dtype) -> None:
     assert [value.dtype for value in values[:2]] == [dtype, dtype]
 
 
-def once(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (torch.rand(3) + x,)
+def test_a_graph_that_would_gain_nothing_is_left() -> None:
+    gm, fakes = traced(lambda x: (torch.rand(3) + x,), torch.ones(3))
+    assert with_seeds_at_once(gm, fakes) is gm
 
 
-def with_generator(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    generator = torch.default_generator
-    return torch.rand(3, generator=generator) + x, torch.rand(3, generator=generator)
-
-
-@pytest.mark.parametrize("fn", [once, with_generator])
-def test_a_graph_that_would_gain_nothing_is_left(fn: Callable[..., Any]) -> None:
-    gm, fakes = traced(fn, torch.ones(3))
+def test_what_inductor_leaves_to_eager_is_left() -> None:
+    gm, fakes = traced(dropping, *INPUTS)
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.rand.default):
+        node.kwargs = {**node.kwargs, "pin_memory": True}
     assert with_seeds_at_once(gm, fakes) is gm
 
 
