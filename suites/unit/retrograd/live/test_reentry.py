@@ -165,8 +165,19 @@ def read_of_grad(grad: Tensor) -> Any:
     return leaf(2).grad
 
 
-HARMLESS = [scale, Clipping(), Clipping().hook, functools.partial(scale), read_of_grad, {1: scale}]
-ASKING = [solver, Solving(), functools.partial(solver), {1: scale, 2: solver}, lambda grad: backward_of(grad)]
+def scaling_by(values: list[Any]) -> Hook:
+    """A hook that knows many values."""
+    return lambda grad: grad * len(values)
+
+
+HARMLESS = [
+    *(scale, Clipping(), Clipping().hook, functools.partial(scale), read_of_grad, {1: scale}),
+    *(scaling_by([solver] * 101), scaling_by([torch.ones(1)] * 99)),
+]
+ASKING = [
+    *(solver, Solving(), functools.partial(solver), {1: scale, 2: solver}, scaling_by([scale, solver])),
+    lambda grad: backward_of(grad),
+]
 
 
 @pytest.mark.parametrize("hook", HARMLESS)

@@ -12,8 +12,12 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-#: so many values are looked at; who can reach more is taken to ask for gradients.
-MOST_VALUES = 1000
+import torch
+from torch import nn
+from torch.utils.hooks import BackwardHook
+
+#: so many values are looked at: who can reach more is taken to ask for gradients. Longer containers are not.
+MOST_VALUES, MOST_ITEMS = 1000, 100
 
 
 def asks_for_gradients(hooks: Iterable[Any]) -> bool:
@@ -21,7 +25,7 @@ def asks_for_gradients(hooks: Iterable[Any]) -> bool:
     pending, seen = list(hooks), set[int]()
     while pending:
         one = pending.pop()
-        if id(one) in seen:
+        if isinstance(one, _CALL_NOTHING) or id(one) in seen:
             continue
         seen.add(id(one))
         if len(seen) > MOST_VALUES:
@@ -32,6 +36,10 @@ def asks_for_gradients(hooks: Iterable[Any]) -> bool:
     return False
 
 
+#: values whose own code is torch's, or that have none.
+_CALL_NOTHING = (torch.Tensor, nn.Module, types.ModuleType, type, str, bytes, int, float, complex, type(None))
+
+
 def is_context(one: Any) -> bool:
     """Whether it is the context of a Function, not a hook."""
     return hasattr(type(one), "_forward_cls")
@@ -40,7 +48,7 @@ def is_context(one: Any) -> bool:
 def _leads_to(one: Any) -> Iterator[Any]:
     if isinstance(one, types.FunctionType):
         for cell in one.__closure__ or ():
-            if _is_full(cell) and not isinstance(cell.cell_contents, type):
+            if _is_full(cell):
                 yield cell.cell_contents
         if not _is_of_torch(one):
             named = (one.__globals__.get(name) for name in one.__code__.co_names)
@@ -50,8 +58,9 @@ def _leads_to(one: Any) -> Iterator[Any]:
     elif isinstance(one, functools.partial):
         yield one.func
     elif isinstance(one, (dict, list, tuple)):
-        yield from one.values() if isinstance(one, dict) else one
-    elif hasattr(one, "user_hooks"):  # ``torch.utils.hooks.BackwardHook``
+        values = one.values() if isinstance(one, dict) else one
+        yield from values if len(one) <= MOST_ITEMS else ()
+    elif isinstance(one, BackwardHook):
         yield from (*one.user_hooks, *one.user_pre_hooks)
     elif is_context(one):
         yield type(one)._forward_cls.backward
