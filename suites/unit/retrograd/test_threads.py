@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 import retrograd
 from retrograd import aot
@@ -224,3 +225,20 @@ def test_threads_do_not_meet_in_what_they_compute(crew: list[str]) -> None:
 @pytest.mark.parametrize("crew", CREWS, ids=["optimizers", "Dynamo"])
 def test_threads_for_a_minute(crew: list[str]) -> None:
     assert against_each_other(crew, 60) >= ROUNDS
+
+
+def test_a_hook_stays_where_another_one_of_its_number_is_removed() -> None:
+    """torch numbers handles without a lock: hooks of two threads may get the same one."""
+    x, seen = torch.ones(2, requires_grad=True), list[Tensor]()
+
+    def on_h(grad: Tensor) -> None:
+        number = RemovableHandle.next_id
+        x.register_hook(seen.append)
+        RemovableHandle.next_id = number  # as in another thread that has read it meanwhile
+        torch.ones(1, requires_grad=True).register_hook(lambda grad: None).remove()
+
+    h = x * 2
+    h.register_hook(on_h)
+    with retrograd.compiled_autograd(backend="eager"):
+        h.sin().sum().backward()
+    assert len(seen) == 1

@@ -145,10 +145,11 @@ class HookChanges:
         return late, removed
 
     def went(self, hook: Any, number: int) -> None:
-        """The hook with this handle was removed: it has not come, if it came since the last look."""
+        """The hook with this handle was removed: it has not come, if it came since the last look. Two threads
+        may give their handles one number: torch counts without a lock."""
         count = len(self.late) + len(self._unplaced)
-        self.late[:] = [late for late in self.late if late.number != number]
-        self._unplaced[:] = [one for one in self._unplaced if one[2] != number]
+        self.late[:] = [late for late in self.late if (late.hook, late.number) != (hook, number)]
+        self._unplaced[:] = [one for one in self._unplaced if one[1:] != (hook, number)]
         if len(self.late) + len(self._unplaced) == count:
             self.removed.append(hook)
 
@@ -216,9 +217,10 @@ def _registering_on_node(original: Callable[..., Any], hooks: Any, hook: Any) ->
 def _removing(original: Callable[..., Any], handle: Any) -> None:
     if _watched:
         hooks = handle.hooks_dict_ref()
-        if hooks is not None and handle.id in hooks:
+        hook = None if hooks is None else hooks.get(handle.id)
+        if hook is not None:
             for changes in tuple(_watched):
-                changes.went(hooks[handle.id], handle.id)
+                changes.went(hook, handle.id)
     original(handle)
 
 
