@@ -16,7 +16,7 @@ import torch
 from torch._C._dynamo import compiled_autograd as engine_protocol
 
 import retrograd
-from retrograd._torch.autograd import graph_task, request
+from retrograd._torch.autograd import graph_task, under_way
 from retrograd.live.lower import lowerer
 from retrograd.live.lower import lowerer as lower
 from unit.retrograd.programs import Square, everything, leaf, observed
@@ -34,7 +34,7 @@ def state_left() -> dict[str, object]:
     """All that a backward may leave behind; empty when it leaves nothing."""
     left = {
         "compiler": engine_protocol.set_autograd_compiler(None, False)[0],
-        "queries": request._stack.running,
+        "queries": under_way._stack.running,
         "watch": graph_task._watched,
         "autocast": torch.is_autocast_enabled("cpu"),
         "grad mode": not torch.is_grad_enabled(),

@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 import retrograd
-from retrograd._torch.autograd import graph_task, request
+from retrograd._torch.autograd import graph_task, under_way
 from retrograd.live.session import MOST_NESTED
 from unit.retrograd.programs import Square, leaf
 
@@ -100,7 +100,7 @@ def test_a_strict_session_says_that_it_is_too_deep() -> None:
         with retrograd.compiled_autograd("eager", strict=True):
             Nested.apply(leaf(), MOST_NESTED + 1, []).sum().backward()
     assert error.value.reason.code == "nested-too-deep"
-    assert request.plans_under_way() == 0
+    assert under_way.plans_under_way() == 0
 
 
 @pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
@@ -229,7 +229,7 @@ def test_an_error_in_a_nested_backward_leaves_no_state_behind(caught: bool) -> N
     with retrograd.compiled_autograd("eager", strict=True):
         with contextlib.nullcontext() if caught else pytest.raises(Mine):
             h.sum().backward()
-        assert request.plans_under_way() == 0
+        assert under_way.plans_under_way() == 0
         assert graph_task._watched == []
         assert (w.grad is not None) is caught
         w.grad = None
