@@ -6,6 +6,7 @@ chosen inputs has each node compute only what they need; those of a capture are 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -66,36 +67,35 @@ def aot_second_derivative_through_a_saved_input(p: Probe) -> None:
     _twice(p, of_output=False)
 
 
-@scenario(tags=TAGS)
-def aot_first_called_by_a_hook_of_a_backward_for_inputs(p: Probe) -> None:
-    """A hook calls a compiled function for the first time, and differentiates it, inside `autograd.grad`."""
+def _first_called_by_hooks(p: Probe, hook: Callable[..., Any], differentiate: Callable[..., None]) -> None:
+    """Three backwards, each with a hook that is given a compiled function and an argument of it."""
     fn = p.compile(_scaled)
     x, a = p.leaf("x", p.randn(3, requires_grad=True)), p.leaf("a", p.randn(3, requires_grad=True))
     for step in range(3):
         h = x.sin()
-
-        def corrected(grad: Tensor) -> Tensor:
-            with torch.enable_grad():
-                loss = fn(grad.detach().requires_grad_(), a).sum()
-            return grad + torch.autograd.grad(loss, a)[0]
-
-        h.register_hook(corrected)
+        h.register_hook(functools.partial(hook, fn, a))
         with p.backward():
-            p.value(f"grad{step}", torch.autograd.grad((h * h).sum(), x)[0])
+            differentiate((h * h).sum(), x, f"grad{step}")
+
+
+@scenario(tags=TAGS)
+def aot_first_called_by_a_hook_of_a_backward_for_inputs(p: Probe) -> None:
+    """A hook calls a compiled function for the first time, and differentiates it, inside `autograd.grad`."""
+
+    def corrected(fn: Fn, a: Tensor, grad: Tensor) -> Tensor:
+        with torch.enable_grad():
+            loss = fn(grad.detach().requires_grad_(), a).sum()
+        return grad + torch.autograd.grad(loss, a)[0]
+
+    _first_called_by_hooks(p, corrected, lambda loss, x, name: p.value(name, torch.autograd.grad(loss, x)[0]))
 
 
 @scenario(tags=TAGS)
 def aot_first_called_by_a_hook_of_a_backward(p: Probe) -> None:
     """The same inside `backward`, which accumulates into both leaves."""
-    fn = p.compile(_scaled)
-    x, a = p.leaf("x", p.randn(3, requires_grad=True)), p.leaf("a", p.randn(3, requires_grad=True))
-    for _ in range(3):
-        h = x.sin()
 
-        def corrected(grad: Tensor) -> None:
-            with torch.enable_grad():
-                fn(grad.detach(), a).sum().backward()
+    def accumulated(fn: Fn, a: Tensor, grad: Tensor) -> None:
+        with torch.enable_grad():
+            fn(grad.detach(), a).sum().backward()
 
-        h.register_hook(corrected)
-        with p.backward():
-            (h * h).sum().backward()
+    _first_called_by_hooks(p, accumulated, lambda loss, x, name: loss.backward())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -145,13 +145,7 @@ torch_functions_off = torch._C.DisableTorchFunction
 
 def without_torch_functions(fn: Callable[P, T]) -> Callable[P, T]:
     """`fn`, run inside `torch_functions_off`."""
-
-    @functools.wraps(fn)
-    def quietly(*args: P.args, **kwargs: P.kwargs) -> T:
-        with torch._C.DisableTorchFunction():
-            return fn(*args, **kwargs)
-
-    return quietly
+    return _inside(torch_functions_off, fn)
 
 
 def undifferentiated(code: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -168,10 +162,13 @@ def undifferentiated(code: Callable[[list[Any]], Any]) -> Callable[[list[Any]], 
 
 def without_autocast(fn: Callable[P, T]) -> Callable[P, T]:
     """`fn`, run inside `autocast_off`."""
+    return _inside(autocast_off, fn)
 
+
+def _inside(guard: Callable[[], AbstractContextManager[Any]], fn: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        with autocast_off():
+        with guard():
             return fn(*args, **kwargs)
 
     return run

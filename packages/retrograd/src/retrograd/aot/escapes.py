@@ -19,13 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from retrograd.closures import cells_of, closed_over, codes_in, is_defined_here
 from retrograd.errors import CaptureError
 
 #: so many places are looked at, and longer containers are not.
 MOST_HOLDERS, MOST_ITEMS = 1000, 100
 
-#: what torch's own modules hold; recurrent ones gather their weights anew when these are other ones.
-_OF_ALL = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs", "_flat_weights_names"})
+#: attributes that every module has.
+OF_ALL_MODULES = frozenset(vars(nn.Module()))
+#: recurrent layers gather their weights anew when these are other ones.
+_OF_TORCH = OF_ALL_MODULES | {"_flat_weights", "_flat_weight_refs", "_flat_weights_names"}
 
 
 class _Holder(NamedTuple):
@@ -122,7 +125,7 @@ class _Reached:
     def _look_at(self, one: Any) -> Iterator[Any]:
         if isinstance(one, (torch.Tensor, types.ModuleType)):
             return
-        if _is_of_torch(one) and not isinstance(one, nn.Module):
+        if is_defined_here(one) and not isinstance(one, nn.Module):
             return
         if isinstance(one, functools.partial):
             yield from (one.func, *one.args, *one.keywords.values())
@@ -145,7 +148,7 @@ class _Reached:
             yield from self._holder(
                 _Holder(
                     f"a {type(one).__name__}",
-                    lambda: {name: own[name] for name in own if name[:1] == "_" and name not in _OF_ALL},
+                    lambda: {name: own[name] for name in own if name[:1] == "_" and name not in _OF_TORCH},
                     own.__setitem__,
                     own.__delitem__,
                 )
@@ -163,16 +166,16 @@ class _Reached:
         yield from values.values() if len(values) <= MOST_ITEMS else ()
 
     def _function(self, fn: types.FunctionType) -> Iterator[Any]:
-        cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
+        cells = cells_of(fn)
         yield from self._holder(
             _Holder(
                 "the closure",
-                lambda: {name: cell.cell_contents for name, cell in cells.items() if _is_full(cell)},
+                lambda: {k: v for k, v in closed_over(fn).items() if not isinstance(v, types.CellType)},
                 lambda name, value: setattr(cells[name], "cell_contents", value),
                 lambda name: delattr(cells[name], "cell_contents"),
             )
         )
-        names, values = _names_in(fn.__code__), fn.__globals__
+        names, values = {name for code in codes_in(fn.__code__) for name in code.co_names}, fn.__globals__
         yield from self._holder(
             _Holder(
                 "the global variables",
@@ -191,21 +194,3 @@ def _setters(one: type) -> tuple[Callable[[Any, Any], None], Callable[[Any], Non
 
 def _public(one: type) -> dict[str, Any]:
     return {name: value for name, value in vars(one).items() if name[:2] != "__"}
-
-
-def _is_full(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not _ASIDE
-    except ValueError:
-        return False
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    """The names in `code`, and in that of functions inside."""
-    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return set(code.co_names).union(*map(_names_in, inner))
-
-
-def _is_of_torch(one: Any) -> bool:
-    owner = one if isinstance(one, (type, types.FunctionType)) else type(one)
-    return str(getattr(owner, "__module__", "")).partition(".")[0] in ("torch", "retrograd")

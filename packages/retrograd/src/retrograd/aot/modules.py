@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from retrograd._torch import pytree
-from retrograd.aot.escapes import no_tensor_escapes
+from retrograd.aot.escapes import MOST_ITEMS, OF_ALL_MODULES, no_tensor_escapes
 from retrograd.errors import CaptureError, Refusal, not_representable
 from retrograd.graph.joint import PrimalKind
 from retrograd.graph.structure import is_same
@@ -88,7 +88,7 @@ class ModuleState:
             (vars(child), key, _copied(value))
             for child in modules
             for key, value in vars(child).items()
-            if key not in _OWN
+            if key not in OF_ALL_MODULES
         )
         state = ModuleState(roots, names, kinds, tensors, tuple(map(tuple, places)), modules, (), held)
         state._structure = state._structure_now()
@@ -207,16 +207,12 @@ class ModuleState:
 _ASIDE = object()
 
 
-#: attributes that every module has.
-_OWN = frozenset(vars(nn.Module()))
-#: of these, what holds tensors and modules, and the names of buffers that no state dictionary has.
+#: of what every module has: tensors, modules, and the names of buffers that no state dictionary has.
 _HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-#: longer containers are constants, like other objects.
-MOST_ITEMS = 100
 
 
 def _copied(value: Any) -> Any:
-    """A list, dictionary or set again; other values as they are."""
+    """A list, dictionary or set again; other values as they are. Longer ones are constants, like objects."""
     is_short = type(value) in (list, dict, set) and len(value) <= MOST_ITEMS
     return type(value)(value) if is_short else value
 

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from retrograd.closures import closed_over, codes_in
+
 Step = dis.Instruction
 
 _METHODS = ("forward", "setup_context", "backward")
@@ -160,15 +162,14 @@ class _Reader:
     def __init__(self, function: types.FunctionType, reading: Reading, is_backward: bool) -> None:
         self._function, self._reading, self._is_backward = function, reading, is_backward
         self._name = function.__name__
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        self._cells = {name: _content(cell) for name, cell in cells}
+        self._cells = closed_over(function)
 
     def why_not(self) -> str | None:
         """What the function does besides computing from its arguments; None if nothing."""
         if (self._function, self._is_backward) in self._reading.seen:
             return None
         self._reading.seen.add((self._function, self._is_backward))
-        return self._why_not_code(self._function.__code__)
+        return next(filter(None, map(self._why_not_code, codes_in(self._function.__code__))), None)
 
     def _why_not_code(self, code: types.CodeType) -> str | None:
         own = {*code.co_cellvars, *code.co_varnames}
@@ -179,8 +180,7 @@ class _Reader:
             loaded = added_to if before is not None and before.opname == "SWAP" else before
             if (reason := self._why_not_step(loaded, step, after, own)) is not None:
                 return reason
-        inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-        return next(filter(None, map(self._why_not_code, inner)), None)
+        return None
 
     def _why_not_step(self, before: Step | None, step: Step, after: Step | None, own: set[str]) -> str | None:
         name = step.opname
@@ -272,10 +272,3 @@ def _is_harmless(value: Any) -> bool:
         return value in _BUILTINS
     except TypeError:  # not hashable
         return False
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return cell

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import BackwardHook
 
+from retrograd.closures import closed_over, codes_in, is_defined_here
+
 #: so many values are looked at: who can reach more is taken to ask for gradients. Longer containers are not.
 MOST_VALUES, MOST_ITEMS = 1000, 100
 
@@ -30,7 +32,7 @@ def asks_for_gradients(hooks: Iterable[Any]) -> bool:
         seen.add(id(one))
         if len(seen) > MOST_VALUES:
             return True
-        if isinstance(one, types.FunctionType) and not _is_of_torch(one) and _names_autograd(one.__code__):
+        if isinstance(one, types.FunctionType) and not is_defined_here(one) and _names_autograd(one.__code__):
             return True
         pending += _leads_to(one)
     return False
@@ -47,10 +49,8 @@ def is_context(one: Any) -> bool:
 
 def _leads_to(one: Any) -> Iterator[Any]:
     if isinstance(one, types.FunctionType):
-        for cell in one.__closure__ or ():
-            if _is_full(cell):
-                yield cell.cell_contents
-        if not _is_of_torch(one):
+        yield from closed_over(one).values()
+        if not is_defined_here(one):
             named = (one.__globals__.get(name) for name in one.__code__.co_names)
             yield from (value for value in named if isinstance(value, types.FunctionType))
     elif isinstance(one, types.MethodType):
@@ -70,22 +70,12 @@ def _leads_to(one: Any) -> Iterator[Any]:
 
 @functools.lru_cache(4096)
 def _names_autograd(code: types.CodeType) -> bool:
-    names = set(code.co_names)
-    if "backward" in names or {"autograd", "grad"} <= names:
+    return any(map(_names_it_itself, codes_in(code)))
+
+
+def _names_it_itself(code: types.CodeType) -> bool:
+    if "backward" in code.co_names or {"autograd", "grad"}.issubset(code.co_names):
         return True
-    if "grad" in names and any(
+    return "grad" in code.co_names and any(
         step.opname == "LOAD_GLOBAL" and step.argval == "grad" for step in dis.get_instructions(code)
-    ):
-        return True
-    return any(_names_autograd(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
-
-
-def _is_of_torch(fn: types.FunctionType) -> bool:
-    return str(fn.__module__).partition(".")[0] in ("torch", "retrograd")
-
-
-def _is_full(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not _is_full
-    except ValueError:
-        return False
+    )

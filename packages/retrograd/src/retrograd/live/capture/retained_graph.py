@@ -83,23 +83,25 @@ def collect_and_run(backward: LiveBackward, finished: Finished, run: Callable[[C
         Refusal: user code differentiates through the graph of the running backward.
         Exception: as `collect`; nothing was consumed unless `run` was called.
     """
-    request = backward.request
-    is_asking = not request.keep_graph and bool(_asking) and _structure_of(backward) in _asking
-    if not (is_asking or request.keep_graph) and _is_to_be_kept(backward):
+    request, is_new = backward.request, False
+    if not request.keep_graph and (_is_asking(backward) or _is_to_be_kept(backward)):
         _run_kept(backward, finished, run)
         return
     call = None
-    if not is_asking:
-        try:
-            call = _collect(backward, finished, request, run)
-        except Refusal as refusal:
-            if refusal.code != _GRAPH_NEEDED:
-                raise
-            is_asking = True
-    if is_asking:
+    try:
+        call = _collect(backward, finished, request, run)
+    except Refusal as refusal:
+        if refusal.code != _GRAPH_NEEDED:
+            raise
+        is_new = True
+    if is_new:
         _look_and_run(backward, finished, run)
     elif call is not None:
         run(call)
+
+
+def _is_asking(backward: LiveBackward) -> bool:
+    return bool(_asking) and _structure_of(backward) in _asking
 
 
 def _structure_of(backward: LiveBackward) -> int:
