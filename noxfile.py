@@ -9,6 +9,7 @@
 # none themselves (`venv_backend="none"`), and run the programs that `env` installed. nox runs `env` first,
 # and once, whichever sessions were named. Sessions that need no torch keep a small environment of their own.
 
+import datetime
 import os
 import pathlib
 
@@ -142,11 +143,13 @@ def parity(session: nox.Session) -> None:
     instance `-- --subject stock-ca:inductor --corpus scenarios`.
     """
     own = [argument for argument in session.posargs if argument != "--full"]
-    legs = WHOLE_RUN if "--full" in session.posargs else MAIN_RUN
+    legs, order = MAIN_RUN, ()
+    if "--full" in session.posargs:  # each day in another order, which the line of its command names
+        legs, order = WHOLE_RUN, ("--shuffle", str(datetime.date.today().toordinal()))
     failed = 0
     for arguments in [own] if own else map(words, legs):
         try:
-            run(session, "gradparity", "run", *FIXED, *arguments)
+            run(session, "gradparity", "run", *FIXED, *order, *arguments)
         except nox.command.CommandFailed:
             failed += 1  # the other legs have something to say too
     if failed:

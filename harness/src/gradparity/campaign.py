@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
@@ -33,7 +34,8 @@ OUTSIDE = "-outside-case"
 @dataclass(frozen=True)
 class Plan:
     """What to run. `limit_per_corpus` spreads the cases evenly over a corpus's chunks; `processes` 0 means
-    in this one; `fresh`, `checks` and `ablate` are as in `Task`; `resources` say where units run.
+    in this one; `shuffle` decides their order, and so which cases meet in a process; `fresh`, `checks` and
+    `ablate` are as in `Task`; `resources` say where units run.
     """
 
     subjects: tuple[str, ...]
@@ -46,6 +48,7 @@ class Plan:
     seed: int = 0
     grace: float = 10.0
     shard: Shard | None = None
+    shuffle: int | None = None
     fresh: bool = False
     checks: tuple[str, ...] = ()
     ablate: bool = False
@@ -57,9 +60,11 @@ class Plan:
         return self.limit_per_corpus is not None or self.match != EVERY or self.shard is not None
 
     def identity(self) -> dict[str, Any]:
-        """What decides the results, in plain data: not where and by how many processes it is done."""
+        """What decides the results, in plain data: not where, in which order and by how many processes
+        it is done.
+        """
         data = asdict(self)
-        for name in ("processes", "grace", "resources"):
+        for name in ("processes", "grace", "resources", "shuffle"):
             del data[name]
         plain: dict[str, Any] = json.loads(json.dumps(data | {"shard": None}))  # as a store gives it back
         return plain | {"shard": str(self.shard) if self.shard else None}
@@ -142,6 +147,8 @@ def run(plan: Plan, known: Known | None, listener: Listener, journal: Journal | 
     accountable = frozenset(name for name in plan.subjects if resolve(name).accountable)
     campaign = Campaign(accountable=accountable)
     work = _left(units(plan), campaign, listener, journal)
+    if plan.shuffle is not None:
+        random.Random(plan.shuffle).shuffle(work)
     made = executor(run_unit, plan.processes, plan.grace, plan.resources)
     try:
         _through(made, work, campaign, listener, journal)

@@ -148,3 +148,17 @@ def test_a_campaign_that_was_killed_gives_what_one_that_ran_through_gives(tmp_pa
     with Store(path) as store:
         assert len(store.runs()) == 1
         assert shown(store.rows()) == shown(whole.rows)
+
+
+def test_cases_run_in_the_order_that_a_number_decides(whole: Campaign) -> None:
+    campaigns = [run(replace(PLAN, shuffle=number), None, Listener()) for number in (1, 1, 2)]
+    orders = [[row.case for row in campaign.rows] for campaign in campaigns]
+    assert orders[0] == orders[1] != orders[2] != [row.case for row in whole.rows]
+    assert all(sorted(order) == sorted(row.case for row in whole.rows) for order in orders)
+
+
+def test_another_order_goes_on_where_the_first_was_interrupted(whole: Campaign, tmp_path: Path) -> None:
+    path = tmp_path / "results.db"
+    assert stored(path, replace(PLAN, shuffle=1), Listener(interrupt_after=3)).interrupted
+    again = Listener()
+    assert shown(stored(path, replace(PLAN, shuffle=2), again).rows) == shown(whole.rows)

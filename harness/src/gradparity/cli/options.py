@@ -51,6 +51,7 @@ Corpora = Annotated[
 DeviceOption = Annotated[Device, typer.Option("--device", help="where programs run")]
 Timeout = Annotated[float, typer.Option(min=0.1, help="seconds for one case")]
 Seed = Annotated[int, typer.Option(min=0, help="decides all inputs")]
+Shuffle = Annotated[int | None, typer.Option(min=0, help="decides the order of the cases")]
 Processes = Annotated[int, typer.Option("-n", "--processes", min=0, help="worker processes; 0: none")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="write one JSON line per case")]
 HtmlFile = Annotated[Path | None, typer.Option("--report", help="write a self-contained HTML report")]

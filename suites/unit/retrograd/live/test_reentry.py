@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import BackwardHook
 
 import retrograd
-from retrograd.live.capture.reentry import asks_for_gradients
+from retrograd.live.capture.reentry import is_one_registered, who_asks
 from unit.retrograd.programs import Square
 
 Hook = Callable[[Tensor], Any]
@@ -97,6 +97,104 @@ def test_a_hook_that_asks_for_other_gradients_stays_compiled() -> None:
     report = context.explain()
     assert not report.fallbacks
     assert sum(backward.runs for backward in report.backwards) >= 3
+
+
+def harmless(h: Tensor, x: Tensor) -> Hook:
+    return lambda grad: grad * 1
+
+
+def registered_before_its_node_is_reached(h: Tensor, x: Tensor) -> Hook:
+    asked = [0]
+
+    def hook(grad: Tensor) -> Tensor:
+        asked[0] += 1
+        return asking_behind_the_closure(grad)
+
+    asking_behind_the_closure = differentiating(h, x)
+    return hook
+
+
+@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
+@pytest.mark.parametrize("make", [differentiating, registered_before_its_node_is_reached])
+def test_a_hook_that_differentiates_may_take_the_place_of_a_harmless_one(
+    make: Callable[[Tensor, Tensor], Hook],
+) -> None:
+    retrograd.reset()
+    x = leaf(4)
+    for one in (harmless, make, harmless, make):
+        assert torch.equal(step(x, one), eager(x, one))
+
+
+def test_one_hook_that_differentiates_does_not_speak_for_another() -> None:
+    retrograd.reset()
+    x, other = leaf(4), leaf(3)
+    step(x, differentiating)
+
+    def make(h: Tensor, x: Tensor) -> Hook:
+        loss = other.sin().sum()
+        return lambda grad: loss.backward()
+
+    with retrograd.compiled_autograd("eager") as context:
+        step(x, make, torch.enable_grad())
+    assert not context.explain().fallbacks
+
+
+def of_leaf(x: Tensor, hook: Any) -> Any:
+    return x.register_hook(hook)
+
+
+def after_accumulation(x: Tensor, hook: Any) -> Any:
+    return x.register_post_accumulate_grad_hook(lambda leaf: hook(leaf.grad) and None)
+
+
+@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
+@pytest.mark.parametrize("register", [of_leaf, after_accumulation])
+def test_a_hook_of_a_leaf_differentiates_what_was_not_reached(register: Callable[..., Any]) -> None:
+    def gradients(context: Any) -> list[Tensor]:
+        w, x = leaf(4), leaf(4)
+        found: list[Tensor] = []
+        for number in range(4):
+            w.grad = x.grad = None
+            h = x.sin()
+            handle = None
+            if number != 1:
+
+                def look(grad: Tensor, h: Tensor = h, found: list[Tensor] = found) -> None:
+                    found.append(torch.autograd.grad(h, x, grad, retain_graph=True)[0])
+
+                handle = register(w, look)
+            with context():
+                (h.exp() * w).sum().backward()
+            found += [w.grad, x.grad]  # type: ignore[list-item]
+            if handle is not None:
+                handle.remove()
+        return found
+
+    retrograd.reset()
+    expected, got = (
+        gradients(context)
+        for context in (torch.enable_grad, lambda: retrograd.compiled_autograd("eager", strict=False))
+    )
+    assert len(got) == len(expected)
+    assert all(map(torch.equal, got, expected))
+
+
+def test_hooks_that_ask_are_known_while_they_are_registered() -> None:
+    with retrograd.compiled_autograd("eager"):
+        pass
+    gc.collect()
+    assert not is_one_registered()
+    h = leaf(4).sin()
+    h.register_hook(scale)
+    assert not is_one_registered()
+    handle = h.register_hook(solver)
+    assert is_one_registered()
+    handle.remove()
+    assert not is_one_registered()
+    h.grad_fn.register_prehook(lambda grads: solver(grads[0]))  # type: ignore[union-attr]
+    assert is_one_registered()
+    del h
+    assert not is_one_registered()
 
 
 def test_strict_says_so() -> None:
@@ -182,12 +280,12 @@ ASKING = [
 
 @pytest.mark.parametrize("hook", HARMLESS)
 def test_code_that_names_nothing_of_autograds_asks_for_no_gradients(hook: Any) -> None:
-    assert not asks_for_gradients([hook])
+    assert not who_asks([hook])
 
 
 @pytest.mark.parametrize("hook", ASKING)
 def test_code_that_differentiates_is_found_behind_what_calls_it(hook: Any) -> None:
-    assert asks_for_gradients([scale, hook])
+    assert who_asks([scale, hook])
 
 
 class Solved(torch.autograd.Function):
@@ -212,4 +310,44 @@ def test_the_code_of_module_hooks_and_functions_is_read() -> None:
     layer, x = nn.Tanh(), leaf(2)
     hooks = [BackwardHook(layer, *given) for given in (([asking], []), ([], [asking]), ([quiet], [quiet]))]
     contexts = [Solved.apply(x).grad_fn, Square.apply(x).grad_fn]
-    assert [asks_for_gradients([one]) for one in (*hooks, *contexts)] == [True, True, False, True, False]
+    assert [bool(who_asks([one])) for one in (*hooks, *contexts)] == [True, True, False, True, False]
+
+
+def gradient_of(y: Tensor, x: Tensor, cotangent: Tensor) -> Tensor:
+    """A function that hooks and Functions of the user's share."""
+    return torch.autograd.grad(y, x, cotangent, retain_graph=True)[0]
+
+
+class Through(torch.autograd.Function):
+    """Differentiates a function of the running graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fn: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:
+        ctx.fn, ctx.w = fn, w
+        ctx.save_for_backward(x)
+        return fn(x).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            y = ctx.fn(x.detach())
+        return None, None, gradient_of(y, ctx.w, grads[0])
+
+
+@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
+def test_a_function_shares_code_with_a_hook_that_differentiated() -> None:
+    def gradient(context: Any) -> Tensor:
+        w = leaf(4)
+        scale = w.exp()
+        y = Through.apply(w.detach(), lambda t: (t * scale).tanh(), w) + scale
+        with context:
+            y.sum().backward()
+        assert w.grad is not None
+        return w.grad
+
+    retrograd.reset()
+    step(leaf(4), lambda h, x: lambda grad: gradient_of(h, x, grad))
+    for _ in range(3):
+        ours = gradient(retrograd.compiled_autograd("eager", strict=False))
+        assert torch.equal(ours, gradient(torch.enable_grad()))

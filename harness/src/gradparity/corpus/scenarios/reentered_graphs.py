@@ -126,6 +126,54 @@ def module_hook_differentiates_the_nodes_below(p: Probe) -> None:
             second(before[-1]).sum().backward()
 
 
+@scenario(tags=("reentrant", "hooks"))
+def hook_differentiates_where_others_did_not(p: Probe) -> None:
+    """Graphs of one structure: in every second one, the hook differentiates the lower half."""
+    x = p.leaf("x", p.randn(4, requires_grad=True))
+    for step in range(2 * STEPS):
+        h = x.sin() * x
+        z = h.exp()
+
+        def look(grad: Tensor, h: Tensor = h) -> Tensor:
+            return _grad(h, x, grad) + grad
+
+        z.register_hook(p.hook("z", look if step % 2 else lambda grad: grad * 2))
+        with p.backward():
+            z.sum().backward()
+
+
+@scenario(tags=("reentrant", "hooks", "modules"))
+def module_gets_a_hook_that_differentiates(p: Probe) -> None:
+    """A module has a harmless full backward hook, and gets one that differentiates the layer before it."""
+    first, second = p.module(nn.Linear(3, 3)), nn.Tanh()
+    x = p.leaf("x", p.randn(2, 3, requires_grad=True))
+    second.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,))
+    for step in range(2 * STEPS):
+        h = first(x)
+
+        def look(module: nn.Module, inputs: Any, outputs: Any, h: Tensor = h) -> tuple[Tensor]:
+            return (_grad(h, x, inputs[0]) + inputs[0],)
+
+        handle = second.register_full_backward_hook(look) if step % 2 else None
+        y = second(h)
+        with p.backward():
+            y.sum().backward()
+        if handle is not None:
+            handle.remove()
+
+
+@scenario(tags=("reentrant", "hooks"))
+def hook_of_a_leaf_differentiates_what_is_not_reached(p: Probe) -> None:
+    """A leaf's hook differentiates a part of the graph that the backward has not come to."""
+    w, x = p.leaf("w", p.randn(4, requires_grad=True)), p.leaf("x", p.randn(4, requires_grad=True))
+    for step in range(STEPS):
+        h = x.sin()
+        handle = w.register_hook(lambda grad, h=h, step=step: p.value(f"seen{step}", _grad(h, x, grad)))
+        with p.backward():
+            (h.exp() * w).sum().backward()
+        handle.remove()
+
+
 class Inverse(torch.autograd.Function):
     """Gradients of an inverse: those of the function itself, by which they are divided. It closes over values
     of the running graph, as the transforms of a normalising flow do."""

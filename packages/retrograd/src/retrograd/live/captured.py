@@ -65,7 +65,6 @@ class CapturedBackward:
         graph: as captured. n_outputs: how many gradients the engine expects back.
         needs_engine_frame: whether it must run while the engine's call is alive.
         has_aot_graphs: whether the backward of a compiled function was laid in.
-        is_reentered: whether user code has differentiated through nodes that were still to be executed.
         has_cpp_functions: whether a C++ function is called that may keep state on its context. The engine
             hands over a copy of the context: a later backward does not find what this one leaves there.
     """
@@ -78,7 +77,6 @@ class CapturedBackward:
         self.needs_engine_frame = graph.needs_engine_frame
         self.n_outputs = len(graph.outputs())
         self.has_aot_graphs = bool(graph.inlined)
-        self.is_reentered = False
         self.has_cpp_functions = any(call.kind is CallKind.CPP_FUNCTION for _, call in graph.calls())
         self._order_is_visible = _order_is_visible(graph)
         self._leaves = leaves_with_buffers(self.graph)

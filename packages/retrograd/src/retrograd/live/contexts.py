@@ -43,6 +43,7 @@ from retrograd._torch.autograd import (
 from retrograd._torch.patches import handle
 from retrograd._torch.state import compile_stance, without_torch_functions
 from retrograd.errors import ContextError
+from retrograd.live.capture.reentry import note
 from retrograd.live.session import MOST_NESTED, TOO_DEEP, Grads, Session
 
 
@@ -197,7 +198,7 @@ def open_gateway() -> None:
     for gateway in GATEWAYS:
         handle(gateway, run_backward)
     answer_queries()
-    watch_hooks()
+    watch_hooks(note)
 
 
 def is_anything_open() -> bool:

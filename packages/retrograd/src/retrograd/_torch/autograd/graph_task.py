@@ -31,6 +31,9 @@ from retrograd._torch.tensor import PLAIN_CLASSES
 from retrograd.errors import Escape
 from retrograd.graph.backward_graph import HookKind
 
+#: is given a dictionary of hooks.
+Noted = Callable[[Any], None]
+
 
 class _Body(threading.local):
     """The functions to be run on this thread, innermost last."""
@@ -193,9 +196,10 @@ def _dict_behind(register: Callable[..., Any]) -> Any:
     raise AssertionError("torch registers node hooks in another way than it did")
 
 
-def _registering(kind: HookKind) -> Handler:
+def _registering(kind: HookKind, noted: Noted) -> Handler:
     def register(original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
         handle = original(tensor, hook)
+        noted(handle.hooks_dict_ref())
         if _watched:
             edge = get_gradient_edge(tensor)
             for changes in tuple(_watched):
@@ -205,13 +209,17 @@ def _registering(kind: HookKind) -> Handler:
     return register
 
 
-def _registering_on_node(original: Callable[..., Any], hooks: Any, hook: Any) -> Any:
-    if hook is _ASKING:
-        raise Escape(hooks)
-    hooks, handle = original(hooks, hook)
-    for changes in tuple(_watched):
-        changes._unplaced.append((hooks, hook, handle.id))
-    return hooks, handle
+def _registering_on_node(noted: Noted) -> Handler:
+    def register(original: Callable[..., Any], hooks: Any, hook: Any) -> Any:
+        if hook is _ASKING:
+            raise Escape(hooks)
+        hooks, handle = original(hooks, hook)
+        noted(hooks)
+        for changes in tuple(_watched):
+            changes._unplaced.append((hooks, hook, handle.id))
+        return hooks, handle
+
+    return register
 
 
 def _removing(original: Callable[..., Any], handle: Any) -> None:
@@ -224,11 +232,12 @@ def _removing(original: Callable[..., Any], handle: Any) -> None:
     original(handle)
 
 
-def watch_hooks() -> None:
-    """From here on, see the hooks that user code registers or removes while a plan runs."""
-    handle("torch:Tensor.register_hook", _registering(HookKind.TENSOR_PRE))
-    handle("torch:Tensor.register_post_accumulate_grad_hook", _registering(HookKind.POST_ACCUMULATE))
-    handle("torch.autograd.function:_HookMixin._register_hook", _registering_on_node)
+def watch_hooks(noted: Noted) -> None:
+    """From here on, see the hooks that user code registers or removes while a plan runs, and have each
+    dictionary `noted` that gets a hook, at any time."""
+    handle("torch:Tensor.register_hook", _registering(HookKind.TENSOR_PRE, noted))
+    handle("torch:Tensor.register_post_accumulate_grad_hook", _registering(HookKind.POST_ACCUMULATE, noted))
+    handle("torch.autograd.function:_HookMixin._register_hook", _registering_on_node(noted))
     handle("torch.utils.hooks:RemovableHandle.remove", _removing)
 
 

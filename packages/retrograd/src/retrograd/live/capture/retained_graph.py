@@ -11,7 +11,7 @@ retained:
   a part of it that the rest does not need;
 - one whose hooks or Functions ask for gradients: perhaps through nodes that eager has not executed yet by
   then (an equilibrium is solved so). Its nodes are released when it has run. If some were reached meanwhile,
-  later backwards of this structure are left to the engine. Functions are watched once.
+  later backwards that call the same code are left to the engine. Functions are watched once.
 
 Then the engine collects with the graph kept, and the executed nodes are released separately: at once, except
 for those Functions, which release their own saved tensors when they have run. Eager releases node by node, so
@@ -27,6 +27,7 @@ error.
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -45,7 +46,6 @@ from retrograd._torch.autograd import (
     edge_of,
     is_aot_node,
     leaf_of,
-    names_of_nodes,
     request_to_release,
     run_stock,
     window,
@@ -57,7 +57,7 @@ from retrograd.graph.backward_graph import BackwardGraph, CallKind
 from retrograd.graph.eager_order import ROOT, LiveGraph, eager_walk, executed_nodes
 from retrograd.live.calls.user_code import call_kept_backward
 from retrograd.live.capture.recorder import BackwardRecorder
-from retrograd.live.capture.reentry import asks_for_gradients, is_context
+from retrograd.live.capture.reentry import is_context, is_one_registered, who_asks
 from retrograd.live.captured import CapturedBackward
 from retrograd.process import forgotten_by_reset
 
@@ -71,9 +71,9 @@ forgotten_by_reset(_kept_classes.clear)
 
 _GRAPH_NEEDED = "graph-needed"
 
-#: by the names of their nodes, backwards whose hooks ask for gradients, or whose graph was reentered.
-_asking: set[int] = set()
-forgotten_by_reset(_asking.clear)
+#: code of hooks and Functions that has reached nodes of the running backward.
+_reentering: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
+forgotten_by_reset(_reentering.clear)
 
 
 def collect_and_run(backward: LiveBackward, finished: Finished, run: Callable[[Collected], None]) -> None:
@@ -84,7 +84,7 @@ def collect_and_run(backward: LiveBackward, finished: Finished, run: Callable[[C
         Exception: as `collect`; nothing was consumed unless `run` was called.
     """
     request, is_new = backward.request, False
-    if not request.keep_graph and (_is_asking(backward) or _is_to_be_kept(backward)):
+    if not request.keep_graph and (is_one_registered() or _is_to_be_kept(backward)):
         _run_kept(backward, finished, run)
         return
     call = None
@@ -98,14 +98,6 @@ def collect_and_run(backward: LiveBackward, finished: Finished, run: Callable[[C
         _look_and_run(backward, finished, run)
     elif call is not None:
         run(call)
-
-
-def _is_asking(backward: LiveBackward) -> bool:
-    return bool(_asking) and _structure_of(backward) in _asking
-
-
-def _structure_of(backward: LiveBackward) -> int:
-    return hash(names_of_nodes(backward.asked))
 
 
 def _collect(
@@ -132,26 +124,23 @@ def _look(backward: LiveBackward, finished: Finished) -> bool:
     """Whether `backward`, which does not run here, needs its graph."""
     seen: list[Collected] = []
     call = _collect(backward, finished, replace(backward.request, keep_graph=True), seen.append) or seen[0]
-    return _is_watched(call, backward) or bool(_kept_calls(call.artifact.graph))
+    return _is_watched(call) or bool(_kept_calls(call.artifact.graph))
 
 
-def _is_watched(call: Collected, backward: LiveBackward) -> bool:
-    """Whether user code in `call` may differentiate through the graph that is running. Hooks that ask for
-    gradients are looked at each time: what they do may change.
+def _is_watched(call: Collected) -> bool:
+    """Whether user code in `call` may differentiate through the graph that is running.
 
     Raises:
         Refusal: it is known to.
     """
-    if not asks_for_gradients(call.hooks):
-        return False
-    if call.artifact.is_reentered:
+    asking = who_asks(call.hooks)
+    if not asking.isdisjoint(_reentering):
+        _note_reentry(call.hooks, asking)
         raise Refusal(
             "reentered-graph",
             "a hook or Function differentiates through nodes that the running backward comes to later",
         )
-    if asks_for_gradients(hook for hook in call.hooks if not is_context(hook)):
-        _asking.add(_structure_of(backward))
-    return True
+    return bool(asking)
 
 
 def _protocol(backward: LiveBackward, finished: Finished, graph_is_kept: bool) -> EngineProtocol:
@@ -167,28 +156,33 @@ def _protocol(backward: LiveBackward, finished: Finished, graph_is_kept: bool) -
 
 def _run_kept(backward: LiveBackward, finished: Finished, run: Callable[[Collected], None]) -> None:
     kept = replace(backward.request, keep_graph=True)
-    ran: list[CapturedBackward] = []
+    ran: list[tuple[CapturedBackward, list[Any]]] = []
 
     def run_then_release(call: Collected) -> None:
-        _is_watched(call, backward)
-        ran.append(call.artifact)
+        _is_watched(call)
+        ran.append((call.artifact, list(call.hooks)))
         run(call)
 
     try:
         with window.capture():
             call = _collect(backward, finished, kept, run_then_release)
-            is_watched = call is not None and _is_watched(call, backward)
+            is_watched = call is not None and _is_watched(call)
             if call is not None and not is_watched:
                 _release_executed(backward, call.artifact, already_run=False)
         if call is not None:
             (run_then_release if is_watched else run)(call)
     finally:
-        if backward.is_reentered and ran:
-            ran[0].is_reentered = True
-            _asking.add(_structure_of(backward))
         # The engine has room for one call at a time: in its frame, nothing can be released before the end.
-        if ran:
-            _release_executed(backward, ran[0], already_run=True)
+        for artifact, hooks in ran:
+            if backward.is_reentered:
+                _note_reentry(hooks, who_asks(hooks))
+            _release_executed(backward, artifact, already_run=True)
+
+
+def _note_reentry(hooks: Sequence[Any], asking: set[types.CodeType]) -> None:
+    """What is `asking` among `hooks` does reach nodes of the running backward."""
+    _reentering.update(asking)
+    _kept_classes.update(type(hook) for hook in hooks if is_context(hook) and who_asks([hook]))
 
 
 def _is_to_be_kept(backward: LiveBackward) -> bool:
@@ -216,7 +210,7 @@ def _may_be_reentered(graph: BackwardGraph, nodes: Sequence[Any]) -> bool:
     asks for gradients."""
     return any(
         (call.kind is CallKind.HOOK and leaf_of(nodes[call.node_call]) is None)
-        or (call.kind is CallKind.FUNCTION and asks_for_gradients([nodes[call.node_call]]))
+        or (call.kind is CallKind.FUNCTION and who_asks([nodes[call.node_call]]))
         for _, call in graph.calls()
     )
 
