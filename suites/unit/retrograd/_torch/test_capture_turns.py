@@ -62,7 +62,7 @@ def test_a_capture_goes_on_beside_a_plan_that_waits_in_a_hook() -> None:
 
 @pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
 @pytest.mark.parametrize("retain_grad", [False, True], ids=["in a stock backward", "in the engine's frame"])
-def test_a_capture_gives_up_where_it_could_wait_for_ever(
+def test_a_capture_gives_up_where_it_could_wait_for_ever_and_later_ones_do_not_wait(
     retain_grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(window, "patience", 0.01)
@@ -80,11 +80,44 @@ def test_a_capture_gives_up_where_it_could_wait_for_ever(
     with context, another_thread(work):
         assert meeting.there.wait(60)
         compiled_square(context)
+        window.patience = 3600
+        for _ in range(3):
+            compiled_square(context)
         meeting.done.set()
     compiled_square(context)
     assert torch.equal(w.grad, w.detach().cos())
-    assert {reason.code: count for reason, count in context.explain().fallbacks.items()} == {"engine-busy": 1}
-    assert retrograd.counters["fallbacks"] == 1
+    assert {reason.code: count for reason, count in context.explain().fallbacks.items()} == {"engine-busy": 4}
+    assert retrograd.counters["fallbacks"] == 4
+    assert retrograd.counters["runs"] == 1 + retain_grad
+
+
+class Counted(torch.autograd.Function):
+    """Its backward runs one of another graph, of which this is a part again, so many times."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, depth: int) -> torch.Tensor:
+        ctx.depth = depth
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.depth:
+            x = torch.ones_like(grads[0]).requires_grad_()
+            with torch.enable_grad():
+                Counted.apply(x, ctx.depth - 1).sum().backward()
+            return grads[0] * x.grad, None
+        return grads[0] * 2, None
+
+
+@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
+def test_a_backward_nested_so_deeply_that_threads_change_waits_for_none_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(window, "patience", 3600)
+    x = leaf()
+    with retrograd.compiled_autograd("eager", strict=False):
+        Counted.apply(x, 100).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2))
 
 
 def test_a_backward_that_began_before_the_gateway_was_opened_is_seen_until_it_is_in_the_engine(

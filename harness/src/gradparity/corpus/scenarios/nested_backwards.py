@@ -214,3 +214,29 @@ def nested_backward_hooks_the_outer_graph(p: Probe) -> None:
     y.register_hook(nested)
     with p.backward():
         y.sum().backward()
+
+
+class Sunk(torch.autograd.Function):
+    """Its backward runs that of another graph, in which it is called again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, depth: int) -> Tensor:
+        ctx.depth = depth
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        inner = grads[0].detach().requires_grad_()
+        if ctx.depth:
+            with torch.enable_grad():
+                Sunk.apply(inner.sin(), ctx.depth - 1).sum().backward()
+        return grads[0] if inner.grad is None else inner.grad, None
+
+
+@scenario(tags=("reentrant", "function"))
+def backwards_nested_until_the_engine_takes_other_threads(p: Probe) -> None:
+    """From a depth of 60 on, the engine runs a nested backward on another thread."""
+    x = p.leaf("x", p.randn(3, requires_grad=True))
+    for depth in (5, 59, 150):
+        with p.backward():
+            Sunk.apply(x * 3, depth).sum().backward()

@@ -12,8 +12,9 @@ The engine's compiler is installed here and nowhere else, and only while the win
 pointer for the whole process. Every backward reads it once, when it enters the engine (``Engine::execute``);
 what is past that point is not concerned by a change. So a capture waits only for threads that may be about to
 enter, and they wait for the capture. A capture runs no user code and takes milliseconds, so whoever waits for
-a capture waits without a limit. For a backward, a capture waits for a short time only: its user code may be
-waiting for this thread.
+a capture waits without a limit. For a backward, a capture waits once and for a short time only: its user code
+may be waiting for this thread. Inside a backward it does not wait at all: whoever is in the way may be who
+this thread works for.
 
 Backwards that began before the gateway was opened (``_torch.patches``) did not come by here. The first
 capture looks for them in the innermost frame of each other thread, which is the gateway's until user code
@@ -74,6 +75,7 @@ _BEFORE_ENGINE = {
 }
 _INNERMOST = re.compile(r'hread (0x[0-9a-f]+) .*\n  File "(.*)", line')
 _A_MOMENT = 0.001
+_UNSEEN = -1
 
 
 def innermost_files() -> list[tuple[int, str]]:
@@ -122,6 +124,8 @@ class Window:
         self._in_frame: int | None = None
         self._forking: int | None = None
         self._entering: dict[int, int] = {}
+        #: of the threads in the way, those for which a capture has waited in vain.
+        self._slow: set[int] = set()
         self._may_be_unseen = True
         self._lost = False
 
@@ -142,6 +146,7 @@ class Window:
             self._entering[thread] -= 1
             if not self._entering[thread]:
                 del self._entering[thread]
+                self._slow.discard(thread)
                 self._condition.notify_all()
 
     @contextmanager
@@ -169,21 +174,24 @@ class Window:
             self._release(me)
 
     def _wait_until_free(self, me: int) -> None:
-        deadline = time.monotonic() + self.patience
-        while not self._is_free(me):
+        is_inside = torch._C._current_graph_task_id() != -1
+        deadline = time.monotonic() + (0 if is_inside else self.patience)
+        while way := self._in_the_way(me):
             left = deadline - time.monotonic()
-            if self._owner is None and left <= 0:
+            if self._owner is None and (left <= 0 or not self._slow.isdisjoint(way)):
+                if not is_inside:
+                    self._slow |= way
                 raise Refusal("engine-busy", "another thread is in a backward")
             # Nobody says when an unseen backward ends.
             self._condition.wait(_A_MOMENT if self._may_be_unseen else max(left, _A_MOMENT))
 
-    def _is_free(self, me: int) -> bool:
-        others = any(thread != me for thread in self._entering)
-        if self._owner is not None or self._in_frame is not None or others:
-            return False
-        if self._may_be_unseen:
+    def _in_the_way(self, me: int) -> set[int]:
+        """The threads that a capture has to wait for; `_UNSEEN` for those that did not come by here."""
+        others = (*self._entering, self._in_frame, self._owner)
+        found = {other for other in others if other not in (me, None)}
+        if not found and self._may_be_unseen:
             self._may_be_unseen = self._has_unseen(me)
-        return not self._may_be_unseen
+        return found | {_UNSEEN} if self._may_be_unseen else found
 
     def _has_unseen(self, me: int) -> bool:
         """Whether another thread may be about to enter; none that came by here is."""
@@ -201,6 +209,7 @@ class Window:
         finally:
             with self._condition:
                 self._in_frame, self._owner = None, me
+                self._slow.discard(me)
 
     def _release(self, me: int) -> None:
         with self._condition:
@@ -233,6 +242,7 @@ class Window:
         self._owner = me if self._owner == me != self._forking else None
         self._forking = None
         self._in_frame = me if self._in_frame == me else None
+        self._slow.clear()
         self._entering = {thread: count for thread, count in self._entering.items() if thread == me}
 
 
