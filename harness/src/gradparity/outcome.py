@@ -167,7 +167,7 @@ def snapshot(tensor: torch.Tensor, keep: int | None = None) -> TensorRecord:
             cls=_class_name(tensor),
             dtype=tensor.dtype,
             shape=_shape(tensor),
-            strides=tuple(tensor.stride()) if strided else None,
+            strides=_plain_numbers(tensor.stride()) if strided else None,
             layout=str(tensor.layout),
             requires_grad=tensor.requires_grad,
             parts=parts,
@@ -285,13 +285,12 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    if tensor.is_nested:
-        return (
-            tuple(int(size) if isinstance(size, int) else -1 for size in tensor.shape)
-            if _is_jagged(tensor)
-            else ()
-        )
-    return tuple(tensor.shape)
+    return () if tensor.is_nested and not _is_jagged(tensor) else _plain_numbers(tensor.shape)
+
+
+def _plain_numbers(sizes: Iterable[Any]) -> tuple[int, ...]:
+    """Sizes or strides; -1 for what is no number: a symbol, which only a jagged tensor may have."""
+    return tuple(int(size) if isinstance(size, int) else -1 for size in sizes)
 
 
 def _is_jagged(tensor: torch.Tensor) -> bool:

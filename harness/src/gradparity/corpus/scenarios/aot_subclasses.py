@@ -201,6 +201,26 @@ def aot_subclass_in_a_subclass(p: Probe) -> None:
         out.sum().backward()
 
 
+@scenario(tags=TAGS)
+def aot_subclasses_of_several_sizes(p: Probe) -> None:
+    """Sizes change from call to call; what is returned has numbers for sizes, and so have its parts."""
+
+    def run(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        c = a.sin() * a.shape[0] + b
+        return c, c.reshape(-1)[: b.shape[1]] * a.shape[1]
+
+    call = p.compile(run)
+    for step, (rows, columns) in enumerate(((2, 3), (4, 3), (5, 6), (2, 2))):
+        nested = TwoTensor(_two(p, rows, columns).detach(), _two(p, rows, columns).detach()).requires_grad_()
+        for name, a in (("two", _two(p, rows, columns)), ("nested", nested)):
+            x = p.leaf(f"{name}{step}", a)
+            y = p.leaf(f"{name}{step}_plain", p.randn(rows, columns, requires_grad=True))
+            shown = call(x, y)
+            p.value(f"shown {name}{step}", shown)
+            with p.backward():
+                (shown[0].sum() + shown[1].square().sum()).backward()
+
+
 @scenario(tags=(*TAGS, "in-place"))
 def aot_what_is_saved_of_two_parts_is_changed(p: Probe) -> None:
     """The version of what holds the parts says that what the backward reads was changed."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from retrograd._torch.pytree import tree_leaves
+from retrograd._torch.pytree import tree_leaves, tree_map
 from retrograd.errors import Refusal
 from retrograd.graph.emit import Boxed
 from retrograd.graph.structure import is_same
@@ -30,7 +30,9 @@ ATOMS = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
     torch.memory_format, type, enum.Enum,
 )  # fmt: skip
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_FIXED: Mapping[type, Callable[[Any], Any]] = {
+    torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,11 @@ class Metadata:
         what = f"an attribute of {type(tensor).__name__}"
         return replace(self, restored={key: _copied(value, what) for key, value in kept.items()})
 
+    def without_symbols(self) -> Metadata:
+        """The same with fixed numbers in place of symbolic ones."""
+        fixed = tree_map(lambda leaf: _FIXED.get(type(leaf), _itself)(leaf), self.context)
+        return replace(self, context=fixed)
+
     def holds_for(self, tensor: torch.Tensor, inner: Sequence[str], context: Any) -> bool:
         """Whether `tensor` has the same metadata."""
         agrees = _agrees(tensor, self.context, context)
@@ -116,7 +123,11 @@ def attributes_of(tensor: torch.Tensor, inner: Sequence[str]) -> dict[str, Any]:
 
 def holds_symbols(value: Any) -> bool:
     """Whether a symbolic number is, or may be, somewhere in `value`."""
-    return any(isinstance(leaf, _SYMBOLIC) or not isinstance(leaf, ATOMS) for leaf in tree_leaves(value))
+    return any(isinstance(leaf, tuple(_FIXED)) or not isinstance(leaf, ATOMS) for leaf in tree_leaves(value))
+
+
+def _itself(leaf: Any) -> Any:
+    return leaf
 
 
 def _guards_itself(tensor: torch.Tensor) -> bool:
@@ -232,12 +243,16 @@ def wrapper_layout(
 
 
 def layout_of(value: Any) -> Layout:
-    """How `value` is made up, whether or not it requires grad and whatever attributes it has.
+    """How `value` is made up, whether or not it requires grad and whatever attributes it has. Symbolic sizes
+    of a subclass tensor become fixed: no graph gives the numbers of which another one is built.
 
     Raises:
         Refusal: it cannot be taken apart without loss.
     """
-    return wrapper_layout(value, layout_of, None) if is_wrapper(value) else PLAIN
+    if not is_wrapper(value):
+        return PLAIN
+    layout = wrapper_layout(value, layout_of, None, tuple(map(int, (*value.shape, *value.stride()))))
+    return replace(layout, metadata=layout.metadata.without_symbols())
 
 
 def parts_of(value: Any, layout: Layout | Constant) -> list[Any]:

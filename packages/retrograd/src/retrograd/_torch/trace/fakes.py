@@ -87,6 +87,8 @@ def why_not_fakeable(value: torch.Tensor) -> str | None:
     """Why a tensor cannot stand in a graph; None if it can."""
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         return "tensor wrapped by a functorch transform"
+    if torch._is_functional_tensor(value):
+        return "tensor that functionalization has wrapped"
     try:
         layout_of(value)
     except Refusal as reason:
