@@ -1,4 +1,4 @@
-"""Losses and look-ups in which some labels count for nothing: ignored ones, and those behind an end.
+"""Losses and look-ups in which some labels count for nothing, and labels that are out of range.
 
 In: a probe, whose `compile` is the identity for eager. Out: each loss and its gradient. Operators that are
 taken apart before they are compiled are taken apart for labels that all count, too easily.
@@ -68,3 +68,36 @@ def aot_losses_of_labels_that_count_for_nothing(p: Probe) -> None:
             p.value(name, loss)
             (grad,) = torch.autograd.grad(loss.sum(), x, retain_graph=True)
             p.value(f"gradient {name}", grad)
+
+
+def _asserted(labels: Tensor, rows: Tensor, *text: str) -> Tensor:
+    torch._assert_async((labels < 5).all(), *text)
+    return rows.sin()
+
+
+#: by name, what checks the values of the labels and rows that it is given.
+CHECKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "one_hot": lambda labels, rows: functional.one_hot(labels, 5) @ rows,
+    "cross_entropy": lambda labels, rows: functional.cross_entropy(rows, labels),
+    "embedding": functional.embedding,
+    "gather": lambda labels, rows: rows.gather(0, labels[:, None]),
+    "index_add": lambda labels, rows: rows.index_add(0, labels, rows),
+    "asserted": lambda labels, rows: _asserted(labels, rows),
+    "asserted_with_a_text": lambda labels, rows: _asserted(labels, rows, "too large"),
+}
+
+
+@scenario(tags=(*TAGS, "errors"))
+def aot_labels_out_of_range(p: Probe) -> None:
+    """What checks its labels raises, also where the first labels were in range."""
+    x = p.leaf("x", p.randn(5, 5, requires_grad=True))
+    for name, fn in CHECKED.items():
+        call = p.compile(fn)
+        for step, largest in enumerate((1, 7)):
+            labels = torch.tensor([2, 0, 4, 2, largest], device=x.device)
+            try:
+                shown = call(labels, x)
+            except (RuntimeError, IndexError) as error:
+                p.event(f"{name} {step} raises", type(error).__name__, str(error).splitlines()[0])
+            else:
+                p.value(f"{name} {step}", shown)

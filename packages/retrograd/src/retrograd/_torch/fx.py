@@ -53,7 +53,7 @@ OF_TORCH = frozenset({"aten", "prim", "prims", "rngprims", "inductor", "quantize
 #: share memory with their input, and their schema does not say so.
 _UNDECLARED_ALIASES = frozenset({torch.ops.aten._unsafe_view.default})
 #: called to raise if a value is wrong; newer releases of torch know that themselves.
-_RAISING = frozenset({torch.ops.aten._linalg_check_errors.default})
+_RAISING = frozenset({torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.default})
 _FILLS = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
 #: write random numbers over their first argument, whatever that holds.
 FILLING = frozenset(getattr(torch.ops.aten, name) for name in _FILLS.split())

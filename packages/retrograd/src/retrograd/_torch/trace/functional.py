@@ -335,10 +335,23 @@ class FreeTensors(TorchFunctionMode):
 
 
 def _called(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if name == "one_hot":
+        _check_classes(*args, **kwargs)
+    if name == "_assert_async" and len(args) == 1:  # torch removes it where it has no text: this is eager's
+        args = (*args, "Expected Tensor with single nonzero value, but got zero")
     if _AS_KERNELS.match(name):
         with suppress(RuntimeError), no_python_dispatcher():  # some cannot be given a symbolic size
             return func(*args, **kwargs)
     return func(*args, **kwargs)
+
+
+def _check_classes(labels: torch.Tensor | None = None, num_classes: int = -1, **named: torch.Tensor) -> None:
+    """What the kernel of ``one_hot`` checks, which is written without checks where a tensor has no values."""
+    labels = next(iter(named.values())) if labels is None else labels
+    if num_classes != -1:
+        check = torch.ops.aten._assert_async.msg
+        check((labels >= 0).all(), "Class values must be non-negative.")
+        check((labels < num_classes).all(), "Class values must be smaller than num_classes.")
 
 
 def _outside_of_transforms(lift: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:

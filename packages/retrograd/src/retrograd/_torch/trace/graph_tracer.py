@@ -39,7 +39,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import has_preserved_node_meta
 
-from retrograd._torch.fx import add_call, is_mutating, is_random, lazily, real_tensors
+from retrograd._torch.fx import add_call, has_effect, is_mutating, is_random, lazily, real_tensors
 from retrograd._torch.state import autocast_off, generator_states, restore_generator_states, seeds_and_states
 from retrograd._torch.tensor import is_lazy
 from retrograd._torch.trace.fakes import fake_of, is_fake, new_fake_mode, symbolic_integer, why_not_fakeable
@@ -427,7 +427,7 @@ def _graph(fn: Callable[..., Any], inputs: Sequence[Any], decompositions: Decomp
         return results
 
     gm = make_graph(body, decompositions)
-    gm.graph.eliminate_dead_code()
+    gm.graph.eliminate_dead_code(lambda node: bool(node.is_impure()) or has_effect(node))
     gm.recompile()
     return gm
 
