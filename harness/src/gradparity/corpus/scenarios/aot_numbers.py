@@ -9,8 +9,10 @@ In: a probe, whose `compile` is the identity for eager. Out: values and gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch.nn import functional
 
@@ -215,3 +217,28 @@ def aot_tensors_made_of_numbers_in_every_way(p: Probe) -> None:
         p.value(f"out {step}", out)
         with p.backward():
             out.square().sum().backward()
+
+
+#: by name, what is computed of a number that was read out of a tensor, and checked.
+READ: dict[str, Callable[[Tensor, int], Any]] = {
+    "equal": lambda x, z: [torch._check(z == 3), x * z],
+    "less": lambda x, z: [torch._check(z < 5), x * z],
+    "between": lambda x, z: [torch._check(z >= 0), torch._check(z <= 4), x.sum() * torch.ones(z).sum()],
+    "a_size": lambda x, z: [torch._check(z == x.shape[0] - 1), x.sin()],
+}
+
+
+@scenario(tags=(*TAGS, "errors"))
+def aot_numbers_read_are_checked(p: Probe) -> None:
+    """A check of a number that is read inside the graph holds for each call, not for the first alone."""
+    x = p.leaf("x", p.randn(4, requires_grad=True))
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for name, fn in READ.items():
+            call = p.compile(lambda a, number, fn=fn: fn(a, number.item())[-1])
+            for number in (3, 7, 3):
+                try:
+                    shown = call(x, torch.tensor(number, device=x.device))
+                except RuntimeError:  # the texts are Dynamo's
+                    p.event(f"{name} {number} is refused")
+                else:
+                    p.value(f"{name} {number}", shown)

@@ -28,9 +28,12 @@ from retrograd._torch.state import Autocast, autocast_off
 from retrograd._torch.trace import (
     JointTracer,
     OtherCotangent,
+    checks_known,
     functional_mode,
     is_fake,
     make_graph,
+    read_anew,
+    refuse_lost_checks,
     without_tokens,
 )
 from retrograd.aot.trace.analyse import analyse
@@ -142,10 +145,13 @@ def _captured(state: CaptureState, manner: Manner) -> tuple[JointGraph, Structur
     plan = EntryPlan()
     while True:
         attempt = _Attempt(state, plan, manner)
+        read_anew(state.fake_mode)
+        checks = checks_known(state.fake_mode)
         try:
             with autocast_off(), state.fake_mode:
                 gm = make_graph(attempt.body, state.decompositions, JointTracer, state.uses_python_forms)
                 _refuse_fakes(gm)
+                refuse_lost_checks(state.fake_mode, checks)
         except (RetrogradError, OtherCotangent):
             raise
         except Exception as error:

@@ -7,6 +7,7 @@ from retrograd._torch.trace.fakes import (
     Form,
     alias_of_fake,
     bytes_of,
+    checks_known,
     fake_mode_of,
     fake_of,
     fake_of_form,
@@ -20,6 +21,8 @@ from retrograd._torch.trace.fakes import (
     mode_among,
     new_fake_mode,
     places_of_symbols,
+    read_anew,
+    refuse_lost_checks,
     symbols_in,
     why_not_fakeable,
 )

@@ -6,7 +6,10 @@ symbols in their sizes, and where these can be read.
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
+import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +30,39 @@ from retrograd.errors import Refusal
 def new_fake_mode(symbolic: bool) -> FakeTensorMode:
     """A fake mode of our own; with a shape environment if sizes may be symbolic."""
     return FakeTensorMode(shape_env=ShapeEnv() if symbolic else None, allow_non_fake_inputs=True)
+
+
+def read_anew(mode: Any) -> None:
+    """A number that is read of a fake from now on is another symbol: what is known of an earlier one, as by
+    ``torch._check`` in Dynamo's trace, would be taken for granted, and checked in no call."""
+    mode.epoch += 1
+
+
+def checks_known(mode: Any) -> dict[int, Any]:
+    """What a fake mode takes to hold of the numbers that were read, by identity."""
+    lists = () if mode.shape_env is None else mode.shape_env.deferred_runtime_asserts.values()
+    return {id(check): check for checks in lists for check in checks}
+
+
+def refuse_lost_checks(mode: Any, before: Mapping[int, Any]) -> None:
+    """What user code has checked in Python since `before`, no graph checks. Operators check again themselves.
+
+    Raises:
+        Refusal: there is such a check.
+    """
+    for key, check in checks_known(mode).items():
+        if key not in before and _is_users(check.stack.summary()):
+            raise Refusal("not-representable", "it checks a number that it reads out of a tensor")
+
+
+def _is_users(stack: Sequence[traceback.FrameSummary]) -> bool:
+    """Whether code outside of torch has called ``torch._check``, or one of its kind."""
+    callers = (
+        caller.filename
+        for caller, called in itertools.pairwise(stack)
+        if called.filename == torch.__file__ and called.name.startswith("_check")
+    )
+    return not next(callers, torch.__file__).startswith(os.path.dirname(torch.__file__))
 
 
 def guard_count(mode: Any) -> int:
