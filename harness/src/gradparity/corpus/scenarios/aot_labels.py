@@ -87,7 +87,7 @@ CHECKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@scenario(tags=(*TAGS, "errors"))
+@scenario(tags=TAGS)
 def aot_labels_out_of_range(p: Probe) -> None:
     """What checks its labels raises, also where the first labels were in range."""
     x = p.leaf("x", p.randn(5, 5).cpu().requires_grad_())  # such an error ends the use of a GPU

@@ -228,7 +228,7 @@ READ: dict[str, Callable[[Tensor, int], Any]] = {
 }
 
 
-@scenario(tags=(*TAGS, "errors"))
+@scenario(tags=TAGS)
 def aot_numbers_read_are_checked(p: Probe) -> None:
     """A check of a number that is read inside the graph holds for each call, not for the first alone."""
     x = p.leaf("x", p.randn(4, requires_grad=True))
