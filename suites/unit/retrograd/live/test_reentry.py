@@ -197,6 +197,21 @@ def test_hooks_that_ask_are_known_while_they_are_registered() -> None:
     assert not is_one_registered()
 
 
+class Registering(Tensor):
+    """Registers hooks by itself."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.register_hook:
+            return "registered"
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_subclass_may_register_hooks_by_itself() -> None:
+    with retrograd.compiled_autograd("eager"):
+        assert leaf(3).as_subclass(Registering).register_hook(scale) == "registered"
+
+
 def test_strict_says_so() -> None:
     retrograd.reset()
     x = leaf(4)

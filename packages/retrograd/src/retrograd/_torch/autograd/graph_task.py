@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch._C._dynamo import compiled_autograd as engine_protocol
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from retrograd._torch.autograd.collection import run_stock, window
 from retrograd._torch.autograd.request import EngineRequest
@@ -199,6 +200,8 @@ def _dict_behind(register: Callable[..., Any]) -> Any:
 def _registering(kind: HookKind, noted: Noted) -> Handler:
     def register(original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
         handle = original(tensor, hook)
+        if not isinstance(handle, RemovableHandle):
+            return handle  # of a subclass of tensors that registers by itself
         noted(handle.hooks_dict_ref())
         if _watched:
             edge = get_gradient_edge(tensor)

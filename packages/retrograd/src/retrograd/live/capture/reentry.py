@@ -47,7 +47,7 @@ def is_one_registered() -> bool:
     asks_none = not who_asks(hook for _, _, hooks in found if hooks for hook in list(hooks.values()))
     for key, ref, hooks in found:
         if _registered.get(key) is ref and (asks_none or not hooks or not who_asks(list(hooks.values()))):
-            del _registered[key]
+            _registered.pop(key, None)  # it may be gone meanwhile
     return bool(_registered)
 
 
