@@ -87,11 +87,6 @@ class Metadata:
         what = f"an attribute of {type(tensor).__name__}"
         return replace(self, restored={key: _copied(value, what) for key, value in kept.items()})
 
-    def without_symbols(self) -> Metadata:
-        """The same with fixed numbers in place of symbolic ones."""
-        fixed = tree_map(lambda leaf: _FIXED.get(type(leaf), _itself)(leaf), self.context)
-        return replace(self, context=fixed)
-
     def holds_for(self, tensor: torch.Tensor, inner: Sequence[str], context: Any) -> bool:
         """Whether `tensor` has the same metadata."""
         agrees = _agrees(tensor, self.context, context)
@@ -126,8 +121,9 @@ def holds_symbols(value: Any) -> bool:
     return any(isinstance(leaf, tuple(_FIXED)) or not isinstance(leaf, ATOMS) for leaf in tree_leaves(value))
 
 
-def _itself(leaf: Any) -> Any:
-    return leaf
+def without_symbols(value: Any) -> Any:
+    """`value` with fixed numbers in place of symbolic ones, which become guards."""
+    return tree_map(lambda leaf: _FIXED[type(leaf)](leaf) if type(leaf) in _FIXED else leaf, value)
 
 
 def _guards_itself(tensor: torch.Tensor) -> bool:
@@ -252,7 +248,8 @@ def layout_of(value: Any) -> Layout:
     if not is_wrapper(value):
         return PLAIN
     layout = wrapper_layout(value, layout_of, None, tuple(map(int, (*value.shape, *value.stride()))))
-    return replace(layout, metadata=layout.metadata.without_symbols())
+    metadata = layout.metadata
+    return replace(layout, metadata=replace(metadata, context=without_symbols(metadata.context)))
 
 
 def parts_of(value: Any, layout: Layout | Constant) -> list[Any]:

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transfor
 
 from retrograd._torch import pytree
 from retrograd._torch.fx import FILLING, is_operator_overload, schema_of
+from retrograd._torch.subclass import without_symbols
 from retrograd._torch.tensor import inner_tensors, may_overlap, may_share_elements, storage_of
 from retrograd._torch.trace.graph_tracer import noted
 from retrograd._torch.trace.unsaid_writes import saying_its_writes
@@ -319,7 +320,7 @@ class FreeTensors(TorchFunctionMode):
         if func == _DATA:
             self.bared.append(args[0])
         if name in _BY_VALUE:
-            args, kwargs = pytree.tree_map(_known, (args, kwargs))
+            args, kwargs = without_symbols((args, kwargs))
         given = () if func is _LIFT else pytree.tree_leaves((args, kwargs))
         free = [leaf for leaf in given if _is_free(leaf)]
         if free:
@@ -370,13 +371,6 @@ def _is_given_offset(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a call names a place in the memory of a tensor, so that it matters where the tensor begins."""
     place = _STRIDED.get(name, len(args))
     return name in _STRIDED and (place < len(args) or kwargs.get("storage_offset") is not None)
-
-
-def _known(leaf: Any) -> Any:
-    """The value of a symbolic number; anything else as it is."""
-    if isinstance(leaf, torch.SymInt):
-        return int(leaf)
-    return float(leaf) if isinstance(leaf, torch.SymFloat) else leaf
 
 
 def _is_free(leaf: Any) -> bool:
