@@ -219,3 +219,25 @@ def test_without_a_reference_what_rounds_to_a_lower_precision_is_judged_by_it(
     for bitwise in (False, True):
         evidence = replace(bench.evidence(eager, subject, bitwise), rounds_to=rounds_to)
         assert judge(evidence).verdict is (Verdict.DIVERGE if bitwise else verdict)
+
+
+@pytest.mark.parametrize(("dtype", "low"), [
+    (torch.float64, torch.float32),
+    (torch.float64, torch.bfloat16),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+])  # fmt: skip
+def test_values_that_went_through_a_lower_dtype_diverge_however_near_they_are(bench, dtype, low) -> None:
+    grad = torch.linspace(0.1, 0.9, 8, dtype=dtype)
+    noisy = grads(x=grad * (1 + torch.finfo(low).eps))  # eager's own error lets anything nearby pass
+    for subject, symptom in ((grad.to(low).to(dtype), "grad-values-rounded"), (grad * 1, "")):
+        evidence = bench.evidence(grads(x=grad), grads(x=subject), bitwise=False)
+        evidence.reference = lambda: Reference(noisy)
+        assert judge(evidence).symptom == symptom
+
+
+def test_a_subject_that_computes_more_exactly_than_eager_was_not_rounded(bench) -> None:
+    eager = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]) * (1 + 4e-7)
+    evidence = bench.evidence(grads(x=eager), grads(x=eager.round()), bitwise=False)
+    evidence.reference = lambda: Reference(grads(x=eager.round().double()))
+    assert judge(evidence).verdict is Verdict.AGREE

@@ -12,6 +12,13 @@ import torch
 
 from gradparity.outcome import TensorRecord
 
+COARSER = {
+    torch.float64: (torch.float32, torch.bfloat16, torch.float16),
+    torch.float32: (torch.bfloat16, torch.float16),
+}
+"""The dtypes through which a value of each dtype may have been rounded."""
+FEW = 4
+"""So many elements must have been rounded: fewer may be coarse by chance."""
 INTEGER_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -49,10 +56,30 @@ def distance(one: TensorRecord, two: TensorRecord) -> float:
     return worst
 
 
+def rounded_through(eager: TensorRecord, subject: TensorRecord) -> torch.dtype | None:
+    """The lower dtype through which the subject's values went and eager's did not; None if there is none.
+
+    A subject that computes more exactly than eager may show 2.0 for eager's 2.0000002, which is no rounding:
+    the records must be as far apart as that dtype rounds.
+    """
+    size = magnitude(eager)
+    for low in COARSER.get(eager.dtype, ()):
+        if distance(eager, subject) < torch.finfo(low).eps / 32 * size:
+            continue
+        if bool(_coarse(subject, low).all()) and int((~_coarse(eager, low)).sum()) >= FEW:
+            return low
+    return None
+
+
 def magnitude(record: TensorRecord) -> float:
     """The largest finite absolute value; 0 for an empty tensor."""
     sizes = [_wide(part).abs().nan_to_num(0.0, 0.0, 0.0).max() for part in record.parts if part.numel()]
     return max((float(size) for size in sizes), default=0.0)
+
+
+def _coarse(record: TensorRecord, low: torch.dtype) -> torch.Tensor:
+    """Which values of a record a lower dtype holds exactly."""
+    return torch.cat([(part == part.to(low).to(part.dtype)).flatten() for part in record.parts])
 
 
 def _part_distance(left: torch.Tensor, right: torch.Tensor) -> float:

@@ -1,7 +1,8 @@
 """Values: equal bits where the subject promises them, else close to a float64 reference.
 
 In: Evidence. Out: a Finding for the first leaf that is wrong: DIVERGE, or REF_UNSTABLE where eager itself is
-far from the reference. NaN equals NaN, and 0.0 equals -0.0 (with a note, for subjects that promise bits).
+far from the reference. Values that went through a lower dtype, as eager's did not, are wrong however near
+they are. NaN equals NaN, and 0.0 equals -0.0 (with a note, for subjects that promise bits).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from gradparity.oracles.distance import distance, magnitude, same_bits, signed_zero
+from gradparity.oracles.distance import distance, magnitude, rounded_through, same_bits, signed_zero
 from gradparity.oracles.evidence import Evidence, Pair
 from gradparity.oracles.tolerances import UNSTABLE, Tolerance, tolerance
 from gradparity.outcome import Payload, TensorRecord
@@ -84,6 +85,10 @@ def leaf_values(pair: Pair, evidence: Evidence) -> Finding | None:
             evidence.notes.append(f"{pair.label}: the sign of a zero differs")
         return None
     found = _measure(pair.label, *records, evidence)
+    low = None if evidence.bitwise or evidence.rounds_to else rounded_through(*records)
+    if low is not None:
+        reason = f"{pair.label}: every value of the subject is one of {low}, eager's are not"
+        return Finding(Verdict.DIVERGE, f"{symptom}-rounded", reason, pair.place)
     if found.verdict is Verdict.AGREE:
         return None
     if evidence.bitwise:
