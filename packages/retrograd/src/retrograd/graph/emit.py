@@ -67,8 +67,10 @@ class Emitter:
         self.line(f"{targets}= {source}" if targets else source)
 
     def let_go(self, values: Iterable[Hashable]) -> None:
-        """Delete the variables of `values`, if they have any."""
-        names = [self.local[value] for value in values if value in self.local]
+        """Delete the variables of `values`, if they have any, in the order in which they were made."""
+        names = sorted(
+            (self.local[value] for value in values if value in self.local), key=lambda v: int(v[1:])
+        )
         if names:
             self.line(f"del {', '.join(names)}")
 
