@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from retrograd._torch.fx import written_inputs
 from retrograd.cudagraphs import graphed_function
 from retrograd.cudagraphs.graphed_function import GraphedFunction, graphed
-from retrograd.cudagraphs.refusals import why_not_recorded
+from retrograd.cudagraphs.refusals import symbolic_inputs, why_not_recorded
 from unit.retrograd.cudagraphs.without_device import Recorder
 
 
@@ -74,10 +74,13 @@ def test_random_numbers_are_recorded_but_for_those_of_another_generator():
     assert "a generator of its own (bernoulli" in reason.text
 
 
-def test_symbolic_sizes_are_not_recorded():
-    graph = traced(lambda a: a.sin(), torch.ones(3), mode="symbolic")
-    reason = why_not_recorded([graph], "cpu")
-    assert (reason.code, reason.way_out) == ("cuda-graphs-dynamic", "dynamic=False")
+def test_numbers_are_recorded_if_they_are_sizes():
+    graph = traced(lambda a, n: a.sin() * n, torch.ones(3), 5, mode="symbolic")
+    assert why_not_recorded([graph], "cpu") is None
+    assert symbolic_inputs(graph) == (0, 1)
+    assert why_not_recorded([graph, graph], "cpu").code == "cuda-graphs-dynamic"
+    next(iter(graph.find_nodes(op="placeholder"))).meta["val"] = 0.5
+    assert why_not_recorded([graph], "cpu").code == "cuda-graphs-dynamic"
 
 
 def test_tensors_on_another_type_of_device_are_not_recorded_and_the_code_stays_as_it_is():

@@ -234,9 +234,47 @@ def test_an_optimizer_reads_gradients_of_a_mebibyte_from_wherever_they_come(reco
     assert recorder.replays - before == 3 * 4
 
 
-def test_symbolic_sizes_are_refused_with_a_reason(recorder):
+def sizes_in_turn(run, model, sizes, rounds=8):
+    """What a user keeps of steps with inputs of these sizes, one after the other."""
+    kept = []
+    for number in range(rounds * len(sizes)):
+        x = torch.full((sizes[number % len(sizes)], 4), 0.1 * (number + 1), requires_grad=True)
+        out = run(x)
+        out.square().sum().backward()
+        kept.append([out.detach(), x.grad, *(p.grad for p in model.parameters())])
+        model.zero_grad()
+    return kept
+
+
+@pytest.mark.parametrize("way", ["compile", "module"])
+def test_each_set_of_sizes_that_comes_back_has_its_recordings(recorder, way):
     retrograd.reset()
-    run = aot.function(lambda a: a.sin() * 2, backend="eager", dynamic=True, cudagraphs=True)
-    with pytest.warns(retrograd.FallbackWarning, match="its sizes are symbolic"):
-        run(torch.ones(5, requires_grad=True)).sum().backward()
-    assert recorder.records == 0
+    model = network()
+    other = copy.deepcopy(model)
+    chosen = functools.partial(backend, options={"backend": "aten", "cudagraphs": True})
+    run = (
+        torch.compile(other, backend=chosen, dynamic=True)
+        if way == "compile"
+        else aot.module(other, backend="aten", cudagraphs=True, dynamic=True)
+    )
+    sizes = [5, 7, 9]  # none is a number of features, which would be another guard
+    torch.testing.assert_close(sizes_in_turn(run, other, sizes), sizes_in_turn(model, model, sizes))
+    assert recorder.records >= 2 * len(sizes)
+    assert len(set(recorder.lie_in)) <= 2, "all sizes share their pools"
+    assert recorder.replays >= len(sizes) * 4
+    assert not retrograd.explain().notes
+
+
+def test_what_has_many_sizes_runs_as_it_is_from_some_number_on(recorder, monkeypatch):
+    retrograd.reset()
+    monkeypatch.setattr(graphed_function, "MOST_SIZES", 2)
+    model = network()
+    other = copy.deepcopy(model)
+    chosen = functools.partial(backend, options={"backend": "aten", "cudagraphs": True})
+    run = torch.compile(other, backend=chosen, dynamic=True)
+    for sizes in ([5, 7], [8, 9, 10]):
+        torch.testing.assert_close(sizes_in_turn(run, other, sizes), sizes_in_turn(model, model, sizes))
+    before = recorder.records
+    torch.testing.assert_close(sizes_in_turn(run, other, [5, 8]), sizes_in_turn(model, model, [5, 8]))
+    assert recorder.records == before
+    assert [reason.code for reason in retrograd.explain().notes] == ["cuda-graphs-sizes"]

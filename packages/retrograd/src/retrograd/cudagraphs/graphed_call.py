@@ -185,6 +185,11 @@ class GraphedCall:
             self._lock.release()
         return self._plainly(inputs)
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a recording is held."""
+        return bool(self._recordings)
+
     def _is_no_time(self) -> bool:
         if (why := self._recorder.why_not_now()) is not None:
             self._tell(refusal(NOT_NOW, why))

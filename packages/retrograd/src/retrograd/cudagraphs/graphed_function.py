@@ -1,9 +1,10 @@
-"""Compiled code that is recorded, for each set of parameters that it is called with.
+"""Compiled code that is recorded, for each set of parameters and of sizes that it is called with.
 
 In: a boxed function, and the graphs that it was compiled from. Out: the same function; of some graphs it is
 known beforehand that they are never recorded. Layers may share code: each set of parameters has recordings of
-its own, which read the parameters where they are and are held at the same time. They go when a parameter
-does.
+its own, which read the parameters where they are and are held at the same time. Its recordings are dropped
+when one of the parameters is freed. Code of symbolic sizes is recorded with the numbers of each call that
+comes again.
 """
 
 from __future__ import annotations
@@ -14,21 +15,35 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from retrograd._torch.cuda import CudaRecorder
 from retrograd._torch.fx import aliased_inputs, written_inputs
 from retrograd._torch.operators import custom_operators
 from retrograd._torch.tensor import storage_of
+from retrograd._torch.trace import bytes_of
 from retrograd.cudagraphs.graphed_call import HELD, MUCH, NOT_NOW, GraphedCall, Values, has_failed
 from retrograd.cudagraphs.program import Program
-from retrograd.cudagraphs.refusals import recorded_without, tensors_in, values_of, why_not_recorded
+from retrograd.cudagraphs.refusals import (
+    recorded_without,
+    refusal,
+    symbolic_inputs,
+    tensors_in,
+    values_of,
+    why_not_recorded,
+)
 from retrograd.errors import Reason
 from retrograd.graph.emit import Boxed
 from retrograd.report import process_report
 
-#: sets of parameters that are remembered, the ones met last.
+#: sets of parameters and sizes that are remembered, the ones met last.
 MOST_SETS = 256
+#: sets of sizes, for one set of parameters, that are recorded.
+MOST_SIZES = 16
+
+#: a number, or the sizes and strides of a tensor.
+Size = tuple[tuple[int, ...], tuple[int, ...]] | int
 
 
 #: given results of code that cannot be recorded, what is called in its place; None: it is called itself.
@@ -36,18 +51,29 @@ Instead = Callable[[Sequence[Any]], Boxed | None]
 
 
 class GraphedFunction:
-    """A function, recorded apart for each set of parameters among its inputs.
+    """A function, recorded apart for each set of parameters, and of sizes, among its inputs.
 
     Args:
-        make: makes the call for one more set.
+        code: the function.
+        make: makes the call of a function, for one more set.
         instead: is called once, when a call cannot be recorded.
+        sized: places of the inputs that have other sizes in other calls, or are such sizes.
+        tell: told why calls of some sizes are not recorded.
     """
 
-    def __init__(self, make: Callable[[], GraphedCall], instead: Instead) -> None:
-        self._make, self._instead = make, instead
+    def __init__(
+        self,
+        code: Boxed,
+        make: Callable[[Boxed], GraphedCall],
+        instead: Instead,
+        sized: Sequence[int] = (),
+        tell: Callable[[Reason], None] = lambda reason: None,
+    ) -> None:
+        self._code, self._make, self._instead = code, make, instead
+        self._sized, self._tell = sized, tell
         self._places: tuple[int, ...] | None = None
-        #: by the addresses of the parameters, with what sees one of them go.
-        self._calls: dict[tuple[int, ...], tuple[GraphedCall, list[weakref.ref[Any]]]] = {}
+        #: by the addresses of the parameters and the sizes, with what sees one of the parameters go.
+        self._calls: dict[tuple[Any, ...], tuple[GraphedCall, list[weakref.ref[Any]]]] = {}
         self._refused: Boxed | None = None
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
@@ -56,15 +82,30 @@ class GraphedFunction:
             return self._refused(inputs)
         if self._places is None:
             self._places = tuple(i for i, value in enumerate(inputs) if isinstance(value, nn.Parameter))
-        where = tuple([inputs[i].data_ptr() for i in self._places])
-        known = self._calls.get(where)
-        call = known[0] if known else self._new(where, [inputs[i] for i in self._places])
+        where: tuple[Any, ...] = tuple([inputs[i].data_ptr() for i in self._places])
+        if self._sized:
+            where += tuple([_size_of(inputs[i]) for i in self._sized])
+        known = self._calls.get(where) or self._new(where, inputs)
+        if known is None:
+            return self._code(inputs)
+        call = known[0]
+        for i in self._sized:
+            if isinstance(inputs[i], int):
+                inputs[i] = None  # the call has it
         results = call(inputs)
         if call.is_refused:  # and so will others be
-            self._refused = self._instead(results) or call
+            self._refused = self._instead(results) or (self._code if self._sized else call)
         return results
 
-    def _new(self, where: tuple[int, ...], parameters: Sequence[Any]) -> GraphedCall:
+    def _new(
+        self, where: tuple[Any, ...], inputs: Sequence[Any]
+    ) -> tuple[GraphedCall, list[weakref.ref[Any]]] | None:
+        """What is called for one more set; None if too many sets of sizes are recorded."""
+        assert self._places is not None
+        parameters = [inputs[i] for i in self._places]
+        if self._sized and not self._has_room(where[: len(parameters)]):
+            self._tell(_SIZES)
+            return None
         while len(self._calls) >= MOST_SETS:
             self._calls.pop(next(iter(self._calls)), None)
         calls = weakref.WeakMethod(self._forget)
@@ -74,10 +115,37 @@ class GraphedFunction:
                 forget(where)
 
         watches = [weakref.ref(one, gone) for one in parameters]
-        return self._calls.setdefault(where, (self._make(), watches))[0]
+        numbers = {i: inputs[i] for i in self._sized if isinstance(inputs[i], int)}
+        call = self._make(_with_numbers(self._code, numbers) if numbers else self._code)
+        return self._calls.setdefault(where, (call, watches))
 
-    def _forget(self, where: tuple[int, ...]) -> None:
+    def _has_room(self, parameters: tuple[int, ...]) -> bool:
+        """Whether one more set of sizes fits; the oldest that was never recorded makes room."""
+        like = [where for where in self._calls if where[: len(parameters)] == parameters]
+        if len(like) >= MOST_SIZES:
+            idle = next((where for where in like if not self._calls[where][0].is_recorded), None)
+            if idle is None:
+                return False
+            self._calls.pop(idle, None)
+        return True
+
+    def _forget(self, where: tuple[Any, ...]) -> None:
         self._calls.pop(where, None)
+
+
+def _size_of(value: Any) -> Size:
+    return (tuple(value.shape), tuple(value.stride())) if isinstance(value, torch.Tensor) else value
+
+
+def _with_numbers(code: Boxed, numbers: Mapping[int, int]) -> Boxed:
+    """`code`, given None in the places of these numbers."""
+
+    def run(inputs: list[Any]) -> Sequence[Any]:
+        for place, number in numbers.items():
+            inputs[place] = number
+        return code(inputs)
+
+    return run
 
 
 _program = Program(CudaRecorder())
@@ -113,12 +181,17 @@ def graphed(
         return code  # views start no kernels
     values = replace(
         values,
-        copyable=max(MUCH, 2 * _made_by(graphs)),
+        copyable=int(max(MUCH, 2 * _made_by(graphs))),
         written=written_inputs(graphs[0]),  # several have none
         custom=frozenset(name for graph in graphs for name in custom_operators(graph)),
     )
     device, tell = next(values_of(graphs)).device, functools.cache(tell)  # once each, for all parameters
-    return GraphedFunction(lambda: GraphedCall(code, _program, device, values, tell), instead)
+    sized = symbolic_inputs(graphs[0])
+
+    def make(fn: Boxed) -> GraphedCall:
+        return GraphedCall(fn, _program, device, values, tell)
+
+    return GraphedFunction(code, make, instead, sized, tell)
 
 
 def calls_apart(graph: fx.Graph) -> Mapping[fx.Node, Reason]:
@@ -126,15 +199,22 @@ def calls_apart(graph: fx.Graph) -> Mapping[fx.Node, Reason]:
     return recorded_without(graph, _program.recorder.device_type, has_failed)
 
 
-def _made_by(graphs: Sequence[fx.Graph]) -> int:
+def _made_by(graphs: Sequence[fx.Graph]) -> float:
     """The bytes of the graphs' results that show no input."""
-    given, made = dict[int, int](), dict[int, int]()
+    given, made = dict[int, float](), dict[int, float]()
     for graph in graphs:
         inputs, outputs = graph.find_nodes(op="placeholder"), graph.output_node().all_input_nodes
         for found, nodes in ((given, inputs), (made, outputs)):
             for value in tensors_in([node.meta.get("val") for node in nodes]):
-                found[storage_of(value)] = value.nbytes
+                found[storage_of(value)] = bytes_of(value)
     return sum(size for storage, size in made.items() if storage not in given)
+
+
+_SIZES = refusal(
+    "cuda-graphs-sizes",
+    f"calls of {MOST_SIZES} other sizes are recorded already",
+    "pad inputs to fewer sizes; results are the same",
+)
 
 
 def tell_report(reason: Reason) -> None:

@@ -41,8 +41,10 @@ def why_not_recorded(graphs: Sequence[fx.Graph], device_type: str = "cuda") -> R
         if (text := _of_call(node) if node.op == "call_function" else None) is not None:
             return refusal("cuda-graphs-operator", f"{text} ({node.name})")
     values = list(values_of(graphs))
-    if any(map(_takes_numbers, graphs)) or any(map(is_symbolic, values)):
-        return refusal("cuda-graphs-dynamic", "its sizes are symbolic", "dynamic=False")
+    if any(map(_takes_numbers, graphs)):
+        return refusal("cuda-graphs-dynamic", "it takes a number that is no size", "give it as a tensor")
+    if len(graphs) > 1 and any(map(is_symbolic, values)):
+        return refusal("cuda-graphs-dynamic", "it is in parts, and its sizes are symbolic", "dynamic=False")
     if any(value.layout is not torch.strided for value in values):
         return refusal("cuda-graphs-layout", "it has tensors that are not strided")
     devices = {value.device for value in values}
@@ -64,7 +66,7 @@ def recorded_without(
     """
     values = list(values_of([graph]))
     is_elsewhere = all(value.device.type != device_type for value in values)
-    if is_elsewhere or _takes_numbers(graph) or any(map(is_symbolic, values)):
+    if is_elsewhere or _takes_numbers(graph) or symbolic_inputs(graph):
         return {}
     found: dict[fx.Node, Reason] = {}
     numbers: set[fx.Node] = set()
@@ -80,9 +82,19 @@ def recorded_without(
 
 
 def _takes_numbers(graph: fx.Graph) -> bool:
-    """Whether an input is neither a tensor nor None."""
+    """Whether an input is neither a tensor nor None, nor a number that may be a size."""
     inputs = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
-    return any(value is not None and not isinstance(value, torch.Tensor) for value in inputs)
+    return any(value is not None and not isinstance(value, (torch.Tensor, torch.SymInt)) for value in inputs)
+
+
+def symbolic_inputs(graph: fx.Graph) -> tuple[int, ...]:
+    """The places of the inputs that have other sizes in other calls, or are such sizes."""
+    inputs = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+    return tuple(
+        place
+        for place, value in enumerate(inputs)
+        if isinstance(value, torch.SymInt) or (isinstance(value, torch.Tensor) and is_symbolic(value))
+    )
 
 
 def _why_apart(
