@@ -35,6 +35,12 @@ _BUILTINS = frozenset(vars(builtins)[name] for name in _HARMLESS.split())
 
 _MODULES = (math, operator)
 
+#: names of streams, events, futures, and of what one does with them. They start no operator.
+_ASYNCHRONOUS = (
+    "Event Future Stream StreamContext collect_all current_stream default_stream fork get_future "
+    "record_event record_stream set_stream stream synchronize wait wait_all wait_event wait_stream"
+)
+
 #: what a method of a context or a tensor, or a function of torch, does that a graph cannot hold.
 _ATTRIBUTES: Mapping[str, str] = {
     "mark_dirty": "it changes its inputs in place",
@@ -46,6 +52,7 @@ _ATTRIBUTES: Mapping[str, str] = {
     "is_compiling": "it asks whether it is compiled",
     "is_dynamo_compiling": "it asks whether it is compiled",
     "data": "it goes around autograd by .data",
+    **dict.fromkeys(_ASYNCHRONOUS.split(), "it waits for what runs elsewhere, or switches streams"),
 }
 
 _STORES = {

@@ -339,7 +339,9 @@ def why_ended(gm: fx.GraphModule) -> str:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", True):
         return ""
-    text = str(reason.reason).strip().splitlines()[0]
+    text, *more = map(str.strip, str(reason.reason).strip().splitlines())
+    explained = [line for line in more if line.startswith("Explanation:")]
+    text = ": ".join([text, *(line.partition(":")[2].strip() for line in explained)])
     frame = reason.user_stack[-1] if reason.user_stack else None
     return text if frame is None else f"{text} ({frame.filename}:{frame.lineno})"
 

@@ -33,6 +33,7 @@ from torch.nn.modules import module as all_modules
 
 from retrograd._torch import pytree
 from retrograd._torch.fx import OF_TORCH
+from retrograd._torch.operators import RefusingAsynchronous
 from retrograd._torch.patches import handle
 from retrograd._torch.releases import raised_on_fakes
 from retrograd.errors import first_line
@@ -181,7 +182,7 @@ def _why_not_differentiable(node: Any, tx: Any) -> str | None:
     if not (torch.is_grad_enabled() and any(asked) and keeps_eager(tx)):
         return None
     if (target, asked) not in _raised_by:
-        with tx.fake_mode, torch.enable_grad():
+        with tx.fake_mode, torch.enable_grad(), RefusingAsynchronous():
             _raised_by[target, asked] = _raised_backwards(target, *pytree.tree_map(sample, given))
     return _raised_by[target, asked]
 

@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from retrograd._torch import pytree
 from retrograd._torch.autograd import Reading, methods_of
 from retrograd._torch.dynamo.keep_eager import break_graph, differentiate, keeps_eager, sample
+from retrograd._torch.operators import RefusingAsynchronous
 from retrograd._torch.patches import handle, hidden_from_dynamo
 from retrograd._torch.tensor import storage_of
 from retrograd._torch.trace import any_changed, fake_mode_of, functional_mode, to_functional
@@ -116,11 +117,13 @@ def _why_unlike_eager(function: Any, variables: Sequence[Any]) -> str | None:
     """Run the Function on fake tensors: what speaks against its being one node of a graph."""
     mode = next(fake_mode_of(_fake(variable)) for variable in variables if variable.is_tensor())
     assert mode is not None
+    refusing = RefusingAsynchronous()
     try:
-        with mode, torch.enable_grad():
-            return _why_unlike(function, [_sample(variable) for variable in variables])
+        with mode, torch.enable_grad(), refusing:
+            why = _why_unlike(function, [_sample(variable) for variable in variables])
     except Exception as error:
-        return f"on fake tensors it raises {type(error).__name__}"
+        why = f"on fake tensors it raises {type(error).__name__}"
+    return refusing.reason or why
 
 
 def _why_unlike(function: Any, args: Sequence[Any]) -> str | None:

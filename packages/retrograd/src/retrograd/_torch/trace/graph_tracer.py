@@ -40,6 +40,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import has_preserved_node_meta
 
 from retrograd._torch.fx import add_call, has_effect, is_mutating, is_random, lazily, real_tensors
+from retrograd._torch.operators import refuse_asynchronous
 from retrograd._torch.state import autocast_off, generator_states, restore_generator_states, seeds_and_states
 from retrograd._torch.tensor import is_lazy
 from retrograd._torch.trace.fakes import fake_of, is_fake, new_fake_mode, symbolic_integer, why_not_fakeable
@@ -97,8 +98,10 @@ class GraphTracer:
     def close(self) -> None:
         """The body has ended."""
 
-    def _created(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
-        node: fx.Node = self._create_node(kind, *args, **kwargs)
+    def _created(self, kind: str, target: Any, args: Any = (), *more: Any, **kwargs: Any) -> fx.Node:
+        if kind == "call_function":
+            refuse_asynchronous((target, *args[:2]))
+        node: fx.Node = self._create_node(kind, target, args, *more, **kwargs)
         if kind == "call_function":
             self._annotate(node)
         return node
