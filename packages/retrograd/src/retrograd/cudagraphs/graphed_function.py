@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from retrograd._torch.cuda import CudaRecorder
@@ -26,9 +25,10 @@ from retrograd._torch.trace import bytes_of
 from retrograd.cudagraphs.graphed_call import HELD, MUCH, NOT_NOW, GraphedCall, Values, has_failed
 from retrograd.cudagraphs.program import Program
 from retrograd.cudagraphs.refusals import (
+    Sizes,
     recorded_without,
     refusal,
-    symbolic_inputs,
+    sizes_of,
     tensors_in,
     values_of,
     why_not_recorded,
@@ -42,9 +42,6 @@ MOST_SETS = 256
 #: sets of sizes, for one set of parameters, that are recorded.
 MOST_SIZES = 16
 
-#: a number, or the sizes and strides of a tensor.
-Size = tuple[tuple[int, ...], tuple[int, ...]] | int
-
 
 #: given results of code that cannot be recorded, what is called in its place; None: it is called itself.
 Instead = Callable[[Sequence[Any]], Boxed | None]
@@ -57,7 +54,7 @@ class GraphedFunction:
         code: the function.
         make: makes the call of a function, for one more set.
         instead: is called once, when a call cannot be recorded.
-        sized: places of the inputs that have other sizes in other calls, or are such sizes.
+        sizes: what differs between calls.
         tell: told why calls of some sizes are not recorded.
     """
 
@@ -66,11 +63,11 @@ class GraphedFunction:
         code: Boxed,
         make: Callable[[Boxed], GraphedCall],
         instead: Instead,
-        sized: Sequence[int] = (),
-        tell: Callable[[Reason], None] = lambda reason: None,
+        sizes: Sizes,
+        tell: Callable[[Reason], None],
     ) -> None:
         self._code, self._make, self._instead = code, make, instead
-        self._sized, self._tell = sized, tell
+        self._sizes, self._tell = sizes, tell
         self._places: tuple[int, ...] | None = None
         #: by the addresses of the parameters and the sizes, with what sees one of the parameters go.
         self._calls: dict[tuple[Any, ...], tuple[GraphedCall, list[weakref.ref[Any]]]] = {}
@@ -83,18 +80,16 @@ class GraphedFunction:
         if self._places is None:
             self._places = tuple(i for i, value in enumerate(inputs) if isinstance(value, nn.Parameter))
         where: tuple[Any, ...] = tuple([inputs[i].data_ptr() for i in self._places])
-        if self._sized:
-            where += tuple([_size_of(inputs[i]) for i in self._sized])
+        where += tuple([inputs[i] if dim is None else inputs[i].size(dim) for i, dim in self._sizes.symbols])
         known = self._calls.get(where) or self._new(where, inputs)
         if known is None:
             return self._code(inputs)
         call = known[0]
-        for i in self._sized:
-            if isinstance(inputs[i], int):
-                inputs[i] = None  # the call has it
+        for i in self._sizes.numbers:
+            inputs[i] = None  # the call has it
         results = call(inputs)
         if call.is_refused:  # and so will others be
-            self._refused = self._instead(results) or (self._code if self._sized else call)
+            self._refused = self._instead(results) or (self._code if self._sizes.symbols else call)
         return results
 
     def _new(
@@ -103,7 +98,7 @@ class GraphedFunction:
         """What is called for one more set; None if too many sets of sizes are recorded."""
         assert self._places is not None
         parameters = [inputs[i] for i in self._places]
-        if self._sized and not self._has_room(where[: len(parameters)]):
+        if self._sizes.symbols and not self._has_room(where[: len(parameters)]):
             self._tell(_SIZES)
             return None
         while len(self._calls) >= MOST_SETS:
@@ -115,7 +110,7 @@ class GraphedFunction:
                 forget(where)
 
         watches = [weakref.ref(one, gone) for one in parameters]
-        numbers = {i: inputs[i] for i in self._sized if isinstance(inputs[i], int)}
+        numbers = {i: inputs[i] for i in self._sizes.numbers}
         call = self._make(_with_numbers(self._code, numbers) if numbers else self._code)
         return self._calls.setdefault(where, (call, watches))
 
@@ -131,10 +126,6 @@ class GraphedFunction:
 
     def _forget(self, where: tuple[Any, ...]) -> None:
         self._calls.pop(where, None)
-
-
-def _size_of(value: Any) -> Size:
-    return (tuple(value.shape), tuple(value.stride())) if isinstance(value, torch.Tensor) else value
 
 
 def _with_numbers(code: Boxed, numbers: Mapping[int, int]) -> Boxed:
@@ -186,12 +177,11 @@ def graphed(
         custom=frozenset(name for graph in graphs for name in custom_operators(graph)),
     )
     device, tell = next(values_of(graphs)).device, functools.cache(tell)  # once each, for all parameters
-    sized = symbolic_inputs(graphs[0])
 
     def make(fn: Boxed) -> GraphedCall:
         return GraphedCall(fn, _program, device, values, tell)
 
-    return GraphedFunction(code, make, instead, sized, tell)
+    return GraphedFunction(code, make, instead, sizes_of(graphs[0]), tell)
 
 
 def calls_apart(graph: fx.Graph) -> Mapping[fx.Node, Reason]:

@@ -6,7 +6,7 @@ In: graphs with example values. Out: a `Reason`, or None; the calls without whic
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -25,6 +25,7 @@ from retrograd._torch.fx import (
     written_inputs,
 )
 from retrograd._torch.pytree import tree_leaves
+from retrograd._torch.trace import places_of_symbols, symbols_in
 from retrograd.errors import Reason
 
 #: operators of higher order that only start kernels.
@@ -43,8 +44,8 @@ def why_not_recorded(graphs: Sequence[fx.Graph], device_type: str = "cuda") -> R
     values = list(values_of(graphs))
     if any(map(_takes_numbers, graphs)):
         return refusal("cuda-graphs-dynamic", "it takes a number that is no size", "give it as a tensor")
-    if len(graphs) > 1 and any(map(is_symbolic, values)):
-        return refusal("cuda-graphs-dynamic", "it is in parts, and its sizes are symbolic", "dynamic=False")
+    if any(map(is_symbolic, values)) and not (len(graphs) == 1 and _are_sizes_known(graphs[0])):
+        return refusal("cuda-graphs-dynamic", "its inputs do not tell its sizes", "dynamic=False")
     if any(value.layout is not torch.strided for value in values):
         return refusal("cuda-graphs-layout", "it has tensors that are not strided")
     devices = {value.device for value in values}
@@ -66,7 +67,7 @@ def recorded_without(
     """
     values = list(values_of([graph]))
     is_elsewhere = all(value.device.type != device_type for value in values)
-    if is_elsewhere or _takes_numbers(graph) or symbolic_inputs(graph):
+    if is_elsewhere or _takes_numbers(graph) or any(map(is_symbolic, values)):
         return {}
     found: dict[fx.Node, Reason] = {}
     numbers: set[fx.Node] = set()
@@ -87,14 +88,30 @@ def _takes_numbers(graph: fx.Graph) -> bool:
     return any(value is not None and not isinstance(value, (torch.Tensor, torch.SymInt)) for value in inputs)
 
 
-def symbolic_inputs(graph: fx.Graph) -> tuple[int, ...]:
-    """The places of the inputs that have other sizes in other calls, or are such sizes."""
+class Sizes(NamedTuple):
+    """What differs between calls of one code.
+
+    Attributes:
+        symbols: where each symbol stands by itself: the place of an input, and its dimension (None: the input
+            is the symbol).
+        numbers: the places of inputs that are no tensors.
+    """
+
+    symbols: Sequence[tuple[int, int | None]] = ()
+    numbers: Sequence[int] = ()
+
+
+def sizes_of(graph: fx.Graph) -> Sizes:
+    """Where the numbers stand that decide about all sizes."""
     inputs = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
-    return tuple(
-        place
-        for place, value in enumerate(inputs)
-        if isinstance(value, torch.SymInt) or (isinstance(value, torch.Tensor) and is_symbolic(value))
-    )
+    numbers = [place for place, value in enumerate(inputs) if isinstance(value, torch.SymInt)]
+    return Sizes((*places_of_symbols(inputs).values(),), numbers)
+
+
+def _are_sizes_known(graph: fx.Graph) -> bool:
+    """Whether all symbols stand by themselves somewhere among the inputs."""
+    inputs = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+    return frozenset[str]().union(*map(symbols_in, inputs)) <= places_of_symbols(inputs).keys()
 
 
 def _why_apart(
