@@ -60,7 +60,14 @@ from retrograd._torch.autograd.request import (
     read_ranks,
     why_not_collectable,
 )
-from retrograd._torch.autograd.saved import kept_by, put_in_place, saved_name, saved_tensors_of, saves_tensors
+from retrograd._torch.autograd.saved import (
+    AsSaved,
+    kept_by,
+    put_in_place,
+    saved_name,
+    saved_tensors_of,
+    saves_tensors,
+)
 from retrograd._torch.autograd.turns import (
     InTurns,
     beginning_of,
