@@ -1,7 +1,13 @@
-"""State of the whole process: ``reset`` forgets it, and a forked child can use it.
+"""State of the process and its threads: ``reset`` forgets it, a forked child can use it, errors restore it.
 
 In: each module that keeps something for the process registers here how it is forgotten, and takes its locks
-from here. Out: `forget_everything`, locks that a forked child finds free, and mappings that stay small.
+from here. Each module that switches something on a thread for a while registers how that is read and put
+back. Out: `forget_everything`, locks that a forked child finds free, mappings that stay small, and
+`restored_on_error`.
+
+An interrupt may arrive between any two instructions: also after a lock is taken and before its ``with``
+block begins, or in the ``finally`` that would give it back. So blocks do not suffice. The outermost function
+of a backward reads the whole state before, and puts it back if anything raises.
 """
 
 from __future__ import annotations
@@ -11,10 +17,11 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Forget = TypeVar("Forget", bound=Callable[[], object])
 Entry = TypeVar("Entry")
+T = TypeVar("T")
 
 _forgets: list[Callable[[], object]] = []
 
@@ -31,8 +38,52 @@ def forget_everything() -> None:
         forget()
 
 
+#: how each state of a thread is read, and put back.
+_thread_states: list[tuple[Callable[[], Any], Callable[[Any], object]]] = []
+
+
+def restore_after_errors(read: Callable[[], T], restore: Callable[[T], object]) -> None:
+    """Have `restored_on_error` restore a state of the thread.
+
+    Args:
+        read: gives the state; called before each backward, so it must be quick.
+        restore: is given what `read` gave before, if that has changed. It may be called twice.
+    """
+    _thread_states.append((read, restore))
+
+
+def restored_on_error(body: Callable[..., T], *args: Any) -> T:
+    """What ``body(*args)`` returns. If it raises, at whatever instruction, the state of this thread is put
+    back."""
+    before = [read() for read, _ in _thread_states]
+    try:
+        try:
+            return body(*args)
+        except BaseException:
+            put_back(before)
+            raise
+    except BaseException:
+        put_back(before)  # an interrupt may have cut the first attempt short
+        raise
+
+
+def put_back(before: list[Any]) -> None:
+    """Restore the state of this thread, as it was read `before`."""
+    for (read, restore), value in zip(_thread_states, before, strict=False):
+        if read() != value:
+            restore(value)
+
+
+class _Held(threading.local):
+    """The locks that this thread has taken, or is about to take, innermost last."""
+
+    def __init__(self) -> None:
+        self.locks: list[ForkSafeLock] = []
+
+
 class ForkSafeLock:
-    """A reentrant lock that is free in a forked child, unless the thread that forked holds it.
+    """A reentrant lock that is free in a forked child, unless the thread that forked holds it. An error gives
+    it back (see `restored_on_error`).
 
     A forked child has one thread, the one that forked. A lock that another thread held would never be freed.
     """
@@ -50,18 +101,48 @@ class ForkSafeLock:
 
     def take_if_free(self) -> bool:
         """Take the lock if nobody holds it, this thread included; says whether it was free."""
-        return not self._lock._is_owned() and self._lock.acquire(blocking=False)  # type: ignore[attr-defined]
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            return False
+        _held.locks.append(self)
+        is_taken = self._lock.acquire(blocking=False)
+        if not is_taken:
+            _held.locks.remove(self)
+        return is_taken
 
     def release(self) -> None:
         """Give the lock back."""
         self._lock.release()
+        _held.locks.remove(self)
 
     def __enter__(self) -> None:
+        _held.locks.append(self)  # first, so that it is known whatever happens next
         self._lock.acquire()
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()
+        _held.locks.remove(self)
 
+    def keep(self, times: int) -> None:
+        """Give the lock back until this thread holds it so many times."""
+        while self._lock._is_owned() and _depth(self._lock) > times:  # type: ignore[attr-defined]
+            self._lock.release()
+
+
+def _depth(lock: Any) -> int:
+    """How many times the owner holds the lock: before Python 3.13 only its text says so."""
+    return int(repr(lock).partition("count=")[2].partition(" ")[0])
+
+
+_held = _Held()
+
+
+def _give_back_locks(before: int) -> None:
+    for lock in _held.locks[before:]:
+        lock.keep(_held.locks[:before].count(lock))
+    del _held.locks[before:]
+
+
+restore_after_errors(lambda: len(_held.locks), _give_back_locks)
 
 _locks: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
 

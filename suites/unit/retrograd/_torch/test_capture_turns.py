@@ -19,8 +19,9 @@ import pytest
 import torch
 
 import retrograd
-from retrograd._torch.autograd.collection import Window, run_stock, window
+from retrograd._torch.autograd.collection import run_stock
 from retrograd._torch.autograd.request import EngineRequest
+from retrograd._torch.autograd.window import Window, window
 from retrograd.errors import Refusal
 from retrograd.live.capture.recorder import BackwardRecorder
 from unit.retrograd._torch import forks

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch._dynamo import compiled_autograd as stock
 from torch._dynamo.utils import get_chromium_event_logger
-from torch._guards import CompileContext, CompileId, compile_context
+from torch._guards import _TLS, CompileContext, CompileId, compile_context
 from torch._logging._internal import trace_structured
+
+from retrograd.process import restore_after_errors
 
 
 def profiling() -> bool:
@@ -58,6 +60,17 @@ def artifact(name: str, text: Callable[[], str], compile_id: CompileId | None = 
             expect_trace_id=False,
             compile_id=compile_id,
         )
+
+
+def _contexts() -> tuple[Any, Any]:
+    return getattr(_TLS, "compile_context", None), getattr(_TLS, "tracing_context", None)
+
+
+def _put_contexts_back(before: tuple[Any, Any]) -> None:
+    _TLS.compile_context, _TLS.tracing_context = before
+
+
+restore_after_errors(_contexts, _put_contexts_back)
 
 
 def compiling(compile_id: CompileId) -> AbstractContextManager[Any]:

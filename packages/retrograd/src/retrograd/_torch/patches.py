@@ -20,7 +20,7 @@ from typing import Any
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from retrograd._torch.releases import CHECKPOINT
-from retrograd.process import ForkSafeLock
+from retrograd.process import ForkSafeLock, restore_after_errors
 
 #: is given the original and the arguments of a call, and answers it.
 Handler = Callable[..., Any]
@@ -83,6 +83,16 @@ class _ThreadHandlers(threading.local):
 
 
 _here = _ThreadHandlers()
+
+
+def _put_handlers_back(before: dict[str, int]) -> None:
+    for name, stack in _here.stacks.items():
+        del stack[before.get(name, 0) :]
+
+
+restore_after_errors(
+    lambda: {name: len(stack) for name, stack in _here.stacks.items() if stack}, _put_handlers_back
+)
 _everywhere: dict[str, Handler] = {}
 _replaced: set[str] = set()
 _lock = ForkSafeLock()
@@ -103,7 +113,8 @@ def handled_here(name: str, handler: Handler) -> Iterator[None]:
     try:
         yield
     finally:
-        stack.pop()
+        if handler in stack:  # an error may have come between
+            stack.remove(handler)
 
 
 def owner_and_attribute(name: str) -> tuple[Any, str]:

@@ -43,6 +43,8 @@ REQUIRED = {
     "_dispatch_dump _get_deterministic_algorithms _get_deterministic_algorithms_warn_only _get_dispatch_mode "
     "_get_tracing_state _is_any_autocast_enabled _is_fwd_grad_enabled _len_torch_dispatch_stack "
     "_len_torch_function_stack _get_cudnn_enabled _get_mkldnn_enabled _log_api_usage_once "
+    "_is_multithreading_enabled _set_multithreading_enabled _pop_torch_function_stack "
+    "_get_torch_function_state _set_torch_function_state "
     "_set_fwd_grad_enabled _set_grad_enabled _storage_Use_Count _vmapmode_decrement_nesting "
     "_vmapmode_increment_nesting",
     "torch:_C.TensorBase.": "grad",
@@ -50,6 +52,7 @@ REQUIRED = {
     "_get_sequence_nr _profiler_enabled _set_creation_meta _top_saved_tensors_default_hooks "
     "_unsafe_set_version_counter",
     "torch:_C._dynamo.compiled_autograd.": "call_cpp_tensor_pre_hooks clear_cache set_autograd_compiler",
+    "torch:_C._dynamo.eval_frame.": "get_eval_frame_callback set_eval_frame",
     "torch:_C._dynamo.guards.": "TensorGuards",
     "torch:_C._functions.AccumulateGrad.": "_sequence_nr _set_sequence_nr",
     "torch:_C._functorch.": "get_dynamic_layer_stack_depth pop_dynamic_layer_stack_and_undo_to_depth "

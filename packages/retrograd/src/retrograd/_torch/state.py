@@ -14,15 +14,22 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
+from torch._C._functorch import (
+    get_dynamic_layer_stack_depth,
+    pop_dynamic_layer_stack_and_undo_to_depth,
+)
 from torch._dynamo import eval_frame
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._contextlib import context_decorator as context_decorator
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _pop_mode
 
 from retrograd._torch.cuda import side_streams, user_code_in_order
 from retrograd._torch.fx import real_tensors
-from retrograd.process import ForkSafeLock
+from retrograd._torch.patches import hidden_from_dynamo
+from retrograd.process import ForkSafeLock, put_back, restore_after_errors
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -205,6 +212,37 @@ def _switch(now: KeptModes, to: KeptModes) -> None:
     for device, is_on, on in zip(_KEPT_DEVICES, now[1:], to[1:], strict=True):
         if is_on != on:
             torch.set_autocast_enabled(device, on)
+
+
+def _switches() -> tuple[Any, ...]:
+    """What blocks of ours and of torch's switch on this thread."""
+    return (
+        torch._C._get_torch_function_state(),
+        torch._C._is_multithreading_enabled(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._len_torch_function_stack(),
+        get_dynamic_layer_stack_depth(),
+        get_eval_frame_callback(),
+        torch.is_grad_enabled(),
+        torch._C._is_any_autocast_enabled() and _kept_modes(),
+    )
+
+
+def _switch_back(before: tuple[Any, ...]) -> None:
+    functions, multithreading, dispatching, taking_over, levels, frames, grad, kept = before
+    set_eval_frame(frames)
+    torch._C._set_torch_function_state(functions)
+    torch._C._set_multithreading_enabled(multithreading)
+    while torch._C._len_torch_dispatch_stack() > dispatching:
+        _pop_mode()
+    while torch._C._len_torch_function_stack() > taking_over:
+        torch._C._pop_torch_function_stack()
+    pop_dynamic_layer_stack_and_undo_to_depth(levels)
+    _switch(_kept_modes(), kept or (grad, *[False] * len(_KEPT_DEVICES)))
+
+
+restore_after_errors(_switches, _switch_back)
+hidden_from_dynamo(put_back)  # an error may have left Dynamo switched on
 
 
 class ModesKept:

@@ -323,6 +323,18 @@ grad_of: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
 set_grad: Callable[[torch.Tensor, torch.Tensor], None] = _grad.__set__
 
 
+def set_grad_of_another_shape(variable: torch.Tensor, grad: torch.Tensor) -> None:
+    """Make `grad` the ``.grad`` of a leaf whose ``data`` is of another size or dtype by now. Python refuses
+    that; the engine does not look."""
+    leaf: Any = variable
+    data = leaf.data
+    try:
+        leaf.data = torch.empty((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
+        set_grad(leaf, grad)
+    finally:
+        leaf.data = data
+
+
 def accumulate_in_node(variable: torch.Tensor, grad: torch.Tensor) -> None:
     """Have the AccumulateGrad node of `variable` write its ``.grad``, and warn where it does, without any
     hook."""

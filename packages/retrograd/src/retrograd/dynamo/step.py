@@ -29,6 +29,7 @@ from retrograd.dynamo.left_to_python import LeftToPython
 from retrograd.errors import OptionError, Reason, name_of
 from retrograd.live.contexts import enter, leave
 from retrograd.live.session import Session
+from retrograd.process import restored_on_error
 from retrograd.report import Report, process_report
 from retrograd.specialize.pace import SHORT_STEP, Pace
 
@@ -122,6 +123,9 @@ class CompiledStep:
                 return self._run(self.fn, args, kwargs, is_compiled=False)
         if self._pace and not self._pace.is_worth_compiling():
             return self._run(self.fn, args, kwargs, is_compiled=False)
+        return restored_on_error(self._run_compiled, args, kwargs)
+
+    def _run_compiled(self, args: Any, kwargs: Any) -> Any:
         enter(self, self._session)
         try:
             return self._run(self._compiled, args, kwargs, is_compiled=True)

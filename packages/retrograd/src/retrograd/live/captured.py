@@ -26,6 +26,7 @@ from retrograd._torch.autograd import (
 )
 from retrograd._torch.fx import add_copy
 from retrograd._torch.log import event
+from retrograd._torch.state import without_torch_functions
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import Refusal, VerificationError
@@ -139,6 +140,7 @@ class CapturedBackward:
         return Plan(self.graph, Config(backend="eager"), find_backend("eager"))
 
 
+@without_torch_functions
 def _refuse_unusual_leaves(nodes: Sequence[Any]) -> None:
     """The engine does not hand over all that eager does: it leaves out the post-accumulate hooks of a leaf
     that no longer requires grad, and its cache does not know which dtype a leaf asks of its ``.grad``."""

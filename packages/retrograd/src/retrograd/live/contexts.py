@@ -45,6 +45,7 @@ from retrograd._torch.state import compile_stance, without_torch_functions
 from retrograd.errors import ContextError
 from retrograd.live.capture.reentry import note
 from retrograd.live.session import MOST_NESTED, TOO_DEEP, Grads, Session
+from retrograd.process import restore_after_errors, restored_on_error
 
 
 @dataclass(eq=False, slots=True)
@@ -63,12 +64,20 @@ _open: set[_EnteredContext] = set()
 _entered: ContextVar[tuple[_EnteredContext, ...]] = ContextVar("retrograd_entered", default=())
 
 
+def _put_entries_back(before: tuple[_EnteredContext, ...]) -> None:
+    _open.difference_update(set(_entered.get()) - set(before))
+    _entered.set(before)
+
+
+restore_after_errors(_entered.get, _put_entries_back)
+
+
 def enter(owner: object, session: Session) -> None:
     """From now on backwards of this thread belong to `session`."""
     open_gateway()
     entry = _EnteredContext(owner, session)
-    _open.add(entry)
     _entered.set((*_open_entries(), entry))
+    _open.add(entry)  # last: what is open was entered, whenever an error comes
 
 
 def leave(owner: object) -> None:
@@ -152,6 +161,10 @@ def run_backward(
     request = EngineRequest(
         tuple(tensors), tuple(grad_tensors), keep_graph, create_graph, wanted, *flags, **named
     )
+    return restored_on_error(_run_backward, request)
+
+
+def _run_backward(request: EngineRequest) -> Grads:
     note_reentry(request)
     entry = next((entry for entry in reversed(_entered.get()) if entry in _open), None) or _process_wide
     stock = installed_compiler()

@@ -37,7 +37,7 @@ from retrograd.graph.structure import first_difference
 from retrograd.live.capture.retained_graph import ask_for_compiled_functions, collect_and_run, use_up
 from retrograd.live.captured import CapturedBackward
 from retrograd.live.run.plan import Plan
-from retrograd.process import Recent
+from retrograd.process import Recent, restored_on_error
 from retrograd.report import Report
 from retrograd.specialize.pace import Pace
 
@@ -138,7 +138,7 @@ class Session:
             ran.append(self._run_collected(call, backward))
 
         try:
-            collect_and_run(backward, finished, start)
+            restored_on_error(collect_and_run, backward, finished, start)
         except Exception as error:
             if started:
                 raise

@@ -9,10 +9,10 @@ from retrograd._torch.autograd.collection import (
     Collected,
     Kept,
     collect,
+    installed_compiler,
     leave_engine_cache_to_stock,
     run_stock,
     stock_compiler_off,
-    window,
 )
 from retrograd._torch.autograd.function_code import Reading, methods_of, why_backward_has_effects
 from retrograd._torch.autograd.graph_task import (
@@ -50,7 +50,6 @@ from retrograd._torch.autograd.request import (
     forward_line,
     graph_below,
     idle_nodes,
-    installed_compiler,
     is_traced,
     is_transformed,
     leads_to,
@@ -61,7 +60,14 @@ from retrograd._torch.autograd.request import (
     read_ranks,
     why_not_collectable,
 )
-from retrograd._torch.autograd.saved import kept_by, put_in_place, saved_name, saved_tensors_of, saves_tensors
+from retrograd._torch.autograd.saved import (
+    AsSaved,
+    kept_by,
+    put_in_place,
+    saved_name,
+    saved_tensors_of,
+    saves_tensors,
+)
 from retrograd._torch.autograd.turns import (
     InTurns,
     beginning_of,
@@ -77,3 +83,4 @@ from retrograd._torch.autograd.under_way import (
     note_reentry,
     plans_under_way,
 )
+from retrograd._torch.autograd.window import window

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,13 +23,15 @@ from torch._C._dynamo import compiled_autograd as engine_protocol
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from retrograd._torch.autograd.collection import run_stock, window
+from retrograd._torch.autograd.collection import run_stock
 from retrograd._torch.autograd.request import EngineRequest
+from retrograd._torch.autograd.window import window
 from retrograd._torch.patches import Handler, handle
 from retrograd._torch.releases import unseen
 from retrograd._torch.tensor import PLAIN_CLASSES
 from retrograd.errors import Escape
 from retrograd.graph.backward_graph import HookKind
+from retrograd.process import restore_after_errors
 
 #: is given a dictionary of hooks.
 Noted = Callable[[Any], None]
@@ -46,6 +47,13 @@ class _Body(threading.local):
 
 
 _body = _Body()
+
+
+def _put_bodies_back(count: int) -> None:
+    del _body.stack[count:]
+
+
+restore_after_errors(lambda: len(_body.stack), _put_bodies_back)
 
 
 class _RunBody(torch.autograd.Function):
@@ -130,8 +138,9 @@ class LateHook:
 
 @dataclass(eq=False)
 class HookChanges:
-    """What changed since the last look."""
+    """What changed since the last look, for a plan on this `thread`."""
 
+    thread: int = 0
     late: list[LateHook] = field(default_factory=list)
     removed: list[Any] = field(default_factory=list)
     _unplaced: list[tuple[Any, Callable[..., Any], int]] = field(default_factory=list)
@@ -177,15 +186,30 @@ _watched: list[HookChanges] = []
 _ASKING = object()
 
 
-@contextmanager
-def watching() -> Iterator[HookChanges]:
+class watching:
     """Collect the changes until the end of the block."""
-    changes = HookChanges()
-    _watched.append(changes)
-    try:
-        yield changes
-    finally:
-        _watched.remove(changes)
+
+    def __enter__(self) -> HookChanges:
+        self._changes = HookChanges(threading.get_ident())
+        _watched.append(self._changes)
+        return self._changes
+
+    def __exit__(self, *error: object) -> None:
+        _watched.remove(self._changes)
+
+
+def _watched_here() -> list[HookChanges]:
+    me = threading.get_ident()
+    return [changes for changes in _watched if changes.thread == me]
+
+
+def _watch_only(before: list[HookChanges]) -> None:
+    for changes in _watched_here():
+        if changes not in before:
+            _watched.remove(changes)
+
+
+restore_after_errors(_watched_here, _watch_only)
 
 
 def _dict_behind(register: Callable[..., Any]) -> Any:

@@ -24,8 +24,9 @@ from torch import fx
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointFunction
 
-from retrograd._torch.autograd.collection import run_stock, window
+from retrograd._torch.autograd.collection import run_stock
 from retrograd._torch.autograd.request import EngineRequest
+from retrograd._torch.autograd.window import window
 from retrograd._torch.state import torch_functions_off, without_torch_functions
 from retrograd._torch.tensor import PLAIN_CLASSES, zeros_of_slot
 from retrograd.errors import Refusal

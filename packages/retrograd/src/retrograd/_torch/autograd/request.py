@@ -21,11 +21,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch._C._dynamo import compiled_autograd as engine_protocol
-from torch._dynamo import compiled_autograd as stock
 from torch.autograd.graph import GradientEdge
 
-from retrograd._torch.autograd.collection import GATEWAYS, window
+from retrograd._torch.autograd.collection import GATEWAYS
 from retrograd._torch.cuda import side_streams
 from retrograd._torch.patches import handled_here
 from retrograd.errors import Refusal
@@ -66,17 +64,6 @@ class EngineRequest:
     allow_unreachable: bool = False
     accumulate_grad: bool = False
     added: int = 0
-
-
-def installed_compiler() -> Any | None:
-    """The compiler that stock compiled autograd has installed, another one each time that it is switched on;
-    None if it is off. Ours is never seen here."""
-    if not stock.compiled_autograd_enabled:
-        return None
-    with window.stock():  # no capture of ours is under way on another thread
-        compiler, dynamic = engine_protocol.set_autograd_compiler(None, False)
-        engine_protocol.set_autograd_compiler(compiler, dynamic)
-    return compiler
 
 
 def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:

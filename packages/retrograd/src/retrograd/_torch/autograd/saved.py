@@ -8,12 +8,14 @@ history stays, and nothing that was in memory for it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from retrograd._torch.autograd.function_code import reads_saved_tensors
+from retrograd._torch.autograd.nodes import versions_of
+from retrograd._torch.state import without_torch_functions
 
 _RAW = "_raw_saved_"
 #: the names of torch's own nodes: they save tensors nowhere else. Nodes of Functions, of operators in other
@@ -32,6 +34,31 @@ def saved_name(node: Any, hook: Callable[..., Any], packed: Any) -> str | None:
     if len(names) > 1 and not (isinstance(packed, torch.Tensor) and len(set(node.next_functions)) == 1):
         return None  # tensors of different history may have been packed into one value
     return names[0] if names else None
+
+
+class AsSaved:
+    """Inside, tensors have the versions that they had when this was made: what user code has changed in place
+    since can be released, though not read."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        versions = zip(values, versions_of(values), strict=True)
+        self._before = [(value, version) for value, version in versions if version is not None]
+        self._now: list[tuple[torch.Tensor, int]] = []
+
+    @without_torch_functions
+    def __enter__(self) -> None:
+        changed = [(value, version) for value, version in self._before if value._version != version]
+        self._now = [(value, value._version) for value, _ in changed]
+        _set_versions(changed)
+
+    @without_torch_functions
+    def __exit__(self, *error: object) -> None:
+        _set_versions(self._now)
+
+
+def _set_versions(pairs: Sequence[tuple[torch.Tensor, int]]) -> None:
+    if pairs:
+        torch._C._autograd._unsafe_set_version_counter(*map(tuple, zip(*pairs, strict=True)))
 
 
 def saves_tensors(node: Any) -> bool:

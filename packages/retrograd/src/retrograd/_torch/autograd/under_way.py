@@ -23,6 +23,7 @@ from retrograd._torch.autograd.request import (
 )
 from retrograd._torch.patches import Handler, handle
 from retrograd.graph.eager_order import executed_nodes
+from retrograd.process import restore_after_errors
 
 T = TypeVar("T")
 
@@ -33,6 +34,9 @@ class _Stack(threading.local):
 
 
 _stack = _Stack()
+restore_after_errors(
+    lambda: len(_stack.running), lambda count: _stack.running.__delitem__(slice(count, None))
+)
 
 
 def answering(running: LiveBackward, body: Callable[..., T], *args: Any) -> T:

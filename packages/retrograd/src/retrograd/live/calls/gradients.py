@@ -30,6 +30,7 @@ from retrograd._torch.tensor import (
     is_lazy,
     obeys_layout_contract,
     set_grad,
+    set_grad_of_another_shape,
 )
 from retrograd._torch.trace import InputGuard
 
@@ -116,11 +117,13 @@ def _take_over(variable: torch.Tensor, grad: torch.Tensor) -> bool:
             taken = torch.sparse_coo_tensor(indices, values, grad.shape, check_invariants=False)
     if taken is None:
         return False
-    try:
-        set_grad(variable, taken)
-    except RuntimeError:
-        return False
-    return True
+    for write in (set_grad, set_grad_of_another_shape):
+        try:
+            write(variable, taken)
+        except RuntimeError:
+            continue
+        return True
+    return False
 
 
 def _may_be_taken_over(variable: torch.Tensor, grad: torch.Tensor) -> bool:

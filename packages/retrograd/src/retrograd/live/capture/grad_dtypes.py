@@ -33,6 +33,7 @@ def leaves_with_buffers(backward: BackwardGraph) -> tuple[int, ...]:
     )
 
 
+@without_torch_functions
 def asked_dtypes(leaves: Sequence[int], inputs: Sequence[Any], wanted: Sequence[Any]) -> Dtypes:
     """Which of these leaves, and of the `wanted` inputs of ``autograd.grad``, ask for another dtype now."""
     if not inputs:

@@ -38,6 +38,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from retrograd._torch.autograd import (
+    AsSaved,
     Collected,
     EngineProtocol,
     EngineRequest,
@@ -156,11 +157,11 @@ def _protocol(backward: LiveBackward, finished: Finished, graph_is_kept: bool) -
 
 def _run_kept(backward: LiveBackward, finished: Finished, run: Callable[[Collected], None]) -> None:
     kept = replace(backward.request, keep_graph=True)
-    ran: list[tuple[CapturedBackward, list[Any]]] = []
+    ran: list[tuple[CapturedBackward, list[Any], AsSaved]] = []
 
     def run_then_release(call: Collected) -> None:
         _is_watched(call)
-        ran.append((call.artifact, list(call.hooks)))
+        ran.append((call.artifact, list(call.hooks), AsSaved(call.inputs)))
         run(call)
 
     try:
@@ -173,10 +174,11 @@ def _run_kept(backward: LiveBackward, finished: Finished, run: Callable[[Collect
             (run_then_release if is_watched else run)(call)
     finally:
         # The engine has room for one call at a time: in its frame, nothing can be released before the end.
-        for artifact, hooks in ran:
+        for artifact, hooks, as_saved in ran:
             if backward.is_reentered:
                 _note_reentry(hooks, who_asks(hooks))
-            _release_executed(backward, artifact, already_run=True)
+            with as_saved:
+                _release_executed(backward, artifact, already_run=True)
 
 
 def _note_reentry(hooks: Sequence[Any], asking: set[types.CodeType]) -> None:

@@ -35,6 +35,7 @@ from retrograd.errors import LoweringError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import Segment, call_name
 from retrograd.graph.emit import boxed_calls, last_uses
+from retrograd.process import restored_on_error
 from retrograd.report import INTERPRETED, LoweringReport, PlanLog
 
 
@@ -216,7 +217,7 @@ class Lowerer:
             return None
         if _stance_refuses(how, because):
             return None
-        lowered = self._compile(flat, border)
+        lowered = restored_on_error(self._compile, flat, border)
         recompile = bool(self.lowered)
         self.lowered.insert(0, lowered)
         self._shared.codes.insert(0, lowered)
