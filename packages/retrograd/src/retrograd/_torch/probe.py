@@ -40,8 +40,9 @@ REQUIRED = {
     "torch:_C.": "DisableTorchFunction DisableTorchFunctionSubclass _AutoDispatchBelowAutograd "
     "_DisableAutocast _DisableTorchDispatch _exit_dual_level _FunctionBase "
     "_TorchDispatchModeKey _construct_storage_from_data_pointer _current_graph_task_id "
-    "_dispatch_dump _get_deterministic_algorithms _get_deterministic_algorithms_warn_only _get_dispatch_mode "
-    "_get_tracing_state _is_any_autocast_enabled _is_fwd_grad_enabled _len_torch_dispatch_stack "
+    "_dispatch_dump _dispatch_has_kernel _get_deterministic_algorithms "
+    "_get_deterministic_algorithms_warn_only _get_dispatch_mode _get_tracing_state "
+    "_is_any_autocast_enabled _is_fwd_grad_enabled _len_torch_dispatch_stack "
     "_len_torch_function_stack _get_cudnn_enabled _get_mkldnn_enabled _log_api_usage_once "
     "_set_fwd_grad_enabled _set_grad_enabled _storage_Use_Count _vmapmode_decrement_nesting "
     "_vmapmode_increment_nesting",
