@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
+import random
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from retrograd.__main__ import MANIFEST, made_of, main
+from retrograd.__main__ import MANIFEST, made_of, main, seal
 
 PROGRAM = """
 import torch, retrograd
@@ -50,14 +53,21 @@ def names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def archive_of(path: Path, *members: tarfile.TarInfo, manifest: bool = True) -> Path:
+def archive_of(path: Path, *members: tarfile.TarInfo, manifest: bool = True, origin: Any = None) -> Path:
     with tarfile.open(path, "w:gz") as tar:
-        said = json.dumps(made_of()).encode()
+        said = json.dumps(made_of() if origin is None else origin).encode()
         first = tarfile.TarInfo(MANIFEST if manifest else "other")
         first.size = len(said)
         tar.addfile(first, io.BytesIO(said))
         for member in members:
-            tar.addfile(member, io.BytesIO(b""))
+            tar.addfile(member, io.BytesIO(b"0" * member.size))
+    return sealed(path)
+
+
+def sealed(path: Path) -> Path:
+    """A crafted archive, with a seal that is right."""
+    with path.open("r+b") as to:
+        to.write(seal(to, path.stat().st_size))
     return path
 
 
@@ -105,14 +115,38 @@ def test_code_of_another_release_is_announced(
     assert "here is 9.9.9: code may not be found" in capsys.readouterr().out
 
 
-def linking() -> tarfile.TarInfo:
-    member = tarfile.TarInfo("xy/link")
-    member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+def special(kind: bytes, to: str = "") -> tarfile.TarInfo:
+    member = tarfile.TarInfo("xy/special")
+    member.type, member.linkname = kind, to
     return member
 
 
+def large() -> tarfile.TarInfo:
+    member = tarfile.TarInfo("xy/zeros")
+    member.size = 2**24
+    return member
+
+
+SPECIAL = {
+    "link": special(tarfile.SYMTYPE, "../../outside"),
+    "hard link": special(tarfile.LNKTYPE, "../../outside"),
+    "pipe": special(tarfile.FIFOTYPE),
+    "device": special(tarfile.CHRTYPE),
+    "folder": special(tarfile.DIRTYPE),
+    "large": large(),
+}
+MANIFESTS = {
+    "list": [1],
+    "text": "retrograd",
+    "number": 3,
+    "nested": {"torch": {"a": 1}},
+    "empty": {"torch": None},
+}
+
+
 @pytest.mark.parametrize(
-    "fault", ["missing", "no archive", "cut off", "foreign", "outside", "absolute", "link"]
+    "fault",
+    ["missing", "no archive", "cut off", "no seal", "foreign", "outside", "absolute", *SPECIAL, *MANIFESTS],
 )
 def test_a_bad_archive_is_one_line(
     fault: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -129,8 +163,13 @@ def test_a_bad_archive_is_one_line(
         archive_of(archive, tarfile.TarInfo("../outside"))
     elif fault == "absolute":
         archive_of(archive, tarfile.TarInfo(str(tmp_path / "outside")))
-    elif fault == "link":
-        archive_of(archive, linking())
+    elif fault == "no seal":
+        archive_of(archive)
+        archive.write_bytes(gzip.compress(gzip.decompress(archive.read_bytes())))
+    elif fault in SPECIAL:
+        archive_of(archive, SPECIAL[fault])
+    elif fault in MANIFESTS:
+        archive_of(archive, origin=MANIFESTS[fault])
     capsys.readouterr()
     status, said = main(["cache", "unpack", str(archive)]), capsys.readouterr()
     assert not (tmp_path / "outside").exists()
@@ -173,3 +212,24 @@ def test_another_machine_compiles_nothing(tmp_path: Path) -> None:
     partitions, hits, misses = map(int, run("there", "-c", PROGRAM).split())
     assert (partitions, misses) == (1, 0)
     assert hits == 2
+
+
+def test_each_flipped_bit_is_found(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    archive, damaged, before = tmp_path / "cache.tar.gz", tmp_path / "damaged", names(folder)
+    main(["cache", "pack", str(archive)])
+    data, draw = archive.read_bytes(), random.Random(1)
+    whole = [*range(8 * 10), *draw.sample(range(8 * len(data)), 300)]
+    for bit in whole:
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        damaged.write_bytes(flipped)
+        assert main(["cache", "unpack", str(damaged)]) == 1, bit
+    assert "0 files" not in capsys.readouterr().out
+    assert names(folder) == before
+
+
+def test_other_programs_read_an_archive(folder: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "cache.tar.gz"
+    main(["cache", "pack", str(archive)])
+    with tarfile.open(archive) as tar:
+        assert tar.getnames()[1:] == ["fxgraph/ab/abc/entry", "retrograd/cd/cdef.json", "xy/code.py"]

@@ -12,6 +12,8 @@ says: unpack only what you trust.
 from __future__ import annotations
 
 import argparse
+import gzip
+import hashlib
 import io
 import json
 import os
@@ -24,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 
@@ -71,24 +74,40 @@ def info(folder: Path) -> str:
 
 
 def pack(folder: Path, archive: Path) -> int:
-    """Write the files of the folder to `archive`, a gzipped tar file; returns how many there are.
+    """Write the files of the folder to `archive`, a gzipped tar file with a `seal`; returns how many there are.
 
     Raises:
         OSError: something cannot be read or written. `archive` is as it was then.
     """
     paths = list(_finished(folder))
-    with replacing(archive) as to, tarfile.open(fileobj=to, mode="w:gz") as tar:
-        said = json.dumps(made_of()).encode()
-        entry = tarfile.TarInfo(MANIFEST)
-        entry.size = len(said)
-        tar.addfile(entry, io.BytesIO(said))
-        for path in paths:
-            tar.add(path, str(path.relative_to(folder)), recursive=False)
+    with replacing(archive) as to:
+        with tarfile.open(fileobj=to, mode="w:gz") as tar:
+            said = json.dumps(made_of()).encode()
+            entry = tarfile.TarInfo(MANIFEST)
+            entry.size = len(said)
+            tar.addfile(entry, io.BytesIO(said))
+            for path in paths:
+                tar.add(path, str(path.relative_to(folder)), recursive=False)
+        to.write(seal(to, to.tell()))
     return len(paths)
 
 
+def seal(file: BinaryIO, size: int) -> bytes:
+    """The last bytes of an archive: a hash of the first `size`, in a gzip member of its own, which tar skips."""
+    found = hashlib.sha256()
+    file.seek(0)
+    while (left := size - file.tell()) > 0 and (chunk := file.read(min(left, _CHUNK))):
+        found.update(chunk)
+    return gzip.compress(found.hexdigest().encode(), compresslevel=0, mtime=0)
+
+
+#: bytes that are read at a time; bytes of a seal; and how often its own size an archive may hold.
+_CHUNK, _SEAL, _MOST = 2**20, len(gzip.compress(b"0" * 64, compresslevel=0, mtime=0)), 200
+
+
 def unpack(archive: Path, folder: Path) -> tuple[int, dict[str, str]]:
-    """Put the files of `archive` into the folder; what is there already stays.
+    """Put the files of `archive` into the folder; what is there already stays. Nothing is put there before all
+    of it was examined.
 
     Returns:
         How many files are new, and what the archive's `made_of` was.
@@ -97,24 +116,53 @@ def unpack(archive: Path, folder: Path) -> tuple[int, dict[str, str]]:
         OSError: something cannot be read or written.
         tarfile.TarError: it is damaged, is no archive of a cache, or holds something that is no file in it.
     """
-    with tarfile.open(archive, "r:gz") as tar, tempfile.TemporaryDirectory(dir=folder) as apart:
-        first = tar.next()
-        if first is None or first.name != MANIFEST or (said := tar.extractfile(first)) is None:
+    size = archive.stat().st_size - _SEAL
+    with archive.open("rb") as data:
+        if size <= 0 or seal(data, size) != data.read():
             raise tarfile.TarError(
-                f"its first file is not {MANIFEST}, so `retrograd cache pack` did not make it"
+                f"{archive} is damaged, cut off, or not made by this release's `retrograd cache pack`: pack it again"
             )
-        origin: dict[str, str] = json.loads(said.read())
-        members = tar.getmembers()[1:]
-        for member in members:
-            if not member.isfile() or Path(member.name).is_absolute():
-                raise tarfile.TarError(f"{member.name} is no plain file in its folder")
-            tar.extract(member, apart, filter="data")
+    with tempfile.TemporaryDirectory(dir=folder) as apart:
+        with tempfile.TemporaryFile(dir=apart) as plain:
+            _decompress(archive, plain, size * _MOST)
+            with tarfile.open(fileobj=plain, mode="r:") as tar:
+                origin = _manifest(tar)
+                _extract(tar, apart, size * _MOST)
         new = [path for path in _finished(Path(apart)) if not (folder / path.relative_to(apart)).exists()]
         for path in new:
             target = folder / path.relative_to(apart)
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, target)
     return len(new), origin
+
+
+def _decompress(archive: Path, to: BinaryIO, most: int) -> None:
+    with gzip.open(archive) as packed:
+        while chunk := packed.read(_CHUNK):
+            to.write(chunk)
+            if to.tell() > most:
+                raise tarfile.TarError(f"{archive} holds more than {_MOST} times its size")
+    to.seek(0)
+
+
+def _manifest(tar: tarfile.TarFile) -> dict[str, str]:
+    first = tar.next()
+    if first is None or first.name != MANIFEST or (said := tar.extractfile(first)) is None:
+        raise tarfile.TarError(f"its first file is not {MANIFEST}, so `retrograd cache pack` did not make it")
+    origin: Any = json.loads(said.read())
+    if not isinstance(origin, dict) or not all(isinstance(value, str) for value in origin.values()):
+        raise tarfile.TarError(f"{MANIFEST} in it does not say what the code was made of")
+    return origin
+
+
+def _extract(tar: tarfile.TarFile, folder: str, most: int) -> None:
+    members = tar.getmembers()[1:]
+    if sum(member.size for member in members) > most:
+        raise tarfile.TarError(f"its files have more than {_MOST} times its size")
+    for member in members:
+        if not member.isfile() or Path(member.name).is_absolute():
+            raise tarfile.TarError(f"{member.name} is no plain file in its folder")
+        tar.extract(member, folder, filter="data")
 
 
 def _finished(folder: Path) -> Iterator[Path]:

@@ -131,6 +131,10 @@ class LoadError(_ReasonedError):
     """A file holds no joint graph, is damaged, or does not fit what is installed."""
 
 
+class MissingFileError(LoadError, OSError):
+    """There is no file to load, or it cannot be opened."""
+
+
 class PassError(_ReasonedError):
     """A pass raised, or was asked for something that it cannot do."""
 

@@ -8,10 +8,12 @@ import os
 import pickle
 import subprocess
 import sys
+import tracemalloc
 import zipfile
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -409,17 +411,23 @@ def test_damaged_and_foreign_files(written: bytes, tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2)}, tmp_path / "state")
     assert refused(tmp_path / "state") == "load-foreign"
     assert refused(rewritten(written, "joint.json", lambda content: None)) == "load-damaged"
-    assert refused(rewritten(written, "tensors.pt", lambda content: b"")) == "load-damaged"
-    with pytest.raises(FileNotFoundError):
+    assert refused(rewritten(written, "tensors.bin", lambda content: None)) == "load-damaged"
+    assert refused(rewritten(written, "tensors.bin", lambda content: content + b"1")) == "load-contents"
+    assert refused(tmp_path / "absent") == "load-missing"
+    assert refused(tmp_path) == "load-missing"
+    with pytest.raises(OSError, match=r"absent cannot be opened: No such file(.|\n)*aot.export wrote"):
         aot.load(tmp_path / "absent")
 
 
 @pytest.mark.parametrize(("schema", "way_out"), [(99, "a newer retrograd"), (2, "export it again")])
 def test_another_version_is_refused(written: bytes, schema: int, way_out: str) -> None:
     file = rewritten(written, "manifest.json", with_json(lambda data: data.update(schema=schema)))
-    found = rf"has schema {schema}, written by retrograd 0\.1\.0; known is 7\n(.|\n)*{way_out}"
+    found = rf"has schema {schema}, written by retrograd 0\.1\.0; known is 8\n(.|\n)*{way_out}"
     with pytest.raises(LoadError, match=found):
         aot.load(file)
+
+
+_OPENS = "may open a file that it names"
 
 
 def calls(target: Any) -> Callable[[Any], None]:
@@ -450,11 +458,16 @@ def calls(target: Any) -> Callable[[Any], None]:
         (lambda data: data["signature"]["record"][1]["inputs"]["tuple"].pop(), "breaks a law"),
         (lambda data: data.pop("primals"), "KeyError"),
         (lambda data: data["primals"][0].update(record=["Popen", {}]), "KeyError: 'Popen'"),
-        (lambda data: data["examples"]["values"].pop(), "ValueError"),
+        (lambda data: data["primals"][0]["record"][1].update(leaf="0"), "PrimalValue.leaf is str '0'"),
+        (lambda data: data["primals"][0]["record"][1].update(leaf=7), "primals of the leaves"),
+        (calls({"name": "aten::from_file", "overload": "default", "schema": ""}), _OPENS),
         (
-            lambda data: data.update(out_spec=data["out_spec"].replace("null", '{"__enum__": 1}')),
-            "containers? with enums",
+            calls({"name": "debugprims::load_tensor", "overload": "default", "schema": ""}),
+            _OPENS,
         ),
+        (lambda data: data["graph"]["nodes"][-2][3].append(3), "cannot be read"),
+        (lambda data: data["graph"]["nodes"][0][3].append(3), "a placeholder with arguments"),
+        (lambda data: data["examples"]["values"].pop(), "ValueError"),
         (lambda data: data["graph"]["nodes"][0].__setitem__(1, "x; import os"), "no name of a node"),
         (lambda data: data["graph"]["nodes"][-2].__setitem__(2, 99), "IndexError"),
     ],
@@ -464,6 +477,110 @@ def test_contents_that_make_no_sense_are_refused(
 ) -> None:
     with pytest.raises(LoadError, match=text):
         aot.load(rewritten(written, "joint.json", with_json(change)))
+
+
+SEEN: list[str] = []
+#: of a module of this test's own, which nobody imports.
+PROBE = "import unit.retrograd.aot.test_export as here\nhere.SEEN.append(__name__)\nclass Kind(dict): ...\n"
+
+
+def kinds_of_containers(module: str) -> dict[str, Any]:
+    """Descriptions of containers that name a module, in torch's form and in this package's, and nested."""
+    enum = {"__enum__": True, "fqn": f"{module}:Kind", "name": "A"}
+    escaped = json.dumps(enum).replace("__enum__", "\\u005f_enum__")
+    leaf = {"type": None, "context": None, "children_spec": []}
+    factory = {"default_factory_module": module, "default_factory_name": "Kind", "dict_context": []}
+    node = {"type": "builtins.dict", "context": escaped, "children_spec": [leaf]}
+    filled = {"type": "collections.defaultdict", "context": json.dumps(factory), "children_spec": []}
+    return {
+        "enum": json.dumps([1, node]),
+        "factory": json.dumps([1, filled]),
+        "decoded": [[1, node]],
+        "nested": [["tuple", [["defaultdict", [None], [["a"], f"{module}.Kind"]]], None]],
+        "class": [[f"{module}.Kind", [None], None]],
+        "key": [["dict", [None], [[enum], "None"]]],
+        "keys": [["dict", [None], [[{"record": [f"{module}.Kind", {}]}], "None"]]],
+    }
+
+
+@pytest.mark.parametrize("place", ["in_spec", "out_spec"])
+@pytest.mark.parametrize("kind", kinds_of_containers(""))
+def test_no_container_names_a_module(
+    written: bytes, kind: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "never_imported.py").write_text(PROBE)
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = kinds_of_containers("never_imported")[kind]
+    refused(rewritten(written, "joint.json", with_json(lambda data: data.update({place: spec}))))
+    assert "never_imported" not in sys.modules
+    assert not SEEN
+
+
+@pytest.mark.parametrize("name", ["onnx", "set_vital", "Tensor", "float32.itemsize"])
+@pytest.mark.parametrize("kind", ["dtype", "layout", "memory_format"])
+def test_attributes_of_torch_are_no_way_in(written: bytes, kind: str, name: str) -> None:
+    def change(data: Any) -> None:
+        data["examples"]["forms"][0]["dtype"] = {kind: name}
+
+    assert refused(rewritten(written, "joint.json", with_json(change))) == "load-contents"
+
+
+def test_containers_travel() -> None:
+    def fn(x: torch.Tensor, more: Any) -> Any:
+        shown = OrderedDict(b=x * more["by"], a=[x, (x + 1, 3)])
+        filled = defaultdict(list, {1: x * 2, (1, "a"): x * 3, None: x * 4})
+        return {"shown": shown, "filled": filled, "last": deque([x.exp(), 5], maxlen=3), "none": None}
+
+    x = torch.ones(3)
+    found, expected = compiled(returned(captured(fn, x, {"by": 2.0})))(x, {"by": 2.0}), fn(x, {"by": 2.0})
+    assert repr(found) == repr(expected)
+    assert (found["filled"].default_factory, found["last"].maxlen) == (list, 3)
+
+
+class Pair(NamedTuple):
+    """A container that only this process knows."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def test_other_containers_are_refused() -> None:
+    with pytest.raises(ExportError, match=r"a container of type Pair(.|\n)*use tuples, lists and dicts"):
+        aot.export(captured(lambda x: Pair(x * 2, x * 3), leaf(3)), io.BytesIO())
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).reshape(2, 3).t(),
+        torch.ones(1).expand(3, 2),
+        torch.arange(12)[3::2],
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j, 3j]),
+        torch.ones(2, 0, 3),
+        torch.tensor(2.5, dtype=torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_tensors_travel_as_they_lie(tensor: torch.Tensor) -> None:
+    found = compiled(returned(captured(lambda x: (x + 1, tensor), torch.ones(2))))(torch.ones(2))[1]
+    assert torch.equal(found, tensor)
+    assert (found.dtype, found.stride()) == (tensor.dtype, tensor.stride())
+
+
+def test_a_file_takes_memory_in_proportion_to_its_size(written: bytes) -> None:
+    large, file = b"[" + b"[]," * 2**24 + b"[]]", io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(written)) as before,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as after,
+    ):
+        for entry in before.namelist():
+            after.writestr(entry, large if entry == "joint.json" else before.read(entry))
+    tracemalloc.start()
+    assert refused(file) == "load-damaged"
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 8 * 2**20
 
 
 class Runs:
@@ -476,11 +593,9 @@ class Runs:
 
 
 def test_pickled_code_is_not_run(written: bytes) -> None:
-    assert (
-        refused(rewritten(written, "tensors.pt", lambda content: pickle.dumps({"x": Runs()})))
-        == "load-damaged"
-    )
     file = io.BytesIO()
     torch.save({"x": Runs()}, file)
-    assert refused(rewritten(written, "tensors.pt", lambda content: file.getvalue())) == "load-damaged"
+    for content in (pickle.dumps({"x": Runs()}), file.getvalue()):
+        for member in ("tensors.bin", "joint.json", "manifest.json"):
+            refused(rewritten(written, member, lambda before, content=content: content))
     assert not Runs.ran

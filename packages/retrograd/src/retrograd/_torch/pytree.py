@@ -10,15 +10,14 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch.utils._pytree import MappingKey, TreeSpec, register_pytree_node
+from torch.utils._pytree import MappingKey, register_pytree_node
+from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import keystr as keystr
 from torch.utils._pytree import tree_flatten as _flatten
 from torch.utils._pytree import tree_flatten_with_path as _flatten_with_path
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_structure as tree_structure
 from torch.utils._pytree import tree_unflatten as tree_unflatten
-from torch.utils._pytree import treespec_dumps as treespec_dumps
-from torch.utils._pytree import treespec_loads as treespec_loads
 
 IsLeaf = Callable[[Any], bool] | None
 

@@ -1,14 +1,15 @@
 """Joint graphs in files.
 
-In: a `JointGraph` and a file. Out: a zip archive of JSON and tensors; of such an archive, the joint graph
-again, without its function: what needs the function again says so. What cannot be written is refused by its
-name. Loading runs nothing that stands in the file: no pickle of code, no text that is evaluated. torch's own
-archives of programs are not used, because loading them does both.
+In: a `JointGraph` and a file. Out: a zip archive of JSON and the bytes of tensors; of such an archive, the
+joint graph again, without its function: what needs the function again says so. What cannot be written is
+refused by its name. Loading runs nothing that stands in the file: no pickle, no text that is evaluated, no
+name that is imported. Nothing is compressed, so that a file takes memory in proportion to its size. torch's
+own archives of programs are not used: loading them runs what they say.
 """
 
 from __future__ import annotations
 
-import io
+import ctypes
 import json
 import os
 import zipfile
@@ -18,31 +19,46 @@ from typing import IO, Any, NoReturn
 
 import torch
 
-from retrograd._torch import pytree
 from retrograd._torch.state import ThreadModes
 from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import new_fake_mode
 from retrograd.aot.capture import JointGraph
-from retrograd.errors import CaptureError, ExportError, LoadError, Refusal, VerificationError, first_line
-from retrograd.graph.joint import verify_joint
-from retrograd.graph.joint_graph import CaptureState, JointValues, Leaf
+from retrograd.aot.examine import examine, examine_trace
+from retrograd.errors import (
+    CaptureError,
+    ExportError,
+    LoadError,
+    MissingFileError,
+    Refusal,
+    VerificationError,
+    first_line,
+)
+from retrograd.graph.joint import Destination, verify_joint
+from retrograd.graph.joint_graph import CaptureState, JointValues, Leaf, PrimalValue
 from retrograd.passes.aten import PassReport
 from retrograd.serialize import (
+    checked_types,
+    field_types,
     give_examples,
+    is_of_type,
     read_examples,
     read_graph,
+    read_spec,
     read_value,
     serialize_examples,
     serialize_graph,
+    serialize_spec,
     serialize_value,
 )
 from retrograd.version import VERSION
 
 #: of the files that are written; files of another one are refused.
-SCHEMA = 7
+SCHEMA = 8
 
 _FORMAT = "retrograd-joint-graph"
-_MANIFEST, _JOINT, _TENSORS = "manifest.json", "joint.json", "tensors.pt"
+_MANIFEST, _JOINT, _TENSORS = "manifest.json", "joint.json", "tensors.bin"
+#: bytes of what may be compressed, as older releases did.
+_SMALL = 2**16
 File = str | os.PathLike[str] | IO[bytes]
 
 _FOUND = "found/"
@@ -83,7 +99,7 @@ def serialize_joint(joint: JointValues) -> tuple[dict[str, Any], dict[str, torch
         "name": state.name,
         "modes": serialize_value(tuple(state.thread_modes)),
         "leaves": [_written(leaf.name, leaf) for leaf in leaves],
-        "in_spec": None if state.in_spec is None else pytree.treespec_dumps(state.in_spec),
+        "in_spec": None if state.in_spec is None else _written_spec("the arguments", state.in_spec),
         "examples": _examples(joint),
         "graph": serialize_graph(joint.gm, tensors),
         **serialize_trace(joint),
@@ -107,11 +123,19 @@ def serialize_trace(joint: JointValues) -> dict[str, Any]:
     for number, plan in enumerate(joint.outputs):
         _written(f"output {number}", plan)
     return {
-        "out_spec": pytree.treespec_dumps(joint.out_spec),
+        "out_spec": _written_spec("the outputs", joint.out_spec),
         "primals": [_written(one.name, replace(one, fake=None, found=None)) for one in joint.primals],
         "gradients": [serialize_value(place) for place in joint.gradients],
         **{name: _written(name, getattr(joint, name)) for name in FIELDS},
     }
+
+
+def _written_spec(name: str, spec: Any) -> Any:
+    try:
+        return [serialize_spec(spec)]
+    except Refusal as error:
+        way_out = "use tuples, lists and dicts"
+        return _refuse("unwritable", f"{name} have {error}, which no file can hold", name, way_out)
 
 
 _WAY_OUT = "return clones of views, and plain constants; unwrap tensor subclasses before the call"
@@ -141,48 +165,65 @@ def read_joint(data: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
     """What `serialize_joint` wrote.
 
     Raises:
-        ValueError, KeyError, TypeError: it is nothing that was written so, or does not fit this torch.
+        VerificationError: it breaks a law of joint graphs.
+        Exception: it is nothing that was written so, or does not fit this torch.
     """
     mode, gm = new_fake_mode(False), read_graph(data["graph"], tensors)
     give_examples(gm, read_examples(data["examples"], mode))
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     found = read_trace(data, inputs, tensors)
+    verify_joint(gm, found["signature"], "aot.load")
     state = _read_state(data, mode, {primal.leaf: primal.fake for primal in found["primals"]})
     gm.meta["signature"] = found["signature"]
     # As after a pass, nothing can trace the graph again for cotangents laid out otherwise: they are copied.
-    return JointGraph(state=state, gm=gm, reports=(PassReport("load", 0.0),), **found)
+    joint = JointGraph(state=state, gm=gm, reports=(PassReport("load", 0.0),), **found)
+    examine(joint)
+    return joint
 
 
 def read_trace(
     data: Mapping[str, Any], fakes: Sequence[Any], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
     """What `serialize_trace` wrote, as fields of a `JointGraph`, with the tensors that it names. The first of
-    `fakes` are the primals."""
+    `fakes` are the primals.
+
+    Raises:
+        Exception: it is nothing that was written so.
+    """
     primals = tuple(
-        replace(read_value(one, {}), fake=fakes[number], found=tensors.get(f"{_FOUND}{number}"))
+        replace(_read_as(one, PrimalValue), fake=fakes[number], found=tensors.get(f"{_FOUND}{number}"))
         for number, one in enumerate(data["primals"])
     )
-    return {
+    found = {
         "primals": primals,
-        "out_spec": _read_spec(data["out_spec"]),
-        "gradients": {read_value(place, {}): PLAIN for place in data["gradients"]},
-        **{name: read_value(data[name], {}) for name in FIELDS},
+        "out_spec": read_spec(*data["out_spec"]),
+        "gradients": {_read_as(place, tuple[int, Destination]): PLAIN for place in data["gradients"]},
+        **{name: _read_as(data[name], field_types(JointValues)[name]) for name in FIELDS},
     }
+    examine_trace(found)
+    return found
+
+
+def _read_as(written: Any, hint: Any) -> Any:
+    if not is_of_type(found := read_value(written, {}), hint):
+        raise ValueError(f"{found!r:.80} is no {hint}")
+    return found
 
 
 def _read_state(data: Mapping[str, Any], mode: Any, fakes: Mapping[int | None, Any]) -> CaptureState:
     leaves: list[Leaf] = []
     for number, one in enumerate(data["leaves"]):
-        leaf: Leaf = read_value(one, {})
+        leaf: Leaf = _read_as(one, Leaf)
         fake = fakes.get(number if leaf.same_as is None else leaf.same_as)
         leaves.append(replace(leaf, value=fake) if leaf.kind else leaf)
+    name = _read_as(data["name"], str)
     return CaptureState(
-        name=data["name"],
-        call=_Absent(data["name"]),
+        name=name,
+        call=_Absent(name),
         leaves=tuple(leaves),
-        thread_modes=ThreadModes(*read_value(data["modes"], {})),
+        thread_modes=checked_types(ThreadModes(*read_value(data["modes"], {}))),
         fake_mode=mode,
-        in_spec=None if data["in_spec"] is None else _read_spec(data["in_spec"]),
+        in_spec=None if data["in_spec"] is None else read_spec(*data["in_spec"]),
     )
 
 
@@ -203,14 +244,47 @@ class _Absent:
         )
 
 
-def _read_spec(text: str) -> Any:
-    """A pytree whose containers are known in this process; none that would import a module by name."""
-    if "__enum__" in text:
-        raise ValueError("a container with enums in its structure")
-    try:
-        return pytree.treespec_loads(text)
-    except NotImplementedError as error:
-        raise ValueError(f"{error} Import what registers it before loading") from error
+# tensors
+
+
+def _bytes_of(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], bytes]:
+    """How each lies in memory, and what stands there, one after the other."""
+    table: dict[str, Any] = {}
+    parts: list[bytes] = []
+    for name, tensor in tensors.items():
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            _refuse("unwritable", f"a tensor is a {type(tensor).__name__}, {tensor.layout}", name, _WAY_OUT)
+        here = tensor.detach().resolve_conj().resolve_neg()
+        steps = zip(here.shape, here.stride(), strict=True)
+        span = 0 if here.numel() == 0 else 1 + sum((size - 1) * stride for size, stride in steps)
+        memory = here.as_strided((span,), (1,)).cpu().contiguous()
+        form = [serialize_value(here.dtype), str(here.device), [*here.shape], [*here.stride()]]
+        table[name] = [*form, span * here.element_size()]
+        parts.append(ctypes.string_at(memory.data_ptr(), table[name][-1]) if span else b"")
+    return table, b"".join(parts)
+
+
+def _tensors_of(table: Mapping[str, Any], data: bytes) -> dict[str, torch.Tensor]:
+    """What `_bytes_of` wrote.
+
+    Raises:
+        Exception: it is nothing that was written so.
+    """
+    found: dict[str, torch.Tensor] = {}
+    start = 0
+    for name, (dtype, device, size, stride, count) in table.items():
+        part = bytearray(data[start : start + _read_as(count, int)])
+        memory = torch.frombuffer(part, dtype=torch.uint8) if part else torch.empty(0, dtype=torch.uint8)
+        typed = memory.view(_read_as(dtype, torch.dtype))
+        typed = memory.ne(0) if typed.dtype is torch.bool else typed
+        found[name] = typed.as_strided(size, stride).to(_read_as(device, str))
+        start += len(part)
+    if start != len(data):
+        raise ValueError(f"{len(data)} bytes of tensors, not {start}")
+    return found
+
+
+# files
 
 
 def export(joint: JointGraph, file: File) -> None:
@@ -232,12 +306,11 @@ def export(joint: JointGraph, file: File) -> None:
     verify_joint(joint.gm, joint.signature, "aot.export", [report.name for report in joint.reports])
     data, tensors = serialize_joint(joint)
     manifest = {"format": _FORMAT, "schema": SCHEMA, "retrograd": VERSION, "torch": torch.__version__}
-    kept = io.BytesIO()
-    torch.save(tensors, kept)
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+    data["tensors"], kept = _bytes_of(tensors)
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr(_MANIFEST, json.dumps(manifest, indent=1))
         archive.writestr(_JOINT, json.dumps(data))
-        archive.writestr(_TENSORS, kept.getvalue())
+        archive.writestr(_TENSORS, kept)
 
 
 def load(file: File) -> JointGraph:
@@ -250,14 +323,12 @@ def load(file: File) -> JointGraph:
     Raises:
         LoadError: the file is damaged, holds no joint graph, is of another version, or does not fit the
             installed torch.
-        OSError: the file cannot be read.
+        MissingFileError: there is no such file, or it cannot be opened.
     """
-    manifest, data, tensors = _contents(file)
+    manifest, data, kept = _contents(file)
     writer = f"written by retrograd {manifest.get('retrograd')} under torch {manifest.get('torch')}"
     try:
-        joint = read_joint(data, tensors)
-        verify_joint(joint.gm, joint.signature, "aot.load")
-        return joint
+        return read_joint(data, _tensors_of(data["tensors"], kept))
     except VerificationError as error:
         raise _refused(
             "law", f"the joint graph in {_name(file)} breaks a law: {error.reason.text}", writer
@@ -267,25 +338,38 @@ def load(file: File) -> JointGraph:
         raise _refused("contents", found, f"it was {writer}; export it again") from error
 
 
-def _contents(file: File) -> tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]:
+def _contents(file: File) -> tuple[dict[str, Any], dict[str, Any], bytes]:
     try:
         with zipfile.ZipFile(file) as archive:
-            names = archive.namelist()
-            manifest = json.loads(archive.read(_MANIFEST)) if _MANIFEST in names else None
+            entries = archive.infolist()
+            names = [entry.filename for entry in entries]
+            manifest = json.loads(_stored_in(archive, _MANIFEST)) if _MANIFEST in names else None
             _check_manifest(file, manifest)
-            data = json.loads(archive.read(_JOINT))
-            kept = io.BytesIO(archive.read(_TENSORS))
-            tensors = torch.load(kept, weights_only=True)
-    except (OSError, LoadError):
+            if sorted(names) != sorted((_MANIFEST, _JOINT, _TENSORS)):
+                raise ValueError(f"it holds {', '.join(names)[:80]}")
+            data, kept = json.loads(_stored_in(archive, _JOINT)), _stored_in(archive, _TENSORS)
+    except LoadError:
         raise
+    except OSError as error:
+        text = f"{_name(file)} cannot be opened: {error.strerror or error}"
+        way_out = "the path of a file that aot.export wrote"
+        raise MissingFileError.because("load-missing", text, "aot.load", way_out=way_out) from error
     except Exception as error:
         raise _refused(
             "damaged", f"{_name(file)} is damaged, or no joint graph: {first_line(error)}", "export it again"
         ) from error
-    if not isinstance(data, dict) or not isinstance(tensors, dict):
+    if not isinstance(data, dict):
         raise _refused("damaged", f"{_name(file)} is damaged: it holds no joint graph", "export it again")
     assert manifest is not None
-    return manifest, data, tensors
+    return manifest, data, kept
+
+
+def _stored_in(archive: zipfile.ZipFile, name: str) -> bytes:
+    """A member of the archive, if it takes no more memory than in the file."""
+    entry = archive.getinfo(name)
+    if entry.compress_type != zipfile.ZIP_STORED and entry.file_size > _SMALL:
+        raise ValueError(f"{name} is compressed, which aot.export does not do")
+    return archive.read(name)
 
 
 def _check_manifest(file: File, manifest: Any) -> None:

@@ -102,7 +102,7 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of `file` at the end; if something raises, `file` stays as it is."""
     handle, name = tempfile.mkstemp(dir=file.parent, suffix=UNFINISHED)
     try:
-        with os.fdopen(handle, "wb") as to:
+        with os.fdopen(handle, "w+b") as to:
             yield to
         os.replace(name, file)
     except BaseException:
