@@ -147,9 +147,7 @@ def capture_divided(
     return found
 
 
-def _captured(
-    state: CaptureState, manner: Manner, first: FirstRun | None
-) -> tuple[JointGraph, Structure]:
+def _captured(state: CaptureState, manner: Manner, first: FirstRun | None) -> tuple[JointGraph, Structure]:
     plan = EntryPlan()
     while True:
         attempt = _Attempt(state, plan, manner, first)

@@ -89,9 +89,7 @@ def _real_after(first: FirstRun) -> Callable[[Any], Any]:
     return real
 
 
-def _restore(
-    holder: _Holder, before: Mapping[Any, Any], real: Callable[[Any], Any] | None
-) -> Iterator[str]:
+def _restore(holder: _Holder, before: Mapping[Any, Any], real: Callable[[Any], Any] | None) -> Iterator[str]:
     """Put back what holds a tensor now that it did not hold before; or, by `real`, a real one there."""
     for key, value in dict(holder.read()).items():
         if value is before.get(key, _ASIDE) or not _holds_tensor(value):

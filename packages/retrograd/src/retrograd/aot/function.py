@@ -105,7 +105,8 @@ class AotFunction:
 
     def _variant(self, key: Any, leaves: Sequence[Any], known: Sequence[Variant]) -> Variant:
         form, _, roots, _, split_at_leaf_grads, _ = key
-        state, first = self._states[roots], FirstRun(leaves)
+        state = self._states[roots]
+        first = FirstRun(leaves, "it must not run eagerly" if self.config.strict else None)
         try:
             spec = pytree.tree_structure(((0,) * form, {})) if isinstance(form, int) else form
             call = FlatCall(self.fn, state, spec)

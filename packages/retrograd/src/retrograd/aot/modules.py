@@ -13,7 +13,7 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,32 +164,36 @@ class ModuleState:
         try:
             yield
         finally:
-            counts = first.can_be_finished
-            with suppress(Exception):  # then it is run again
-                first.compute() if counts else None
-            counts = first.can_be_finished
-            for owner, before in noted:
-                now = _attributes(owner)
-                keys = {*now, *before}
-                other = [key for key in keys if now.get(key, _ASIDE) is not before.get(key, _ASIDE)]
-                changed += [(key, type(owner).__name__) for key in other]
-                if counts:
-                    vars(owner).update({key: first.real(now[key]) for key in other if key in now})
-                    continue
-                vars(owner).update(before)
-                for key in now.keys() - before.keys():
-                    del vars(owner)[key]
-            for key, owner, container, before in filled:
-                if not is_same(container, before):
-                    changed.append((key, type(owner).__name__))
-                    after = first.real(container) if counts else before
-                    container.clear()
-                    (container.extend if isinstance(container, list) else container.update)(after)
-            for name, state, restore, before in drawn:
-                if repr(state()) != repr(before):
-                    changed.append(("the state", name))
-                    if not counts:
-                        restore(before)
+            now = [_attributes(owner) for owner, _ in noted]
+            others = [
+                [key for key in {*new, *old} if new.get(key, _ASIDE) is not old.get(key, _ASIDE)]
+                for new, (_, old) in zip(now, noted, strict=True)
+            ]
+            refilled = [one for one in filled if not is_same(one[2], one[3])]
+            redrawn = [one for one in drawn if repr(one[1]()) != repr(one[3])]
+            changed += [
+                (key, type(owner).__name__)
+                for (owner, _), keys in zip(noted, others, strict=True)
+                for key in keys
+            ]
+            changed += [(key, type(owner).__name__) for key, owner, *_ in refilled]
+            changed += [("the state", name) for name, *_ in redrawn]
+            counts = bool(changed) and first.is_finished()
+            for (owner, before), new, keys in zip(noted, now, others, strict=True):
+                for key in keys:
+                    if counts and key in new:
+                        vars(owner)[key] = first.real(new[key])
+                    elif not counts and key in before:
+                        vars(owner)[key] = before[key]
+                    elif not counts:
+                        del vars(owner)[key]
+            for _, _, container, before in refilled:
+                after = first.real(container) if counts else before
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(after)
+            for _, _, restore, before in redrawn:
+                if not counts:
+                    restore(before)
         if changed:
             raise CaptureError.because(
                 "side-effect",

@@ -14,7 +14,7 @@ an exception that ``except Exception`` does not catch, and the function has to b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -71,40 +71,42 @@ class FirstRun:
 
     Args:
         leaves: the real inputs of the function, flat.
+        why_not: why it may not go on eagerly; None if it may.
 
     Attributes:
         why_not: why its calls cannot be computed again; None if they can.
         stopped: the error at which the trace could not go on; None if it could.
         has_ended: whether the function has returned or raised, without being abandoned.
         is_computing: whether calls are computed right now.
-        is_repeated: whether the calls are traced once more, also if they could not be traced at first.
     """
 
-    def __init__(self, leaves: Sequence[Any]) -> None:
-        self.leaves = leaves
-        self.why_not: str | None = None
+    def __init__(self, leaves: Sequence[Any], why_not: str | None = None) -> None:
+        self.leaves, self._why_not_at_all = leaves, why_not
+        self.begin((), None)
+
+    def begin(self, seen: Sequence[Any], tracer: JointTracer | None, is_repeated: bool = False) -> None:
+        """The function is called with `seen` in place of the inputs, in the trace of `tracer`. Its calls are
+        written down also after they could no longer be traced, if `is_repeated`."""
+        self._tracer, self.why_not, self._is_repeated = tracer, self._why_not_at_all, is_repeated
         self.stopped: Exception | None = None
-        self.has_ended = self.is_repeated = self.is_computing = False
-        self._tracer: JointTracer | None = None
+        self.has_ended = self.is_computing = False
         self._end: Callable[[], Any] = lambda: None
         self._calls: list[_Call] = []
         self._numbers: dict[int, int] = {}  # by identity, of the tensors that calls have made
         self._made: list[Any] = []  # by number; so that no other tensor gets the same identity
         self._real: list[Any] = []  # by number, as far as they have been computed
         self._computed = 0  # so many calls
-        self._stand_ins: dict[int, tuple[Any, int]] = {}  # by identity; with the place of the input
+        #: what the function sees in place of inputs, by identity, with the place of the input.
+        self._stand_ins = {
+            id(one): (one, place)
+            for place, (one, real) in enumerate(zip(seen, self.leaves, strict=False))
+            if isinstance(one, torch.Tensor) and one is not real
+        }
 
     @property
     def is_eager(self) -> bool:
         """Whether the function is given real tensors by now."""
         return self.stopped is not None
-
-    def given(self, seen: Sequence[Any], tracer: JointTracer) -> None:
-        """The function is called with `seen` in place of the inputs, in the trace of `tracer`."""
-        self._tracer = tracer
-        for place, (one, real) in enumerate(zip(seen, self.leaves, strict=True)):
-            if one is not real and isinstance(one, torch.Tensor):
-                self._stand_ins[id(one)] = one, place
 
     def ended(self, end: Callable[[], Any]) -> None:
         """The function has ended. What `end` returns or raises is what it did, with tensors of the trace."""
@@ -115,6 +117,13 @@ class FirstRun:
         """Whether `outcome` knows what the function has done."""
         return self.has_ended and self.why_not is None
 
+    def is_finished(self) -> bool:
+        """Whether all of it has been computed for real, which is done if it can be."""
+        with suppress(Exception):  # an operator fails on real tensors only: `why_not` says so
+            if self.can_be_finished:
+                self.compute()
+        return self.can_be_finished
+
     def outcome(self) -> Any:
         """What the function returns, or raises, as eager has it.
 
@@ -123,10 +132,6 @@ class FirstRun:
         """
         self.compute()
         return self.real(self._end())
-
-    def forget(self) -> None:
-        """Let go of all tensors."""
-        self.__init__(())  # type: ignore[misc]
 
     # the calls
 
@@ -259,9 +264,9 @@ class FirstRun:
             with _eagerly():
                 result = func(*real_args, **real_kwargs)
         except Exception:
-            self.is_repeated = False
+            self._is_repeated = False
             raise
-        if self.is_repeated:
+        if self._is_repeated:
             self.record(func, args, kwargs, result)
         return result
 
@@ -399,8 +404,6 @@ def _refuse_unknown_sizes(result: Any) -> None:
         Refusal: `result` has, or is, such a number.
     """
     for leaf in pytree.tree_leaves(result):
-        is_symbolic = isinstance(leaf, _SYMBOLIC) or (
-            isinstance(leaf, torch.Tensor) and leaf._has_symbolic_sizes_strides
-        )
-        if is_symbolic and free_unbacked_symbols(leaf):
+        number = leaf.shape if isinstance(leaf, torch.Tensor) and leaf._has_symbolic_sizes_strides else leaf
+        if isinstance(number, (*_SYMBOLIC, torch.Size)) and free_unbacked_symbols(number):
             raise Refusal("data-dependent", "it reads a number or a shape that depends on elements")

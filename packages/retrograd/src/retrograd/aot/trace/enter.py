@@ -142,8 +142,7 @@ class Inputs:
             return self.state.call(seen)
         if is_again:
             return self.first.trace_again(seen)
-        self.first.given(seen, self.tracer)
-        self.first.is_repeated = self.plan.with_copies(self.state) != self.plan
+        self.first.begin(seen, self.tracer, self.plan.with_copies(self.state) != self.plan)
         return self.state.call(seen, self.first)
 
     def _refuse_switches(self, watched: Watched, keeps_modes: bool) -> None:
