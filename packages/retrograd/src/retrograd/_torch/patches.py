@@ -40,6 +40,9 @@ TABLE: Mapping[str, str] = {
     "torch.cuda:set_stream": "nobody tells which streams a program uses, and a plan must wait for them",
     CHECKPOINT: ("a trace marks what is to be recomputed; saved-tensor hooks would compute it at once"),
     "torch.utils.checkpoint:CheckpointFunction.apply": "the same",
+    "torch._functorch.utils:unwrap_dead_wrappers": (
+        "a Function asks no mode what to do with a real tensor, and a trace has another one for it"
+    ),
     "torch._functorch.partitioners:_extract_fwd_bwd_modules": (
         "the minimum cut is wanted, not the two graphs made of it, which take as long again"
     ),

@@ -26,6 +26,7 @@ from retrograd._torch.autograd import outside_of_graph_task
 from retrograd._torch.fx import copied_module, replace_by_equal
 from retrograd._torch.state import Autocast, autocast_off
 from retrograd._torch.trace import (
+    FirstRun,
     JointTracer,
     OtherCotangent,
     checks_known,
@@ -135,16 +136,21 @@ def capture(
     return capture_divided(state, manner)[0]
 
 
-def capture_divided(state: CaptureState, manner: Manner) -> tuple[JointGraph, Structure]:
-    """The same, with the division of eager's autograd graph."""
-    found: tuple[JointGraph, Structure] = outside_of_graph_task(lambda: _captured(state, manner), False)
+def capture_divided(
+    state: CaptureState, manner: Manner, first: FirstRun | None = None
+) -> tuple[JointGraph, Structure]:
+    """The same, with the division of eager's autograd graph. The run of the function is followed by `first`,
+    which may finish it eagerly."""
+    found: tuple[JointGraph, Structure] = outside_of_graph_task(
+        lambda: _captured(state, manner, first), False
+    )
     return found
 
 
-def _captured(state: CaptureState, manner: Manner) -> tuple[JointGraph, Structure]:
+def _captured(state: CaptureState, manner: Manner, first: FirstRun | None) -> tuple[JointGraph, Structure]:
     plan = EntryPlan()
     while True:
-        attempt = _Attempt(state, plan, manner)
+        attempt = _Attempt(state, plan, manner, first)
         read_anew(state.fake_mode)
         checks = checks_known(state.fake_mode)
         try:
@@ -155,7 +161,8 @@ def _captured(state: CaptureState, manner: Manner) -> tuple[JointGraph, Structur
         except (RetrogradError, OtherCotangent):
             raise
         except Exception as error:
-            if (larger := plan.with_copies(state)) != plan:
+            is_over = first is not None and first.has_ended and not first.can_be_traced_again
+            if (larger := plan.with_copies(state)) != plan and not (is_over and first.can_be_finished):
                 plan = larger
                 continue
             raise CaptureError.because(
@@ -179,16 +186,18 @@ class _Attempt:
     state: CaptureState
     plan: EntryPlan
     manner: Manner
+    first: FirstRun | None
     leaves_gaps: bool = False
 
     def body(self, tracer: JointTracer) -> Sequence[Any]:
         self.amended = self.plan
-        self.inputs = inputs = Inputs(self.state, self.plan, tracer)
+        self.inputs = inputs = Inputs(self.state, self.plan, tracer, self.first)
         with functional_mode(keeps_strides=not self.state.decompositions):
             inputs.enter()
             result = inputs.call()
             # A pytree would make a tuple of a size.
             flat, self.out_spec = pytree.tree_flatten(result, lambda value: isinstance(value, torch.Size))
+            flat = [*map(inputs.as_traced, flat)]
             self.analysis = analyse(inputs, flat)
             changed = {inputs.primals[update.primal].leaf for update in self.analysis.updates}
             self.amended = inputs.with_aliases(self.plan.amended(self.state, changed))

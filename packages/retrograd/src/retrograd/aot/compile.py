@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.pytree import tree_flatten
-from retrograd._torch.trace import InputGuard
+from retrograd._torch.trace import FirstRun, InputGuard
 from retrograd.aot.capture import JointGraph, capture_divided
 from retrograd.aot.kept import KeptPartition, kept_partition
 from retrograd.aot.modules import FlatCall
@@ -237,6 +237,7 @@ def run_stages(  # noqa: PLR0913 - what all stages together need
     lazy: bool = True,
     ended_by: str = "",
     graph: fx.GraphModule | None = None,
+    first: FirstRun | None = None,
 ) -> CompiledFunction:
     """Capture, apply passes, partition and compile.
 
@@ -248,6 +249,7 @@ def run_stages(  # noqa: PLR0913 - what all stages together need
         lazy: as in ``aot.compile``.
         ended_by: as in `GraphReport`.
         graph: from Dynamo, if that is all that `state` calls; then partitions are kept on disk.
+        first: as in `capture_divided`.
     """
     backend = find_backend(config.backend)
     backend.prepare()
@@ -257,7 +259,7 @@ def run_stages(  # noqa: PLR0913 - what all stages together need
     if parts is None:
         calls = len(graph.graph.nodes) if graph is not None and kept is not None else 0
         backend.prepare(calls)
-        parts = partition(_captured(state, config, split_at_leaf_grads), config.partitioner)
+        parts = partition(_captured(state, config, split_at_leaf_grads, first), config.partitioner)
         parts = writing_ahead(parts) if backend.takes_writes else parts
     code = compile_with(parts, config, report, lazy, None if is_known else kept)
     report.compiled(_described(parts, ended_by))
@@ -267,11 +269,15 @@ def run_stages(  # noqa: PLR0913 - what all stages together need
     return code
 
 
-def _captured(state: CaptureState, config: Config, split_at_leaf_grads: bool) -> JointGraph:
+def _captured(
+    state: CaptureState, config: Config, split_at_leaf_grads: bool, first: FirstRun | None
+) -> JointGraph:
     is_exact = not find_backend(config.backend).traces
     manner = Manner(config.single_region, split_at_leaf_grads, sums_apart=is_exact)
-    capture = capture_graph if isinstance(state.call, GraphCall) else capture_divided
-    joint, _ = capture(state, manner)
+    if isinstance(state.call, GraphCall):
+        joint, _ = capture_graph(state, manner)
+    else:
+        joint, _ = capture_divided(state, manner, first)
     return joint.apply(*config.passes) if config.passes else joint
 
 

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from retrograd._torch.trace import FirstRun
 from retrograd.closures import cells_of, closed_over, codes_in, is_defined_here
-from retrograd.errors import CaptureError
+from retrograd.errors import CaptureError, Refusal
 
 #: so many places are looked at, and longer containers are not.
 MOST_HOLDERS, MOST_ITEMS = 1000, 100
@@ -41,8 +42,10 @@ class _Holder(NamedTuple):
 
 
 @contextmanager
-def no_tensor_escapes(fn: Callable[..., Any], roots: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, `fn` is captured.
+def no_tensor_escapes(
+    fn: Callable[..., Any], roots: Sequence[nn.Module], first: FirstRun | None
+) -> Iterator[None]:
+    """Inside, `fn` runs, followed by `first`. If that run counts, what was kept is real afterwards.
 
     Raises:
         CaptureError: a tensor of the capture was kept.
@@ -57,11 +60,12 @@ def no_tensor_escapes(fn: Callable[..., Any], roots: Sequence[nn.Module]) -> Ite
     try:
         yield
     finally:
+        real = _real_after(first) if first is not None and first.can_be_finished else None
         for holder, before in noted:
-            kept += _restore(holder, before)
+            kept += _restore(holder, before, real)
         for one, values in lists:
             if _holds_new(one, values):
-                one[:] = values
+                one[:] = values if real is None else real(one)
                 kept.append("a list")
         for cache, size in zip(reached.caches, filled, strict=True):
             if cache.cache_info().currsize != size:
@@ -75,13 +79,25 @@ def no_tensor_escapes(fn: Callable[..., Any], roots: Sequence[nn.Module]) -> Ite
         )
 
 
-def _restore(holder: _Holder, before: Mapping[Any, Any]) -> Iterator[str]:
-    """Put back what holds a tensor now that it did not hold before."""
+def _real_after(first: FirstRun) -> Callable[[Any], Any]:
+    """Gives real tensors in place of the trace's, which ends there."""
+
+    def real(value: Any) -> Any:
+        first.go_on_eagerly(Refusal("side-effect", "the function keeps a tensor"))
+        return first.real(value)
+
+    return real
+
+
+def _restore(holder: _Holder, before: Mapping[Any, Any], real: Callable[[Any], Any] | None) -> Iterator[str]:
+    """Put back what holds a tensor now that it did not hold before; or, by `real`, a real one there."""
     for key, value in dict(holder.read()).items():
         if value is before.get(key, _ASIDE) or not _holds_tensor(value):
             continue
         yield f"{key} of {holder.name}"
-        if key in before:
+        if real is not None:
+            holder.put(key, real(value))
+        elif key in before:
             holder.put(key, before[key])
         else:
             holder.drop(key)

@@ -17,7 +17,7 @@ from torch import nn
 from retrograd._torch import pytree
 from retrograd._torch.autograd import has_waiting_hooks
 from retrograd._torch.state import ThreadModes
-from retrograd._torch.trace import changed_sizes, is_tracing_here, why_not_fakeable
+from retrograd._torch.trace import FirstRun, changed_sizes, is_tracing_here, why_not_fakeable
 from retrograd.aot.compile import find_named, run_stages
 from retrograd.aot.modules import FlatCall, ModuleState
 from retrograd.aot.state import Dynamic, state_of_flat
@@ -106,6 +106,7 @@ class AotFunction:
     def _variant(self, key: Any, leaves: Sequence[Any], known: Sequence[Variant]) -> Variant:
         form, _, roots, _, split_at_leaf_grads, _ = key
         state = self._states[roots]
+        first = FirstRun(leaves, "it must not run eagerly" if self.config.strict else None)
         try:
             spec = pytree.tree_structure(((0,) * form, {})) if isinstance(form, int) else form
             call = FlatCall(self.fn, state, spec)
@@ -118,17 +119,19 @@ class AotFunction:
                 dynamic=self._dynamic(leaves, known),
                 decompositions=find_backend(self.config.backend).decompositions(),
             )
-            with state.unchanged(leaves):
+            with state.unchanged(leaves, first):
                 code = run_stages(
-                    described, self.config, self._report, split_at_leaf_grads=split_at_leaf_grads
+                    described, self.config, self._report, split_at_leaf_grads=split_at_leaf_grads, first=first
                 )
             guard = CallGuard.for_joint(leaves, code.partition.joint)
             self._tell(guard, leaves, known)
-            return Variant(guard, code)
+            return Variant(guard, code, outcome=first.outcome if first.is_eager else None)
         except Exception as error:
             if self.config.strict or any(isinstance(x, torch.Tensor) and why_not_fakeable(x) for x in leaves):
                 raise  # no guard can describe such inputs
-            return Variant(CallGuard.exact(leaves), None, reason_of(error, "aot.compile"))
+            reason = reason_of(error, "aot.compile")
+            outcome = first.outcome if first.can_be_finished else None
+            return Variant(CallGuard.exact(leaves), None, reason, outcome=outcome)
 
     def _tell(self, guard: CallGuard, leaves: Sequence[Any], known: Sequence[Variant]) -> None:
         AOT_LOGS["guards"].debug("%s: %s", self.__name__, guard.inputs)

@@ -8,6 +8,7 @@ attributes there are: plain values, other objects, and what is in lists, diction
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import sys
@@ -23,6 +24,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from retrograd._torch import pytree
+from retrograd._torch.subclass import is_wrapper
+from retrograd._torch.trace import FirstRun
 from retrograd.aot.escapes import MOST_ITEMS, OF_ALL_MODULES, no_tensor_escapes
 from retrograd.errors import CaptureError, Refusal, not_representable
 from retrograd.graph.joint import PrimalKind
@@ -144,9 +147,10 @@ class ModuleState:
     # capture
 
     @contextmanager
-    def unchanged(self, leaves: Sequence[Any]) -> Iterator[None]:
-        """Inside, the function is captured. Attributes that it has set or filled, of the modules or of an
-        object among `leaves`, and random numbers, are as before afterwards, also if the capture fails.
+    def unchanged(self, leaves: Sequence[Any], first: FirstRun) -> Iterator[None]:
+        """Inside, the function is captured, by its one run `first`. Attributes that it has set or filled, of
+        the modules or of an object among `leaves`, and random numbers, are as before afterwards, unless what
+        it did in that run counts.
 
         Raises:
             CaptureError: it has changed some.
@@ -160,22 +164,35 @@ class ModuleState:
         try:
             yield
         finally:
-            for owner, before in noted:
-                now = _attributes(owner)
-                keys = {*now, *before}
-                other = [key for key in keys if now.get(key, _ASIDE) is not before.get(key, _ASIDE)]
-                changed += [(key, type(owner).__name__) for key in other]
-                vars(owner).update(before)
-                for key in now.keys() - before.keys():
-                    del vars(owner)[key]
-            for key, owner, container, before in filled:
-                if not is_same(container, before):
-                    changed.append((key, type(owner).__name__))
-                    container.clear()
-                    (container.extend if isinstance(container, list) else container.update)(before)
-            for name, state, restore, before in drawn:
-                if repr(state()) != repr(before):
-                    changed.append(("the state", name))
+            now = [_attributes(owner) for owner, _ in noted]
+            others = [
+                [key for key in {*new, *old} if new.get(key, _ASIDE) is not old.get(key, _ASIDE)]
+                for new, (_, old) in zip(now, noted, strict=True)
+            ]
+            refilled = [one for one in filled if not is_same(one[2], one[3])]
+            redrawn = [one for one in drawn if repr(one[1]()) != repr(one[3])]
+            changed += [
+                (key, type(owner).__name__)
+                for (owner, _), keys in zip(noted, others, strict=True)
+                for key in keys
+            ]
+            changed += [(key, type(owner).__name__) for key, owner, *_ in refilled]
+            changed += [("the state", name) for name, *_ in redrawn]
+            counts = bool(changed) and first.is_finished()
+            for (owner, before), new, keys in zip(noted, now, others, strict=True):
+                for key in keys:
+                    if counts and key in new:
+                        vars(owner)[key] = first.real(new[key])
+                    elif not counts and key in before:
+                        vars(owner)[key] = before[key]
+                    elif not counts:
+                        del vars(owner)[key]
+            for _, _, container, before in refilled:
+                after = first.real(container) if counts else before
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(after)
+            for _, _, restore, before in redrawn:
+                if not counts:
                     restore(before)
         if changed:
             raise CaptureError.because(
@@ -234,6 +251,10 @@ def _attributes(owner: Any) -> dict[str, Any]:
     return {k: v for k, v in vars(owner).items() if not is_module or k[:1] != "_" or k[:2] == "__"}
 
 
+def _raise(error: Exception) -> Any:
+    raise error
+
+
 @dataclass(frozen=True)
 class FlatCall:
     """Calls `fn` with the state of its module, if it is one, and arguments nested as `spec` says.
@@ -245,8 +266,8 @@ class FlatCall:
     state: ModuleState
     spec: Any
 
-    def __call__(self, leaves: Sequence[Any]) -> Any:
-        """What `fn` returns.
+    def __call__(self, leaves: Sequence[Any], first: FirstRun | None = None) -> Any:
+        """What `fn` returns. If `first` is given, this is the run that it follows.
 
         Raises:
             Refusal: `fn` changes the containers of its arguments.
@@ -256,12 +277,36 @@ class FlatCall:
         count = len(self.state.tensors)
         given = list(leaves[count:])
         args, kwargs = pytree.tree_unflatten(given, self.spec)
-        with self.state.replaced(leaves[:count]), no_tensor_escapes(self.fn, self.state.roots):
-            result = self.fn(*args, **kwargs)
+        with self.state.replaced(leaves[:count]), no_tensor_escapes(self.fn, self.state.roots, first):
+            try:
+                result = self.fn(*args, **kwargs)
+            except Exception as error:
+                if first is not None:
+                    first.ended(functools.partial(_raise, error))
+                raise
+            if first is not None:
+                first.ended(lambda: result)
         left = pytree.tree_leaves((args, kwargs))
         if len(left) != len(given) or any(a is not b for a, b in zip(left, given, strict=True)):
             raise not_representable("it changes a container that it was given")
         return result
+
+    def shown(self, leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
+        """By place, the real tensors that `fn` is given as they are: those of its modules, and arguments whose
+        class or attributes it may ask for.
+
+        Args:
+            leaves: the real inputs; none if they are not at hand.
+        """
+        real = dict(enumerate(leaves or self.state.current()))
+        count = len(self.state.tensors)
+        return {
+            place: value
+            for place, value in real.items()
+            if isinstance(value, torch.Tensor)
+            and not is_wrapper(value)
+            and (place < count or isinstance(value, (nn.Parameter, nn.Buffer)) or vars(value))
+        }
 
     def names(self, leaves: Sequence[Any]) -> list[str]:
         """``layer.weight``, ``args[0]['x']``, or the keyword; numbers where a container has no names for its

@@ -41,6 +41,7 @@ class Variant:
         run: the code, for flat inputs; None: such calls run eagerly, for `reason`.
         failures: how often the code has raised where eager did not.
         used: when it was used last, on the clock of its cache.
+        outcome: what the call does that it was made for, if that has run already.
     """
 
     guard: CallGuard | None
@@ -48,6 +49,7 @@ class Variant:
     reason: Reason | None = None
     failures: int = 0
     used: int = 0
+    outcome: Callable[[], Any] | None = None
 
 
 class VariantCache:
@@ -134,11 +136,15 @@ class Specialized:
         variant = self.variants.find(key, leaves)
         if variant is None:
             try:
-                variant = self._made(key, leaves)
+                variant, outcome = self._made(key, leaves)
             except Exception as error:
                 if self._config.strict:
                     raise
                 return self.run_eagerly(reason_of(error, self._stage), eagerly)
+            if outcome is not None:
+                if variant.run is not None:
+                    return outcome()
+                eagerly = outcome
         run = variant.run
         if run is not None and not self._config.strict and (aside := run.why_aside()) is not None:
             run, variant.run, variant.reason = None, None, aside
@@ -174,20 +180,21 @@ class Specialized:
         self._report.fell_back(reason, f"a call of {self._name} ran eagerly")
         return result
 
-    def _made(self, key: Hashable, leaves: Sequence[Any]) -> Variant:
-        """A new variant, unless another thread has made it meanwhile."""
+    def _made(self, key: Hashable, leaves: Sequence[Any]) -> tuple[Variant, Callable[[], Any] | None]:
+        """A new variant, unless another thread has made it meanwhile; what this call does, if it ran."""
         with self._lock:
             if (found := self.variants.find(key, leaves)) is not None:
-                return found
+                return found, None
             known = self.variants.known(key)
             if len(known) >= self._config.recompile_limit:
                 text = f"{self._name} was called with more kinds of input than recompile_limit"
                 way_out = "dynamic=True, or a larger recompile_limit"
                 reason = Reason("recompile-limit", text, self._stage, way_out=way_out)
-                return Variant(known[-1].guard, None, reason)
+                return Variant(known[-1].guard, None, reason), None
             made = self._compile(key, leaves, known)
+            outcome, made.outcome = made.outcome, None
             self.variants.add(key, made)
-            return made
+            return made, outcome
 
     def _after_failure(self, variant: Variant, error: CodeFailedError, eagerly: Callable[[], Any]) -> Any:
         """Code has raised. If eager raises too, that is the program's error; if not, the code is at fault."""

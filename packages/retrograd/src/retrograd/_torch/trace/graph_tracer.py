@@ -137,6 +137,7 @@ class JointTracer(GraphTracer):
         with real_tensors():
             self._states = generator_states()
         self.draws = 0
+        self._is_over = False
 
     def _annotate(self, node: fx.Node) -> None:
         is_backward = "is_backward" in self.note
@@ -178,9 +179,23 @@ class JointTracer(GraphTracer):
 
     def close(self) -> None:
         """Undo all moves of generators, also those of operators without a fake kernel, which draw numbers."""
-        if any(map(is_random, self.graph.nodes)):
+        if not self._is_over and any(map(is_random, self.graph.nodes)):
             with real_tensors():
                 restore_generator_states(self._states)
+
+    @contextmanager
+    def generators_given_back(self) -> Iterator[None]:
+        """Inside, the generators are where the function has met them: what it has drawn is drawn again, for
+        real. Afterwards nothing moves them any more; what the function has set by itself, it has set."""
+        has_set_them = seeds_and_states() != self._generators
+        with real_tensors():
+            now = generator_states()
+            restore_generator_states(self._states)
+        yield
+        if has_set_them:
+            with real_tensors():
+                restore_generator_states(now)
+        self._is_over = True
 
 
 def draws_so_far() -> int:

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import (
 
 from retrograd._torch.patches import handled_here
 from retrograd._torch.releases import CHECKPOINT, checkpoint_options, drawing_again, policy_context
+from retrograd._torch.trace.first_run import FirstRun
 from retrograd._torch.trace.functional import any_changed, mutations_of
 from retrograd._torch.trace.graph_tracer import draws_so_far, noted, noted_here
 from retrograd.errors import Refusal, not_representable
@@ -54,11 +55,12 @@ _checkpoints: ContextVar[Checkpoints] = ContextVar("checkpoints")
 
 
 @contextmanager
-def checkpoints_marked(given: Sequence[Any]) -> Iterator[Checkpoints]:
+def checkpoints_marked(given: Sequence[Any], first: FirstRun | None = None) -> Iterator[Checkpoints]:
     """Checkpoints that run inside, on this thread, only mark.
 
     Args:
         given: what the function can change that others see; more may be appended while it runs.
+        first: the run of the function. If it goes on eagerly, so do its checkpoints.
 
     Raises:
         Refusal: a checkpoint changes one of these, which eager does again when it computes it once more.
@@ -67,6 +69,11 @@ def checkpoints_marked(given: Sequence[Any]) -> Iterator[Checkpoints]:
     token = _checkpoints.set(found)
 
     def without_reentry(original: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        if first is not None and first.is_eager:
+            yield from original(*args, **kwargs)
+            return
+        if first is not None:
+            first.why_not = "it calls a checkpoint"
         contexts, repeats_draws = checkpoint_options(*args, **kwargs)
         marking = Marking(contexts, CheckpointPolicy.MUST_RECOMPUTE, next(found.groups))
         with _repeatable(args, repeats_draws), marking:
@@ -80,7 +87,7 @@ def checkpoints_marked(given: Sequence[Any]) -> Iterator[Checkpoints]:
             yield
 
     try:
-        with handled_here(CHECKPOINT, without_reentry), checkpoints_inlined(reentrant):
+        with handled_here(CHECKPOINT, without_reentry), checkpoints_inlined(reentrant, first):
             yield found
     finally:
         _checkpoints.reset(token)
@@ -89,15 +96,21 @@ def checkpoints_marked(given: Sequence[Any]) -> Iterator[Checkpoints]:
 @contextmanager
 def checkpoints_inlined(
     around: Callable[[Sequence[Any], bool], AbstractContextManager[None]] = lambda args, draws: nullcontext(),
+    first: FirstRun | None = None,
 ) -> Iterator[None]:
     """Reentrant checkpoints that run inside, on this thread, are part of the autograd graph around them.
 
     Args:
         around: a context for each, given its arguments and whether it draws the same numbers again.
+        first: as in `checkpoints_marked`.
     """
 
     def run(original: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         """In place of ``CheckpointFunction.apply``: gradients only if an argument requires grad."""
+        if first is not None and first.is_eager:
+            return original(function, preserve_rng_state, *args)
+        if first is not None:
+            first.why_not = "it calls a checkpoint"
         wanted = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
         with torch.set_grad_enabled(wanted), around(args, preserve_rng_state):
             return function(*args)

@@ -12,9 +12,18 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.subclass import PLAIN, Layout, built, layout_of, parts_of
-from retrograd._torch.trace import FreeTensors, JointTracer, checkpoints_marked, mutations_of, to_functional
-from retrograd.errors import not_representable
+from retrograd._torch.subclass import PLAIN, Layout, built, is_wrapper, layout_of, parts_of
+from retrograd._torch.trace import (
+    Abandoned,
+    FirstRun,
+    JointTracer,
+    Watched,
+    checkpoints_marked,
+    mutations_of,
+    to_functional,
+)
+from retrograd.aot.modules import FlatCall
+from retrograd.errors import Refusal, not_representable
 from retrograd.graph.joint import InputRole, Primal, PrimalKind, primal_name
 from retrograd.graph.joint_graph import CaptureState, EnteredAs, Leaf, PrimalValue
 
@@ -71,6 +80,7 @@ class Inputs:
     """The inputs of one trace.
 
     Attributes:
+        first: follows the run of the function, if it may go on eagerly.
         primals: inputs of the graph, in order; `roles` has one entry per placeholder.
         leaves: by primal, the functional tensor with which autograd begins.
         entries: by source (leaf of the state, or after those what the function found), what the function
@@ -80,11 +90,13 @@ class Inputs:
         reads_offsets: whether it depends on where tensors begin in their memory.
         reenters: whether it has reentrant checkpoints that are differentiated.
         histories: by primal, the ``grad_fn`` with which it entered.
+        shown: by identity of a real tensor that the function is given, its entry.
     """
 
     state: CaptureState
     plan: EntryPlan
     tracer: JointTracer
+    first: FirstRun | None = None
     primals: list[PrimalValue] = field(default_factory=list)
     roles: list[InputRole] = field(default_factory=list)
     leaves: list[Any] = field(default_factory=list)
@@ -95,22 +107,66 @@ class Inputs:
     reads_offsets: bool = False
     reenters: bool = False
     histories: list[Any] = field(default_factory=list)
+    shown: dict[int, Any] = field(default_factory=dict)
 
     def call(self) -> Any:
-        """Run the function."""
-        count = len(self.state.leaves)
-        with (
-            self.state.thread_modes.restored(),
-            FreeTensors(self.found) as free,
-            checkpoints_marked(self.entered) as checkpoints,
-        ):
-            result = self.state.call(self.entries[:count])
-            if torch.is_grad_enabled() != self.state.thread_modes.grad:
-                raise not_representable("it leaves grad mode switched")
-        self.tracer.refuse_other_numbers()
-        self.bared, self.strided, self.reads_offsets = free.bared, free.strided, free.reads_offsets
+        """Run the function, or trace again what its first run has called.
+
+        Raises:
+            Exception: the trace cannot go on, or the function has raised.
+        """
+        first, seen = self.first, self._seen()
+        is_again = first is not None and first.can_be_traced_again
+        watched = Watched(self.found, None if is_again else first)
+        try:
+            with (
+                self.state.thread_modes.restored(),
+                watched,
+                checkpoints_marked(self.entered, first) as checkpoints,
+            ):
+                result = self._run(seen, is_again)
+                keeps_modes = torch.is_grad_enabled() == self.state.thread_modes.grad
+            if first is None or not first.is_eager:
+                self._refuse_switches(watched, keeps_modes)
+        except Abandoned as abandoned:
+            raise abandoned.error from abandoned.error.__cause__
+        if first is not None and first.stopped is not None and not is_again:
+            raise first.stopped
+        self.bared, self.strided, self.reads_offsets = watched.bared, watched.strided, watched.reads_offsets
         self.reenters = checkpoints.reenter
         return result
+
+    def _run(self, seen: Sequence[Any], is_again: bool) -> Any:
+        """Run the function itself, or what it has called."""
+        if self.first is None or not isinstance(self.state.call, FlatCall):
+            return self.state.call(seen)
+        if is_again:
+            return self.first.trace_again(seen)
+        self.first.begin(seen, self.tracer, self.plan.with_copies(self.state) != self.plan)
+        return self.state.call(seen, self.first)
+
+    def _refuse_switches(self, watched: Watched, keeps_modes: bool) -> None:
+        """Refuse a function that has switched what outlives it."""
+        try:
+            self.tracer.refuse_other_numbers()
+            if not keeps_modes:
+                raise not_representable("it leaves grad mode switched")
+        except Refusal as refusal:
+            watched.stop(refusal)
+
+    def _seen(self) -> list[Any]:
+        """What the function is given: tensors themselves of which it may ask more than a trace knows, such as
+        class, attributes and identity. They are traced as soon as torch is called with them."""
+        entries = self.entries[: len(self.state.leaves)]
+        if isinstance(self.state.call, FlatCall):
+            real = self.state.call.shown(() if self.first is None else self.first.leaves)
+            for place, tensor in real.items():
+                self.shown[id(tensor)], entries[place] = entries[place], tensor
+        return entries
+
+    def as_traced(self, value: Any) -> Any:
+        """An output, traced: the function may return what it was given."""
+        return self.shown.get(id(value), value)
 
     def with_aliases(self, plan: EntryPlan) -> EntryPlan:
         """The plan `plan`, with aliases if autocast has kept the cast of an input that is no leaf."""
@@ -184,7 +240,9 @@ class Inputs:
         return entered
 
     def found(self, tensor: torch.Tensor) -> Any:
-        """What the function sees of a real tensor that it was not given."""
+        """What is traced in place of a real tensor."""
+        if id(tensor) in self.shown:
+            return self.shown[id(tensor)]
         for number, primal in enumerate(self.primals):
             if primal.found is tensor:
                 return self.entered[number]

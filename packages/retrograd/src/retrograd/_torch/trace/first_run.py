@@ -1,0 +1,409 @@
+"""The one run of a function's Python that a capture makes. If the trace cannot go on, the run goes on eagerly.
+
+In: what a traced function calls of torch, one call after the other; the real inputs, where they are at hand.
+Out: the function's result. As long as the trace can follow, each call is traced and written down. At the
+first call that cannot be traced, all calls so far are computed on the real inputs, as eager computes them,
+and from then on the function is given real tensors. So its Python runs once: no exception of the trace
+reaches it, and nothing that it does is done twice.
+
+Calls that are written down can be computed again only if all that made tensors was seen. Inside of a custom
+``autograd.Function``, a checkpoint and a transform of ``torch.func`` it was not. There the run is abandoned by
+an exception that ``except Exception`` does not catch, and the function has to be called again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch._dispatch.python import no_python_dispatcher
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._python_dispatch import _disable_current_modes
+
+from retrograd._torch import pytree
+from retrograd._torch.patches import handled_here
+from retrograd._torch.state import ThreadModes
+from retrograd._torch.trace.functional import FreeTensors, is_traced
+from retrograd._torch.trace.graph_tracer import JointTracer
+from retrograd.errors import Refusal, not_representable
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class Abandoned(BaseException):
+    """The trace cannot go on, and neither can the run of Python that it follows. Its `error` says why. Derived
+    like this so that the handlers of the user's code leave it alone."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+class _Result(NamedTuple):
+    """Stands for a tensor that an earlier call has made."""
+
+    number: int
+
+
+class _Call(NamedTuple):
+    """A call of torch.
+
+    Attributes:
+        leaves, spec: of its arguments; tensors that earlier calls made are `_Result`.
+        modes: of the thread.
+        made: how many tensors are in its result.
+        told: what else is in it.
+    """
+
+    func: Callable[..., Any]
+    leaves: Sequence[Any]
+    spec: Any
+    modes: ThreadModes
+    made: int
+    told: Sequence[Any]
+
+
+class FirstRun:
+    """See above.
+
+    Args:
+        leaves: the real inputs of the function, flat.
+        why_not: why it may not go on eagerly; None if it may.
+
+    Attributes:
+        why_not: why its calls cannot be computed again; None if they can.
+        stopped: the error at which the trace could not go on; None if it could.
+        has_ended: whether the function has returned or raised, without being abandoned.
+        is_computing: whether calls are computed right now.
+    """
+
+    def __init__(self, leaves: Sequence[Any], why_not: str | None = None) -> None:
+        self.leaves, self._why_not_at_all = leaves, why_not
+        self.begin((), None)
+
+    def begin(self, seen: Sequence[Any], tracer: JointTracer | None, is_repeated: bool = False) -> None:
+        """The function is called with `seen` in place of the inputs, in the trace of `tracer`. Its calls are
+        written down also after they could no longer be traced, if `is_repeated`."""
+        self._tracer, self.why_not, self._is_repeated = tracer, self._why_not_at_all, is_repeated
+        self.stopped: Exception | None = None
+        self.has_ended = self.is_computing = False
+        self._end: Callable[[], Any] = lambda: None
+        self._calls: list[_Call] = []
+        self._numbers: dict[int, int] = {}  # by identity, of the tensors that calls have made
+        self._made: list[Any] = []  # by number; so that no other tensor gets the same identity
+        self._real: list[Any] = []  # by number, as far as they have been computed
+        self._computed = 0  # so many calls
+        #: what the function sees in place of inputs, by identity, with the place of the input.
+        self._stand_ins = {
+            id(one): (one, place)
+            for place, (one, real) in enumerate(zip(seen, self.leaves, strict=False))
+            if isinstance(one, torch.Tensor) and one is not real
+        }
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether the function is given real tensors by now."""
+        return self.stopped is not None
+
+    def ended(self, end: Callable[[], Any]) -> None:
+        """The function has ended. What `end` returns or raises is what it did, with tensors of the trace."""
+        self.has_ended, self._end = True, end
+
+    @property
+    def can_be_finished(self) -> bool:
+        """Whether `outcome` knows what the function has done."""
+        return self.has_ended and self.why_not is None
+
+    def is_finished(self) -> bool:
+        """Whether all of it has been computed for real, which is done if it can be."""
+        with suppress(Exception):  # an operator fails on real tensors only: `why_not` says so
+            if self.can_be_finished:
+                self.compute()
+        return self.can_be_finished
+
+    def outcome(self) -> Any:
+        """What the function returns, or raises, as eager has it.
+
+        Raises:
+            Exception: whatever the function raised.
+        """
+        self.compute()
+        return self.real(self._end())
+
+    # the calls
+
+    def record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Write down a call."""
+        if torch._C._functorch.maybe_current_level() is not None:
+            self.why_not = "it calls a transform of torch.func"
+        given, spec = pytree.tree_flatten((args, kwargs))
+        made, told = _divided(result)
+        noted = [*map(self._noted, given)]
+        self._calls.append(_Call(func, noted, spec, ThreadModes.now(), len(made), told))
+        for tensor in made:
+            self._numbers[id(tensor)] = len(self._made)
+            self._made.append(tensor)
+        if self.is_eager:
+            self._real += made
+            self._computed = len(self._calls)
+
+    def _noted(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            if callable(leaf) and not isinstance(leaf, (type, torch.dtype)):
+                self.why_not = "it gives a function to torch"
+            return leaf
+        number = self._numbers.get(id(leaf))
+        if number is not None:
+            return _Result(number)
+        if is_traced(leaf) and id(leaf) not in self._stand_ins:
+            self.why_not = "it computes with a tensor that was made by code which a trace does not see"
+        return leaf
+
+    # real tensors
+
+    def real(self, tree: Any) -> Any:
+        """`tree` with real tensors in place of the trace's, and numbers in place of symbolic ones."""
+        leaves, spec = pytree.tree_flatten(tree, lambda value: isinstance(value, torch.Size))
+        return pytree.tree_unflatten([*map(self._real_leaf, leaves)], spec)
+
+    def _real_leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, _Result):
+            return self._real[leaf.number]
+        if isinstance(leaf, _SYMBOLIC):
+            return leaf.node.hint
+        if isinstance(leaf, slice):
+            return slice(*map(self._real_leaf, (leaf.start, leaf.stop, leaf.step)))
+        if isinstance(leaf, torch.Size):
+            return torch.Size([*map(self._real_leaf, leaf)])
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if (number := self._numbers.get(id(leaf))) is not None:
+            return self._real[number]
+        if id(leaf) in self._stand_ins:
+            return self.leaves[self._stand_ins[id(leaf)][1]]
+        if is_traced(leaf):
+            raise Abandoned(not_representable("it keeps a tensor of the trace that nobody has seen"))
+        return leaf
+
+    def compute(self) -> None:
+        """Compute the calls that were written down, as far as that is not done.
+
+        Raises:
+            Exception: one of them fails on real tensors, which a trace could not know.
+        """
+        pending, self._computed = self._calls[self._computed :], len(self._calls)
+        before, self.is_computing = self.is_computing, True
+        try:
+            with _eagerly():
+                for _, result in _repeated(pending, self._real_leaf):
+                    self._real += _divided(result)[0]
+        except Exception:
+            self.why_not = "an operator fails on real tensors only"
+            raise
+        finally:
+            self.is_computing = before
+
+    def trace_again(self, stand_ins: Sequence[Any]) -> Any:
+        """Make the same calls in another trace, without the function's Python; what the function returned.
+
+        Args:
+            stand_ins: what is seen now in place of the inputs.
+
+        Raises:
+            Refusal: a call tells something else than it told.
+        """
+        traced: list[Any] = []
+        now = {id(seen): stand_ins[place] for seen, place in self._stand_ins.values()}
+
+        def leaf_now(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor) and id(leaf) in self._numbers:
+                leaf = _Result(self._numbers[id(leaf)])
+            return traced[leaf.number] if isinstance(leaf, _Result) else now.get(id(leaf), leaf)
+
+        for call, result in _repeated(self._calls, leaf_now):
+            made, told = _divided(result)
+            if len(made) != call.made or not all(map(_is_told, told, call.told)):
+                raise not_representable("it looks at what depends on elements, or on what it was not given")
+            traced += made
+        return pytree.tree_map(leaf_now, self._end())
+
+    @property
+    def can_be_traced_again(self) -> bool:
+        """Whether `trace_again` knows all calls, and nothing symbolic, which is another in each trace."""
+        leaves = (leaf for call in self._calls for leaf in (*call.leaves, *call.told))
+        is_symbolic = any(isinstance(leaf, (*_SYMBOLIC, slice, torch.Size)) for leaf in leaves)
+        return self.has_ended and self.why_not is None and not is_symbolic
+
+    def go_on_eagerly(self, error: Exception) -> None:
+        """The trace cannot go on because of `error`. From now on the function is given real tensors.
+
+        Raises:
+            Abandoned: the calls so far cannot be computed again.
+        """
+        if self.is_eager:
+            return
+        self.stopped = error
+        if self.why_not is not None or self._tracer is None:
+            raise Abandoned(error) from error
+        self.is_computing = True
+        try:
+            with self._tracer.generators_given_back():
+                self.compute()
+        except Exception:
+            raise Abandoned(error) from error
+        finally:
+            self.is_computing = False
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call `func` as eager does. What it raises is the program's own error."""
+        real_args, real_kwargs = self.real((args, kwargs))
+        try:
+            with _eagerly():
+                result = func(*real_args, **real_kwargs)
+        except Exception:
+            self._is_repeated = False
+            raise
+        if self._is_repeated:
+            self.record(func, args, kwargs, result)
+        return result
+
+
+def _divided(result: Any) -> tuple[list[Any], list[Any]]:
+    """The tensors in a result, and what else is in it."""
+    leaves = pytree.tree_leaves(result)
+    made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return made, [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+
+
+def _is_told(now: Any, then: Any) -> bool:
+    return type(now) is type(then) and (now is then or bool(now == then))
+
+
+def _repeated(calls: Sequence[_Call], leaf: Callable[[Any], Any]) -> Iterator[tuple[_Call, Any]]:
+    """Make `calls` again, each with `leaf` of its leaves and under its modes; with their results."""
+    with ExitStack() as around:
+        modes: ThreadModes | None = None
+        for call in calls:
+            # Autocast keeps the casts of parameters until its outermost block ends.
+            if modes is None or call.modes._replace(grad=True) != modes._replace(grad=True):
+                around.close()
+                modes = call.modes
+                around.enter_context(modes.restored())
+            args, kwargs = pytree.tree_unflatten([*map(leaf, call.leaves)], call.spec)
+            with torch.set_grad_enabled(call.modes.grad):
+                result = call.func(*args, **kwargs)
+            yield call, result
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    """Inside, on this thread, nothing is traced."""
+    with no_python_dispatcher(), unset_fake_temporarily(), _disable_current_modes():
+        yield
+
+
+#: of the tensors that a function is given: attributes that no guard compares, and that a trace's own tensors
+#: have not.
+_UNGUARDED = {
+    getattr(torch.Tensor, name).__get__: name
+    for name in ("grad", "grad_fn", "_base", "_version", "retains_grad", "_backward_hooks", "_grad")
+}
+#: by name: what gives a text of the elements, or a handle of the memory.
+_LOOKS = {"__repr__", "__str__", "__format__", "untyped_storage", "storage", "_typed_storage"}
+
+
+class Watched(FreeTensors):
+    """While open, each call of torch is traced; what `FreeTensors` says holds. What cannot be traced runs
+    eagerly, and so does all that comes after it.
+
+    Args:
+        lift: as in `FreeTensors`.
+        first: the run of the function's Python; None: an error of the trace abandons it.
+    """
+
+    def __init__(self, lift: Callable[[torch.Tensor], torch.Tensor], first: FirstRun | None) -> None:
+        super().__init__(lift)
+        self._first = first
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        first = self._first
+        if first is not None and first.is_computing:
+            return func(*args, **(kwargs or {}))
+        if first is not None and first.is_eager:
+            return first.call(func, args, kwargs or {})
+        try:
+            if first is not None:
+                _refuse_looks(func, args)
+            result = super().__torch_function__(func, types, args, kwargs)
+            if first is not None:
+                _refuse_unknown_sizes(result)
+        except Exception as error:
+            self.stop(error)
+            assert first is not None
+            return first.call(func, args, kwargs or {})
+        if first is not None:
+            first.record(func, args, kwargs or {}, result)
+        return result
+
+    def stop(self, error: Exception) -> None:
+        """The trace cannot go on.
+
+        Raises:
+            Abandoned: neither can the run.
+        """
+        if self._first is None:
+            raise Abandoned(error) from error
+        self._first.go_on_eagerly(error)
+
+    def given_to_function(self, original: Callable[[Any], Any], args: Sequence[Any]) -> Any:
+        """The arguments of a custom Function, which asks no mode what to do with real tensors."""
+        first = self._first
+        if first is not None and first.is_eager:
+            return original(tuple(map(first.real, args)))
+        if first is not None:
+            first.why_not = "it calls a custom autograd.Function"
+        return original(tuple(map(self._replaced, args)))
+
+    def __enter__(self) -> Any:
+        self._around = ExitStack()
+        self._around.enter_context(
+            handled_here("torch._functorch.utils:unwrap_dead_wrappers", self.given_to_function)
+        )
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._around.close()
+
+
+def _refuse_looks(func: Any, args: Sequence[Any]) -> None:
+    """Refuse what depends on more than a trace knows, or a guard compares.
+
+    Raises:
+        Refusal: this call does.
+    """
+    name = getattr(func, "__name__", "")
+    if name in _LOOKS:
+        raise not_representable(f"it looks at the elements or the memory of a tensor ({name})")
+    if name == "__get__" and (attribute := _UNGUARDED.get(func)) is not None:
+        if is_traced(args[0]) and attribute not in ("grad_fn", "_version"):
+            return
+        if is_traced(args[0]) or func(args[0]) is not None or attribute in ("grad", "_grad"):
+            raise not_representable(f"it reads {attribute} of a tensor")
+
+
+def _refuse_unknown_sizes(result: Any) -> None:
+    """Refuse a number that depends on elements: the function may look at it where nobody sees it.
+
+    Raises:
+        Refusal: `result` has, or is, such a number.
+    """
+    for leaf in pytree.tree_leaves(result):
+        number = leaf.shape if isinstance(leaf, torch.Tensor) and leaf._has_symbolic_sizes_strides else leaf
+        if isinstance(number, (*_SYMBOLIC, torch.Size)) and free_unbacked_symbols(number):
+            raise Refusal("data-dependent", "it reads a number or a shape that depends on elements")
