@@ -69,6 +69,13 @@ TABLE: Mapping[str, str] = {
         "Dynamo takes operators apart, which round otherwise in pieces"
     ),
     "torch._dynamo.variables.tensor:TensorVariable.call_method": "the same",
+    "torch._dynamo.eval_frame:OptimizedModule.__setattr__": (
+        "the flag for a wrapper's full backward hooks goes to the inner module, so they are never called"
+    ),
+    "torch._dynamo.eval_frame:OptimizedModule.__reduce__": "copies and pickles of a wrapper lose its hooks",
+    "torch._dynamo.variables.builder:VariableBuilder.wrap_module": (
+        "Dynamo traces the module inside a wrapper, without the hooks of the wrapper"
+    ),
     "torch._dynamo.utils:_get_fake_value_impl": (
         "what raises on fake tensors must raise where eager raises, after all that eager does before"
     ),

@@ -8,7 +8,7 @@ the distribution is not installed.
 
 from __future__ import annotations
 
-from retrograd._torch.dynamo import keep_calls_whole, register_once, watch_dynamo
+from retrograd._torch.dynamo import keep_calls_whole, keep_hooks_of_wrappers, register_once, watch_dynamo
 from retrograd.dynamo.backend import RetrogradBackend, config_of, list_mode_options, list_options, retrograd
 from retrograd.dynamo.step import CompiledStep, StepReport, compile_step
 
@@ -26,3 +26,4 @@ __all__ = [
 register_once("retrograd", retrograd)
 watch_dynamo()
 keep_calls_whole()
+keep_hooks_of_wrappers()

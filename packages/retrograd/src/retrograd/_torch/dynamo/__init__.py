@@ -25,3 +25,4 @@ from retrograd._torch.dynamo.frames import (
 from retrograd._torch.dynamo.keep_eager import watch_dynamo
 from retrograd._torch.dynamo.keep_whole import keep_calls_whole
 from retrograd._torch.dynamo.pieces import kernels_of_small_piece
+from retrograd._torch.dynamo.wrappers import keep_hooks_of_wrappers

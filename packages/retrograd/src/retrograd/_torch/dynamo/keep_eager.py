@@ -45,7 +45,9 @@ _set = 0
 
 _SETTERS = ("register_forward", "register_full_backward", "register_backward", "register_module_")
 
-_HOOKS_OF_A_MODULE = ("._forward_hooks", "._forward_pre_hooks", "._backward_hooks", "._backward_pre_hooks")
+#: where a module keeps the hooks that run when it is called.
+HOOKS_OF_A_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NAMES_OF_HOOKS = tuple(f".{name}" for name in HOOKS_OF_A_MODULE)
 
 _OF_ALL_MODULES: tuple[Mapping[int, Any], ...] = (
     *(all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks),
@@ -54,8 +56,12 @@ _OF_ALL_MODULES: tuple[Mapping[int, Any], ...] = (
 
 
 def keeps_eager(tx: Any) -> bool:
+    """Whether the backend that Dynamo traces for wants eager kept."""
+    return backend_keeps_eager(tx.output.compiler_fn)
+
+
+def backend_keeps_eager(compiler: Any) -> bool:
     """Whether the backend has a method ``keeps_eager`` that says so of the user's options."""
-    compiler: Any = tx.output.compiler_fn
     options: Mapping[str, Any] = {}
     while True:
         if isinstance(compiler, functools.partial):
@@ -106,7 +112,7 @@ def _made(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
 def guard_module_hooks(guards: Any) -> None:
     """Add guards where `guards` names hooks of a module. Dynamo guards code and cells of those that it
     has seen; not that there are none, and in torch 2.11 not what their parameters are by default."""
-    named = {guard.name: guard for guard in guards if guard.name.endswith(_HOOKS_OF_A_MODULE)}
+    named = {guard.name: guard for guard in guards if guard.name.endswith(_NAMES_OF_HOOKS)}
     if found := [*named.values()]:
         guards.add(Guard(found[0].originating_source, functools.partial(_guard_hooks, found)))
 
