@@ -79,6 +79,7 @@ from retrograd._torch.autograd.turns import (
 from retrograd._torch.autograd.under_way import (
     answer_queries,
     answering,
+    is_small,
     node_under_way,
     note_reentry,
     plans_under_way,
