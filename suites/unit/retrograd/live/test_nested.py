@@ -29,12 +29,16 @@ def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_small_nested_backward_is_left_to_the_engine() -> None:
+    def hook(grad: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inner = torch.ones(3, requires_grad=True)
+            return grad * torch.autograd.grad((inner * inner).sum(), inner)[0]
+
     x = torch.ones(3, requires_grad=True)
-    inner = torch.ones(3, requires_grad=True)
     for hooks in (1, 2):
         y = x * 2
         for _ in range(hooks):
-            y.register_hook(lambda grad: grad * torch.autograd.grad((inner * inner).sum(), inner)[0])
+            y.register_hook(hook)
         x.grad = None
         with retrograd.compiled_autograd("eager") as context:
             y.sum().backward()

@@ -55,6 +55,7 @@ from retrograd._torch.autograd.request import (
     leads_to,
     leaf_of,
     names_of_nodes,
+    next_sequence_number,
     nodes_below,
     passes_through_function,
     read_ranks,
