@@ -224,7 +224,7 @@ class RetrogradWhole(RetrogradCompile):
     def _backwards(self) -> dict[Any, int]:
         """The reasons for which a backward ran on the stock engine."""
         fallbacks = self._retrograd.explain().fallbacks
-        return {reason: n for reason, n in fallbacks.items() if reason.stage.startswith("live")}
+        return {reason: n for reason, n in fallbacks.items() if reason.stage in ("live.capture", "live.run")}
 
 
 class RetrogradStep(RetrogradWhole):

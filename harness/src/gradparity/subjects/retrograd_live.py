@@ -83,7 +83,7 @@ class RetrogradLive(Subject):
     def _backwards(self) -> dict[Any, int]:
         """The reasons for which a backward ran on the stock engine."""
         fallbacks = self._retrograd.explain().fallbacks
-        return {reason: n for reason, n in fallbacks.items() if reason.stage.startswith("live")}
+        return {reason: n for reason, n in fallbacks.items() if reason.stage in ("live.capture", "live.run")}
 
     def _given_up(self) -> Iterator[str]:
         """A note for each reason why a segment has no code, in the newest backward that has such segments."""

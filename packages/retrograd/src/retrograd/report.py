@@ -11,11 +11,12 @@ import functools
 import logging
 import re
 import sys
+import threading
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -36,7 +37,7 @@ from retrograd.graph.backward_graph import (
     readable,
     readable_schedule,
 )
-from retrograd.process import ForkSafeLock, forgotten_by_reset
+from retrograd.process import ForkSafeLock, forgotten_by_reset, restore_after_errors
 
 _lock = ForkSafeLock()
 
@@ -178,10 +179,15 @@ class Report:
         """All lowerings of segments that had one."""
         return [lowering for backward in self.backwards for lowering in backward.recompiles]
 
-    def captured(self, backward: BackwardReport) -> None:
-        """The live path has captured a backward."""
+    def captured(self, backward: BackwardReport) -> BackwardReport:
+        """The live path runs a backward here for the first time. Returns the entry that counts its runs here;
+        in the report of the process, all contexts share one entry, `backward` itself."""
+        own = replace(backward, runs=0) if self.above is not None else backward
         for report in self._all():
-            report.backwards.append(backward)
+            entry = own if report.above is not None else backward
+            if not any(known is entry for known in report.backwards):
+                report.backwards.append(entry)
+        return own
 
     def compiled(self, graph: GraphReport) -> None:
         """A graph was compiled ahead of time."""
@@ -193,7 +199,8 @@ class Report:
     def fell_back(self, reason: Reason, what: str) -> None:
         """Something ran as eager runs it; `what` says so in words. Warns once per code and text."""
         is_live = reason.stage.startswith("live")
-        counters["fallbacks" if is_live else "aot_fallbacks"] += 1
+        if reason.stage != "live.lower":  # segments are counted where they are given up
+            counters["fallbacks" if is_live else "aot_fallbacks"] += 1
         with _lock:
             for report in self._all():
                 report.fallbacks[reason] += 1
@@ -239,6 +246,51 @@ class Report:
 #: everything that happened in this process.
 process_report = Report()
 forgotten_by_reset(process_report.clear)
+
+
+class _Here(threading.local):
+    """Lists of what fell back while code ran on this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.lists: list[list[tuple[Reason, str]]] = []
+
+
+_here = _Here()
+
+
+def _put_lists_back(count: int) -> None:
+    del _here.lists[count:]
+
+
+restore_after_errors(lambda: len(_here.lists), _put_lists_back)
+
+
+class told_to:
+    """Inside, what falls back on this thread is told to `report`, unless the block raises: an error of the
+    program's is no fallback."""
+
+    __slots__ = ("_heard", "_report")
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._heard: list[tuple[Reason, str]] = []
+
+    def __enter__(self) -> None:
+        _here.lists.append(self._heard)
+
+    def __exit__(self, error: object, *_: object) -> None:
+        _here.lists[:] = [one for one in _here.lists if one is not self._heard]
+        for reason, what in self._heard if error is None else ():
+            self._report.fell_back(reason, what)
+
+
+def tell(reason: Reason, what: str) -> None:
+    """Something ran as eager runs it, inside whatever runs on this thread."""
+    if _here.lists:
+        _here.lists[-1].append((reason, what))
+    else:
+        process_report.fell_back(reason, what)
+
 
 _warned: set[tuple[str, str]] = set()
 forgotten_by_reset(_warned.clear)

@@ -78,7 +78,7 @@ def test_a_fault_in_lowering_costs_the_compilation_only(stage: str, monkeypatch:
         torch.testing.assert_close(grad, expected)
         assert faulty_events == events
     assert state_left() == {}
-    assert context.explain().fallbacks.total() == 0
+    assert {reason.code for reason in context.explain().fallbacks} <= {"segment-not-compiled"}
     retrograd.reset()
     torch.testing.assert_close(observed(context, everything, 6)[0], expected)
     assert retrograd.counters["lowerings"] > 0

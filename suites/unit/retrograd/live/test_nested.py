@@ -22,6 +22,31 @@ from unit.retrograd.programs import Square, leaf
 Context = AbstractContextManager[object]
 
 
+@pytest.fixture
+def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small nested backwards are captured too."""
+    monkeypatch.setattr(under_way, "SMALL", 0)
+
+
+def test_a_small_nested_backward_is_left_to_the_engine() -> None:
+    def hook(grad: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inner = torch.ones(3, requires_grad=True)
+            return grad * torch.autograd.grad((inner * inner).sum(), inner)[0]
+
+    x = torch.ones(3, requires_grad=True)
+    for hooks in (1, 2):
+        y = x * 2
+        for _ in range(hooks):
+            y.register_hook(hook)
+        x.grad = None
+        with retrograd.compiled_autograd("eager") as context:
+            y.sum().backward()
+        assert x.grad.tolist() == [2.0 * 2**hooks] * 3
+        assert [reason.code for reason in context.explain().notes] == ["nested-small"]
+        assert not context.explain().fallbacks
+
+
 class Nested(torch.autograd.Function):
     """sin(x), whose backward runs the same one level further in, by way of autograd."""
 
@@ -120,6 +145,7 @@ def test_a_chain_of_nested_reentrant_checkpoints() -> None:
     assert retrograd.counters["runs"] > MOST_NESTED
 
 
+@pytest.mark.usefixtures("nothing_is_small")
 def test_a_long_chain_of_reentrant_checkpoints_is_compiled() -> None:
     def program(context: Context, events: list[object]) -> Tensor:
         w = leaf()
@@ -237,6 +263,7 @@ def test_an_error_in_a_nested_backward_leaves_no_state_behind(caught: bool) -> N
     assert torch.equal(w.grad, 2 * w.detach())
 
 
+@pytest.mark.usefixtures("nothing_is_small")
 @pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
 def test_a_backward_nested_in_the_engines_frame_falls_back_by_name() -> None:
     def program(context: Context, events: list[object]) -> Tensor:
@@ -260,6 +287,7 @@ def test_a_backward_nested_in_the_engines_frame_falls_back_by_name() -> None:
     assert retrograd.counters["runs"] == 2
 
 
+@pytest.mark.usefixtures("nothing_is_small")
 def test_a_second_derivative_inside_a_hook() -> None:
     def program(context: Context, events: list[object]) -> Tensor:
         w = leaf()

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import BackwardHook
 
 import retrograd
-from retrograd.live.capture.reentry import is_one_registered, who_asks
+from retrograd._torch.autograd import EngineRequest
+from retrograd.live.capture.reentry import asks_in, who_asks
 from unit.retrograd.programs import Square
 
 Hook = Callable[[Tensor], Any]
@@ -179,22 +180,57 @@ def test_a_hook_of_a_leaf_differentiates_what_was_not_reached(register: Callable
     assert all(map(torch.equal, got, expected))
 
 
+def asks_below(root: Tensor) -> bool:
+    return asks_in(EngineRequest((root.sum(),), (torch.ones(()),), False, False, accumulate_grad=True))
+
+
 def test_hooks_that_ask_are_known_while_they_are_registered() -> None:
     with retrograd.compiled_autograd("eager"):
         pass
     gc.collect()
-    assert not is_one_registered()
-    h = leaf(4).sin()
+    root = leaf(4).exp()
+    assert not asks_below(root)
+    h = root.sin()
     h.register_hook(scale)
-    assert not is_one_registered()
+    assert not asks_below(h)
     handle = h.register_hook(solver)
-    assert is_one_registered()
+    assert asks_below(h)
     handle.remove()
-    assert not is_one_registered()
+    assert not asks_below(h)
     h.grad_fn.register_prehook(lambda grads: solver(grads[0]))  # type: ignore[union-attr]
-    assert is_one_registered()
+    assert asks_below(h)
     del h
-    assert not is_one_registered()
+    assert not asks_below(root)
+
+
+def test_a_hook_that_asks_concerns_no_graph_that_was_made_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("threading.active_count", lambda: 1)  # a thread of another test may end late
+    with retrograd.compiled_autograd("eager"):
+        pass
+    other, mine = leaf(4), leaf(4)
+    for register in ("tensor", "node", "leaf"):
+        h = other.sin()
+        if register == "tensor":
+            h.register_hook(solver)
+        elif register == "node":
+            h.grad_fn.register_hook(lambda *_, h=h: solver(h))  # type: ignore[union-attr]
+        else:
+            other.register_hook(solver)
+        assert asks_below(h)
+        assert not asks_below(mine.sin())
+        assert asks_below((h * mine).sin())
+        assert asks_below(other.sin()) == (register == "leaf")
+
+
+def test_a_hook_that_asks_concerns_every_graph_where_threads_make_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("threading.active_count", lambda: 2)
+    with retrograd.compiled_autograd("eager"):
+        pass
+    h = leaf(4).sin()
+    h.register_hook(solver)
+    assert asks_below(leaf(4).sin())
 
 
 class Registering(Tensor):

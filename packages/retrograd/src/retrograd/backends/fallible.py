@@ -20,7 +20,7 @@ from retrograd._torch.fx import has_effect, only_draws, random_devices
 from retrograd._torch.state import generator_states, restore_generator_states
 from retrograd.backends.base import SEGMENT, Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, InductorBackend
-from retrograd.report import MOST_FAILURES, process_report, why_failed
+from retrograd.report import MOST_FAILURES, tell, why_failed
 
 
 def compile_fallible(
@@ -114,5 +114,5 @@ class _FallibleCode:
         if self._failures >= MOST_FAILURES and not isinstance(error, torch.OutOfMemoryError):
             self._run = self._own
         reason = why_failed(f"the code of backend {self._name!r}", error, "backend")
-        process_report.fell_back(reason, "a graph was interpreted")
+        tell(reason, "a graph was interpreted")
         return results

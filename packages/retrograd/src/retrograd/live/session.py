@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -18,6 +19,7 @@ from retrograd._torch.autograd import (
     LiveBackward,
     answering,
     beginning_of,
+    is_small,
     names_of_nodes,
     nodes_beside_regions,
     plans_under_way,
@@ -36,9 +38,10 @@ from retrograd.graph.backward_graph import BackwardGraph
 from retrograd.graph.structure import first_difference
 from retrograd.live.capture.retained_graph import ask_for_compiled_functions, collect_and_run, use_up
 from retrograd.live.captured import CapturedBackward
+from retrograd.live.lower.lowerer import INTERPRETED_PART
 from retrograd.live.run.plan import Plan
 from retrograd.process import Recent, restored_on_error
-from retrograd.report import Report
+from retrograd.report import BackwardReport, Report, tell, told_to
 from retrograd.specialize.pace import Pace
 
 Grads = tuple[torch.Tensor | None, ...]
@@ -83,11 +86,16 @@ class Session:
         if paced:
             self._paces = {} if place is None else _paces.get((config, place), dict)[0]
         self._repetition = _Repetition()
+        #: what the report has of each plan.
+        self._entries: WeakKeyDictionary[Plan, BackwardReport] = WeakKeyDictionary()
 
     def run(self, asked: EngineRequest) -> Grads:
         """Run one backward."""
         if asked.create_graph:
             self._report.noted(_DIFFERENTIABLE, warn=False)
+            return _run_stock(asked)
+        if plans_under_way() and not self.config.strict and is_small(asked):
+            self._report.noted(_SMALL_NESTED, warn=False)
             return _run_stock(asked)
         pace = self._pace_of(asked)
         if pace is None:
@@ -149,11 +157,22 @@ class Session:
         self, captured: CapturedBackward, backward: LiveBackward, inputs: Sequence[torch.Tensor] = ()
     ) -> Plan:
         plan, is_new = captured.plan(self.config, backward, inputs)
+        if plan not in self._entries:
+            self._entries[plan] = self._report.captured(plan.report)
         if is_new:
-            self._report.captured(plan.report)
             live_log.info("%s", plan.report)
             plan.log.laid_out()
         return plan
+
+    def _note_run(self, plan: Plan) -> None:
+        """A plan is about to run here."""
+        entry = self._entries[plan]
+        if entry is plan.report:
+            return
+        if not entry.runs:
+            for reason in plan.given_up():  # in an earlier context
+                tell(reason, INTERPRETED_PART)
+        entry.runs += 1
 
     def _run_collected(self, call: Collected, backward: LiveBackward) -> Grads:
         captured, request = call.artifact, backward.request
@@ -167,16 +186,18 @@ class Session:
 
         def body() -> None:
             in_order = in_order_with_streams() if side_streams.any else _NOTHING
+            self._note_run(plan)
             with event("retrograd.run", plan.log.compile_id), in_order:
                 results.append(tuple(answering(backward, plan.run, call, backward)))
 
         # Torch hands a warning to Python only inside a backward of its own: that of an operation which is not
         # deterministic (mode 1).
-        if plan.runs_user_code or torch.get_deterministic_debug_mode() == 1:
-            run_in_graph_task(body, request)
-        else:
-            with torch.no_grad():
-                body()
+        with told_to(self._report):
+            if plan.runs_user_code or torch.get_deterministic_debug_mode() == 1:
+                run_in_graph_task(body, request)
+            else:
+                with torch.no_grad():
+                    body()
         return _checked(backward.asked, results[0])
 
     # fall back
@@ -320,6 +341,13 @@ _DIFFERENTIABLE = Reason(
     "under create_graph=True autograd records each operation of the backward: there is nothing to compile",
     "live.capture",
     way_out="nothing to do: the backward through what it leaves behind is compiled",
+)
+
+_SMALL_NESTED = Reason(
+    "nested-small",
+    "a backward inside another has so few nodes that torch's engine runs it sooner than it is collected",
+    "live.capture",
+    way_out="nothing to do; strict=True captures nevertheless",
 )
 
 _COMPILED_ALREADY = Reason(

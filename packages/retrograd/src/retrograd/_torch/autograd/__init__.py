@@ -55,6 +55,7 @@ from retrograd._torch.autograd.request import (
     leads_to,
     leaf_of,
     names_of_nodes,
+    next_sequence_number,
     nodes_below,
     passes_through_function,
     read_ranks,
@@ -79,6 +80,7 @@ from retrograd._torch.autograd.turns import (
 from retrograd._torch.autograd.under_way import (
     answer_queries,
     answering,
+    is_small,
     node_under_way,
     note_reentry,
     plans_under_way,

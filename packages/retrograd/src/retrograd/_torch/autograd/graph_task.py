@@ -33,8 +33,8 @@ from retrograd.errors import Escape
 from retrograd.graph.backward_graph import HookKind
 from retrograd.process import restore_after_errors
 
-#: is given a dictionary of hooks.
-Noted = Callable[[Any], None]
+#: is given a dictionary of hooks, and the tensor that it belongs to, unless that is a node.
+Noted = Callable[[Any, torch.Tensor | None], None]
 
 
 class _Body(threading.local):
@@ -226,7 +226,7 @@ def _registering(kind: HookKind, noted: Noted) -> Handler:
         handle = original(tensor, hook)
         if not isinstance(handle, RemovableHandle):
             return handle  # of a subclass of tensors that registers by itself
-        noted(handle.hooks_dict_ref())
+        noted(handle.hooks_dict_ref(), tensor)
         if _watched:
             edge = get_gradient_edge(tensor)
             for changes in tuple(_watched):
@@ -241,7 +241,7 @@ def _registering_on_node(noted: Noted) -> Handler:
         if hook is _ASKING:
             raise Escape(hooks)
         hooks, handle = original(hooks, hook)
-        noted(hooks)
+        noted(hooks, None)
         for changes in tuple(_watched):
             changes._unplaced.append((hooks, hook, handle.id))
         return hooks, handle

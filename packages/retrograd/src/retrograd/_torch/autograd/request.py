@@ -115,6 +115,11 @@ def read_ranks(request: EngineRequest) -> tuple[int, ...]:
     return tuple(sorted(range(len(numbers)), key=numbers.__getitem__))
 
 
+def next_sequence_number() -> int:
+    """That of the next node which this thread makes."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
 def names_of_nodes(request: EngineRequest) -> tuple[str, ...]:
     """The names of all nodes of `request`, in order of discovery: equal for backwards of equal structure."""
     return tuple([node.name() for node in nodes_below(map(edge_of, request.tensors))])

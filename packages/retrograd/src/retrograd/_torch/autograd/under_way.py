@@ -19,6 +19,7 @@ from retrograd._torch.autograd.request import (
     LiveBackward,
     edge_of,
     is_transformed,
+    nodes_below,
     read_live_graph,
 )
 from retrograd._torch.patches import Handler, handle
@@ -26,6 +27,9 @@ from retrograd.graph.eager_order import executed_nodes
 from retrograd.process import restore_after_errors
 
 T = TypeVar("T")
+
+#: how many nodes a small graph has at most.
+SMALL = 32
 
 
 class _Stack(threading.local):
@@ -60,10 +64,22 @@ def note_reentry(request: EngineRequest) -> None:
         return
     if any(edge_of(root)[0] is None for root in request.tensors):
         return  # torch will refuse it
+    below = list(nodes_below(map(edge_of, request.tensors)))
+    if all(running.inner_nodes.isdisjoint(below) for running, _ in _stack.running):
+        return  # the usual case, quickly
     live = read_live_graph(request)
     nodes = [live.nodes[i].handle for i in executed_nodes(live, request.accumulate_grad)]
     for running, _ in _stack.running:
         running.is_reentered = running.is_reentered or not running.inner_nodes.isdisjoint(nodes)
+
+
+def is_small(request: EngineRequest) -> bool:
+    """Whether the graph of `request` has so few nodes, none of them a Function's, that the engine has run it
+    before it is collected."""
+    for count, node in enumerate(nodes_below(map(edge_of, request.tensors))):
+        if count >= SMALL or hasattr(node, "apply"):
+            return False
+    return True
 
 
 def node_under_way() -> Any:

@@ -4,23 +4,29 @@ In: hooks, and contexts of Functions. Out: which of their code, or of the functi
 asks autograd for gradients. What torch defines only hands on what the user gave it.
 
 The engine tells of hooks when it has released the graph, which is too late for those that ask. So hooks are
-noted when they are registered, and looked at when the next backward begins.
+noted when they are registered, and looked at when the next backward begins. torch does not tell which node a
+hook is on: it is one that was there when the hook was registered. Graphs made since are not concerned.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
+import math
+import threading
 import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import BackwardHook
 
+from retrograd._torch.autograd import EngineRequest, edge_of, leaf_of, next_sequence_number, nodes_below
+from retrograd._torch.state import without_torch_functions
 from retrograd.closures import closed_over, codes_in, is_defined_here
 
 #: so many values are looked at for each hook: who can reach more is taken to ask for gradients. Longer
@@ -29,26 +35,67 @@ MOST_VALUES, MOST_ITEMS = 1000, 100
 
 Hooks = OrderedDict[int, Callable[..., Any]]
 
-#: by identity, dictionaries of hooks: those that nobody has looked at, and those with a hook that asks.
-_registered: dict[int, weakref.ref[Hooks]] = {}
+
+@dataclass(eq=False)
+class _Registered:
+    """A dictionary of hooks.
+
+    Attributes:
+        hooks: itself.
+        leaf: to which it belongs; None if it is a node's.
+        before: the node has a smaller sequence number than this; of a leaf's hooks, 0.
+        asking: of how many hooks in it some are known to ask; None if nobody has looked.
+    """
+
+    hooks: weakref.ref[Hooks]
+    leaf: weakref.ref[torch.Tensor] | None
+    before: float
+    asking: int | None = None
 
 
-def note(hooks: Hooks) -> None:
-    """A hook has been registered in `hooks`, which belong to a tensor or a node."""
+#: by identity, those that nobody has looked at, and those with a hook that asks.
+_registered: dict[int, _Registered] = {}
+
+
+@without_torch_functions
+def note(hooks: Hooks, tensor: torch.Tensor | None = None) -> None:
+    """A hook has been registered in `hooks`, which belong to `tensor`, or to a node."""
     key = id(hooks)
-    _registered[key] = weakref.ref(hooks, lambda _: _registered.pop(key, None))
+    ref = weakref.ref(hooks, lambda _: _registered.pop(key, None))
+    if tensor is not None and edge_of(tensor)[0] is not None and leaf_of(edge_of(tensor)[0]) is not None:
+        _registered[key] = _Registered(ref, weakref.ref(tensor), 0)
+    else:
+        # Each thread numbers the nodes that it makes.
+        is_alone = threading.active_count() == 1
+        _registered[key] = _Registered(ref, None, next_sequence_number() if is_alone else math.inf)
 
 
-def is_one_registered() -> bool:
-    """Whether a hook that may ask for gradients is registered anywhere. Forgets those that do not."""
-    found = [(key, ref, ref()) for key, ref in list(_registered.items())]
-    if not found:
+def asks_in(request: EngineRequest) -> bool:
+    """Whether a hook that may ask for gradients is registered in the graph of `request`, as far as the ages
+    of its nodes tell. Forgets hooks that do not ask."""
+    asking = [one for key, one in list(_registered.items()) if _is_asking(key, one)]
+    if not asking:
         return False
-    asks_none = not who_asks(hook for _, _, hooks in found if hooks for hook in list(hooks.values()))
-    for key, ref, hooks in found:
-        if _registered.get(key) is ref and (asks_none or not hooks or not who_asks(list(hooks.values()))):
-            _registered.pop(key, None)  # it may be gone meanwhile
-    return bool(_registered)
+    before = max(one.before for one in asking)
+    if before == math.inf:
+        return True
+    leaves = {id(one.leaf()) for one in asking if one.leaf is not None}
+    for node in nodes_below(map(edge_of, request.tensors)):
+        if node._sequence_nr() < before or (leaves and id(leaf_of(node)) in leaves):
+            return True
+    return False
+
+
+def _is_asking(key: int, one: _Registered) -> bool:
+    hooks = one.hooks()
+    if hooks and one.asking == len(hooks):
+        return True
+    if hooks and who_asks(list(hooks.values())):
+        one.asking = len(hooks)
+        return True
+    if _registered.get(key) is one:
+        _registered.pop(key, None)  # it may be gone meanwhile
+    return False
 
 
 def who_asks(hooks: Iterable[Any]) -> set[types.CodeType]:

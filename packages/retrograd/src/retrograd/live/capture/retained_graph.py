@@ -58,7 +58,7 @@ from retrograd.graph.backward_graph import BackwardGraph, CallKind
 from retrograd.graph.eager_order import ROOT, LiveGraph, eager_walk, executed_nodes
 from retrograd.live.calls.user_code import call_kept_backward
 from retrograd.live.capture.recorder import BackwardRecorder
-from retrograd.live.capture.reentry import is_context, is_one_registered, who_asks
+from retrograd.live.capture.reentry import asks_in, is_context, who_asks
 from retrograd.live.captured import CapturedBackward
 from retrograd.process import forgotten_by_reset
 
@@ -85,7 +85,7 @@ def collect_and_run(backward: LiveBackward, finished: Finished, run: Callable[[C
         Exception: as `collect`; nothing was consumed unless `run` was called.
     """
     request, is_new = backward.request, False
-    if not request.keep_graph and (is_one_registered() or _is_to_be_kept(backward)):
+    if not request.keep_graph and (asks_in(request) or _is_to_be_kept(backward)):
         _run_kept(backward, finished, run)
         return
     call = None

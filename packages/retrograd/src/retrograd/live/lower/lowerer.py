@@ -36,7 +36,7 @@ from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import Segment, call_name
 from retrograd.graph.emit import boxed_calls, last_uses
 from retrograd.process import restored_on_error
-from retrograd.report import INTERPRETED, LoweringReport, PlanLog
+from retrograd.report import INTERPRETED, LoweringReport, PlanLog, tell
 
 
 @dataclass(eq=False)
@@ -98,6 +98,11 @@ class Lowerings:
     raised_in: str | None = None
 
 
+#: what falls back, in words.
+INTERPRETED_PART = "a part of a backward was interpreted"
+
+_LEAVE_IT = "name the node in opaque=, or leave it: only this segment runs uncompiled"
+
 Around = Callable[[fx.Node], AbstractContextManager[Any]]
 
 
@@ -144,10 +149,10 @@ class SegmentFunction:
                 del values[value]
         return tuple(values[node] for node in self.segment.outputs)
 
-    def reason(self, text: str, way_out: str) -> Reason:
+    def reason(self, text: str, way_out: str = _LEAVE_IT, code: str = "segment-not-compiled") -> Reason:
         """Why it is not compiled."""
         names = map(call_name, self.segment.nodes[:3])
-        return Reason("segment-not-compiled", text, "live.lower", node=", ".join(names), way_out=way_out)
+        return Reason(code, text, "live.lower", node=", ".join(names), way_out=way_out)
 
     def tell(
         self, how: str, guards: str, because: str, graph: fx.Graph | None = None, recompile: bool = False
@@ -170,6 +175,8 @@ class Lowerer:
         self.lowered: list[Lowered] = []
         self.interpret_because: str | None = None
         self._symbolic: Symbolic = {}
+        #: why the function, which was to be compiled, is interpreted from now on.
+        self.given_up: Reason | None = None
         #: the call in which a trace has raised, until one succeeds.
         self._raised_in: str | None = None
 
@@ -213,7 +220,8 @@ class Lowerer:
             return None
         because = self._note_changes(args, flat, border)
         if len(self.lowered) >= how.config.recompile_limit:
-            self.stop(f"recompile limit of {how.config.recompile_limit} reached: {because}")
+            limit = f"recompile limit of {how.config.recompile_limit} reached: {because}"
+            self.stop(limit, "recompile-limit")
             return None
         if _stance_refuses(how, because):
             return None
@@ -275,15 +283,16 @@ class Lowerer:
                 lowered.run, lowered.later = later.result(), None
         return lowered.later is None
 
-    def stop(self, because: str) -> None:
+    def stop(self, because: str, code: str = "segment-not-compiled") -> None:
         """Interpret the function from now on."""
         self.interpret_because = because
         self._fn.tell(INTERPRETED, "", because)
+        self.given_up = self._fn.reason(because, code=code)
+        tell(self.given_up, INTERPRETED_PART)
 
     def give_up(self, text: str, error: BaseException | None = None) -> None:
         """The function cannot be compiled: interpret it from now on, or raise in strict mode."""
-        way_out = "name the node in opaque=, or leave it: only this segment runs uncompiled"
-        reason = self._fn.reason(f"segment {self._fn.number} is interpreted: {text}", way_out)
+        reason = self._fn.reason(f"segment {self._fn.number} is interpreted: {text}")
         if self._fn.config.strict:
             raise LoweringError(reason) from error
         if error is not None and not isinstance(error, Refusal) and live_log.isEnabledFor(logging.INFO):

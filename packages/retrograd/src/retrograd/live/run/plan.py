@@ -32,6 +32,7 @@ from retrograd.backends.base import Backend
 from retrograd.backends.registry import EagerBackend
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_function import graphed
+from retrograd.errors import Reason
 from retrograd.events import counters
 from retrograd.graph.backward_graph import (
     Accumulation,
@@ -114,6 +115,11 @@ class Plan:
         self._specialised: list[SpecialisedPlan] = []
         self._attempts = 0
         _postpone_the_rest(self.schedule, self._runners)
+
+    def given_up(self) -> list[Reason]:
+        """Why segments that were to be compiled are interpreted from now on."""
+        found = (runner.lowerer.given_up for runner in self._runners if runner is not None)
+        return list(dict.fromkeys(reason for reason in found if reason is not None))
 
     def postpone(self, because: str) -> None:
         """Interpret in the next run what is not compiled yet."""
