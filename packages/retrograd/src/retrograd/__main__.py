@@ -74,7 +74,7 @@ def info(folder: Path) -> str:
 
 
 def pack(folder: Path, archive: Path) -> int:
-    """Write the files of the folder to `archive`, a gzipped tar file with a `seal`; returns how many there are.
+    """Write the files of the folder to `archive`, a gzipped tar file with a `seal`; returns their number.
 
     Raises:
         OSError: something cannot be read or written. `archive` is as it was then.
@@ -93,7 +93,7 @@ def pack(folder: Path, archive: Path) -> int:
 
 
 def seal(file: BinaryIO, size: int) -> bytes:
-    """The last bytes of an archive: a hash of the first `size`, in a gzip member of its own, which tar skips."""
+    """The last bytes of an archive: a hash of the first `size`, in a gzip member that tar skips."""
     found = hashlib.sha256()
     file.seek(0)
     while (left := size - file.tell()) > 0 and (chunk := file.read(min(left, _CHUNK))):
@@ -106,8 +106,8 @@ _CHUNK, _SEAL, _MOST = 2**20, len(gzip.compress(b"0" * 64, compresslevel=0, mtim
 
 
 def unpack(archive: Path, folder: Path) -> tuple[int, dict[str, str]]:
-    """Put the files of `archive` into the folder; what is there already stays. Nothing is put there before all
-    of it was examined.
+    """Put the files of `archive` into the folder; what is there already stays. All of it is examined
+    before anything is put there.
 
     Returns:
         How many files are new, and what the archive's `made_of` was.
@@ -120,7 +120,7 @@ def unpack(archive: Path, folder: Path) -> tuple[int, dict[str, str]]:
     with archive.open("rb") as data:
         if size <= 0 or seal(data, size) != data.read():
             raise tarfile.TarError(
-                f"{archive} is damaged, cut off, or not made by this release's `retrograd cache pack`: pack it again"
+                f"{archive} is damaged, or another release's `retrograd cache pack` made it: pack it again"
             )
     with tempfile.TemporaryDirectory(dir=folder) as apart:
         with tempfile.TemporaryFile(dir=apart) as plain:

@@ -8,6 +8,7 @@ Eager restores grad mode and autocast before each node of a backward (``ThreadLo
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -378,7 +379,8 @@ def seeds_and_states() -> tuple[Any, ...]:
     """What the default generators are at, to be compared: the CPU's state, and the seed of CUDA in use."""
     seeds = torch.cuda.initial_seed() if torch.cuda.is_initialized() else None
     with real_tensors():
-        return bytes(torch.random.get_rng_state().numpy()), seeds
+        state = torch.random.get_rng_state()
+        return ctypes.string_at(state.data_ptr(), state.numel()), seeds
 
 
 @contextmanager

@@ -22,8 +22,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomGraphPassTy
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from retrograd._torch.folder import folder_in_use
 from retrograd._torch.fx import copied, is_write_to_input, with_strides
 from retrograd._torch.inductor.alignment import aligned
+from retrograd._torch.inductor.damage import removed, sweep
 from retrograd._torch.inductor.disk_cache import is_cache_trusted
 from retrograd._torch.inductor.notes import Note, code_of
 from retrograd._torch.inductor.overlaps import part_overlaps
@@ -44,6 +46,7 @@ def get_ready() -> None:
     before it traces: until they run, kernels are compiled here, one after the other. Without a GPU, it finds
     out what the processor can do.
     """
+    folder_in_use()
     if torch.cuda.is_initialized():
         start_workers()
     else:
@@ -71,6 +74,7 @@ def _probe_processor() -> threading.Thread | None:
 
     def probe() -> None:
         with suppress(Exception):  # Inductor will ask again, and raise it where the user sees it
+            sweep()
             cpu_vec_isa.valid_vec_isa_list()
 
     thread = threading.Thread(target=probe, name="retrograd-probe", daemon=True)
@@ -103,6 +107,7 @@ def compile_graph(
     from torch._inductor.compile_fx import compile_fx_inner, get_input_idxs_to_check
     from torch._inductor.virtualized import V
 
+    folder_in_use()
     if (probing := _probe_processor()) is not None:
         probing.join()
     fake_mode = detect_fake_mode(example_inputs)
@@ -123,8 +128,14 @@ def compile_graph(
         compiled = code_of(note.read(), example_inputs, is_backward)
         if compiled is None:
             how: Any = {"is_backward": is_backward, "is_inference": is_inference}
-            given = _prepared(gm, visible), list(example_inputs)
-            compiled = compile_fx_inner(*given, static_input_idxs=places, **how)
+            try:
+                given = _prepared(gm, visible), list(example_inputs)
+                compiled = compile_fx_inner(*given, static_input_idxs=places, **how)
+            except Exception as error:
+                if not removed(error):
+                    raise
+                given = _prepared(gm, visible), list(example_inputs)
+                compiled = compile_fx_inner(*given, static_input_idxs=places, **how)
             note.write(getattr(compiled, "_fx_graph_cache_key", None))
     is_boxed = getattr(compiled, "_boxed_call", False)
     run = aligned(compiled, places) if is_boxed else lambda args: compiled(*args)

@@ -24,14 +24,13 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from retrograd._torch.folder import folder_in_use
 from retrograd.errors import FallbackWarning, Refusal
 
 
 def is_cache_trusted() -> bool:
     """Whether Inductor's folder is safe to read; if not, that is said once."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    folder = cache_dir()
+    folder = folder_in_use()
     why = why_not_trusted(folder)
     if why is not None:
         _say_untrusted(folder, why)
@@ -83,11 +82,9 @@ def cache_folder() -> str:
     Raises:
         Refusal: nothing is kept on disk, or others may write there.
     """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
     if config.force_disable_caches or not config.fx_graph_cache:
         raise Refusal("cache-off", "Inductor keeps nothing on disk")
-    folder = cache_dir()
+    folder = folder_in_use()
     if why := why_not_trusted(folder):
         raise Refusal("cache-untrusted", why)
     return folder
