@@ -22,6 +22,7 @@ import torch
 from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from retrograd._torch import pytree
@@ -331,11 +332,16 @@ class Watched(FreeTensors):
     Args:
         lift: as in `FreeTensors`.
         first: the run of the function's Python; None: an error of the trace abandons it.
+
+    Attributes:
+        stopped: the first error at which the trace could not go on; None if it could.
     """
+
+    stopped: Exception | None
 
     def __init__(self, lift: Callable[[torch.Tensor], torch.Tensor], first: FirstRun | None) -> None:
         super().__init__(lift)
-        self._first = first
+        self._first, self.stopped = first, None
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -367,6 +373,7 @@ class Watched(FreeTensors):
         Raises:
             Abandoned: neither can the run.
         """
+        self.stopped = self.stopped or error
         if self._first is None:
             raise Abandoned(error) from error
         self._first.go_on_eagerly(error)
@@ -390,6 +397,37 @@ class Watched(FreeTensors):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._around.close()
+
+
+class _Abandoning(TorchFunctionMode):
+    error: Exception | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            self.error = self.error or error
+            raise Abandoned(error) from error
+
+
+@contextmanager
+def errors_uncaught() -> Iterator[None]:
+    """Inside, user code runs in a trace, as the backward of a custom Function. Its handlers do not see what the
+    trace raises; what it swallows nevertheless, as by returning from a ``finally``, is raised at the end.
+
+    Raises:
+        Exception: what the trace has raised.
+    """
+    watching = _Abandoning()
+    try:
+        with watching:
+            yield
+    except Abandoned as abandoned:
+        raise abandoned.error from abandoned.error.__cause__
+    if watching.error is not None:
+        raise watching.error
 
 
 def _refuse_looks(func: Any, args: Sequence[Any]) -> None:

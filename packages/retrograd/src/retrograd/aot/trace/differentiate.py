@@ -36,7 +36,7 @@ from retrograd._torch.fx import KEPT_FOR
 from retrograd._torch.state import Autocast, ThreadModes
 from retrograd._torch.subclass import Layout, built, is_wrapper, layout_of, parts_of
 from retrograd._torch.tensor import inner_tensors
-from retrograd._torch.trace import JointTracer, is_traced, kept_by_run, plain, to_functional, traced_run_of
+from retrograd._torch.trace import JointTracer, errors_uncaught, is_traced, kept_by_run, plain, to_functional, traced_run_of
 from retrograd.aot.parts import viewed
 from retrograd.aot.released import Releasable, releasable
 from retrograd.aot.trace.analyse import Analysis, TracedValue, stand_in
@@ -268,7 +268,7 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
                 made.saving.add(number)
             _mark_kept(tracer, [graph.nodes[node] for node in region.nodes], number, again)
             walk = Walk(graph, structure, primals, number, noting)
-            with accumulating_only_into(is_traced):
+            with accumulating_only_into(is_traced), errors_uncaught():
                 made.grads.append(walk.run(_cotangents(tracer, roots, manner.layouts, made.cotangents)))
             for there, grad in made.grads[-1].items():  # it lies in memory as the next region will get it
                 if (
