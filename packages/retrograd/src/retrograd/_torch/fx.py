@@ -54,6 +54,14 @@ OF_TORCH = frozenset({"aten", "prim", "prims", "rngprims", "inductor", "quantize
 _UNDECLARED_ALIASES = frozenset({torch.ops.aten._unsafe_view.default})
 #: called to raise if a value is wrong; newer releases of torch know that themselves.
 _RAISING = frozenset({torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.default})
+#: the names of calls that do nothing else than raise: what they were made for can run again.
+CHECKS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "_linalg_check_errors.default", "_assert_async.default", "_assert_async.msg",
+        "_assert_scalar.default", "_assert_tensor_metadata.default",
+    )
+)  # fmt: skip
 _FILLS = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
 #: write random numbers over their first argument, whatever that holds.
 FILLING = frozenset(getattr(torch.ops.aten, name) for name in _FILLS.split())
@@ -222,7 +230,7 @@ def _summary_of(gm: fx.GraphModule) -> Summary:
         frozenset(str(call.target) for call in calls if is_operator_overload(call.target)),
         random_devices(gm.graph),
         bool(effects),
-        not all(map(only_draws, effects)),
+        not all(only_draws(effect) or str(effect.target) in CHECKS for effect in effects),
     )
 
 

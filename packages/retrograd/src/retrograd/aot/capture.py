@@ -321,7 +321,8 @@ def _write_numbers(gm: fx.GraphModule) -> None:
         if type(value) is not torch.Tensor or value.dim() or not value.is_cpu or value.dtype not in _NUMBERS:
             continue
         for node in (*fresh.users, fresh):
-            made = node.meta["val"]
+            if (made := node.meta.get("val")) is None:
+                continue  # the output
             is_copy = node.target is _aten._to_copy.default and made.dtype in _NUMBERS
             if node is not fresh and not (is_copy and made.is_floating_point() == value.is_floating_point()):
                 continue

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import aliased_inputs, copied_module, lazy_graph, lazy_graph_module
+from retrograd._torch.fx import CHECKS, aliased_inputs, copied_module, lazy_graph, lazy_graph_module
 from retrograd._torch.subclass import PLAIN
 from retrograd.graph.joint import output_values
 from retrograd.graph.joint_graph import JointValues, Partition, Update
@@ -26,7 +26,8 @@ from retrograd.graph.joint_graph import JointValues, Partition, Update
 def writing_ahead(partition: Partition) -> Partition:
     """`partition`, or another one whose ``written_ahead`` says which inputs `ahead` writes."""
     joint, summary = partition.joint, partition.ahead.summary
-    if partition.backwards or not joint.updates or summary.has_effects_beside_random:
+    has_effects = summary.has_effects_beside_random or not CHECKS.isdisjoint(summary.targets)
+    if partition.backwards or not joint.updates or has_effects:
         return partition  # a call with effects cannot be undone
     gm = copied_module(partition.forward, lazy_graph_module)
     forward: Sequence[Any] = joint.signature.outputs[: joint.signature.forward_count]

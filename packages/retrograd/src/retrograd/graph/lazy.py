@@ -25,7 +25,7 @@ class Summary:
         targets: the names of the operators that it calls.
         random_devices: of which it uses the generators.
         has_effects: whether a call can be seen by other means than its value.
-        has_effects_beside_random: the same, besides drawing random numbers.
+        has_effects_beside_random: the same, besides drawing random numbers and checks that only raise.
     """
 
     names: tuple[str, ...]

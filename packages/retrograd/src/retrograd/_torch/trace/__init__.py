@@ -28,7 +28,7 @@ from retrograd._torch.trace.fakes import (
     symbols_in,
     why_not_fakeable,
 )
-from retrograd._torch.trace.first_run import Abandoned, FirstRun, Watched
+from retrograd._torch.trace.first_run import Abandoned, FirstRun, Watched, errors_uncaught
 from retrograd._torch.trace.functional import (
     FreeTensors,
     any_changed,

@@ -13,6 +13,7 @@ an exception that ``except Exception`` does not catch, and the function has to b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
@@ -21,11 +22,13 @@ import torch
 from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from retrograd._torch import pytree
 from retrograd._torch.patches import handled_here
 from retrograd._torch.state import ThreadModes
+from retrograd._torch.subclass import is_wrapper
 from retrograd._torch.trace.functional import FreeTensors, is_traced
 from retrograd._torch.trace.graph_tracer import JointTracer
 from retrograd.errors import Refusal, not_representable
@@ -87,6 +90,7 @@ class FirstRun:
     def begin(self, seen: Sequence[Any], tracer: JointTracer | None, is_repeated: bool = False) -> None:
         """The function is called with `seen` in place of the inputs, in the trace of `tracer`. Its calls are
         written down also after they could no longer be traced, if `is_repeated`."""
+        self._around = ExitStack()
         self._tracer, self.why_not, self._is_repeated = tracer, self._why_not_at_all, is_repeated
         self.stopped: Exception | None = None
         self.has_ended = self.is_computing = False
@@ -143,8 +147,10 @@ class FirstRun:
         made, told = _divided(result)
         noted = [*map(self._noted, given)]
         self._calls.append(_Call(func, noted, spec, ThreadModes.now(), len(made), told))
+        not_made = {id(leaf) for leaf in noted}  # what is changed in place is given back
         for tensor in made:
-            self._numbers[id(tensor)] = len(self._made)
+            if id(tensor) not in not_made:
+                self._numbers[id(tensor)] = len(self._made)
             self._made.append(tensor)
         if self.is_eager:
             self._real += made
@@ -180,13 +186,13 @@ class FirstRun:
             return torch.Size([*map(self._real_leaf, leaf)])
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if (number := self._numbers.get(id(leaf))) is not None:
-            return self._real[number]
         if id(leaf) in self._stand_ins:
             return self.leaves[self._stand_ins[id(leaf)][1]]
-        if is_traced(leaf):
-            raise Abandoned(not_representable("it keeps a tensor of the trace that nobody has seen"))
-        return leaf
+        if not is_traced(leaf):
+            return leaf
+        if (number := self._numbers.get(id(leaf))) is not None:
+            return self._real[number]
+        raise Abandoned(not_representable("it keeps a tensor of the trace that nobody has seen"))
 
     def compute(self) -> None:
         """Compute the calls that were written down, as far as that is not done.
@@ -256,13 +262,17 @@ class FirstRun:
             raise Abandoned(error) from error
         finally:
             self.is_computing = False
+        self._around.enter_context(_eagerly())
+
+    def leave(self) -> None:
+        """The function has ended; the trace's modes are active again."""
+        self._around.close()
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call `func` as eager does. What it raises is the program's own error."""
         real_args, real_kwargs = self.real((args, kwargs))
         try:
-            with _eagerly():
-                result = func(*real_args, **real_kwargs)
+            result = func(*real_args, **real_kwargs)
         except Exception:
             self._is_repeated = False
             raise
@@ -322,11 +332,16 @@ class Watched(FreeTensors):
     Args:
         lift: as in `FreeTensors`.
         first: the run of the function's Python; None: an error of the trace abandons it.
+
+    Attributes:
+        stopped: the first error at which the trace could not go on; None if it could.
     """
+
+    stopped: Exception | None
 
     def __init__(self, lift: Callable[[torch.Tensor], torch.Tensor], first: FirstRun | None) -> None:
         super().__init__(lift)
-        self._first = first
+        self._first, self.stopped = first, None
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -337,9 +352,11 @@ class Watched(FreeTensors):
         if first is not None and first.is_eager:
             return first.call(func, args, kwargs or {})
         try:
+            _refuse_layouts(func, pytree.tree_leaves((args, kwargs)))
             if first is not None:
                 _refuse_looks(func, args)
             result = super().__torch_function__(func, types, args, kwargs)
+            _refuse_layouts(None, pytree.tree_leaves(result))
             if first is not None:
                 _refuse_unknown_sizes(result)
         except Exception as error:
@@ -356,6 +373,7 @@ class Watched(FreeTensors):
         Raises:
             Abandoned: neither can the run.
         """
+        self.stopped = self.stopped or error
         if self._first is None:
             raise Abandoned(error) from error
         self._first.go_on_eagerly(error)
@@ -381,6 +399,37 @@ class Watched(FreeTensors):
         self._around.close()
 
 
+class _Abandoning(TorchFunctionMode):
+    error: Exception | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            self.error = self.error or error
+            raise Abandoned(error) from error
+
+
+@contextmanager
+def errors_uncaught() -> Iterator[None]:
+    """Inside, user code runs in a trace, as the backward of a custom Function. Its handlers do not see what the
+    trace raises; what it swallows nevertheless, as by returning from a ``finally``, is raised at the end.
+
+    Raises:
+        Exception: what the trace has raised.
+    """
+    watching = _Abandoning()
+    try:
+        with watching:
+            yield
+    except Abandoned as abandoned:
+        raise abandoned.error from abandoned.error.__cause__
+    if watching.error is not None:
+        raise watching.error
+
+
 def _refuse_looks(func: Any, args: Sequence[Any]) -> None:
     """Refuse what depends on more than a trace knows, or a guard compares.
 
@@ -395,6 +444,28 @@ def _refuse_looks(func: Any, args: Sequence[Any]) -> None:
             return
         if is_traced(args[0]) or func(args[0]) is not None or attribute in ("grad", "_grad"):
             raise not_representable(f"it reads {attribute} of a tensor")
+
+
+#: by name: what makes a tensor that is not strided. Some abort the process if they are given a traced one.
+_UNSTRIDED = re.compile(r"_?sparse_|to_(sparse|mkldnn)|quantize_per_|_make_per_.*quant")
+_STRIDED = (torch.strided, torch.jagged)
+
+
+def _refuse_layouts(func: Any, leaves: Sequence[Any]) -> None:
+    """Refuse sparse, nested and quantized tensors, which fakes have no gradient of.
+
+    Raises:
+        Refusal: `func` makes such a tensor by its name, or one is among `leaves`.
+    """
+    name = "" if func is None else getattr(func, "__name__", "")
+    if _UNSTRIDED.match(name) and name != "sparse_dim":
+        raise Refusal("layout", f"it calls {name}: a graph has strided tensors only")
+    for leaf in leaves:
+        is_other = isinstance(leaf, torch.layout) and leaf not in _STRIDED
+        if isinstance(leaf, torch.Tensor) and not is_wrapper(leaf):
+            is_other = leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested
+        if is_other:
+            raise Refusal("layout", "it computes with a tensor that is sparse, nested, quantized or opaque")
 
 
 def _refuse_unknown_sizes(result: Any) -> None:

@@ -283,6 +283,8 @@ _BY_VALUE |= {f"lp_pool{dims}d" for dims in (1, 2, 3)}
 #: by name: calls whose kernels call others through the dispatcher, which casts what these are given where
 #: autocast is on. The code of a graph runs without autocast, and a trace sees one call.
 _CASTS_INSIDE = {"bilinear", "linalg_pinv", "pinverse"}
+#: by name: calls that look at elements to refuse them, and whose Python forms, which symbolic sizes need, do not.
+_CHECKS_INSIDE = {"istft"}
 #: by name: calls whose Python forms in torch give other values than their kernels, or gradients that lie
 #: otherwise.
 _AS_KERNELS = re.compile(r"interpolate|_?upsample|multilabel_margin_loss")
@@ -314,6 +316,8 @@ class FreeTensors(TorchFunctionMode):
             raise Refusal("hook-in-trace", f"it calls Tensor.{func.__name__}")
         if name in _CASTS_INSIDE and torch._C._is_any_autocast_enabled():
             raise not_representable(f"it calls {name} under autocast, whose kernel casts inside")
+        if name in _CHECKS_INSIDE:
+            raise not_representable(f"it calls {name}, which looks at elements to refuse them")
         if func in _CHANGES and not (func is _DETACH and not args[0].requires_grad):
             raise Refusal("tensor-changed", f"it changes a tensor by {_CHANGES[func]}")
         kwargs = kwargs or {}

@@ -8,6 +8,8 @@ new inputs of the graph, and the gradients that they give.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -34,7 +36,7 @@ from retrograd._torch.fx import KEPT_FOR
 from retrograd._torch.state import Autocast, ThreadModes
 from retrograd._torch.subclass import Layout, built, is_wrapper, layout_of, parts_of
 from retrograd._torch.tensor import inner_tensors
-from retrograd._torch.trace import JointTracer, is_traced, kept_by_run, plain, to_functional, traced_run_of
+from retrograd._torch.trace import JointTracer, errors_uncaught, is_traced, kept_by_run, plain, to_functional, traced_run_of
 from retrograd.aot.parts import viewed
 from retrograd.aot.released import Releasable, releasable
 from retrograd.aot.trace.analyse import Analysis, TracedValue, stand_in
@@ -234,6 +236,8 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     structure = divide(graph, primals, manner.single_region, hooked_leaves, manner.sums_apart, steps)
     if any(region.nodes and not region.destinations for region in structure.regions):
         raise not_representable("a result requires grad, and its gradient goes nowhere")
+    if manner.sums_apart:
+        _refuse_bypasses(graph, structure, [analysis.values[number] for number in edges])
     stand_ins = [
         TracedValue(stand_in(graph.nodes[edge.node].handle._input_metadata[edge.slot]), is_visible=False)
         for edge in structure.boundaries[len(edges) :]
@@ -264,7 +268,7 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
                 made.saving.add(number)
             _mark_kept(tracer, [graph.nodes[node] for node in region.nodes], number, again)
             walk = Walk(graph, structure, primals, number, noting)
-            with accumulating_only_into(is_traced):
+            with accumulating_only_into(is_traced), errors_uncaught():
                 made.grads.append(walk.run(_cotangents(tracer, roots, manner.layouts, made.cotangents)))
             for there, grad in made.grads[-1].items():  # it lies in memory as the next region will get it
                 if (
@@ -276,6 +280,27 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     if any(leaf is not None and leaf.grad is not None for leaf in inputs.leaves):
         raise Refusal("backward-effect", "its backward accumulates into the .grad of an input")
     return made
+
+
+def _refuse_bypasses(graph: LiveGraph, structure: Structure, visible: Sequence[TracedValue]) -> None:
+    """Refuse a returned view of an input whose gradient would be added up at the input, where eager adds it at
+    a view in between, to what comes from elsewhere: the view is made of the input, in each call.
+
+    Raises:
+        Refusal: another sum would come out, in the last bit.
+    """
+    sends = Counter(replace(to, number=0) for region in structure.regions for to in region.sends.values())
+    for region in structure.regions:
+        views = [visible[root].view for root in region.roots if root < len(visible)]
+        for there in {replace(to, number=0) for to in region.sends.values()}:
+            if not there.is_boundary or there.index < len(visible):
+                continue
+            edge = structure.boundaries[there.index]
+            shape = graph.nodes[edge.node].handle._input_metadata[edge.slot].shape
+            for view in views:
+                is_whole = view is None or view._base is None or str(view._base.numel()) == str(math.prod(shape))
+                if view is not None and (sends[there] > 2 or not is_whole):
+                    raise not_representable("it returns a view of a view of an input that it uses otherwise too")
 
 
 def _refuse_effects(graph: LiveGraph) -> None:

@@ -130,6 +130,11 @@ class Inputs:
                 self._refuse_switches(watched, keeps_modes)
         except Abandoned as abandoned:
             raise abandoned.error from abandoned.error.__cause__
+        finally:
+            if first is not None:
+                first.leave()
+        if watched.stopped is not None:
+            raise watched.stopped
         if first is not None and first.stopped is not None and not is_again:
             raise first.stopped
         self.bared, self.strided, self.reads_offsets = watched.bared, watched.strided, watched.reads_offsets
