@@ -70,7 +70,7 @@ class CodeFailedError(Exception):
 
 
 class NotReadyError(Exception):
-    """There is no code yet; calls run eagerly for this reason until there is."""
+    """There is no code yet, or none for these inputs; such calls run eagerly for this reason."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(str(reason))

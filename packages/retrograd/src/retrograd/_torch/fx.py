@@ -53,7 +53,7 @@ OF_TORCH = frozenset({"aten", "prim", "prims", "rngprims", "inductor", "quantize
 #: share memory with their input, and their schema does not say so.
 _UNDECLARED_ALIASES = frozenset({torch.ops.aten._unsafe_view.default})
 #: called to raise if a value is wrong; newer releases of torch know that themselves.
-_RAISING = frozenset({torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.default})
+RAISING = frozenset({torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.default})
 #: the names of calls that do nothing else than raise: what they were made for can run again.
 CHECKS = frozenset(
     f"aten.{name}"
@@ -252,7 +252,7 @@ def has_effect(node: fx.Node) -> bool:
     if target in _side_effectful_functions:
         return True
     if isinstance(target, torch._ops.OpOverload):
-        known = _get_effect(target) is not None or target in _RAISING
+        known = _get_effect(target) is not None or target in RAISING
         return known or is_mutating(node) or is_random(node)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return _has_effect_in_higher_order(node, target)

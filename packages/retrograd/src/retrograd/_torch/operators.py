@@ -1,7 +1,9 @@
-"""Operators that a trace cannot take as they are: those that torch does not define, and asynchronous ones.
+"""Facts about operators: who defines them, which raise depending on values, and which only start their work.
 
 In: a graph. Out: the names of operators in it that torch does not define, and the modules that define them:
 once another process has imported these, it knows the operators too.
+
+In: a call of an operator. Out: the errors that it may raise when it runs, although it does not on fake tensors.
 
 In: a call in a trace. Out: a refusal if the operator only starts its work, as a collective of ``c10d`` does.
 Python waits for it by a handle, and no trace sees that. Functional collectives have an operator that waits.
@@ -12,15 +14,15 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retrograd._torch.fx import OF_TORCH, is_operator_overload
+from retrograd._torch.fx import OF_TORCH, RAISING, is_operator_overload, schema_of
 from retrograd.errors import Refusal
 
 #: namespaces of operators that start work, or tell devices in which order to do it.
@@ -106,3 +108,72 @@ def _of_registration(operator: str) -> str | None:
         if getattr(module, "__file__", None) in files and name.partition(".")[0] != "torch":
             return name
     return None
+
+
+class Errors(NamedTuple):
+    """What a call may raise when it runs.
+
+    Attributes:
+        classes: of the errors.
+        heeds_finally: whether a ``finally`` that raises the error again counts as code that catches it. Around
+            every forward of ``transformers`` stands one. So only failed factorisations and assertions heed it.
+    """
+
+    classes: tuple[type[Exception], ...]
+    heeds_finally: bool
+
+
+OF_CHECKS = Errors((RuntimeError, AssertionError), heeds_finally=True)
+OF_VALUES = Errors((RuntimeError, IndexError, ValueError), heeds_finally=False)
+OF_THE_USER = Errors((Exception,), heeds_finally=False)
+
+#: arguments that hold numbers of elements or labels.
+_PLACES = frozenset({"index", "indices", "target", "targets", "offsets", "lengths", "repeats", "sorter"})
+#: by name: factorisations that check whether they succeeded, and assertions.
+_CHECKS = frozenset(
+    """
+    _assert_async _assert_scalar _linalg_check_errors _linalg_eigh _linalg_eigvals _linalg_svd cholesky
+    cholesky_inverse linalg_eig linalg_eigvals linalg_lstsq linalg_pinv ormqr
+    """.split()
+)
+#: by name, or name and overload: operators that look at values.
+_LOOKING = frozenset(
+    """
+    bernoulli.default bernoulli_.Tensor binary_cross_entropy bincount binomial lu_unpack masked_scatter
+    masked_scatter_ multinomial normal.Tensor_Tensor normal.float_Tensor poisson sym_constrain_range
+    """.split()
+)
+#: functions whose checks are left out where a tensor has no values.
+UNCHECKED = frozenset({"one_hot", "quantile", "nanquantile"})
+#: of whole numbers.
+_DIVIDING = re.compile(r"(div|divide|floor_divide|remainder|fmod|__r?floordiv__|__r?mod__)_?$")
+
+
+def errors_by_value(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Errors | None:
+    """What a call may raise when it runs, depending on the values of its tensors; None if nothing."""
+    if not is_operator_overload(operator):
+        return None
+    if operator.namespace not in OF_TORCH:
+        return OF_THE_USER
+    name, schema = operator._schema.name.partition("::")[2], schema_of(operator)
+    names = [argument.name for argument in schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if operator in RAISING or name in _CHECKS or given.get("check_errors") is True:
+        return OF_CHECKS
+    is_looking = not _LOOKING.isdisjoint({name, f"{name}.{operator._overloadname}"})
+    is_looking |= name == "histc" and given.get("min", 0) == given.get("max", 0)
+    if is_looking or (_DIVIDING.match(name) and len(args) > 1 and all(map(_is_whole, args[:2]))):
+        return OF_VALUES
+    places = [each for key in _PLACES & given.keys() for each in _listed(given[key])]
+    return OF_VALUES if any(map(_is_whole, places)) else None
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether it is a tensor of whole numbers whose kernel looks at them: on a GPU, no error is raised."""
+    if not isinstance(value, torch.Tensor) or value.device.type == "cuda":
+        return False
+    return not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)

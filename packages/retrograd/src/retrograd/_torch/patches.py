@@ -79,6 +79,10 @@ TABLE: Mapping[str, str] = {
     "torch._dynamo.utils:_get_fake_value_impl": (
         "what raises on fake tensors must raise where eager raises, after all that eager does before"
     ),
+    "torch._dynamo.symbolic_convert:_detect_and_normalize_assert_statement": (
+        "an assertion about a tensor must raise an AssertionError where it stands; Dynamo puts another error "
+        "into its graph"
+    ),
     "torch._dynamo.variables.builder:VariableBuilder.wrap_tensor": (
         "a parameter of an optimizer loses its class, by which the optimizer may tell what to do with it"
     ),

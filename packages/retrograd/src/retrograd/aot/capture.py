@@ -192,7 +192,7 @@ class _Attempt:
     def body(self, tracer: JointTracer) -> Sequence[Any]:
         self.amended = self.plan
         self.inputs = inputs = Inputs(self.state, self.plan, tracer, self.first)
-        with functional_mode(keeps_strides=not self.state.decompositions):
+        with functional_mode(not self.state.decompositions, inputs.look_at):
             inputs.enter()
             result = inputs.call()
             # A pytree would make a tuple of a size.
@@ -234,6 +234,7 @@ class _Attempt:
             undefined_matters=frozenset(self.backward.undefined_matters),
             with_functions=frozenset(self.backward.with_functions),
             saving=frozenset(self.backward.saving),
+            by_dtype=frozenset(self.backward.by_dtype),
             entered_as=self.plan.entered_as,
             is_single_region=self.manner.single_region,
             sums_apart=self.manner.sums_apart,

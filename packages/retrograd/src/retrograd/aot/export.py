@@ -71,6 +71,7 @@ FIELDS = (
     "undefined_matters",
     "with_functions",
     "saving",
+    "by_dtype",
     "entered_as",
     "is_single_region",
     "sums_apart",

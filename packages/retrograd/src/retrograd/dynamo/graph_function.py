@@ -133,6 +133,7 @@ class GraphFunction:
 def as_it_is(gm: fx.GraphModule, *args: Any) -> Any:
     """Run the graph itself. Function modes and classes are off: Dynamo has traced their effect. Hooks of all
     modules do not see the graph, which is no module of the user's."""
+    assert gm.code  # writes it: torch calls a module whose code it has to write, and prints its errors
     with torch_functions_off(), draws_repeated():
         return gm.forward(*args)
 

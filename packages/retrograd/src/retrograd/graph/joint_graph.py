@@ -290,6 +290,8 @@ class JointValues:
         undefined_matters: regions in which a cotangent that is undefined is not the same as zeros.
         with_functions: regions with a Function: it makes gradients of an undefined one.
         saving: regions for which eager saves tensors: once these are freed, a backward is an error.
+        by_dtype: leaves whose dtype decides what gradient they get: one of another dtype was cast, or several
+            were added. A leaf may ask for another dtype than its own.
         hooked_leaves: primals after whose gradients regions end, so that these become visible one by one.
         entered_as: what the function was given in place of inputs that require grad and are no leaves.
         is_single_region: whether the outputs are differentiated together, not in eager's structure.
@@ -311,6 +313,7 @@ class JointValues:
     undefined_matters: frozenset[int] = frozenset()
     with_functions: frozenset[int] = frozenset()
     saving: frozenset[int] = frozenset()
+    by_dtype: frozenset[int] = frozenset()
     entered_as: EnteredAs = "itself"
     is_single_region: bool = False
     sums_apart: bool = False

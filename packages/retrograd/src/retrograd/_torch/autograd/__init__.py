@@ -4,6 +4,7 @@ In: arguments of a backward, autograd nodes and hooks. Out: what the engine coll
 """
 
 from retrograd._torch.autograd.aot_functions import is_aot_node, tensors_on_context
+from retrograd._torch.autograd.by_value import results_by_value
 from retrograd._torch.autograd.collection import (
     GATEWAYS,
     Collected,

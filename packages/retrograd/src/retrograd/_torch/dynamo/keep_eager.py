@@ -5,6 +5,7 @@ wants eager kept, and breaks of the graph for it; and
 
 - an operation that raises on fake tensors is left to Python. So all that eager does before the error is done,
   and the program gets the error that it may expect. With ``fullgraph`` Dynamo's own error stands;
+- so is one that may raise when it runs, where code of the program catches the error;
 - so is a custom operator whose backward raises on them, because it looks at values: no graph holds it;
 - hooks of modules that are set after Dynamo has traced a call of the module are noticed. Dynamo leaves that
   open, to save time: with a guard on each module, it no longer skips the parts of a module that did not
@@ -30,10 +31,20 @@ from torch._dynamo import exc, mark_static_address
 from torch._dynamo.utils import get_static_address_type
 from torch._guards import Guard
 from torch.nn.modules import module as all_modules
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrograd._torch import pytree
 from retrograd._torch.fx import OF_TORCH
-from retrograd._torch.operators import RefusingAsynchronous
+from retrograd._torch.handlers import catches
+from retrograd._torch.operators import (
+    OF_CHECKS,
+    OF_THE_USER,
+    OF_VALUES,
+    UNCHECKED,
+    Errors,
+    RefusingAsynchronous,
+    errors_by_value,
+)
 from retrograd._torch.patches import handle
 from retrograd._torch.releases import raised_on_fakes
 from retrograd.errors import first_line
@@ -97,6 +108,7 @@ def watch_dynamo() -> None:
     when it is set."""
     handle("torch.utils.hooks:RemovableHandle.__init__", _made)
     handle("torch._dynamo.utils:_get_fake_value_impl", _fake_value)
+    handle("torch._dynamo.symbolic_convert:_detect_and_normalize_assert_statement", _assertion)
     handle("torch._dynamo.variables.builder:VariableBuilder.wrap_tensor", _wrap_tensor)
 
 
@@ -161,6 +173,9 @@ def _is_alike(one: Any, other: Any) -> bool:
 
 
 def _fake_value(original: Callable[..., Any], node: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    if (errors := _caught_errors(node, tx.output.current_tx)) and keeps_eager(tx):
+        why = f"It may raise {errors.classes[0].__name__} when it runs, and the program catches errors here."
+        break_graph("operator whose error is caught", str(node.target), why)
     try:
         value = original(node, tx, *args, **kwargs)
     except _RAISED as error:
@@ -171,6 +186,79 @@ def _fake_value(original: Callable[..., Any], node: Any, tx: Any, *args: Any, **
     if (why := _why_not_differentiable(node, tx)) is not None:
         break_graph("operator whose backward raises on fake tensors", str(node.target), why)
     return value
+
+
+def _caught_errors(node: Any, tx: Any) -> Errors | None:
+    """What a call may raise when it runs, if code of the program around it catches that."""
+    if node.op not in ("call_function", "call_method") or not (
+        _is_caught(tx, OF_THE_USER) or _is_caught(tx, OF_CHECKS)
+    ):
+        return None
+    return next((errors for errors in _errors(node, tx) if _is_caught(tx, errors)), None)
+
+
+def _is_caught(tx: Any, errors: Errors) -> bool:
+    """Whether one of `errors` reaches a ``try``, or a context manager of the program's, in a function that is
+    being traced."""
+    while tx is not None:
+        if not all(map(_is_of_torch, tx.active_generic_context_managers)):
+            return True
+        if catches(tx.current_instruction, tx.instructions, tx.f_globals, errors):
+            return True
+        tx = tx.parent
+    return False
+
+
+def _is_of_torch(manager: Any) -> bool:
+    return type(manager.cm_obj).__module__.startswith("torch.")
+
+
+def _errors(node: Any, tx: Any) -> list[Errors]:
+    """What the operators in a call may raise; found by a run on fake tensors."""
+    watch = _Errors()
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name in UNCHECKED:
+        return [OF_VALUES]
+    try:
+        given = fx.map_arg((node.args, node.kwargs), lambda value: value.meta["example_value"])
+        with tx.fake_mode, torch.no_grad(), watch:
+            args, kwargs = pytree.tree_map(_copy, given)
+            called = getattr(args[0], name) if node.op == "call_method" else node.target
+            called(*(args[1:] if node.op == "call_method" else args), **kwargs)
+    except Exception:
+        pass  # whoever traces it finds out why
+    return watch.errors
+
+
+def _copy(value: Any) -> Any:
+    return torch.empty_like(value) if isinstance(value, torch.Tensor) else value
+
+
+class _Errors(TorchDispatchMode):
+    """Notes the errors that the operators called inside may raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[Errors] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (errors := errors_by_value(func, args, kwargs or {})) is not None:
+            self.errors.append(errors)
+        return func(*args, **(kwargs or {}))
+
+
+def _assertion(original: Callable[..., bool], tx: Any, *args: Any) -> bool:
+    """Whether Dynamo makes an operator of an ``assert`` statement. If not, Python decides, after a break."""
+    if not original(tx, *args):
+        return False
+    if not keeps_eager(tx) or (tx.one_graph and not _is_caught(tx, OF_CHECKS)):
+        return True
+    tx.pop()  # the text of the error
+    return False
 
 
 #: by operator and which arguments require grad: what its backward raised.

@@ -66,7 +66,8 @@ def _apply(original: Callable[..., Any], variable: Any, tx: Any, args: Any, kwar
         return original(variable, tx, args, kwargs)
     function = variable.fn_cls
     reading = Reading.of(function)
-    reason = _why_not_a_node(variable, args, kwargs) or reading.reason or _why_unlike_eager(function, args)
+    reason = "a function mode, or a default device, is active" if _is_in_function_mode(tx) else None
+    reason = reason or _why_not_a_node(variable, args, kwargs) or reading.reason or _why_unlike_eager(function, args)
     if reason is None:
         _guard(variable, reading)
         target = produce_trampoline_autograd_apply(function)
@@ -77,6 +78,12 @@ def _apply(original: Callable[..., Any], variable: Any, tx: Any, args: Any, kwar
     name = function.__qualname__
     what = "autograd.Function that has to run as it is"
     return break_graph(what, f"{name}.apply", f"{name} is kept whole: {reason}.")
+
+
+def _is_in_function_mode(tx: Any) -> bool:
+    """Whether a function mode of the program's is active; also while it answers a call, without itself."""
+    state = tx.symbolic_torch_function_state
+    return state.cur_mode is not None or state.in_torch_function_mode()
 
 
 def _is_recorded(values: Sequence[Any]) -> bool:
@@ -171,6 +178,9 @@ def _names_hold(reading: Reading, builder: Any, guard: Guard) -> None:
 
 def _checkpoint(original: Callable[..., Any], variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """What Dynamo makes of ``checkpoint(...)``."""
+    if _is_in_function_mode(tx) and keeps_eager(tx):
+        why = "A function mode, or a default device, is active. What is inside would be traced without it."
+        break_graph("checkpoint in a function mode", "torch.utils.checkpoint.checkpoint", why)
     try:
         result = original(variable, tx, args, kwargs)
     except NotImplementedError as error:

@@ -38,7 +38,9 @@ from retrograd._torch.trace.unsaid_writes import saying_its_writes
 from retrograd.errors import Refusal, not_representable
 
 
-def functional_mode(keeps_strides: bool = False) -> AbstractContextManager[Any]:
+def functional_mode(
+    keeps_strides: bool = False, look_at: Callable[..., None] | None = None
+) -> AbstractContextManager[Any]:
     """While open, operations on functional tensors are recorded without mutation; calls that filled a tensor
     with random numbers in place are noted. (Operators of higher order know torch's class of mode only.)
 
@@ -46,6 +48,7 @@ def functional_mode(keeps_strides: bool = False) -> AbstractContextManager[Any]:
         keeps_strides: whether a tensor that lies as no kernel would lay out its result stays so when it is
             changed in place, as in eager. Kernels round otherwise where they cannot take many elements at a
             time, and choose a memory format by the strides of a dimension of one element, too.
+        look_at: is given each call: the operator, its arguments, and those by name.
     """
     mode: Any = FunctionalTensorMode(_allow_token_discovery=True)
     run = mode.__torch_dispatch__
@@ -54,6 +57,8 @@ def functional_mode(keeps_strides: bool = False) -> AbstractContextManager[Any]:
     spread: dict[int, torch.Tensor] = {}
 
     def dispatch(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if look_at is not None:
+            look_at(func, args, kwargs or {})
         if args and id(args[0]) in spread and _writes_to_first(func):
             raise not_representable(f"it calls {func} on what was expanded or unfolded, or on a part of that")
         changed = _changed_in_lists(func, args)

@@ -72,19 +72,22 @@ class CompiledFunction:
         leaves = [(i, joint.primals[i].leaf) for i in sorted(partition.released)]
         self._released = [(i, leaf) for i, leaf in leaves if leaf is not None]
         self._regions, self._calls = regions, 0
+        self._by_dtype = sorted(joint.by_dtype)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Run on flat inputs.
 
         Raises:
             CodeFailedError: the code has raised, and everything of the user's is as it was.
-            NotReadyError: it is still being compiled.
+            NotReadyError: it is still being compiled, or cannot serve these inputs.
             UnlikeTracedError: torch's fake tensors were wrong.
         """
         if not is_ready(self._code):
             raise NotReadyError(still_compiling(self._joint.state.name))
         sources = [*leaves, *self._found] if self._found else leaves
         primals = self._primals(sources)
+        if any(primals[i].grad_dtype is not primals[i].dtype for i in self._by_dtype):
+            raise NotReadyError(_GRAD_DTYPE)
         generators = generator_states(self._draws) if self._draws else {}
         written = self._written.before(primals) if self._written else None
         self._calls += 1
@@ -236,3 +239,11 @@ def refuse_unlike_traced(
 
 
 _WRONG_FAKE = "this is a wrong fake kernel in torch: keep its operator out of the function"
+
+
+_GRAD_DTYPE = Reason(
+    "grad-dtype",
+    "a leaf asks for its gradient in another dtype (grad_dtype), and the gradients that it gets are cast or added",
+    "aot.run",
+    way_out="leave grad_dtype as it is, or cast what the leaf is used as",
+)

@@ -29,6 +29,7 @@ from retrograd._torch.autograd import (
     leaf_of,
     materializes_grads,
     refuse_nan,
+    results_by_value,
     saves_tensors,
     why_backward_has_effects,
 )
@@ -57,6 +58,8 @@ class Walk:
         number: of the region.
         around: a context around the call of each node.
         checks: refuse gradients that are not numbers, as anomaly mode does.
+        by_dtype: destinations of which the dtype decides what arrives there: a gradient of another dtype was
+            cast, or several were added.
     """
 
     graph: LiveGraph
@@ -65,6 +68,7 @@ class Walk:
     number: int
     around: Callable[[LiveNode], AbstractContextManager[Any]]
     checks: bool = False
+    by_dtype: set[Destination] = field(default_factory=set)
     _grads: dict[int, list[Any]] = field(default_factory=dict)
     _found: dict[Destination, Any] = field(default_factory=dict)
 
@@ -112,20 +116,26 @@ class Walk:
         if grads is None:
             return
         with self.around(node):
-            results = call_node(node.handle, grads)
+            results = results_by_value(node.handle, grads) or call_node(node.handle, grads)
             if self.checks:
                 refuse_nan(node.name, results)
             for place, (edge, grad) in enumerate(zip(node.edges, results, strict=True)):
                 if edge is not None:
+                    there, dtype = self._sends.get((index, place)), getattr(grad, "dtype", None)
                     if grad is not None:
                         grad = fitted(self.graph.nodes[edge.node].handle, edge.slot, grad)
-                    self._send(self._sends.get((index, place)), edge, grad)
+                    if there is not None and grad is not None and grad.dtype is not dtype:
+                        self.by_dtype.add(there)
+                    self._send(there, edge, grad)
 
     def _send(self, there: Destination | None, edge: Edge, grad: Any) -> None:
         if there is None:
             self._add_inside(edge, grad)
         else:
-            self._found[there] = _added(self._found[there], grad)
+            known = self._found[there]
+            if known is not None and grad is not None:
+                self.by_dtype.add(there)
+            self._found[there] = _added(known, grad)
 
     def _add_inside(self, edge: Edge, grad: Any) -> None:
         count = len(self.graph.nodes[edge.node].handle._input_metadata)
@@ -161,7 +171,7 @@ class Differentiated:
         stand_ins: values that stand for hidden boundaries.
         cotangents: boundary and make-up of each cotangent, in the order of the placeholders.
         grads: by region, the functional gradient of each destination, or None.
-        undefined_matters, with_functions, saving, hooked_leaves: as in `JointGraph`.
+        undefined_matters, with_functions, saving, by_dtype, hooked_leaves: as in `JointGraph`.
         releasable: which primals may be released.
     """
 
@@ -174,6 +184,7 @@ class Differentiated:
     undefined_matters: set[int] = field(default_factory=set)
     with_functions: set[int] = field(default_factory=set)
     saving: set[int] = field(default_factory=set)
+    by_dtype: set[int] = field(default_factory=set)
     hooked_leaves: frozenset[int] = frozenset()
     releasable: Releasable | None = None
 
@@ -270,6 +281,8 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
             walk = Walk(graph, structure, primals, number, noting)
             with accumulating_only_into(is_traced), errors_uncaught():
                 made.grads.append(walk.run(_cotangents(tracer, roots, manner.layouts, made.cotangents)))
+            given = {there.index for there in walk.by_dtype if not there.is_boundary}
+            made.by_dtype |= {primal for primal in given if inputs.primals[primal].is_leaf}
             for there, grad in made.grads[-1].items():  # it lies in memory as the next region will get it
                 if (
                     there.is_boundary

@@ -6,12 +6,14 @@ them, and the call itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from retrograd._torch.handlers import line_that_catches
+from retrograd._torch.operators import errors_by_value
 from retrograd._torch.subclass import PLAIN, Layout, built, is_wrapper, layout_of, parts_of
 from retrograd._torch.trace import (
     Abandoned,
@@ -108,6 +110,17 @@ class Inputs:
     reenters: bool = False
     histories: list[Any] = field(default_factory=list)
     shown: dict[int, Any] = field(default_factory=dict)
+
+    def look_at(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Look at a call that the function makes.
+
+        Raises:
+            Refusal: the function catches an error that only a run of `operator` can raise.
+        """
+        errors = errors_by_value(operator, args, kwargs)
+        if errors and (line := line_that_catches(Inputs.call.__code__, errors)):
+            text = f"{line} catches errors of {operator}, which raises only when it runs"
+            raise Refusal("error-caught", text)
 
     def call(self) -> Any:
         """Run the function, or trace again what its first run has called.
