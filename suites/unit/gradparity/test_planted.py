@@ -22,6 +22,7 @@ ELSEWHERE = {"hang", "deaf-hang", "exit"}
 """Found by the executors, in test_executors.py."""
 BY_POLICY = {name: fault for name, fault in FAULTS.items() if fault.policies}
 BY_CHECK = {name: fault for name, fault in FAULTS.items() if fault.check}
+BY_SCENARIO = {name: fault for name, fault in FAULTS.items() if fault.scenario}
 
 
 def address_of_a_find(fault: Fault, most: int) -> str | None:
@@ -38,7 +39,7 @@ def address_of_a_find(fault: Fault, most: int) -> str | None:
 
 def test_there_are_enough_and_every_one_has_somebody_who_finds_it() -> None:
     assert len(FAULTS) >= 80
-    assert FAULTS.keys() == BY_POLICY.keys() | BY_CHECK.keys() | ELSEWHERE
+    assert FAULTS.keys() == BY_POLICY.keys() | BY_CHECK.keys() | BY_SCENARIO.keys() | ELSEWHERE
     assert len(BY_POLICY) >= 75
     assert all(fault.doc and fault.symptoms for fault in FAULTS.values())
 
@@ -74,6 +75,14 @@ def test_what_no_oracle_sees_a_check_finds(name: str) -> None:
     assert compare(case, resolve(f"planted:{name}"), CPU).row.verdict is Verdict.AGREE
     assert check(case, resolve("eager"), CPU) is None
     assert check(case, resolve(f"planted:{name}"), CPU).symptom in fault.symptoms
+
+
+@pytest.mark.parametrize("name", BY_SCENARIO)
+def test_what_no_generated_program_shows_a_scenario_finds(name: str) -> None:
+    fault = FAULTS[name]
+    case = program(Case("scenarios", fault.scenario), CPU)
+    assert compare(case, resolve("eager"), CPU).row.verdict is Verdict.AGREE
+    assert compare(case, resolve(f"planted:{name}"), CPU).row.symptom in fault.symptoms
 
 
 @pytest.mark.parametrize("name", BY_POLICY)

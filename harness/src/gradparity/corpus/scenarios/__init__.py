@@ -180,6 +180,7 @@ from gradparity.corpus.scenarios import (
     training_models,
     transforms,
     views_inplace,
+    wrapper_hooks,
 )
 
 TOPICS = (
@@ -277,5 +278,6 @@ TOPICS = (
     replayed_steps,
     outside_reports,
     reentered_graphs,
+    wrapper_hooks,
 )
 """Every topic, one module each."""

@@ -89,3 +89,47 @@ def an_assertion_about_values_is_caught(p: Probe) -> None:
         x = p.leaf(f"x{step}", (sign * (p.rand(3) + 0.5)).requires_grad_())
         with p.backward():
             call(x).sum().backward()
+
+
+@scenario(tags=TAGS)
+def a_look_at_values_inside_a_try_is_no_error(p: Probe) -> None:
+    """A branch, and a number, that depend on elements stand in a `try` whose handler takes any error."""
+
+    def branch(x: Tensor) -> Tensor:
+        try:
+            if x.sum() > 0:
+                return x * 2
+        except Exception:
+            pass
+        return x * 13
+
+    def number(x: Tensor) -> Tensor:
+        try:
+            scale = float(x.max())
+        except RuntimeError:
+            scale = 1.0
+        return x / scale
+
+    for name, fn in (("branch", branch), ("number", number)):
+        x = p.leaf(name, p.tensor([1.0, 2.0], requires_grad=True))
+        out = p.compile(fn)(x)
+        p.value(f"{name} out", out)
+        with p.backward():
+            out.sum().backward()
+
+
+@scenario(tags=TAGS)
+def what_a_function_did_before_a_look_at_values_is_done_once(p: Probe) -> None:
+    """A line of a log comes before a number that is read out of a tensor."""
+
+    def logged(x: Tensor) -> Tensor:
+        p.log.append("called")
+        return x * x.sum().item()
+
+    call = p.compile(logged)
+    for step in range(2):
+        x = p.leaf(f"x{step}", p.randn(3, requires_grad=True))
+        out = call(x)
+        p.value("out", out)
+        with p.backward():
+            out.sum().backward()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from gradparity.subjects.planted.fault import Fault, compiled_by
 
@@ -328,6 +330,33 @@ def _half() -> Any:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
+class _Wrapper(torch.nn.Module):
+    """Calls a module. Of its own hooks, those of the backward are lost."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+    def register_full_backward_hook(self, *_: Any, **__: Any) -> RemovableHandle:
+        return RemovableHandle(OrderedDict())
+
+
+def _wrapped(target: Target) -> Any:
+    return _Wrapper(target) if isinstance(target, torch.nn.Module) else target
+
+
+class _Untraceable(TorchFunctionMode):
+    """Looks at elements raise an error that the program may catch, as in a trace."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.__bool__, torch.Tensor.__float__):
+            raise RuntimeError("a trace cannot look at elements")
+        return func(*args, **(kwargs or {}))
+
+
 GRAD = ("grad-values-bits",)
 VALUES = ("values-bits", "grad-values-bits")
 PLAIN = ("layouts", "elementwise", "views")
@@ -369,5 +398,9 @@ FAULTS = (
     Fault("gapped-write-lost", "a change in place through a view with gaps is lost", compiled_by(inside(_WithoutGapped)),
           ("values-bits", "state-values-bits", "state-values", "state-version", "no-exception", "value-requires_grad", *GRAD), ("mutation", "aliasing")),
     Fault("numbers-frozen", "random numbers of Python and NumPy are those of the first call", compiled_by(_numbers_frozen), ("values-bits", "values", "grad-values-bits"), ("python",)),
+    Fault("wrapper-hook-lost", "a full backward hook of a compiled module is not called", compiled_by(_wrapped), ("hook-count",), (),
+          scenario="all_hooks_of_a_wrapper_run"),
+    Fault("trace-error-caught", "what a trace cannot do raises inside the program's own handler", compiled_by(inside(_Untraceable)), VALUES, (),
+          scenario="a_look_at_values_inside_a_try_is_no_error"),
     Fault("tensors-kept", "tensors stay alive for ever", compiled_by(_kept_forever), ("leak",), (), "leaks"),
 )  # fmt: skip

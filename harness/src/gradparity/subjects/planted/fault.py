@@ -66,7 +66,7 @@ class Planted(Subject):
 class Fault:
     """One fault. `symptoms`: what the oracle that should find it says, one of these; `policies`: those whose
     programs find it, in the order in which to look (none: no generated program can); `check`: the check that
-    finds it where no oracle can.
+    finds it where no oracle can; `scenario`: the one that finds it where no generated program can.
     """
 
     name: str
@@ -75,6 +75,7 @@ class Fault:
     symptoms: tuple[str, ...]
     policies: tuple[str, ...] = ()
     check: str = ""
+    scenario: str = ""
 
 
 def compiled_by(wrap: Wrap) -> Callable[[str], Subject]:
