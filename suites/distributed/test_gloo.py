@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.multiprocessing
 
+from distributed import parallel
 from distributed.ranks import compare, rendezvous_file
 
 RANKS = 2
@@ -21,3 +22,8 @@ RANKS = 2
 def test_two_ranks_get_eagers_gradients(wrapper: str, backend: str, tmp_path: Path) -> None:
     arguments = (RANKS, rendezvous_file(tmp_path), wrapper, backend)
     torch.multiprocessing.spawn(compare, args=arguments, nprocs=RANKS)
+
+
+def test_tensor_parallelism_is_compiled_and_equals_eager(tmp_path: Path) -> None:
+    arguments = (RANKS, rendezvous_file(tmp_path))
+    torch.multiprocessing.spawn(parallel.compare, args=arguments, nprocs=RANKS)

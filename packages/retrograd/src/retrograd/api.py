@@ -24,7 +24,7 @@ from retrograd.backends.background import wait_for_all
 from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.config import Config
 from retrograd.dynamo import config_of
-from retrograd.dynamo.backend import retrograd as dynamo_backend
+from retrograd.dynamo.backend import ChosenBackend
 from retrograd.dynamo.left_to_python import LeftToPython
 from retrograd.errors import OptionError, name_of
 from retrograd.live.contexts import (
@@ -215,7 +215,7 @@ def compile(
     watch = LeftToPython(name_of(target), replace(config, strict=config.strict or fullgraph), process_report)
     compiled: Any = compiled_frames(
         target,
-        functools.partial(dynamo_backend, mode=mode, options=chosen),
+        ChosenBackend.of(mode, chosen, dynamic),
         watch,
         fullgraph=fullgraph,
         dynamic=dynamic,

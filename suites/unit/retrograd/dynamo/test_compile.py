@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 
@@ -11,7 +12,7 @@ from torch import nn
 
 import retrograd
 from retrograd import counters
-from retrograd.errors import OptionError
+from retrograd.errors import CaptureError, OptionError
 from retrograd.live import contexts
 from retrograd.live.contexts import living
 
@@ -179,3 +180,53 @@ def test_parameters_can_be_swapped_after_a_call() -> None:
     gc.collect()  # cycles of the compilation
     torch.utils.swap_tensors(layer.bias, torch.nn.Parameter(torch.full((2,), 5.0)))
     assert torch.equal(compiled(torch.zeros(1, 3)), torch.full((1, 2), 5.0))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.inner(x).tanh()
+
+
+def run_blocks(**choices):
+    """Compile twelve blocks one by one, and run them twice."""
+    blocks = [retrograd.compile(Block(), backend="eager", **choices) for _ in range(12)]
+    for _ in range(2):
+        nn.Sequential(*blocks)(torch.ones(2, 4)).sum().backward()
+    return len(retrograd.explain().graphs)
+
+
+def test_equal_blocks_share_one_code():
+    graphs = run_blocks(options={"regions": False})
+    assert graphs == run_blocks(options={"regions": False})  # nothing new
+    assert graphs <= 2  # the first block's input has no history
+    assert run_blocks(dynamic=False) > graphs  # another choice, other code
+    assert not retrograd.explain().fallbacks
+
+
+def test_copies_share_the_code_of_what_they_were_copied_from():
+    block = retrograd.compile(Block(), backend="eager")
+    block(torch.ones(2, 4)).sum().backward()
+    graphs = len(retrograd.explain().graphs)
+    copy.deepcopy(block)(torch.ones(2, 4)).sum().backward()
+    assert len(retrograd.explain().graphs) == graphs
+
+
+@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
+def test_a_limit_of_dynamos_is_in_the_report():
+    fast = retrograd.compile(lambda x, text: x * len(text), backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for text in ("a", "ab", "abc"):
+            assert torch.equal(fast(torch.ones(2), text), torch.full((2,), float(len(text))))
+    assert [reason.code for reason in retrograd.explain().fallbacks] == ["recompile-limit"]
+
+
+def test_a_limit_of_dynamos_is_an_error_if_strict():
+    fast = retrograd.compile(lambda x, text: x * len(text), backend="eager", options=STRICT)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        fast(torch.ones(2), "a")
+        with pytest.raises(CaptureError, match="recompile_limit"):
+            fast(torch.ones(2), "ab")

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.autograd import Function
 
 import retrograd
@@ -347,3 +348,69 @@ def test_a_function_inside_a_transform_is_differentiated_by_its_own_backward():
 
     fast = compiled(lambda x: torch.func.grad(lambda z: Odd.apply(z).sum())(x) * 2)
     assert fast(torch.ones(3)).tolist() == [14.0] * 3
+
+
+class Waits(Function):
+    @staticmethod
+    def forward(ctx, x):
+        torch.cuda.current_stream().synchronize() if x.is_cuda else None
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class UsesFuture(Waits):
+    @staticmethod
+    def forward(ctx, x):
+        done = torch.futures.Future()
+        done.set_result(x * 2)
+        return done.wait()
+
+
+class Reduces(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        total = grad.clone()
+        dist.all_reduce(total)
+        return total
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("function", [Waits, UsesFuture])
+def test_code_that_names_streams_or_futures_is_told(function):
+    assert "waits" in str(Reading.of(function).reason)
+
+
+@pytest.mark.parametrize("is_fullgraph", [False, True])
+def test_a_collective_breaks_the_graph(one_rank, is_fullgraph):
+    fast = retrograd.compile(lambda x: Reduces.apply(x * 1) * 2, backend="eager", fullgraph=is_fullgraph)
+    x = torch.ones(2, requires_grad=True)
+    if is_fullgraph:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"c10d\.allreduce_"):
+            fast(x)
+        return
+    fast(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 2.0))
+    assert any("c10d.allreduce_" in graph.ended_by for graph in retrograd.explain().graphs)
+
+
+@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
+def test_no_trace_takes_a_collective(one_rank):
+    def reduced(x):
+        dist.all_reduce(total := x * 2)
+        return total
+
+    assert torch.equal(retrograd.aot.function(reduced, backend="eager")(torch.ones(2)), torch.full((2,), 2.0))
+    assert [reason.code for reason in retrograd.explain().fallbacks] == ["asynchronous"]

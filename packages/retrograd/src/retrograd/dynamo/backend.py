@@ -176,3 +176,27 @@ class RetrogradBackend:
 
 
 retrograd = RetrogradBackend()
+
+
+class ChosenBackend(partial[Callable[..., Any]]):
+    """The backend with a mode and options. Two with equal choices are equal, so Dynamo shares the code of
+    callables that differ in nothing else, such as the layers of a model."""
+
+    @classmethod
+    def of(cls, mode: str | None, options: Mapping[str, Any], dynamic: bool | None) -> ChosenBackend:
+        """The backend for choices that are checked already."""
+        made = cls(retrograd, mode=mode, options=options)
+        made.dynamic = dynamic
+        return made
+
+    dynamic: bool | None
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, ChosenBackend)
+            and self.keywords == other.keywords
+            and self.dynamic == other.dynamic
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.keywords["mode"], self.dynamic))

@@ -75,6 +75,25 @@ class LeftToPython:
         found = user_error_behind(error)
         if self._is_strict:
             raise found
-        place = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
-        reason = reason_of(found, place, "not-compiled")
+        reason = reason_of(found, _place(code), "not-compiled")
         self._report.fell_back(reason, f"a part of {self._what} runs eagerly")
+
+    def limited(self, code: CodeType) -> None:
+        """Report code that Dynamo compiles no more, because it has done so too often.
+
+        Raises:
+            CaptureError: always, if ``strict``.
+        """
+        reason = Reason(
+            "recompile-limit",
+            f"{_place(code)} was compiled as often as torch._dynamo.config.recompile_limit allows",
+            "dynamo",
+            way_out='TORCH_LOGS="recompiles" says why; dynamic=True, or a higher limit',
+        )
+        if self._is_strict:
+            raise CaptureError(reason)
+        self._report.fell_back(reason, f"a part of {self._what} runs eagerly")
+
+
+def _place(code: CodeType) -> str:
+    return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"

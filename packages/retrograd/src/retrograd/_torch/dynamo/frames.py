@@ -75,6 +75,9 @@ class FrameWatch(Protocol):
     def failed(self, code: CodeType, error: Exception) -> None:
         """The conversion of this code has failed; raises, or lets Python run it."""
 
+    def limited(self, code: CodeType) -> None:
+        """Dynamo's limit for this code is reached; raises, or lets Python run what needs other code."""
+
 
 class _Callback:
     """Dynamo's callback for frames, with a watch before it."""
@@ -102,6 +105,8 @@ class _Callback:
             with _exact_numbers() if self._are_numbers_exact else nullcontext():
                 result: ConvertFrameReturn = self._convert(frame, cache_entry, frame_state)
             guard_environment(result.guarded_code)
+            if result.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
+                self._watch.limited(code)
             return result
         except _ASKED_FOR:
             raise

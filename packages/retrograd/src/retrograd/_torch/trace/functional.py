@@ -114,8 +114,11 @@ def _lies_as_no_result(value: torch.Tensor) -> bool:
     return is_known and value.is_contiguous() and value.stride() != make_contiguous_strides_for(value.shape)
 
 
-def to_functional(value: torch.Tensor) -> torch.Tensor:
-    """The tensor, functional; of a wrapper subclass the inner tensors. It is a leaf, as `value` was given."""
+def to_functional(value: Any) -> Any:
+    """The tensor, functional; of a wrapper subclass the inner tensors. It is a leaf, as `value` was given.
+    Anything else stays as it is: some subclasses, such as DTensor, have a part that is no tensor."""
+    if not isinstance(value, torch.Tensor):
+        return value
     if is_traceable_wrapper_subclass(value):
         made = transform_subclass(value, lambda _, inner: to_functional(inner))
         torch._mirror_autograd_meta_to(value, made)

@@ -1,16 +1,14 @@
 """Trace what Python does into an FX graph of ATen calls: the one way in which this package traces.
 
-In: a body that is given a `GraphTracer`, makes the graph's inputs with it, and returns values. Out: the
-graph.
+In: a body that makes the graph's inputs with a `GraphTracer`, and returns values. Out: the graph.
 
 In: a segment as a boxed function, the values that it is called with, and which sizes are to be symbolic. Out:
 a `Traced` graph that mutates nothing, its fake inputs and the shape environment with the guards that tracing
 left there.
 
-This is ``make_fx`` without what it does to the whole process while it runs: its tracer replaces
-``nn.Module.__call__`` and ``__getattr__`` for every thread, and sets a flag that makes other threads'
-compiled functions raise. What is left of the kind is one global of torch's, which the operators of higher
-order read, and that is why one thread traces at a time.
+This is ``make_fx`` without what it does to the whole process: its tracer replaces ``nn.Module.__call__``
+and ``__getattr__``, and sets a flag that makes other threads' compiled functions raise. One global of torch's
+is left, which operators of higher order read. So one thread traces at a time.
 """
 
 from __future__ import annotations
@@ -98,10 +96,8 @@ class GraphTracer:
     def close(self) -> None:
         """The body has ended."""
 
-    def _created(self, kind: str, target: Any, args: Any = (), *more: Any, **kwargs: Any) -> fx.Node:
-        if kind == "call_function":
-            refuse_asynchronous((target, *args[:2]))
-        node: fx.Node = self._create_node(kind, target, args, *more, **kwargs)
+    def _created(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        node: fx.Node = self._create_node(kind, *args, **kwargs)
         if kind == "call_function":
             self._annotate(node)
         return node
@@ -118,6 +114,7 @@ class GraphTracer:
 
     def _annotate(self, node: fx.Node) -> None:
         """Write into a new call what is to be known of it. Inductor names kernels by ``original_aten``."""
+        refuse_asynchronous((node.target, *node.args[:2]))
         if isinstance(node.target, torch._ops.OpOverload):
             node.meta.setdefault("original_aten", node.target)
         node.meta.update(self.note)
