@@ -151,6 +151,8 @@ def _names_autograd(code: types.CodeType) -> bool:
 
 
 def _names_it_itself(code: types.CodeType) -> bool:
+    if any(step.opname == "RAISE_VARARGS" for step in dis.get_instructions(code)):
+        return True
     if "backward" in code.co_names or {"autograd", "grad"}.issubset(code.co_names):
         return True
     return "grad" in code.co_names and any(

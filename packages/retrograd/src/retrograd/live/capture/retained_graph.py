@@ -164,6 +164,7 @@ def _run_kept(backward: LiveBackward, finished: Finished, run: Callable[[Collect
         ran.append((call.artifact, list(call.hooks), AsSaved(call.inputs)))
         run(call)
 
+    is_cut_short = True
     try:
         with window.capture():
             call = _collect(backward, finished, kept, run_then_release)
@@ -172,13 +173,14 @@ def _run_kept(backward: LiveBackward, finished: Finished, run: Callable[[Collect
                 _release_executed(backward, call.artifact, already_run=False)
         if call is not None:
             (run_then_release if is_watched else run)(call)
+        is_cut_short = False
     finally:
         # The engine has room for one call at a time: in its frame, nothing can be released before the end.
         for artifact, hooks, as_saved in ran:
             if backward.is_reentered:
                 _note_reentry(hooks, who_asks(hooks))
             with as_saved:
-                _release_executed(backward, artifact, already_run=True)
+                _release_executed(backward, artifact, already_run=True, is_cut_short=is_cut_short)
 
 
 def _note_reentry(hooks: Sequence[Any], asking: set[types.CodeType]) -> None:
@@ -217,13 +219,21 @@ def _may_be_reentered(graph: BackwardGraph, nodes: Sequence[Any]) -> bool:
     )
 
 
-def _release_executed(backward: LiveBackward, artifact: CapturedBackward, already_run: bool) -> None:
-    """Release what eager would release, except what the plan still needs and releases itself."""
+def _release_executed(
+    backward: LiveBackward, artifact: CapturedBackward, already_run: bool, is_cut_short: bool = False
+) -> None:
+    """Release what eager would release, except what the plan still needs and releases itself.
+
+    Args:
+        backward: what runs. artifact: its structure. already_run: whether it has run.
+        is_cut_short: whether an error has ended it: eager has released the nodes before the one that raised.
+    """
     live, request = backward.asked_graph, backward.request
     handles = {id(backward.node_calls[index]) for index in _kept_calls(artifact.graph)}
     apart = {i for i, node in enumerate(live.nodes) if id(node.handle) in handles}
     begun = already_run
-    groups = _levels(live, executed_nodes(live, backward.asked.accumulate_grad), apart)
+    executed = executed_nodes(live, backward.asked.accumulate_grad)
+    groups = _levels(live, executed & _done(backward) if is_cut_short else executed, apart)
     for level, group in reversed(list(enumerate(groups))):
         if not group:
             continue
@@ -236,6 +246,16 @@ def _release_executed(backward: LiveBackward, artifact: CapturedBackward, alread
                 raise  # the stock engine can still run this backward
             live_log.exception("saved tensors stay until their graph goes")
         begun = True
+
+
+def _done(backward: LiveBackward) -> set[int]:
+    """The nodes that eager has left behind when it comes to the one whose user code ran last."""
+    order = eager_walk(backward.asked_graph)
+    current = backward.current_node()
+    place = next(
+        (n for n, i in enumerate(order) if i != ROOT and backward.asked_graph.nodes[i].handle == current), 0
+    )
+    return {i for i in order[:place] if i != ROOT}
 
 
 def _never_run(request: EngineRequest) -> EngineProtocol:
