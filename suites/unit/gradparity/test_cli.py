@@ -1,6 +1,7 @@
 """The command line: exit codes as pytest's, the table, `show` and `list`."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,48 @@ def test_list_takes_what_one_of_several_globs_matches() -> None:
     first, second, *_ = corpus(NAME).chunks()
     listed = invoke("list", "--corpus", NAME, "--match", first, "--match", second).stdout.split()
     assert listed == [f"{NAME}::{first}", f"{NAME}::{second}"]
+
+
+BACKEND = """
+import torch
+
+def right(gm, inputs):
+    return gm.forward
+
+def wrong(gm, inputs):
+    return lambda *args: tuple(1.5 * one if torch.is_tensor(one) else one for one in gm(*args))
+"""
+
+
+@pytest.mark.parametrize("form", ["backend_of_mine", "./backend_of_mine.py"])
+@pytest.mark.parametrize(("function", "code"), [("right", 0), ("wrong", 1)])
+def test_a_backend_in_the_working_folder_answers_for_its_divergences(
+    form: str, function: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "backend_of_mine.py").write_text(BACKEND)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    sys.modules.pop("backend_of_mine", None)
+    arguments = ["run", "-n", "0", "--device", "cpu", "--corpus", "op_db", "--match", "*::asin::*"]
+    arguments += ["--limit-per-corpus", "2", "--subject", f"compile:{form}:{function}"]
+    result = invoke(*arguments)
+    assert result.exit_code == code, result.output
+    assert f"of which {code} unexpected" in result.stdout
+    path = tmp_path / "expected.toml"
+    path.write_text(ENTRY.format(subject="compile:*"))
+    assert invoke(*arguments, "--expected", str(path)).exit_code == 0
+
+
+def test_a_backend_that_is_not_there_names_the_way_out() -> None:
+    for name in ("compile:mine", "compile:no_such_module:f", "compile:./none.py:f", "compile:json:nothing"):
+        result = run("--subject", name)
+        assert result.exit_code == 4
+        assert "compile:MODULE:FUNCTION" in result.stderr
+        assert "error" not in result.stdout
+
+
+def test_a_subject_of_ones_own_answers_unless_it_says_otherwise() -> None:
+    assert subjects.resolve("import:gradparity.subjects.eager:Eager").accountable
+    assert not subjects.resolve("import:gradparity.subjects.planted:Wrong").accountable
+    assert not subjects.resolve("compile:aot_eager").accountable
+    assert not subjects.resolve("stock-compile:inductor").accountable

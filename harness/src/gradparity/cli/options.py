@@ -113,6 +113,7 @@ def errors(shown: Console) -> Iterator[None]:
     try:
         yield
     except GradparityError as error:
-        shown.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        to = Console(stderr=True, width=shown.width)
+        to.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         code = WRITE_ERROR if isinstance(error, StoreFullError) else USAGE_ERROR
         raise typer.Exit(code) from error

@@ -23,7 +23,8 @@ class Subject:
     """Runs everything as eager does; the base of all others.
 
     `bitwise`: promises gradients equal to eager's to the bit. `accountable`: its unexpected divergences
-    fail a run. `may_refuse`: an error that says "not supported" counts as UNSUPPORTED rather than DIVERGE.
+    fail a run; all subjects are accountable but eager and stock torch. `may_refuse`: an error that says
+    "not supported" counts as UNSUPPORTED rather than DIVERGE.
     `own_random`: it draws other random numbers than eager. `stock`: the subject with the same forward and
     torch's own backward, where that forward is not eager's. `answers_for_silent`: it answers for what
     `stock` does wrong, too, if nothing raises: values, layouts, side effects. `rounds_as`: stock torch with

@@ -27,7 +27,7 @@ from gradparity.subjects.retrograd_aot import (
 )
 from gradparity.subjects.retrograd_behind_stock import FORWARDS, RetrogradBehindStock
 from gradparity.subjects.retrograd_live import BACKENDS, RetrogradLive
-from gradparity.subjects.stock import StockCompile, StockCompiledAutograd
+from gradparity.subjects.stock import StockCompile, StockCompiledAutograd, VendorCompile, function_at
 from gradparity.subjects.stock_passes import StockPasses
 
 
@@ -74,7 +74,8 @@ NAMED: dict[str, Callable[[str], Subject]] = {
 }
 
 FORMS = {
-    "compile:<backend>": "torch.compile with any registered backend",
+    "compile:<backend>": "torch.compile with any registered backend; one that is not torch's fails a run",
+    "compile:<module>:<function>": "the same, not registered; also compile:FILE.py:FUNCTION",
     "compile:<backend>+random": "the same, drawing random numbers of its own",
     "stock-ca:<backend>": "eager forward, stock compiled autograd with any registered backend",
     "planted:<fault>": f"eager with a planted fault, to test the tester: {', '.join(FAULTS)}",
@@ -110,9 +111,29 @@ def _compile(name: str, backend: str) -> Subject:
     if backend == "retrograd":
         return RetrogradCompile(name)
     plain, _, flag = backend.partition("+")
-    if flag == "random":
-        return StockCompile(name, _registered(plain), own_random=True)
-    return StockCompile(name, _registered(backend))
+    own_random, place = flag == "random", plain if flag == "random" else backend
+    if ":" in place:
+        try:
+            function_at(place)
+        except Exception as error:  # whatever the module raises
+            why = f"{place} ({type(error).__name__}: {error})"
+            raise UnknownNameError("torch.compile backend", why, [_WAYS]) from error
+        return VendorCompile(name, place, own_random)
+    made = StockCompile if place in _TORCHS else VendorCompile
+    return made(name, _registered(place), own_random)
+
+
+#: torch's own backends, which answer for nothing.
+_TORCHS = frozenset({
+    "aot_eager", "aot_eager_decomp_partition", "aot_eager_decomp_partition_crossref",
+    "aot_eager_decomp_partition_with_mode", "aot_eager_default_partitioner", "aot_ts", "cudagraphs", "eager",
+    "eager_debug", "eager_noexcept", "inductor", "invoke_subgraph", "onnxrt", "openxla", "openxla_eval",
+    "pre_dispatch_eager", "tensorrt", "ts", "tvm",
+})  # fmt: skip
+
+
+#: how a backend is named that torch does not have.
+_WAYS = "compile:MODULE:FUNCTION, compile:FILE.py:FUNCTION, an entry point of torch_dynamo_backends"
 
 
 def _registered(backend: str) -> str:
@@ -121,7 +142,7 @@ def _registered(backend: str) -> str:
 
     known: list[str] = torch._dynamo.list_backends(exclude_tags=None)
     if backend not in known:
-        raise UnknownNameError("torch.compile backend", backend, known)
+        raise UnknownNameError("torch.compile backend", backend, [_WAYS, *known])
     return backend
 
 
@@ -133,4 +154,6 @@ def _imported(name: str, path: str) -> Subject:
         raise UnknownNameError("subject", f"{name} ({error})", list(FORMS)) from error
     if not isinstance(made, Subject):
         raise UnknownNameError("subject", f"{name} (not a gradparity Subject)", list(FORMS))
+    if not any("accountable" in vars(cls) for cls in type(made).__mro__ if cls is not Subject):
+        made.accountable = True  # unless it says something else
     return made

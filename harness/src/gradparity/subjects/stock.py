@@ -5,8 +5,14 @@ In: a backend's name. Out: subjects "stock-compile:<backend>", "stock-ca:<backen
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +31,12 @@ def around_program():
 BY_COMPILE = """
 def by_subject(target):
     return torch.compile(target, backend={backend!r})
+"""
+BY_FUNCTION = """
+def by_subject(target):
+    from gradparity.subjects.stock import function_at
+
+    return torch.compile(target, backend=function_at({place!r}))
 """
 BY_COMPILED_AUTOGRAD = """
 def around_backward():
@@ -91,6 +103,63 @@ class StockCompile(DynamoSubject):
         compiler: Any = torch.compile
         compiled: T = compiler(target, backend=self.backend)
         return compiled
+
+
+class VendorCompile(StockCompile):
+    """torch.compile with a backend that is not torch's own: it answers for its divergences, but not for those
+    that stock has without a code generator.
+
+    Args:
+        name: of the subject.
+        backend: a registered name, or the function's place as ``module:function`` or ``file.py:function``.
+        own_random: whether it draws other random numbers than eager.
+    """
+
+    accountable = True
+
+    def __init__(self, name: str, backend: str, own_random: bool = False) -> None:
+        super().__init__(name, backend, own_random)
+        self.stock = StockCompile("stock-compile:aot_eager", "aot_eager")
+
+    @property
+    def script(self) -> str:
+        """As a user calls torch.compile."""
+        if ":" not in self.backend:
+            return super().script
+        return BY_FUNCTION.format(place=self.backend) + "\n" + ("" if self.own_random else FALLBACK_RANDOM)
+
+    def compile(self, target: T) -> T:
+        """The function or module under torch.compile."""
+        if ":" not in self.backend:
+            return super().compile(target)
+        compiler: Any = torch.compile
+        compiled: T = compiler(target, backend=function_at(self.backend))
+        return compiled
+
+
+@functools.cache
+def function_at(place: str) -> Callable[..., Any]:
+    """The function at ``module:function`` or ``file.py:function``; modules also in the working folder.
+
+    Raises:
+        ImportError, AttributeError: there is none.
+    """
+    module, _, function = place.rpartition(":")
+    if module.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(Path(module).stem, module)
+        if spec is None or spec.loader is None or not Path(module).is_file():
+            raise ImportError(f"there is no file {module}")
+        loaded = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(loaded)
+    else:
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        loaded = importlib.import_module(module)
+    found: Any = getattr(loaded, function)
+    if not callable(found):
+        raise AttributeError(f"{function} of {module} is no function, but a {type(found).__name__}")
+    made: Callable[..., Any] = found
+    return made
 
 
 class StockCompiledAutograd(DynamoSubject):

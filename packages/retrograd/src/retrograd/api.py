@@ -221,6 +221,8 @@ def compile(
         dynamic=dynamic,
         are_numbers_exact=watch.computes_like_eager,
     )
+    if compiled is target:
+        return target
     if isinstance(compiled, torch.nn.Module):
         compiled.forward = _claiming(compiled.forward, session)
     else:

@@ -67,6 +67,13 @@ class LeftToPython:
         self.found.add("optimizer")
         return True
 
+    def switched_off(self) -> None:
+        """Note that Dynamo is switched off, so that Python runs all of it."""
+        text = f"{self._what} runs eagerly, because Dynamo is switched off"
+        self._report.noted(
+            Reason("dynamo-disabled", text, "dynamo", way_out="TORCHDYNAMO_DISABLE=0"), warn=False
+        )
+
     def failed(self, code: CodeType, error: Exception) -> None:
         """Report code that Dynamo could not convert. Python runs it.
 

@@ -118,7 +118,7 @@ class CompiledStep:
         """
         if torch.compiler.is_dynamo_compiling() or is_tracing_here() or compile_stance() == "force_eager":
             return self.fn(*args, **kwargs)
-        if self._report.calls == 0:
+        if self._report.calls == 0 or self._compiled is self.fn:
             with unused_memory_returned() if self.config.cudagraphs else nullcontext():
                 return self._run(self.fn, args, kwargs, is_compiled=False)
         if self._pace and not self._pace.is_worth_compiling():

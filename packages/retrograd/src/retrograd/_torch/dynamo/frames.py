@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -72,6 +73,9 @@ class FrameWatch(Protocol):
     def runs_as_it_is(self, code: CodeType) -> bool:
         """Whether this code, with all that it calls, is left to Python."""
 
+    def switched_off(self) -> None:
+        """Dynamo meets no frame, because it is switched off."""
+
     def failed(self, code: CodeType, error: Exception) -> None:
         """The conversion of this code has failed; raises, or lets Python run it."""
 
@@ -102,7 +106,7 @@ class _Callback:
         if self._failures.get(code, 0) >= TRIES:
             return _left_to_python()
         try:
-            with _exact_numbers() if self._are_numbers_exact else nullcontext():
+            with _exact_numbers() if self._are_numbers_exact else nullcontext(), _warnings_are_no_errors():
                 result: ConvertFrameReturn = self._convert(frame, cache_entry, frame_state)
             guard_environment(result.guarded_code)
             if result.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
@@ -115,6 +119,20 @@ class _Callback:
                 self._failures[code] = self._failures.get(code, 0) + 1
             self._watch.failed(code, error)
             return _left_to_python()
+
+
+@contextmanager
+def _warnings_are_no_errors() -> Iterator[None]:
+    """Inside, no warning is an error: Dynamo's trace gives some that the program does not, as when it looks
+    at ``.grad``."""
+    if not any(found[0] == "error" for found in warnings.filters):
+        yield
+        return
+    with warnings.catch_warnings():
+        for kind, *others in [*warnings.filters]:
+            if kind == "error":
+                warnings.filters.remove((kind, *others))  # type: ignore[attr-defined]
+        yield
 
 
 @contextmanager
@@ -154,6 +172,9 @@ def compiled_frames(
     """
     limits = {} if recompile_limit is None else frame_limits(eval_frame._optimize, recompile_limit)
     context: Any = torch._dynamo.optimize(backend=backend, nopython=fullgraph, dynamic=dynamic, **limits)
+    if not hasattr(context, "callback"):  # as TORCHDYNAMO_DISABLE=1 says
+        watch.switched_off()
+        return fn
     context.callback = _Callback(context.callback, watch, are_numbers_exact)
     compiled: Callable[..., Any] = context(fn)
     return compiled
