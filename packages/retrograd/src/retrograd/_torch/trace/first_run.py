@@ -399,7 +399,10 @@ class _Abandoning(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         try:
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, _SYMBOLIC):
+                _refuse_unknown_sizes(result)
+            return result
         except Exception as error:
             self.error = self.error or error
             raise Abandoned(error) from error
