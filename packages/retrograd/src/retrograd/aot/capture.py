@@ -161,8 +161,8 @@ def _captured(state: CaptureState, manner: Manner, first: FirstRun | None) -> tu
         except (RetrogradError, OtherCotangent):
             raise
         except Exception as error:
-            is_over = first is not None and first.has_ended and not first.can_be_traced_again
-            if (larger := plan.with_copies(state)) != plan and not (is_over and first.can_be_finished):
+            is_over = first is not None and first.can_be_finished and not first.can_be_traced_again
+            if (larger := plan.with_copies(state)) != plan and not is_over:
                 plan = larger
                 continue
             raise CaptureError.because(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -110,6 +111,8 @@ class AotFunction:
         try:
             spec = pytree.tree_structure(((0,) * form, {})) if isinstance(form, int) else form
             call = FlatCall(self.fn, state, spec)
+            if any(place >= len(state.tensors) for place in call.shown(leaves)):
+                call = replace(call, shows_arguments=True)
             described = state_of_flat(
                 call,
                 leaves,

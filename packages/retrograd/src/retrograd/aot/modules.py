@@ -260,11 +260,15 @@ class FlatCall:
     """Calls `fn` with the state of its module, if it is one, and arguments nested as `spec` says.
 
     Called with flat inputs: the tensors of `state` first, then the arguments.
+
+    Attributes:
+        shows_arguments: whether, of the call that it is captured for, arguments are `shown` as they are.
     """
 
     fn: Callable[..., Any]
     state: ModuleState
     spec: Any
+    shows_arguments: bool = False
 
     def __call__(self, leaves: Sequence[Any], first: FirstRun | None = None) -> Any:
         """What `fn` returns. If `first` is given, this is the run that it follows.
@@ -292,8 +296,8 @@ class FlatCall:
         return result
 
     def shown(self, leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
-        """By place, the real tensors that `fn` is given as they are: those of its modules, and arguments whose
-        class or attributes it may ask for.
+        """By place, the real tensors that `fn` is given as they are: those of its modules, and arguments of
+        which it may ask for the class or for attributes.
 
         Args:
             leaves: the real inputs; none if they are not at hand.

@@ -1,4 +1,4 @@
-"""The one run of a function's Python that a capture makes. If the trace cannot go on, the run goes on eagerly.
+"""The one run of a function's Python that a capture makes. It goes on eagerly where the trace cannot go on.
 
 In: what a traced function calls of torch, one call after the other; the real inputs, where they are at hand.
 Out: the function's result. As long as the trace can follow, each call is traced and written down. At the
@@ -7,8 +7,8 @@ and from then on the function is given real tensors. So its Python runs once: no
 reaches it, and nothing that it does is done twice.
 
 Calls that are written down can be computed again only if all that made tensors was seen. Inside of a custom
-``autograd.Function``, a checkpoint and a transform of ``torch.func`` it was not. There the run is abandoned by
-an exception that ``except Exception`` does not catch, and the function has to be called again.
+``autograd.Function``, a checkpoint and a transform of ``torch.func`` it was not. There an exception that
+``except Exception`` does not catch abandons the run, and the function has to be called again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from retrograd._torch import pytree
-from retrograd._torch.patches import handled_here
 from retrograd._torch.state import ThreadModes
 from retrograd._torch.subclass import is_wrapper
 from retrograd._torch.trace.functional import FreeTensors, is_traced
@@ -37,8 +36,8 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Abandoned(BaseException):
-    """The trace cannot go on, and neither can the run of Python that it follows. Its `error` says why. Derived
-    like this so that the handlers of the user's code leave it alone."""
+    """The trace cannot go on, and neither can the run of Python that it follows. Its `error` says why. It is
+    no `Exception`, so that the handlers of the user's code leave it alone."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -136,6 +135,13 @@ class FirstRun:
         """
         self.compute()
         return self.real(self._end())
+
+    def given(self, seen: torch.Tensor) -> torch.Tensor | None:
+        """The real tensor behind what the function sees; None if it is no input, nor free."""
+        if id(seen) in self._stand_ins:
+            found: torch.Tensor = self.leaves[self._stand_ins[id(seen)][1]]
+            return found
+        return None if is_traced(seen) else seen
 
     # the calls
 
@@ -317,10 +323,8 @@ def _eagerly() -> Iterator[None]:
 
 #: of the tensors that a function is given: attributes that no guard compares, and that a trace's own tensors
 #: have not.
-_UNGUARDED = {
-    getattr(torch.Tensor, name).__get__: name
-    for name in ("grad", "grad_fn", "_base", "_version", "retains_grad", "_backward_hooks", "_grad")
-}
+_STATE = ("grad", "grad_fn", "is_leaf", "_base", "_version", "retains_grad", "_backward_hooks", "_grad")
+_UNGUARDED = {getattr(torch.Tensor, name).__get__: name for name in _STATE}
 #: by name: what gives a text of the elements, or a handle of the memory.
 _LOOKS = {"__repr__", "__str__", "__format__", "untyped_storage", "storage", "_typed_storage"}
 
@@ -354,7 +358,7 @@ class Watched(FreeTensors):
         try:
             _refuse_layouts(func, pytree.tree_leaves((args, kwargs)))
             if first is not None:
-                _refuse_looks(func, args)
+                _refuse_looks(first, func, args)
             result = super().__torch_function__(func, types, args, kwargs)
             _refuse_layouts(None, pytree.tree_leaves(result))
             if first is not None:
@@ -379,24 +383,13 @@ class Watched(FreeTensors):
         self._first.go_on_eagerly(error)
 
     def given_to_function(self, original: Callable[[Any], Any], args: Sequence[Any]) -> Any:
-        """The arguments of a custom Function, which asks no mode what to do with real tensors."""
+        """As in `FreeTensors`."""
         first = self._first
         if first is not None and first.is_eager:
             return original(tuple(map(first.real, args)))
         if first is not None:
             first.why_not = "it calls a custom autograd.Function"
-        return original(tuple(map(self._replaced, args)))
-
-    def __enter__(self) -> Any:
-        self._around = ExitStack()
-        self._around.enter_context(
-            handled_here("torch._functorch.utils:unwrap_dead_wrappers", self.given_to_function)
-        )
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._around.close()
+        return super().given_to_function(original, args)
 
 
 class _Abandoning(TorchFunctionMode):
@@ -406,7 +399,10 @@ class _Abandoning(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         try:
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, _SYMBOLIC):
+                _refuse_unknown_sizes(result)
+            return result
         except Exception as error:
             self.error = self.error or error
             raise Abandoned(error) from error
@@ -414,8 +410,8 @@ class _Abandoning(TorchFunctionMode):
 
 @contextmanager
 def errors_uncaught() -> Iterator[None]:
-    """Inside, user code runs in a trace, as the backward of a custom Function. Its handlers do not see what the
-    trace raises; what it swallows nevertheless, as by returning from a ``finally``, is raised at the end.
+    """Inside, user code runs in a trace, as the backward of a custom Function. Its handlers do not see what
+    the trace raises. What it swallows nevertheless, as by returning from a ``finally``, is raised at the end.
 
     Raises:
         Exception: what the trace has raised.
@@ -430,7 +426,7 @@ def errors_uncaught() -> Iterator[None]:
         raise watching.error
 
 
-def _refuse_looks(func: Any, args: Sequence[Any]) -> None:
+def _refuse_looks(first: FirstRun, func: Any, args: Sequence[Any]) -> None:
     """Refuse what depends on more than a trace knows, or a guard compares.
 
     Raises:
@@ -439,11 +435,17 @@ def _refuse_looks(func: Any, args: Sequence[Any]) -> None:
     name = getattr(func, "__name__", "")
     if name in _LOOKS:
         raise not_representable(f"it looks at the elements or the memory of a tensor ({name})")
-    if name == "__get__" and (attribute := _UNGUARDED.get(func)) is not None:
-        if is_traced(args[0]) and attribute not in ("grad_fn", "_version"):
-            return
-        if is_traced(args[0]) or func(args[0]) is not None or attribute in ("grad", "_grad"):
-            raise not_representable(f"it reads {attribute} of a tensor")
+    if name != "__get__" or (attribute := _UNGUARDED.get(func)) is None:
+        return
+    given = first.given(args[0])
+    if given is None:
+        is_refused = attribute in ("grad_fn", "_version")
+    elif attribute == "is_leaf":
+        is_refused = not given.is_leaf
+    else:
+        is_refused = attribute in ("grad", "_grad", "_version") or func(given) is not None
+    if is_refused:
+        raise not_representable(f"it reads {attribute} of a tensor")
 
 
 #: by name: what makes a tensor that is not strided. Some abort the process if they are given a traced one.

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transfor
 
 from retrograd._torch import pytree
 from retrograd._torch.fx import FILLING, is_operator_overload, schema_of
+from retrograd._torch.patches import handled_here
 from retrograd._torch.subclass import without_symbols
 from retrograd._torch.tensor import inner_tensors, may_overlap, may_share_elements, storage_of
 from retrograd._torch.trace.graph_tracer import noted
@@ -291,7 +292,8 @@ _BY_VALUE |= {f"lp_pool{dims}d" for dims in (1, 2, 3)}
 #: by name: calls whose kernels call others through the dispatcher, which casts what these are given where
 #: autocast is on. The code of a graph runs without autocast, and a trace sees one call.
 _CASTS_INSIDE = {"bilinear", "linalg_pinv", "pinverse"}
-#: by name: calls that look at elements to refuse them, and whose Python forms, which symbolic sizes need, do not.
+#: by name: calls that look at elements to refuse them, and whose Python forms do not, which symbolic sizes
+#: need.
 _CHECKS_INSIDE = {"istft"}
 #: by name: calls whose Python forms in torch give other values than their kernels, or gradients that lie
 #: otherwise.
@@ -345,6 +347,19 @@ class FreeTensors(TorchFunctionMode):
 
     def _replaced(self, leaf: Any) -> Any:
         return self._lift(leaf) if _is_free(leaf) else leaf
+
+    def given_to_function(self, original: Callable[[Any], Any], args: Sequence[Any]) -> Any:
+        """The arguments of a custom Function, which asks no mode what to do with real tensors."""
+        return original(tuple(map(self._replaced, args)))
+
+    def __enter__(self) -> Any:
+        self._around = handled_here("torch._functorch.utils:unwrap_dead_wrappers", self.given_to_function)
+        self._around.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._around.__exit__(*error)
 
 
 def _called(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -30,6 +30,7 @@ from retrograd._torch.autograd import (
 from retrograd._torch.state import with_generator_states
 from retrograd._torch.tensor import common_base
 from retrograd._torch.trace import FreeTensors, checkpoints_inlined, python_forms
+from retrograd.aot.modules import FlatCall
 from retrograd.aot.parts import gradients_of, primals_read
 from retrograd.aot.trace.differentiate import Walk
 from retrograd.aot.trace.enter import enter_as
@@ -274,13 +275,17 @@ def _again(joint: JointValues, call: RepeatableCall, given: Mapping[int, Any], i
         if same is not None:
             leaves[i] = leaves[same]
     found = {id(joint.primals[number].found): entry for number, entry in given.items()}
+    called = joint.state.call
+    shown = called.shown(call.sources[: len(leaves)]) if isinstance(called, FlatCall) else {}
+    for place, real in shown.items():  # as in the capture
+        found[id(real)], leaves[place] = leaves[place], real
     with (
         joint.state.thread_modes.restored(),
         with_generator_states(dict(call.generators)),
         FreeTensors(lambda tensor: found.get(id(tensor), tensor)),
         checkpoints_inlined() if inlined else nullcontext(),
     ):
-        return pytree.tree_leaves(joint.state.call(leaves))
+        return pytree.tree_leaves(called(leaves))
 
 
 def _moved(view: torch.Tensor, base: Any, to: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,15 @@ from retrograd._torch.fx import KEPT_FOR
 from retrograd._torch.state import Autocast, ThreadModes
 from retrograd._torch.subclass import Layout, built, is_wrapper, layout_of, parts_of
 from retrograd._torch.tensor import inner_tensors
-from retrograd._torch.trace import JointTracer, errors_uncaught, is_traced, kept_by_run, plain, to_functional, traced_run_of
+from retrograd._torch.trace import (
+    JointTracer,
+    errors_uncaught,
+    is_traced,
+    kept_by_run,
+    plain,
+    to_functional,
+    traced_run_of,
+)
 from retrograd.aot.parts import viewed
 from retrograd.aot.released import Releasable, releasable
 from retrograd.aot.trace.analyse import Analysis, TracedValue, stand_in
@@ -296,8 +304,8 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
 
 
 def _refuse_bypasses(graph: LiveGraph, structure: Structure, visible: Sequence[TracedValue]) -> None:
-    """Refuse a returned view of an input whose gradient would be added up at the input, where eager adds it at
-    a view in between, to what comes from elsewhere: the view is made of the input, in each call.
+    """Refuse a returned view of an input if its gradient would be added up at the input. Each call makes such
+    a view of the input; eager adds its gradient to others at a view in between.
 
     Raises:
         Refusal: another sum would come out, in the last bit.
@@ -305,15 +313,14 @@ def _refuse_bypasses(graph: LiveGraph, structure: Structure, visible: Sequence[T
     sends = Counter(replace(to, number=0) for region in structure.regions for to in region.sends.values())
     for region in structure.regions:
         views = [visible[root].view for root in region.roots if root < len(visible)]
+        bases = [view._base for view in views if view is not None]
         for there in {replace(to, number=0) for to in region.sends.values()}:
-            if not there.is_boundary or there.index < len(visible):
+            if not bases or not there.is_boundary or there.index < len(visible):
                 continue
             edge = structure.boundaries[there.index]
-            shape = graph.nodes[edge.node].handle._input_metadata[edge.slot].shape
-            for view in views:
-                is_whole = view is None or view._base is None or str(view._base.numel()) == str(math.prod(shape))
-                if view is not None and (sends[there] > 2 or not is_whole):
-                    raise not_representable("it returns a view of a view of an input that it uses otherwise too")
+            count = str(math.prod(graph.nodes[edge.node].handle._input_metadata[edge.slot].shape))
+            if sends[there] > 2 or any(base is not None and str(base.numel()) != count for base in bases):
+                raise not_representable("it returns a view of a view of an input, and uses that view")
 
 
 def _refuse_effects(graph: LiveGraph) -> None:

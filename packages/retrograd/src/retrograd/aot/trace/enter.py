@@ -14,7 +14,7 @@ import torch
 
 from retrograd._torch.handlers import line_that_catches
 from retrograd._torch.operators import errors_by_value
-from retrograd._torch.subclass import PLAIN, Layout, built, is_wrapper, layout_of, parts_of
+from retrograd._torch.subclass import PLAIN, Layout, built, layout_of, parts_of
 from retrograd._torch.trace import (
     Abandoned,
     FirstRun,
@@ -177,6 +177,8 @@ class Inputs:
         class, attributes and identity. They are traced as soon as torch is called with them."""
         entries = self.entries[: len(self.state.leaves)]
         if isinstance(self.state.call, FlatCall):
+            if self.first is None and self.state.call.shows_arguments:
+                raise not_representable("it may ask for the class of an argument, which is not at hand")
             real = self.state.call.shown(() if self.first is None else self.first.leaves)
             for place, tensor in real.items():
                 self.shown[id(tensor)], entries[place] = entries[place], tensor
