@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils.checkpoint import checkpoint
 
 import retrograd
 from retrograd._torch.dynamo import keep_eager
@@ -228,3 +231,95 @@ def test_without_gradients_an_operator_stays_in_the_graph_whatever_its_backward_
     fast, x = compiled(lambda x, count: first_rows(x.sin(), count).cos()), torch.randn(4, 3)
     assert torch.equal(fast(x, torch.tensor(2)), first_rows(x.sin(), torch.tensor(2)).cos())
     assert "raises on fake tensors" not in str(retrograd.explain())
+
+
+class Doubling(torch.overrides.TorchFunctionMode):
+    """Doubles sines."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func in (torch.sin, torch.Tensor.sin) else result
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].cos()
+
+
+INSIDE = {
+    "a checkpoint": lambda x: checkpoint(torch.sin, x, use_reentrant=False),
+    "a reentrant checkpoint": lambda x: checkpoint(torch.sin, x, use_reentrant=True),
+    "a Function": Sine.apply,
+    "a Function in a checkpoint": lambda x: checkpoint(Sine.apply, x, use_reentrant=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize("modes", [(Doubling,), (Doubling, lambda: torch.device("cpu")), ()])
+def test_a_function_mode_reaches_what_is_kept_whole(name, modes):
+    def trained(fn):
+        x = torch.ones(3, requires_grad=True)
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode())
+            result = fn(x)
+        result.sum().backward()
+        return result.tolist(), x.grad.tolist()
+
+    fast = compiled(lambda x: INSIDE[name](x) * 3)
+    for _ in range(2):
+        assert trained(fast) == trained(lambda x: INSIDE[name](x) * 3)
+
+
+def test_a_default_device_reaches_a_checkpoint():
+    fast = compiled(lambda x: checkpoint(lambda t: torch.arange(3), x, use_reentrant=False))
+    with torch.device("meta"):
+        assert fast(torch.ones(1, requires_grad=True)).device.type == "meta"
+
+
+class Wrapped(torch.Tensor):
+    """A tensor class that can be detached and multiplied, and knows no alias."""
+
+    @staticmethod
+    def __new__(cls, data):
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype)
+
+    def __init__(self, data):
+        self.inner = data
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, meta, size=None, stride=None):
+        return cls(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        if func in (aten.detach.default, aten.clone.default, aten.t.default):
+            made = cls(func(args[0].inner))
+            return return_and_correct_aliasing(func, args, kwargs or {}, made)
+        if func in (aten.mm.default, aten.addmm.default):
+            return func(*[arg.inner if isinstance(arg, cls) else arg for arg in args])
+        raise NotImplementedError(str(func))
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def test_a_parameter_of_a_class_without_alias():
+    def trained(fast):
+        layers = model()
+        for layer in (layers[0], layers[2]):
+            layer.weight = nn.Parameter(Wrapped(layer.weight.detach()))
+        fast(layers)(torch.ones(2, 3)).pow(2).sum().backward()
+        return [parameter.grad.tolist() for parameter in layers.parameters()]
+
+    assert trained(compiled) == trained(lambda layers: layers)

@@ -84,7 +84,7 @@ def aot_parameter_is_asked_what_it_is(p: Probe) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
-            self.weight.scale = 4.0  # type: ignore[attr-defined]
+            self.weight.scale = 4.0
             self.rates = {self.weight: 0.5}
 
         def forward(self, x: Tensor) -> Tensor:

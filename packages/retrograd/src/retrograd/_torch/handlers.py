@@ -22,7 +22,6 @@ import torch
 from torch._dynamo.bytecode_transformation import (
     Instruction,
     convert_instruction,
-    get_indexof,
     virtualize_exception_table,
     virtualize_jumps,
 )
@@ -88,10 +87,10 @@ def _instructions_of(code: CodeType) -> Sequence[Instruction]:
 def _handlers(call: Instruction, code: Sequence[Instruction]) -> list[int]:
     """Where the handlers around `call` begin, innermost first. Those that only restore the interpreter's
     stack are left out."""
-    found, entry, places = [], call.exn_tab_entry, get_indexof([*code])
+    found, entry = [], call.exn_tab_entry
     while entry is not None:
         if entry.target.opname == "PUSH_EXC_INFO":
-            found.append(places[entry.target])
+            found.append(code.index(entry.target))
         entry = entry.target.exn_tab_entry
     return found
 
@@ -144,7 +143,8 @@ def _manager_name(code: Sequence[Instruction], target: int) -> str | None:
     made = code[place - (code[place].opname == "BEFORE_WITH")].positions
     for one in code:
         if one.opname.startswith("LOAD_") and isinstance(one.argval, str) and made and one.positions:
-            if (one.positions.lineno, one.positions.col_offset) == (made.lineno, made.col_offset):
+            begins = one.positions.lineno, one.positions.col_offset
+            if begins == (made.lineno, made.col_offset):
                 return one.argval
     return None
 

@@ -3,7 +3,7 @@
 In: a graph. Out: the names of operators in it that torch does not define, and the modules that define them:
 once another process has imported these, it knows the operators too.
 
-In: a call of an operator. Out: the errors that it may raise when it runs, although it does not on fake tensors.
+In: a call of an operator. Out: the errors that it may raise when it runs, but not on fake tensors.
 
 In: a call in a trace. Out: a refusal if the operator only starts its work, as a collective of ``c10d`` does.
 Python waits for it by a handle, and no trace sees that. Functional collectives have an operator that waits.
@@ -115,8 +115,8 @@ class Errors(NamedTuple):
 
     Attributes:
         classes: of the errors.
-        heeds_finally: whether a ``finally`` that raises the error again counts as code that catches it. Around
-            every forward of ``transformers`` stands one. So only failed factorisations and assertions heed it.
+        heeds_finally: whether a ``finally`` that raises the error again counts as code that catches it. One
+            stands around every forward of ``transformers``: only factorisations and assertions heed it.
     """
 
     classes: tuple[type[Exception], ...]
@@ -131,17 +131,39 @@ OF_THE_USER = Errors((Exception,), heeds_finally=False)
 _PLACES = frozenset({"index", "indices", "target", "targets", "offsets", "lengths", "repeats", "sorter"})
 #: by name: factorisations that check whether they succeeded, and assertions.
 _CHECKS = frozenset(
-    """
-    _assert_async _assert_scalar _linalg_check_errors _linalg_eigh _linalg_eigvals _linalg_svd cholesky
-    cholesky_inverse linalg_eig linalg_eigvals linalg_lstsq linalg_pinv ormqr
-    """.split()
+    [
+        "_assert_async",
+        "_assert_scalar",
+        "_linalg_check_errors",
+        "_linalg_eigh",
+        "_linalg_eigvals",
+        "_linalg_svd",
+        "cholesky",
+        "cholesky_inverse",
+        "linalg_eig",
+        "linalg_eigvals",
+        "linalg_lstsq",
+        "linalg_pinv",
+        "ormqr",
+    ]
 )
 #: by name, or name and overload: operators that look at values.
 _LOOKING = frozenset(
-    """
-    bernoulli.default bernoulli_.Tensor binary_cross_entropy bincount binomial lu_unpack masked_scatter
-    masked_scatter_ multinomial normal.Tensor_Tensor normal.float_Tensor poisson sym_constrain_range
-    """.split()
+    [
+        "bernoulli.default",
+        "bernoulli_.Tensor",
+        "binary_cross_entropy",
+        "bincount",
+        "binomial",
+        "lu_unpack",
+        "masked_scatter",
+        "masked_scatter_",
+        "multinomial",
+        "normal.Tensor_Tensor",
+        "normal.float_Tensor",
+        "poisson",
+        "sym_constrain_range",
+    ]
 )
 #: functions whose checks are left out where a tensor has no values.
 UNCHECKED = frozenset({"one_hot", "quantile", "nanquantile"})

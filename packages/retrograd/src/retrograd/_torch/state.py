@@ -22,10 +22,10 @@ from torch._C._functorch import (
 )
 from torch._dynamo import eval_frame
 from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils._contextlib import context_decorator as context_decorator
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _pop_mode
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode
 
 from retrograd._torch.cuda import side_streams, user_code_in_order
 from retrograd._torch.fx import real_tensors
@@ -218,7 +218,7 @@ def _switch(now: KeptModes, to: KeptModes) -> None:
 def _switches() -> tuple[Any, ...]:
     """What blocks of ours and of torch's switch on this thread."""
     return (
-        torch._C._get_torch_function_state(),
+        torch._C._get_torch_function_state(),  # type: ignore[attr-defined]
         torch._C._is_multithreading_enabled(),
         torch._C._len_torch_dispatch_stack(),
         torch._C._len_torch_function_stack(),
@@ -232,7 +232,7 @@ def _switches() -> tuple[Any, ...]:
 def _switch_back(before: tuple[Any, ...]) -> None:
     functions, multithreading, dispatching, taking_over, levels, frames, grad, kept = before
     set_eval_frame(frames)
-    torch._C._set_torch_function_state(functions)
+    torch._C._set_torch_function_state(functions)  # type: ignore[attr-defined]
     torch._C._set_multithreading_enabled(multithreading)
     while torch._C._len_torch_dispatch_stack() > dispatching:
         _pop_mode()
@@ -364,6 +364,15 @@ def why_not_capturable_now(has_seen_functions: bool = False) -> tuple[str, str] 
     if hooks is None or (getattr(hooks[0], "__module__", "") or "").startswith(_HARMLESS_HOOKS):
         return None
     return "saved-tensor-hooks", "saved-tensor hooks see, and may change, exactly what eager saves"
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Inside, no mode of the program's sees what we trace and compile while its backward runs."""
+    with ExitStack() as left, _disable_current_modes():
+        for _ in range(torch._C._len_torch_function_stack()):
+            left.enter_context(_pop_mode_temporarily())
+        yield
 
 
 def generator_states(devices: Iterable[torch.device] | None = None) -> dict[torch.device, Any]:

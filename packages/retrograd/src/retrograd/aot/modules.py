@@ -35,6 +35,11 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
 
+def are_all_modules_hooked() -> bool:
+    """Whether there are hooks of all modules of the process."""
+    return any(getattr(torch_module, name) for name in _GLOBAL_HOOKS)
+
+
 @dataclass
 class ModuleState:
     """The tensors and settings of some modules.
@@ -139,9 +144,8 @@ class ModuleState:
             return False
         if self._has_hooks or RemovableHandle.next_id != self._hooks_seen:
             self._hooks_seen = RemovableHandle.next_id
-            self._has_hooks = any(getattr(m, name) for m in self._modules for name in _HOOKS) or any(
-                getattr(torch_module, name) for name in _GLOBAL_HOOKS
-            )
+            own = any(getattr(m, name) for m in self._modules for name in _HOOKS)
+            self._has_hooks = own or are_all_modules_hooked()
         return self._has_hooks
 
     # capture

@@ -174,8 +174,8 @@ def _is_alike(one: Any, other: Any) -> bool:
 
 def _fake_value(original: Callable[..., Any], node: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     if (errors := _caught_errors(node, tx.output.current_tx)) and keeps_eager(tx):
-        why = f"It may raise {errors.classes[0].__name__} when it runs, and the program catches errors here."
-        break_graph("operator whose error is caught", str(node.target), why)
+        text = f"It may raise {errors.classes[0].__name__} when it runs, and the program catches errors here."
+        break_graph("operator whose error is caught", str(node.target), text)
     try:
         value = original(node, tx, *args, **kwargs)
     except _RAISED as error:

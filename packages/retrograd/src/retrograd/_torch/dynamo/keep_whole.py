@@ -67,7 +67,12 @@ def _apply(original: Callable[..., Any], variable: Any, tx: Any, args: Any, kwar
     function = variable.fn_cls
     reading = Reading.of(function)
     reason = "a function mode, or a default device, is active" if _is_in_function_mode(tx) else None
-    reason = reason or _why_not_a_node(variable, args, kwargs) or reading.reason or _why_unlike_eager(function, args)
+    reason = (
+        reason
+        or _why_not_a_node(variable, args, kwargs)
+        or reading.reason
+        or _why_unlike_eager(function, args)
+    )
     if reason is None:
         _guard(variable, reading)
         target = produce_trampoline_autograd_apply(function)
@@ -179,8 +184,8 @@ def _names_hold(reading: Reading, builder: Any, guard: Guard) -> None:
 def _checkpoint(original: Callable[..., Any], variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """What Dynamo makes of ``checkpoint(...)``."""
     if _is_in_function_mode(tx) and keeps_eager(tx):
-        why = "A function mode, or a default device, is active. What is inside would be traced without it."
-        break_graph("checkpoint in a function mode", "torch.utils.checkpoint.checkpoint", why)
+        lost = "A function mode, or a default device, is active. What is inside would be traced without it."
+        break_graph("checkpoint in a function mode", "torch.utils.checkpoint.checkpoint", lost)
     try:
         result = original(variable, tx, args, kwargs)
     except NotImplementedError as error:

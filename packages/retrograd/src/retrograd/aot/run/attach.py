@@ -86,7 +86,10 @@ class Attaching:
             if step.is_leaf:
                 for key in _barriers_of(partition.joint, step.index):
                     self._barriers[key] = layout.end + len(self._barriers)
-                    self._steps.append(_barrier(step.index, step.index in order.last))
+                    # a tensor class may not know how to make an alias; every parameter can be detached
+                    leaf = partition.joint.primals[step.index]
+                    is_node = step.index in order.last or leaf.wrapping.cls is not None
+                    self._steps.append(_barrier(step.index, is_node))
             else:
                 self._steps.append(self._region(partition, step.index, regions[step.index]))
 
@@ -177,9 +180,9 @@ def _barriers_of(joint: JointValues, primal: int) -> list[Any]:
     return [key for key in keys if key[1].index == primal and not key[1].is_boundary][::-1]
 
 
-def _barrier(primal: int, is_last_turn: bool) -> Callable[[Frame, Any], None]:
+def _barrier(primal: int, is_node: bool) -> Callable[[Frame, Any], None]:
     def make_barrier(frame: Frame, again: Any) -> None:
-        frame.append(last_turn(frame[primal]) if is_last_turn else frame[primal][...])
+        frame.append(last_turn(frame[primal]) if is_node else frame[primal][...])
 
     return make_barrier
 

@@ -243,7 +243,7 @@ _WRONG_FAKE = "this is a wrong fake kernel in torch: keep its operator out of th
 
 _GRAD_DTYPE = Reason(
     "grad-dtype",
-    "a leaf asks for its gradient in another dtype (grad_dtype), and the gradients that it gets are cast or added",
+    "a leaf asks for its gradient in another dtype (grad_dtype), and what it gets is cast or added up",
     "aot.run",
     way_out="leave grad_dtype as it is, or cast what the leaf is used as",
 )

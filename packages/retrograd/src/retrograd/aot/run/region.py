@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,12 @@ from retrograd._torch.state import (
     autocast_off,
     generator_states,
     restore_generator_states,
+    without_modes,
 )
 from retrograd._torch.subclass import PLAIN, Layout, built
 from retrograd._torch.tensor import graph_is_kept, resolved
 from retrograd._torch.trace import InputGuard, is_batched, know_values, laid_out_like
+from retrograd.aot.modules import are_all_modules_hooked
 from retrograd.aot.released import PutBack
 from retrograd.aot.run.cotangents import Expected, Strides, traced_for
 from retrograd.aot.run.lower_half import announce, is_ready, lower, still_compiling
@@ -228,7 +231,10 @@ class RegionCode:
                 return as_traced  # code that is made now may add guards, which nobody would check
             if any(map(any, layouts.values())):
                 return None
-        gm = traced_for(self._partition, self._number, layouts, autocast)
+        if are_all_modules_hooked():
+            return as_traced  # a trace would call modules, and with them these hooks
+        with without_modes():
+            gm = traced_for(self._partition, self._number, layouts, autocast)
         return None if gm is None else lazy_graph(gm)
 
     def _fit(self, cotangents: Sequence[torch.Tensor | None]) -> bool:
@@ -323,7 +329,8 @@ class RegionCode:
                 graph = lazy_graph(know_values(copied_module(graph.gm), examples), examples)
         state, half = self._partition.joint.state, _half_of(graph)
         if not self._config.cudagraphs:
-            return lower(self._backend, graph, state, half, self._config)
+            with nullcontext() if args is None else without_modes():
+                return lower(self._backend, graph, state, half, self._config)
         cotangents = range(len(self._backward.saved), len(examples))
         values = Values(loose=cotangents, results=self._made, memory=self._memory)
         return lower_recorded(self._backend, graph, state, half, self._config, values)

@@ -277,14 +277,9 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
         with modes.restored(), tracer.noting(is_backward=True, region=number):
             roots = {root: traced[values[root]] for root in region.roots}
             inside = [runs[node] for node in region.nodes if node in runs]
-            handles = [graph.nodes[node].handle for node in region.nodes if node not in runs]
-            functions = [one for one in handles if hasattr(one, "apply")]
-            if functions or any(run.has_functions for run in inside):
-                made.with_functions.add(number)
-            if not all(map(materializes_grads, functions)) or any(run.undefined_matters for run in inside):
-                made.undefined_matters.add(number)
-            if any(run.saves for run in inside) or any(map(saves_tensors, handles)):
-                made.saving.add(number)
+            _note_contents(
+                made, number, inside, [graph.nodes[i].handle for i in region.nodes if i not in runs]
+            )
             _mark_kept(tracer, [graph.nodes[node] for node in region.nodes], number, again)
             walk = Walk(graph, structure, primals, number, noting)
             with accumulating_only_into(is_traced), errors_uncaught():
@@ -301,6 +296,17 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     if any(leaf is not None and leaf.grad is not None for leaf in inputs.leaves):
         raise Refusal("backward-effect", "its backward accumulates into the .grad of an input")
     return made
+
+
+def _note_contents(made: Differentiated, number: int, runs: Sequence[Any], handles: Sequence[Any]) -> None:
+    """Note what matters about the nodes of a region: those of `runs` that were traced once, and `handles`."""
+    functions = [one for one in handles if hasattr(one, "apply")]
+    if functions or any(run.has_functions for run in runs):
+        made.with_functions.add(number)
+    if not all(map(materializes_grads, functions)) or any(run.undefined_matters for run in runs):
+        made.undefined_matters.add(number)
+    if any(run.saves for run in runs) or any(map(saves_tensors, handles)):
+        made.saving.add(number)
 
 
 def _refuse_bypasses(graph: LiveGraph, structure: Structure, visible: Sequence[TracedValue]) -> None:
