@@ -17,6 +17,15 @@ from torch._library.custom_ops import OPDEFS
 from retrograd._torch.fx import OF_TORCH, is_operator_overload
 
 
+def is_registered(name: str, overload: str) -> bool:
+    """Whether torch's dispatcher knows an operator of this name, such as ``aten::add``, and overload.
+
+    Raises:
+        RuntimeError: these are no names.
+    """
+    return torch._C._dispatch_has_kernel(name if overload == "default" else f"{name}.{overload}")
+
+
 def custom_operators(graph: fx.Graph) -> Iterator[str]:
     """The names of the operators in a graph that torch does not define."""
     for node in graph.nodes:
