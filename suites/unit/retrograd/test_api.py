@@ -60,3 +60,9 @@ def test_the_process_report_is_bounded_by_its_structures() -> None:
             w.sin().sum().backward()
     (backward,) = retrograd.explain().backwards
     assert backward.runs == 5
+
+
+@pytest.mark.parametrize("target", [3, "model", [1]])
+def test_what_cannot_be_called_is_not_compiled(target: object) -> None:
+    with pytest.raises(retrograd.OptionError, match=r"option 'target': got (.|\n)*a module, or a function"):
+        retrograd.compile(target)

@@ -201,6 +201,8 @@ def compile(
     """
     if target is None:
         return functools.partial(compile, **{name: it for name, it in locals().items() if name != "target"})
+    if not callable(target):
+        raise OptionError("target", f"got {target!r}", "a module, or a function")
     if options is not None and "backend" in options:
         raise OptionError("options", f"got 'backend': {options['backend']!r}", "backend= beside options")
     chosen = {**(options or {}), "backend": backend}

@@ -73,15 +73,6 @@ def is_operator_overload(target: Any) -> TypeGuard[torch._ops.OpOverload]:
     return isinstance(target, torch._ops.OpOverload)
 
 
-def is_registered(name: str, overload: str) -> bool:
-    """Whether torch's dispatcher knows an operator of this name, such as ``aten::add``, and overload.
-
-    Raises:
-        RuntimeError: these are no names.
-    """
-    return torch._C._dispatch_has_kernel(name if overload == "default" else f"{name}.{overload}")
-
-
 #: of a forward call of a joint graph: which of eager's saved tensors it makes (`aot.released`).
 SAVED_FOR = "saved_for"
 #: of a node of a joint graph: the regions for which eager saves its value, or one that shows the same memory.

@@ -77,6 +77,15 @@ class RefusingAsynchronous(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def is_registered(name: str, overload: str) -> bool:
+    """Whether torch's dispatcher knows an operator of this name, such as ``aten::add``, and overload.
+
+    Raises:
+        RuntimeError: these are no names.
+    """
+    return torch._C._dispatch_has_kernel(name if overload == "default" else f"{name}.{overload}")
+
+
 def custom_operators(graph: fx.Graph) -> Iterator[str]:
     """The names of the operators in a graph that torch does not define."""
     for node in graph.nodes:

@@ -318,7 +318,7 @@ def _reason_of(error: Exception) -> Reason:
 
 
 _WAY_OUT = {
-    "": "strict=True shows where; retrograd.explain() lists all reasons",
+    "": "nothing to do: such a backward runs eagerly; retrograd.explain() lists all reasons",
     "nothing-repeats": (
         "nothing to do: capturing would cost more than it saves; strict=True captures nevertheless"
     ),

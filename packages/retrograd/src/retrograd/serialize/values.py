@@ -27,8 +27,8 @@ from retrograd._torch.fx import (
     SELF_CONTAINED,
     is_higher_order,
     is_operator_overload,
-    is_registered,
 )
+from retrograd._torch.operators import is_registered
 from retrograd._torch.subclass import PLAIN
 from retrograd.errors import Refusal
 from retrograd.graph import joint, joint_graph
