@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import retrograd
-from retrograd._torch.autograd.window import window
+from retrograd._torch.autograd.entering import window
 from retrograd.live.capture.recorder import BackwardRecorder
 from retrograd.process import ForkSafeLock
 from unit.retrograd.programs import Square, leaf

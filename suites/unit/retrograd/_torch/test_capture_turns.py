@@ -20,8 +20,8 @@ import torch
 
 import retrograd
 from retrograd._torch.autograd.collection import run_stock
+from retrograd._torch.autograd.entering import Window, window
 from retrograd._torch.autograd.request import EngineRequest
-from retrograd._torch.autograd.window import Window, window
 from retrograd.errors import Refusal
 from retrograd.live.capture.recorder import BackwardRecorder
 from unit.retrograd._torch import forks

@@ -20,7 +20,7 @@ from retrograd import process
 from retrograd._torch import patches
 from retrograd._torch.autograd import graph_task, under_way
 from retrograd._torch.autograd.collection import _collection, _replaced
-from retrograd._torch.autograd.window import window
+from retrograd._torch.autograd.entering import window
 from retrograd.live import contexts
 
 Run = Callable[[], object]

@@ -15,6 +15,7 @@ from retrograd._torch.autograd.collection import (
     run_stock,
     stock_compiler_off,
 )
+from retrograd._torch.autograd.entering import window
 from retrograd._torch.autograd.function_code import Reading, methods_of, why_backward_has_effects
 from retrograd._torch.autograd.graph_task import (
     HookChanges,
@@ -86,4 +87,3 @@ from retrograd._torch.autograd.under_way import (
     note_reentry,
     plans_under_way,
 )
-from retrograd._torch.autograd.window import window

@@ -8,7 +8,7 @@ In: an `EngineRequest` and a factory of capture objects. Out: `Collected`, that 
 lifted out of the autograd graph, and the artifact that the capture object made of the graph's structure
 (kept by the engine in its structural cache: a later backward of equal structure returns the same one).
 
-The engine's compiler is installed here and nowhere else, and only while the window is open (see `window`).
+The engine's compiler is installed here and nowhere else, and only while the window is open (see `entering`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch._C._dynamo import compiled_autograd as engine_protocol
 from torch._dynamo import compiled_autograd as stock
 from torch._dynamo.utils import counters as dynamo_counters
 
-from retrograd._torch.autograd.window import stock_run_backward, window
+from retrograd._torch.autograd.entering import stock_run_backward, window
 from retrograd.errors import Refusal
 from retrograd.process import forgotten_by_reset, restore_after_errors
 

@@ -24,8 +24,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from retrograd._torch.autograd.collection import run_stock
+from retrograd._torch.autograd.entering import window
 from retrograd._torch.autograd.request import EngineRequest
-from retrograd._torch.autograd.window import window
 from retrograd._torch.patches import Handler, handle
 from retrograd._torch.releases import unseen
 from retrograd._torch.tensor import PLAIN_CLASSES

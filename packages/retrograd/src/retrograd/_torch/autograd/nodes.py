@@ -25,8 +25,8 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointFunction
 
 from retrograd._torch.autograd.collection import run_stock
+from retrograd._torch.autograd.entering import window
 from retrograd._torch.autograd.request import EngineRequest
-from retrograd._torch.autograd.window import window
 from retrograd._torch.state import torch_functions_off, without_torch_functions
 from retrograd._torch.tensor import PLAIN_CLASSES, zeros_of_slot
 from retrograd.errors import Refusal
