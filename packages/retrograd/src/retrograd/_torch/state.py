@@ -217,7 +217,7 @@ def _switch(now: KeptModes, to: KeptModes) -> None:
 def _switches() -> tuple[Any, ...]:
     """What blocks of ours and of torch's switch on this thread."""
     return (
-        torch._C._get_torch_function_state(),
+        torch._C._get_torch_function_state(),  # type: ignore[attr-defined]
         torch._C._is_multithreading_enabled(),
         torch._C._len_torch_dispatch_stack(),
         torch._C._len_torch_function_stack(),
@@ -231,7 +231,7 @@ def _switches() -> tuple[Any, ...]:
 def _switch_back(before: tuple[Any, ...]) -> None:
     functions, multithreading, dispatching, taking_over, levels, frames, grad, kept = before
     set_eval_frame(frames)
-    torch._C._set_torch_function_state(functions)
+    torch._C._set_torch_function_state(functions)  # type: ignore[attr-defined]
     torch._C._set_multithreading_enabled(multithreading)
     while torch._C._len_torch_dispatch_stack() > dispatching:
         _pop_mode()
