@@ -145,7 +145,7 @@ def returned_in_finally(x):
     try:
         return F.embedding(NINE, x * ONE)
     finally:
-        return x * 6  # noqa: B012, SIM107 - what is tested
+        return x * 6  # noqa: B012, SIM107
 
 
 def in_the_caller(x):
