@@ -15,6 +15,7 @@ import functools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrograd._torch.fx import OF_TORCH, RAISING, is_operator_overload, schema_of
+from retrograd._torch.patches import COLLECTING, Handler, handled_here
 from retrograd.errors import Refusal
 
 #: namespaces of operators that start work, or tell devices in which order to do it.
@@ -51,6 +53,17 @@ def _is_asynchronous(operator: torch._ops.OpOverload) -> bool:
     return operator.namespace in _STARTING or any(kind.startswith(_HANDLES) for kind in kinds)
 
 
+def around_collecting(handler: Handler) -> AbstractContextManager[None]:
+    """Inside, `handler` is asked before a process group of this thread begins to collect what is started, as
+    ``batch_isend_irecv`` has it do. No operator tells of that, and nobody would end it after an error."""
+    return handled_here(COLLECTING, handler) if torch.distributed.is_available() else nullcontext()
+
+
+def collecting_refused() -> Refusal:
+    """Why a trace does not go on where a process group begins to collect."""
+    return Refusal("asynchronous", "a process group collects what it starts, and Python has to wait for it")
+
+
 class RefusingAsynchronous(TorchDispatchMode):
     """While open on this thread, such calls are refused before they start, whoever catches the error.
 
@@ -75,6 +88,20 @@ class RefusingAsynchronous(TorchDispatchMode):
             self.reason = self.reason or str(refusal)
             raise
         return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> Any:
+        self._around = around_collecting(self._collecting)
+        self._around.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._around.__exit__(*error)
+
+    def _collecting(self, *_: Any) -> Any:
+        refusal = collecting_refused()
+        self.reason = self.reason or str(refusal)
+        raise refusal
 
 
 def is_registered(name: str, overload: str) -> bool:

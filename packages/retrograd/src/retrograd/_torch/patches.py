@@ -25,6 +25,9 @@ from retrograd.process import ForkSafeLock, restore_after_errors
 #: is given the original and the arguments of a call, and answers it.
 Handler = Callable[..., Any]
 
+#: where a process group begins to collect what is started; of builds with ``torch.distributed``.
+COLLECTING = "torch._C._distributed_c10d:ProcessGroup._start_coalescing"
+
 #: what is replaced (``module:attribute``), and why there is no other way.
 TABLE: Mapping[str, str] = {
     "torch.autograd.graph:_engine_run_backward": "the only Python entrance of a backward into the engine",
@@ -40,6 +43,10 @@ TABLE: Mapping[str, str] = {
     "torch.cuda:set_stream": "nobody tells which streams a program uses, and a plan must wait for them",
     CHECKPOINT: ("a trace marks what is to be recomputed; saved-tensor hooks would compute it at once"),
     "torch.utils.checkpoint:CheckpointFunction.apply": "the same",
+    COLLECTING: (
+        "no trace sees that a process group collects what is started from here on, and an error of the trace "
+        "would leave it collecting"
+    ),
     "torch._functorch.utils:unwrap_dead_wrappers": (
         "a Function asks no mode what to do with a real tensor, and a trace has another one for it"
     ),

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from retrograd._torch.autograd.collection import Kept, clear_engine_cache, collect
 from retrograd._torch.autograd.protocol import EngineProtocol
 from retrograd._torch.autograd.request import EngineRequest
-from retrograd._torch.patches import TABLE, handled_here, owner_and_attribute
+from retrograd._torch.patches import COLLECTING, TABLE, handled_here, owner_and_attribute
 from retrograd._torch.releases import CHECKPOINT
 from retrograd.errors import Refusal, UnsupportedTorchError, first_line
 
@@ -69,7 +69,8 @@ REQUIRED = {
 
 def required_names() -> tuple[str, ...]:
     """What must be there, as `owner_and_attribute` takes it."""
-    return (*TABLE, *(owner + each for owner, names in REQUIRED.items() for each in names.split()))
+    table = [name for name in TABLE if name != COLLECTING or torch.distributed.is_available()]
+    return (*table, *(owner + each for owner, names in REQUIRED.items() for each in names.split()))
 
 
 def missing_names() -> Iterator[str]:

@@ -28,7 +28,7 @@ from retrograd._torch.trace.fakes import (
     symbols_in,
     why_not_fakeable,
 )
-from retrograd._torch.trace.first_run import Abandoned, FirstRun, Watched, errors_uncaught
+from retrograd._torch.trace.first_run import Abandoned, FirstRun
 from retrograd._torch.trace.functional import (
     FreeTensors,
     any_changed,
@@ -74,3 +74,4 @@ from retrograd._torch.trace.runs import (
     switches_more,
     traced_run_of,
 )
+from retrograd._torch.trace.watched import Watched, errors_uncaught

@@ -13,7 +13,6 @@ Calls that are written down can be computed again only if all that made tensors 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
@@ -21,18 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from retrograd._torch import pytree
 from retrograd._torch.state import ThreadModes
-from retrograd._torch.subclass import is_wrapper
-from retrograd._torch.trace.functional import FreeTensors, is_traced
+from retrograd._torch.trace.functional import is_traced
 from retrograd._torch.trace.graph_tracer import JointTracer
-from retrograd.errors import Refusal, not_representable
+from retrograd.errors import not_representable
 
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+#: numbers that a trace does not know.
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Abandoned(BaseException):
@@ -184,7 +181,7 @@ class FirstRun:
     def _real_leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, _Result):
             return self._real[leaf.number]
-        if isinstance(leaf, _SYMBOLIC):
+        if isinstance(leaf, SYMBOLIC):
             return leaf.node.hint
         if isinstance(leaf, slice):
             return slice(*map(self._real_leaf, (leaf.start, leaf.stop, leaf.step)))
@@ -246,7 +243,7 @@ class FirstRun:
     def can_be_traced_again(self) -> bool:
         """Whether `trace_again` knows all calls, and nothing symbolic, which is another in each trace."""
         leaves = (leaf for call in self._calls for leaf in (*call.leaves, *call.told))
-        is_symbolic = any(isinstance(leaf, (*_SYMBOLIC, slice, torch.Size)) for leaf in leaves)
+        is_symbolic = any(isinstance(leaf, (*SYMBOLIC, slice, torch.Size)) for leaf in leaves)
         return self.has_ended and self.why_not is None and not is_symbolic
 
     def go_on_eagerly(self, error: Exception) -> None:
@@ -319,164 +316,3 @@ def _eagerly() -> Iterator[None]:
     """Inside, on this thread, nothing is traced."""
     with no_python_dispatcher(), unset_fake_temporarily(), _disable_current_modes():
         yield
-
-
-#: of the tensors that a function is given: attributes that no guard compares, and that a trace's own tensors
-#: have not.
-_STATE = ("grad", "grad_fn", "is_leaf", "_base", "_version", "retains_grad", "_backward_hooks", "_grad")
-_UNGUARDED = {getattr(torch.Tensor, name).__get__: name for name in _STATE}
-#: by name: what gives a text of the elements, or a handle of the memory.
-_LOOKS = {"__repr__", "__str__", "__format__", "untyped_storage", "storage", "_typed_storage"}
-
-
-class Watched(FreeTensors):
-    """While open, each call of torch is traced; what `FreeTensors` says holds. What cannot be traced runs
-    eagerly, and so does all that comes after it.
-
-    Args:
-        lift: as in `FreeTensors`.
-        first: the run of the function's Python; None: an error of the trace abandons it.
-
-    Attributes:
-        stopped: the first error at which the trace could not go on; None if it could.
-    """
-
-    stopped: Exception | None
-
-    def __init__(self, lift: Callable[[torch.Tensor], torch.Tensor], first: FirstRun | None) -> None:
-        super().__init__(lift)
-        self._first, self.stopped = first, None
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        first = self._first
-        if first is not None and first.is_computing:
-            return func(*args, **(kwargs or {}))
-        if first is not None and first.is_eager:
-            return first.call(func, args, kwargs or {})
-        try:
-            _refuse_layouts(func, pytree.tree_leaves((args, kwargs)))
-            if first is not None:
-                _refuse_looks(first, func, args)
-            result = super().__torch_function__(func, types, args, kwargs)
-            _refuse_layouts(None, pytree.tree_leaves(result))
-            if first is not None:
-                _refuse_unknown_sizes(result)
-        except Exception as error:
-            self.stop(error)
-            assert first is not None
-            return first.call(func, args, kwargs or {})
-        if first is not None:
-            first.record(func, args, kwargs or {}, result)
-        return result
-
-    def stop(self, error: Exception) -> None:
-        """The trace cannot go on.
-
-        Raises:
-            Abandoned: neither can the run.
-        """
-        self.stopped = self.stopped or error
-        if self._first is None:
-            raise Abandoned(error) from error
-        self._first.go_on_eagerly(error)
-
-    def given_to_function(self, original: Callable[[Any], Any], args: Sequence[Any]) -> Any:
-        """As in `FreeTensors`."""
-        first = self._first
-        if first is not None and first.is_eager:
-            return original(tuple(map(first.real, args)))
-        if first is not None:
-            first.why_not = "it calls a custom autograd.Function"
-        return super().given_to_function(original, args)
-
-
-class _Abandoning(TorchFunctionMode):
-    error: Exception | None = None
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        try:
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, _SYMBOLIC):
-                _refuse_unknown_sizes(result)
-            return result
-        except Exception as error:
-            self.error = self.error or error
-            raise Abandoned(error) from error
-
-
-@contextmanager
-def errors_uncaught() -> Iterator[None]:
-    """Inside, user code runs in a trace, as the backward of a custom Function. Its handlers do not see what
-    the trace raises. What it swallows nevertheless, as by returning from a ``finally``, is raised at the end.
-
-    Raises:
-        Exception: what the trace has raised.
-    """
-    watching = _Abandoning()
-    try:
-        with watching:
-            yield
-    except Abandoned as abandoned:
-        raise abandoned.error from abandoned.error.__cause__
-    if watching.error is not None:
-        raise watching.error
-
-
-def _refuse_looks(first: FirstRun, func: Any, args: Sequence[Any]) -> None:
-    """Refuse what depends on more than a trace knows, or a guard compares.
-
-    Raises:
-        Refusal: this call does.
-    """
-    name = getattr(func, "__name__", "")
-    if name in _LOOKS:
-        raise not_representable(f"it looks at the elements or the memory of a tensor ({name})")
-    if name != "__get__" or (attribute := _UNGUARDED.get(func)) is None:
-        return
-    given = first.given(args[0])
-    if given is None:
-        is_refused = attribute in ("grad_fn", "_version")
-    elif attribute == "is_leaf":
-        is_refused = not given.is_leaf
-    else:
-        is_refused = attribute in ("grad", "_grad", "_version") or func(given) is not None
-    if is_refused:
-        raise not_representable(f"it reads {attribute} of a tensor")
-
-
-#: by name: what makes a tensor that is not strided. Some abort the process if they are given a traced one.
-_UNSTRIDED = re.compile(r"_?sparse_|to_(sparse|mkldnn)|quantize_per_|_make_per_.*quant")
-_STRIDED = (torch.strided, torch.jagged)
-
-
-def _refuse_layouts(func: Any, leaves: Sequence[Any]) -> None:
-    """Refuse sparse, nested and quantized tensors, which fakes have no gradient of.
-
-    Raises:
-        Refusal: `func` makes such a tensor by its name, or one is among `leaves`.
-    """
-    name = "" if func is None else getattr(func, "__name__", "")
-    if _UNSTRIDED.match(name) and name != "sparse_dim":
-        raise Refusal("layout", f"it calls {name}: a graph has strided tensors only")
-    for leaf in leaves:
-        is_other = isinstance(leaf, torch.layout) and leaf not in _STRIDED
-        if isinstance(leaf, torch.Tensor) and not is_wrapper(leaf):
-            is_other = leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested
-        if is_other:
-            raise Refusal("layout", "it computes with a tensor that is sparse, nested, quantized or opaque")
-
-
-def _refuse_unknown_sizes(result: Any) -> None:
-    """Refuse a number that depends on elements: the function may look at it where nobody sees it.
-
-    Raises:
-        Refusal: `result` has, or is, such a number.
-    """
-    for leaf in pytree.tree_leaves(result):
-        number = leaf.shape if isinstance(leaf, torch.Tensor) and leaf._has_symbolic_sizes_strides else leaf
-        if isinstance(number, (*_SYMBOLIC, torch.Size)) and free_unbacked_symbols(number):
-            raise Refusal("data-dependent", "it reads a number or a shape that depends on elements")

@@ -12,7 +12,7 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from itertools import combinations
 from types import MethodType
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transfor
 
 from retrograd._torch import pytree
 from retrograd._torch.fx import FILLING, is_operator_overload, schema_of
+from retrograd._torch.operators import around_collecting, collecting_refused
 from retrograd._torch.patches import handled_here
 from retrograd._torch.subclass import without_symbols
 from retrograd._torch.tensor import inner_tensors, may_overlap, may_share_elements, storage_of
@@ -352,14 +353,20 @@ class FreeTensors(TorchFunctionMode):
         """The arguments of a custom Function, which asks no mode what to do with real tensors."""
         return original(tuple(map(self._replaced, args)))
 
+    def collecting(self, original: Callable[..., Any], *args: Any) -> Any:
+        """A process group is to collect what is started."""
+        raise collecting_refused()
+
     def __enter__(self) -> Any:
-        self._around = handled_here("torch._functorch.utils:unwrap_dead_wrappers", self.given_to_function)
-        self._around.__enter__()
+        self._around = ExitStack()
+        handled = handled_here("torch._functorch.utils:unwrap_dead_wrappers", self.given_to_function)
+        self._around.enter_context(handled)
+        self._around.enter_context(around_collecting(self.collecting))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._around.__exit__(*error)
+        self._around.close()
 
 
 def _called(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
