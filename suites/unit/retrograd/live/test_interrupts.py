@@ -32,11 +32,14 @@ class Interrupt(BaseException):
 
 def interrupt_at(run: Run, number: int) -> tuple[int, str]:
     """Run until instruction `number` of any Python code, which raises; says how far it came, and where it was
-    then. Number 0 is never reached."""
+    then. Number 0 is never reached. Instructions of ``logging`` do not count: between two of them, a handler
+    of this process would keep its lock, as it does without us, and every other thread would wait for it."""
     count, place = 0, ""
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal count, place
+        if frame.f_globals.get("__name__") == "logging":
+            return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":
             count += 1
