@@ -62,13 +62,13 @@ def test_run_keeps_results_and_writes_all_files(tmp_path: Path) -> None:
 )
 def test_usage_errors_of_run_are_one_line_and_4(words: tuple[str, ...], said: str) -> None:
     result = invoke(*RUN, "-s", "eager", *words)
-    assert (result.exit_code, said in result.stdout) == (4, True), result.stdout
+    assert (result.exit_code, said in result.stderr) == (4, True), result.output
 
 
 def test_a_file_that_cannot_be_written_is_3(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = invoke(*RUN, "-s", "eager", "--json", str(tmp_path / "file" / "o.jsonl"))
-    assert (result.exit_code, "cannot write" in result.stdout) == (3, True)
+    assert (result.exit_code, "cannot write" in result.stderr) == (3, True)
 
 
 def test_ablation_and_checks_in_a_run() -> None:
@@ -127,7 +127,7 @@ def test_show_finds_a_signature_in_a_store(store: Path) -> None:
     result = invoke("show", signature(store), "--store", str(store), "--device", "cpu")
     assert (result.exit_code, "grad-none" in result.stdout) == (0, True)
     result = invoke("show", "ffff", "--store", str(store), "--device", "cpu")
-    assert (result.exit_code, "unknown signature 'ffff'" in result.stdout) == (4, True)
+    assert (result.exit_code, "unknown signature 'ffff'" in result.stderr) == (4, True)
     assert invoke("show", CASE).exit_code == 4
 
 
