@@ -154,7 +154,7 @@ def test_a_find_that_cannot_be_written_is_shown(tmp_path: Path, monkeypatch) -> 
     monkeypatch.setattr(Folder, "save", full)
     result = invoke(*STOPPED, str(tmp_path / "finds"))
     assert (result.exit_code, "def run(p):" in result.stdout) == (3, True), result.stdout
-    assert "cannot write the find above" in result.stdout
+    assert "cannot write the find above" in result.stderr
 
 
 CAMPAIGN = {"subject": "s"}

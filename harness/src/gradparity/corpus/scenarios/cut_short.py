@@ -15,7 +15,7 @@ from torch import Tensor
 from gradparity.corpus.scenario import scenario
 from gradparity.probe import Probe
 
-TAGS = ("hooks", "errors")
+TAGS = ("hooks",)
 
 
 def _raising_once(p: Probe, error: BaseException) -> Callable[..., None]:

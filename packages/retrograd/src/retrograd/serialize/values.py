@@ -252,7 +252,7 @@ def _check_may_be_named(found: Any) -> None:
     takes_text = any(str(argument.type) in ("str", "Optional[str]") for argument in found._schema.arguments)
     if found._schema.name == "aten::from_file" or (takes_text and found.namespace not in OF_TORCH):
         raise Refusal(
-            "unwritable", f"the operator {found._schema.name}, which may open the file that it names,"
+            "unwritable", f"the operator {found._schema.name}, which may open a file that it names,"
         )
 
 
