@@ -108,6 +108,7 @@ class AotFunction:
         form, _, roots, _, split_at_leaf_grads, _ = key
         state = self._states[roots]
         first = FirstRun(leaves, "it must not run eagerly" if self.config.strict else None)
+        outcome: Callable[[], Any] | None = None
         try:
             spec = pytree.tree_structure(((0,) * form, {})) if isinstance(form, int) else form
             call = FlatCall(self.fn, state, spec)
@@ -128,13 +129,17 @@ class AotFunction:
                 )
             guard = CallGuard.for_joint(leaves, code.partition.joint)
             self._tell(guard, leaves, known)
-            return Variant(guard, code, outcome=first.outcome if first.is_eager else None)
+            outcome = first.outcome if first.is_eager else None
+            return Variant(guard, code, outcome=outcome)
         except Exception as error:
             if self.config.strict or any(isinstance(x, torch.Tensor) and why_not_fakeable(x) for x in leaves):
                 raise  # no guard can describe such inputs
             reason = reason_of(error, "aot.compile")
             outcome = first.outcome if first.can_be_finished else None
             return Variant(CallGuard.exact(leaves), None, reason, outcome=outcome)
+        finally:
+            if outcome is None:
+                first.forget()
 
     def _tell(self, guard: CallGuard, leaves: Sequence[Any], known: Sequence[Variant]) -> None:
         AOT_LOGS["guards"].debug("%s: %s", self.__name__, guard.inputs)

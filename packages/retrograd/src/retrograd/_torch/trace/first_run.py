@@ -125,13 +125,21 @@ class FirstRun:
         return self.can_be_finished
 
     def outcome(self) -> Any:
-        """What the function returns, or raises, as eager has it.
+        """What the function returns, or raises, as eager has it. It can be asked once.
 
         Raises:
             Exception: whatever the function raised.
         """
-        self.compute()
-        return self.real(self._end())
+        try:
+            self.compute()
+            return self.real(self._end())
+        finally:
+            self.forget()
+
+    def forget(self) -> None:
+        """Let go of all tensors: what the trace leaves behind may refer to this run."""
+        self.leaves = ()
+        self.begin((), None)
 
     def given(self, seen: torch.Tensor) -> torch.Tensor | None:
         """The real tensor behind what the function sees; None if it is no input, nor free."""
