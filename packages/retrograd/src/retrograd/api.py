@@ -223,8 +223,11 @@ def compile(
         dynamic=dynamic,
         are_numbers_exact=watch.computes_like_eager,
     )
-    if compiled is target:
-        return target
+    return target if compiled is target else _owning(compiled, session)
+
+
+def _owning(compiled: Any, session: Session) -> Any:
+    """`compiled`, which has its backwards run by `session` as long as it is there."""
     if isinstance(compiled, torch.nn.Module):
         compiled.forward = _claiming(compiled.forward, session)
     else:

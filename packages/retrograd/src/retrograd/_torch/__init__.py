@@ -10,6 +10,6 @@ Each sub-package is reached through its own ``__init__``, which says what goes i
 `fx`, `cuda` and `subclass` (tensors that wrap other tensors) are one file each. The other files at the top:
 `patches` is the one table of attributes of torch that we replace, `probe` refuses a torch that lacks what we
 need, `releases` holds what differs between the releases. `pytree` takes containers apart; `state`, `tensor`
-and `log` know of a thread's modes, of tensors as memory, and of profiler and trace; `operators` knows which
-operators are of other packages.
+and `log` know of a thread's modes, of tensors as memory, and of profiler and trace; `operators` holds facts
+about operators, `handlers` knows which code of the user's catches errors, `folder` where compiled code lies.
 """

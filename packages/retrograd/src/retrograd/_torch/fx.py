@@ -55,13 +55,8 @@ _UNDECLARED_ALIASES = frozenset({torch.ops.aten._unsafe_view.default})
 #: called to raise if a value is wrong; newer releases of torch know that themselves.
 RAISING = frozenset({torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.default})
 #: the names of calls that do nothing else than raise: what they were made for can run again.
-CHECKS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "_linalg_check_errors.default", "_assert_async.default", "_assert_async.msg",
-        "_assert_scalar.default", "_assert_tensor_metadata.default",
-    )
-)  # fmt: skip
+_CHECKS = "_linalg_check_errors.default _assert_async.default _assert_async.msg _assert_scalar.default"
+CHECKS = frozenset(f"aten.{name}" for name in f"{_CHECKS} _assert_tensor_metadata.default".split())
 _FILLS = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
 #: write random numbers over their first argument, whatever that holds.
 FILLING = frozenset(getattr(torch.ops.aten, name) for name in _FILLS.split())
@@ -243,8 +238,7 @@ def has_effect(node: fx.Node) -> bool:
     if target in _side_effectful_functions:
         return True
     if isinstance(target, torch._ops.OpOverload):
-        known = _get_effect(target) is not None or target in RAISING
-        return known or is_mutating(node) or is_random(node)
+        return _get_effect(target) is not None or target in RAISING or is_mutating(node) or is_random(node)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return _has_effect_in_higher_order(node, target)
     return getattr(target, "__module__", "") not in _PURE_MODULES and target not in _SYMBOLIC

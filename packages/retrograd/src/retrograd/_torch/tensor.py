@@ -361,3 +361,16 @@ def zeros_of_slot(node: Any, slot: int) -> Callable[[], torch.Tensor]:
 def graph_is_kept() -> bool:
     """Whether the backward that is running was asked to retain the graph."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def is_batched(value: Any) -> bool:
+    """Whether the value is a tensor of torch's older vmap, which ``is_grads_batched`` uses."""
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(value)
+
+
+def is_not_in_memory(value: Any) -> bool:
+    """Whether the elements of a tensor are not those in its memory, which generated code reads: it is lazily
+    conjugated or negated, has no memory because all are zero, or is batched."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return is_lazy(value) or value._is_zerotensor() or is_batched(value)

@@ -46,8 +46,6 @@ from retrograd._torch.trace.graph_tracer import (
     JointTracer,
     Traced,
     decomposed,
-    is_batched,
-    is_not_in_memory,
     is_tracing_here,
     make_graph,
     noted,

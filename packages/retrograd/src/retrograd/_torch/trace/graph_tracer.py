@@ -40,7 +40,6 @@ from torch.fx.traceback import has_preserved_node_meta
 from retrograd._torch.fx import add_call, has_effect, is_mutating, is_random, lazily, real_tensors
 from retrograd._torch.operators import refuse_asynchronous
 from retrograd._torch.state import autocast_off, generator_states, restore_generator_states, seeds_and_states
-from retrograd._torch.tensor import is_lazy
 from retrograd._torch.trace.fakes import fake_of, is_fake, new_fake_mode, symbolic_integer, why_not_fakeable
 from retrograd._torch.trace.layouts import laid_out_as_real
 from retrograd._torch.trace.recall import remember_calls
@@ -355,19 +354,6 @@ class Traced:
     shape_env: ShapeEnv | None
 
 
-def is_batched(value: Any) -> bool:
-    """Whether the value is a tensor of torch's older vmap, which ``is_grads_batched`` uses."""
-    return isinstance(value, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(value)
-
-
-def is_not_in_memory(value: Any) -> bool:
-    """Whether the elements of a tensor are not those in its memory, which generated code reads: it is lazily
-    conjugated or negated, has no memory because all are zero, or is batched."""
-    if not isinstance(value, torch.Tensor):
-        return False
-    return is_lazy(value) or value._is_zerotensor() or is_batched(value)
-
-
 def trace(
     fn: Boxed,
     args: Sequence[Any],
@@ -412,7 +398,7 @@ def decomposed(
 
 
 def _why_not_traceable(value: Any) -> str | None:
-    """Why a segment with this input has to be interpreted; None if it can be traced."""
+    """Why a segment with this input is interpreted; None if it can be traced."""
     if isinstance(value, torch.Tensor):
         return "tensor subclass FakeTensor" if is_fake(value) else why_not_fakeable(value)
     return None if value is None or isinstance(value, (int, float)) else f"{type(value).__name__} argument"

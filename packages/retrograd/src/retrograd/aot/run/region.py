@@ -29,8 +29,8 @@ from retrograd._torch.state import (
     without_modes,
 )
 from retrograd._torch.subclass import PLAIN, Layout, built
-from retrograd._torch.tensor import graph_is_kept, resolved
-from retrograd._torch.trace import InputGuard, is_batched, know_values, laid_out_like
+from retrograd._torch.tensor import graph_is_kept, is_batched, resolved
+from retrograd._torch.trace import InputGuard, know_values, laid_out_like
 from retrograd.aot.modules import are_all_modules_hooked
 from retrograd.aot.released import PutBack
 from retrograd.aot.run.cotangents import Expected, Strides, traced_for

@@ -26,7 +26,8 @@ from retrograd._torch.state import (
     without_torch_functions,
 )
 from retrograd._torch.subclass import SubclassBorder, is_wrapper
-from retrograd._torch.trace import InputGuard, Traced, changed_sizes, is_not_in_memory, trace
+from retrograd._torch.tensor import is_not_in_memory
+from retrograd._torch.trace import InputGuard, Traced, changed_sizes, trace
 from retrograd.backends.background import Later, begin, is_taken
 from retrograd.backends.base import Backend, Boxed
 from retrograd.backends.fallible import compile_fallible
