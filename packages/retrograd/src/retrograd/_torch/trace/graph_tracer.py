@@ -332,9 +332,6 @@ def _users_line() -> str:
     return ""
 
 
-# segments
-
-
 @dataclass(frozen=True)
 class Traced:
     """A traced segment.
