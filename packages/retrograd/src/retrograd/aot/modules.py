@@ -296,6 +296,8 @@ class FlatCall:
                 first.ended(lambda: result)
         left = pytree.tree_leaves((args, kwargs))
         if len(left) != len(given) or any(a is not b for a, b in zip(left, given, strict=True)):
+            if first is not None:
+                first.why_not = "it changes a container, of which it was given a copy"
             raise not_representable("it changes a container that it was given")
         return result
 
