@@ -107,12 +107,12 @@ _here = _ThreadHandlers()
 
 
 def _put_handlers_back(before: dict[str, int]) -> None:
-    for name, stack in _here.stacks.items():
+    for name, stack in _here.stacks.copy().items():
         del stack[before.get(name, 0) :]
 
 
 restore_after_errors(
-    lambda: {name: len(stack) for name, stack in _here.stacks.items() if stack}, _put_handlers_back
+    lambda: {name: len(stack) for name, stack in _here.stacks.copy().items() if stack}, _put_handlers_back
 )
 _everywhere: dict[str, Handler] = {}
 _replaced: set[str] = set()
