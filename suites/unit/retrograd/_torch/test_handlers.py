@@ -127,6 +127,13 @@ def suppressed(x):
     return x * 4
 
 
+@pytest.fixture(autouse=True)
+def _grad_mode():
+    """A program here may leave grad mode off; the next test must not meet that."""
+    yield
+    torch.set_grad_enabled(True)
+
+
 @contextlib.contextmanager
 def swallowing():
     try:
