@@ -127,13 +127,6 @@ def suppressed(x):
     return x * 4
 
 
-@pytest.fixture(autouse=True)
-def _grad_mode():
-    """A program here may leave grad mode off; the next test must not meet that."""
-    yield
-    torch.set_grad_enabled(True)
-
-
 @contextlib.contextmanager
 def swallowing():
     try:
@@ -288,3 +281,22 @@ def test_without_keeping_eager_dynamo_decides():
     )
     with pytest.raises(linalg.LinAlgError):
         fast(torch.tensor(1.5))
+    assert torch.is_grad_enabled()
+
+
+def without_a_handler(x):
+    with torch.no_grad():
+        return cholesky(x).sum() * x
+
+
+@pytest.mark.parametrize("way", ["backend", "compile"])
+def test_an_error_in_a_graph_leaves_grad_mode_as_it_was(way):
+    """Eager's block switches it back. A graph of Dynamo's that runs as it is has no block."""
+    if way == "backend":
+        run = torch.compile(without_a_handler, backend="retrograd", options={"backend": "eager"})
+    else:
+        run = retrograd.compile(without_a_handler, backend="eager")
+    for _ in range(2):
+        with pytest.raises(linalg.LinAlgError):
+            run(torch.tensor(1.5, requires_grad=True))
+        assert torch.is_grad_enabled()

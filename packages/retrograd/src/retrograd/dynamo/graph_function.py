@@ -37,6 +37,7 @@ from retrograd.config import Config
 from retrograd.errors import CaptureError, Reason
 from retrograd.graph.joint import PrimalKind
 from retrograd.graph.joint_graph import AliasGroup, CaptureState, MemberView
+from retrograd.process import restored_on_error
 from retrograd.report import Report, reason_of
 from retrograd.specialize.callable import Specialized, Variant
 from retrograd.specialize.guard import MemoryGuard
@@ -132,10 +133,11 @@ class GraphFunction:
 
 def as_it_is(gm: fx.GraphModule, *args: Any) -> Any:
     """Run the graph itself. Function modes and classes are off: Dynamo has traced their effect. Hooks of all
-    modules do not see the graph, which is no module of the user's."""
+    modules do not see the graph, which is no module of the user's. If a call in it raises, the modes that the
+    graph has switched are put back: it has no blocks that would do so."""
     assert gm.code  # writes it: torch calls a module whose code it has to write, and prints its errors
     with torch_functions_off(), draws_repeated():
-        return gm.forward(*args)
+        return restored_on_error(gm.forward, *args)
 
 
 def state_of_graph(
