@@ -217,7 +217,7 @@ def compile(
     watch = LeftToPython(name_of(target), replace(config, strict=config.strict or fullgraph), process_report)
     compiled: Any = compiled_frames(
         target,
-        ChosenBackend.of(mode, chosen, dynamic),
+        ChosenBackend.of(mode, chosen, dynamic, fullgraph),
         watch,
         fullgraph=fullgraph,
         dynamic=dynamic,

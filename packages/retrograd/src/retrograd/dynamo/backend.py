@@ -183,20 +183,20 @@ class ChosenBackend(partial[Callable[..., Any]]):
     callables that differ in nothing else, such as the layers of a model."""
 
     @classmethod
-    def of(cls, mode: str | None, options: Mapping[str, Any], dynamic: bool | None) -> ChosenBackend:
-        """The backend for choices that are checked already."""
+    def of(cls, mode: str | None, options: Mapping[str, Any], *of_dynamo: bool | None) -> ChosenBackend:
+        """The backend for choices that are checked already, and for those that only Dynamo looks at."""
         made = cls(retrograd, mode=mode, options=options)
-        made.dynamic = dynamic
+        made.of_dynamo = of_dynamo
         return made
 
-    dynamic: bool | None
+    of_dynamo: tuple[bool | None, ...]
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, ChosenBackend)
             and self.keywords == other.keywords
-            and self.dynamic == other.dynamic
+            and self.of_dynamo == other.of_dynamo
         )
 
     def __hash__(self) -> int:
-        return hash((self.keywords["mode"], self.dynamic))
+        return hash((self.keywords["mode"], self.of_dynamo))

@@ -99,19 +99,24 @@ def _is_asking(key: int, one: _Registered) -> bool:
 
 
 def who_asks(hooks: Iterable[Any]) -> set[types.CodeType]:
-    """The code behind `hooks` that may ask for gradients; of what is too much to read, this function's."""
-    pending, seen, asking = list(hooks), set[int](), set[types.CodeType]()
+    """The code behind `hooks` that may ask for gradients, or that raises in a hook: after its error, eager lets
+    the graph be used again. Of what is too much to read, this function's code."""
+    pending = [(one, True) for one in hooks]
+    seen, asking = set[int](), set[types.CodeType]()
     most = MOST_VALUES * max(len(pending), 1)
     while pending:
-        one = pending.pop()
+        one, is_of_hook = pending.pop()
         if isinstance(one, _CALL_NOTHING) or id(one) in seen:
             continue
         seen.add(id(one))
         if len(seen) > most:
             return {*asking, who_asks.__code__}
-        if isinstance(one, types.FunctionType) and not is_defined_here(one) and _names_autograd(one.__code__):
-            asking.add(one.__code__)
-        pending += _leads_to(one)
+        if isinstance(one, types.FunctionType) and not is_defined_here(one):
+            code = one.__code__
+            if _names_autograd(code) or (is_of_hook and _raises(code)):
+                asking.add(code)
+        is_of_hook &= not is_context(one)  # a Function that checks what it is given is no reason to keep all
+        pending += [(other, is_of_hook) for other in _leads_to(one)]
     return asking
 
 
@@ -150,9 +155,13 @@ def _names_autograd(code: types.CodeType) -> bool:
     return any(map(_names_it_itself, codes_in(code)))
 
 
+@functools.lru_cache(4096)
+def _raises(code: types.CodeType) -> bool:
+    steps = (step for each in codes_in(code) for step in dis.get_instructions(each))
+    return any(step.opname == "RAISE_VARARGS" for step in steps)
+
+
 def _names_it_itself(code: types.CodeType) -> bool:
-    if any(step.opname == "RAISE_VARARGS" for step in dis.get_instructions(code)):
-        return True
     if "backward" in code.co_names or {"autograd", "grad"}.issubset(code.co_names):
         return True
     return "grad" in code.co_names and any(
