@@ -99,8 +99,8 @@ def _is_asking(key: int, one: _Registered) -> bool:
 
 
 def who_asks(hooks: Iterable[Any]) -> set[types.CodeType]:
-    """The code behind `hooks` that may ask for gradients, or that raises in a hook: after its error eager lets
-    the graph be used again. Of what is too much to read, this function's code."""
+    """The code behind `hooks` that may ask for gradients, or that raises in a hook: after its error eager
+    lets the graph be used again. Of what is too much to read, this function's code."""
     pending = [(one, True) for one in hooks]
     seen, asking = set[int](), set[types.CodeType]()
     most = MOST_VALUES * max(len(pending), 1)
