@@ -8,6 +8,7 @@ attributes there are: plain values, other objects, and what is in lists, diction
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import random
@@ -192,7 +193,7 @@ class ModuleState:
                     elif not counts:
                         del vars(owner)[key]
             for _, _, container, before in refilled:
-                after = first.real(container) if counts else before
+                after = copy.copy(first.real(container) if counts else before)  # a set is not made anew
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(after)
             for _, _, restore, before in redrawn:
@@ -213,11 +214,17 @@ class ModuleState:
         try:
             self._place(tensors)
             yield
-            for name, tensor, places in zip(self.names, tensors, self.places, strict=True):
-                if any(holder.get(key) is not tensor for holder, key in places):
-                    raise Refusal("state-replaced", f"{name} is assigned anew by the module")
+            if (name := self.assigned_anew(tensors)) is not None:
+                raise Refusal("state-replaced", f"{name} is assigned anew by the module")
         finally:
             self._place(before)
+
+    def assigned_anew(self, tensors: Sequence[Any]) -> str | None:
+        """The name of one of `tensors` that is no longer where it was placed; None if all are."""
+        for name, tensor, places in zip(self.names, tensors, self.places, strict=True):
+            if any(holder.get(key) is not tensor for holder, key in places):
+                return name
+        return None
 
     def _place(self, tensors: Sequence[Any]) -> None:
         for tensor, places in zip(tensors, self.places, strict=True):
@@ -255,6 +262,14 @@ def _attributes(owner: Any) -> dict[str, Any]:
     return {k: v for k, v in vars(owner).items() if not is_module or k[:1] != "_" or k[:2] == "__"}
 
 
+#: besides tensors: what a function may return that refers to nothing else.
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, *_PLAIN))
+
+
 def _raise(error: Exception) -> Any:
     raise error
 
@@ -282,22 +297,31 @@ class FlatCall:
             CaptureError: it keeps a tensor.
             Refusal: the module replaces a parameter or buffer.
         """
-        count = len(self.state.tensors)
-        given = list(leaves[count:])
+        count, had_grad = len(self.state.tensors), torch.is_grad_enabled()
+        tensors, given = leaves[:count], list(leaves[count:])
         args, kwargs = pytree.tree_unflatten(given, self.spec)
-        with self.state.replaced(leaves[:count]), no_tensor_escapes(self.fn, self.state.roots, first):
+
+        def is_filled_otherwise() -> bool:
+            left = pytree.tree_leaves((args, kwargs))
+            return len(left) != len(given) or any(a is not b for a, b in zip(left, given, strict=True))
+
+        def ended(end: Callable[[], Any], result: Any = None) -> None:
+            if first is None:
+                return
+            is_undone = is_filled_otherwise() or self.state.assigned_anew(tensors) is not None
+            is_undone |= torch.is_grad_enabled() != had_grad
+            if is_undone or not all(map(_is_plain, pytree.tree_leaves(result))):
+                first.why_not = "what it has done is undone, or its result may hide a tensor of the trace"
+            first.ended(end)
+
+        with self.state.replaced(tensors), no_tensor_escapes(self.fn, self.state.roots, first):
             try:
                 result = self.fn(*args, **kwargs)
             except Exception as error:
-                if first is not None:
-                    first.ended(functools.partial(_raise, error))
+                ended(functools.partial(_raise, error))
                 raise
-            if first is not None:
-                first.ended(lambda: result)
-        left = pytree.tree_leaves((args, kwargs))
-        if len(left) != len(given) or any(a is not b for a, b in zip(left, given, strict=True)):
-            if first is not None:
-                first.why_not = "it changes a container, of which it was given a copy"
+            ended(lambda: result, result)
+        if is_filled_otherwise():
             raise not_representable("it changes a container that it was given")
         return result
 
