@@ -183,6 +183,40 @@ def test_python_runs_once_in_a_call_that_cannot_be_captured() -> None:
     assert random.random() == expected
 
 
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: (x * 2).tolist(),
+        lambda x: (x * 2).reshape(2, 1).tolist(),
+        lambda x: [x.layout, x[x > 0].sum()][1:],
+        lambda x: (x * 1).to_dense()[x > 0],
+    ],
+)
+def test_python_runs_once_also_behind_methods_of_the_trace_s_own_tensors(
+    look: Callable[[Tensor], Any],
+) -> None:
+    runs: list[Any] = []
+
+    def fn(x: Tensor) -> Tensor:
+        runs.append(x.shape)
+        return x * len(str(look(x)[0]))
+
+    assert seen(aot.function(fn, backend="eager")) == seen(fn)
+    assert len(runs) == 4
+
+
+def test_hooks_that_are_set_in_a_trace_are_known_to_the_live_path() -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2
+        y.register_hook(lambda grad: grad * 3)
+        x.register_hook(lambda grad: grad * 5)
+        return y.sin() + x
+
+    call = aot.function(fn, backend="eager")
+    with retrograd.compiled_autograd("eager"):
+        assert seen(call) == seen(fn)
+
+
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()

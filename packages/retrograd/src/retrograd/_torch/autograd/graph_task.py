@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch._C._dynamo import compiled_autograd as engine_protocol
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -224,8 +225,10 @@ def _dict_behind(register: Callable[..., Any]) -> Any:
 def _registering(kind: HookKind, noted: Noted) -> Handler:
     def register(original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
         handle = original(tensor, hook)
-        if not isinstance(handle, RemovableHandle):
-            return handle  # of a subclass of tensors that registers by itself
+        if not isinstance(handle, RemovableHandle) or isinstance(tensor, FunctionalTensor):
+            return (
+                handle  # of a subclass that registers by itself; or a trace has registered for the real one
+            )
         noted(handle.hooks_dict_ref(), tensor)
         if _watched:
             edge = get_gradient_edge(tensor)

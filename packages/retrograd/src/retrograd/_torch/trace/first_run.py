@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from retrograd._torch import pytree
@@ -98,9 +99,10 @@ class FirstRun:
         self._computed = 0  # so many calls
         #: what the function sees in place of inputs, by identity, with the place of the input.
         self._stand_ins = {
-            id(one): (one, place)
+            id(face): (face, place)
             for place, (one, real) in enumerate(zip(seen, self.leaves, strict=False))
             if isinstance(one, torch.Tensor) and one is not real
+            for face in _faces(one)
         }
 
     @property
@@ -161,7 +163,7 @@ class FirstRun:
         not_made = {id(leaf) for leaf in noted}  # what is changed in place is given back
         for tensor in made:
             if id(tensor) not in not_made:
-                self._numbers[id(tensor)] = len(self._made)
+                self._numbers.update({id(face): len(self._made) for face in _faces(tensor)})
             self._made.append(tensor)
         if self.is_eager:
             self._real += made
@@ -290,6 +292,13 @@ class FirstRun:
         if self._is_repeated:
             self.record(func, args, kwargs, result)
         return result
+
+
+def _faces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor, and the one inside, on which methods of a functional tensor's own class call torch."""
+    yield tensor
+    if isinstance(tensor, FunctionalTensor):
+        yield tensor.elem
 
 
 def _divided(result: Any) -> tuple[list[Any], list[Any]]:
