@@ -192,7 +192,7 @@ def test_python_runs_once_in_a_call_that_cannot_be_captured() -> None:
         lambda x: (x * 1).to_dense()[x > 0],
     ],
 )
-def test_python_runs_once_also_behind_methods_of_the_trace_s_own_tensors(
+def test_python_runs_once_behind_methods_of_traced_tensors(
     look: Callable[[Tensor], Any],
 ) -> None:
     runs: list[Any] = []

@@ -226,9 +226,7 @@ def _registering(kind: HookKind, noted: Noted) -> Handler:
     def register(original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
         handle = original(tensor, hook)
         if not isinstance(handle, RemovableHandle) or isinstance(tensor, FunctionalTensor):
-            return (
-                handle  # of a subclass that registers by itself; or a trace has registered for the real one
-            )
+            return handle  # a subclass registers by itself; of a trace, the real tensor has it
         noted(handle.hooks_dict_ref(), tensor)
         if _watched:
             edge = get_gradient_edge(tensor)
