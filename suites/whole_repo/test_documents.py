@@ -1,15 +1,18 @@
-"""The Python in documents runs: the blocks of a page one after the other, in one process.
+"""The Python in documents runs: the blocks of a page one after the other, in one process. What a block prints is
+what stands behind it, between `<!-- output -->` and `<!-- /output -->`.
 
-A block after the line `<!-- not run: WHY -->` does not run. One whose output stands in README.md does not run
-here: `test_readme.py` runs it and compares.
+A block after the line `<!-- not run: WHY -->` does not run. `EXPECTTEST_ACCEPT=1`, without xdist, writes what is
+printed now into the pages.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,9 +22,11 @@ from retrograd._torch.probe import TESTED
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(
     r"(?P<skip><!-- not run: .+ -->\n)?^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```\n"
-    r"(?P<output>\n<!-- output:)?",
+    r"(?:\n<!-- output -->\n```\n(?P<output>.*?)```\n<!-- /output -->\n)?",
     re.DOTALL | re.MULTILINE,
 )
+#: is printed between two blocks.
+BETWEEN = "-- the next block --"
 LONGEST = 200
 
 
@@ -32,18 +37,51 @@ def pages() -> list[Path]:
     return [path for path in (*(ROOT / top for top in tops), *found) if program(path.read_text())]
 
 
+def blocks(text: str) -> list[re.Match[str]]:
+    """The blocks of a page that are to be run."""
+    return [found for found in BLOCK.finditer(text) if not found["skip"]]
+
+
 def program(text: str) -> str:
-    """The blocks of a page that are to be run, as one program."""
-    blocks = [found for found in BLOCK.finditer(text) if not found["skip"] and not found["output"]]
-    return "\n".join(textwrap.dedent(found["code"]) for found in blocks)
+    """These blocks as one program."""
+    return f"print({BETWEEN!r})\n".join(textwrap.dedent(found["code"]) for found in blocks(text))
+
+
+def printed(page: Path, folder: Path) -> list[str]:
+    """What each block of a page prints."""
+    script = folder / f"{page.stem}.py"
+    script.write_text(program(page.read_text()))
+    environment = {**os.environ, "COLUMNS": "110", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [lines(part) for part in done.stdout.split(f"{BETWEEN}\n")]
+
+
+def lines(text: str) -> str:
+    """`text` without blanks at the ends of its lines, and without blank lines around it."""
+    return "".join(f"{line.rstrip()}\n" for line in text.strip().splitlines())
+
+
+def outputs(text: str, parts: list[str]) -> Iterator[tuple[re.Match[str], str]]:
+    """Each block behind which its output stands, with what it prints now."""
+    for block, part in zip(blocks(text), parts, strict=True):
+        if block["output"] is not None:
+            yield block, part
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
-    script = tmp_path / "page.py"
-    script.write_text(program(page.read_text()))
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_the_python_of_a_page_runs_and_prints_what_the_page_says(page: Path, tmp_path: Path) -> None:
+    text = page.read_text()
+    found = [*outputs(text, printed(page, tmp_path))]
+    if os.environ.get("EXPECTTEST_ACCEPT"):
+        for block, now in reversed(found):
+            start, end = block.span("output")
+            text = text[:start] + now + text[end:]
+        page.write_text(text)
+    else:
+        assert [now for _, now in found] == [block["output"] for block, _ in found]
 
 
 @pytest.mark.parametrize("name", ["README.md", "packages/retrograd/README.md", "harness/README.md"])
@@ -58,6 +96,8 @@ def test_a_readme_names_the_releases_of_torch_that_are_accepted(name: str) -> No
 
 def test_blocks_are_found_and_left_out() -> None:
     text = "```python\na = 1\n```\n\n1. x\n\n   ```python\n   b = a\n   ```\n\n```sh\nls\n```\n"
-    assert program(text) == "a = 1\n\nb = a\n"
+    assert program(text) == f"a = 1\nprint({BETWEEN!r})\nb = a\n"
     assert program("<!-- not run: it takes an hour -->\n```python\na = 1\n```\n") == ""
-    assert program("```python\na = 1\n```\n\n<!-- output:x -->\n") == ""
+    shown = "```python\nprint(1)\n```\n\n<!-- output -->\n```\n2\n```\n<!-- /output -->\n"
+    ((block, now),) = outputs(shown, ["1\n"])
+    assert (block["output"], now) == ("2\n", "1\n")

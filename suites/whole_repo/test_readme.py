@@ -1,5 +1,5 @@
-"""What stands in the README because something printed it: examples, each of which is run, and the table of
-speed, which is made from its file.
+"""What stands in the README because something printed it: a command, which is run, and the table of speed,
+which is made from its file. (`test_documents.py` runs the Python.)
 
 `EXPECTTEST_ACCEPT=1`, without xdist, writes what is printed now into the README.
 """
@@ -20,17 +20,16 @@ from benchmarks.training_table import short
 
 SPEED = re.compile(r"<!-- speed:(?P<file>\S+) -->\n(?P<table>.*?)<!-- /speed -->", re.DOTALL)
 EXAMPLE = re.compile(
-    r"```(?P<language>\w*)\n(?P<code>[^`]*)```\n\n"
+    r"```\n(?P<command>[^`]*)```\n\n"
     r"<!-- output:(?P<name>\w+) -->\n```\n(?P<output>.*?)```\n<!-- /output -->",
     re.DOTALL,
 )
 
 
-def printed_by(language: str, code: str) -> str:
-    """What an example prints: a Python program, or one command of a module that runs as a program."""
-    arguments = ["-c", code] if language == "python" else ["-m", *shlex.split(code)]
+def printed_by(command: str) -> str:
+    """What a command of a module that runs as a program prints."""
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, "-m", *shlex.split(command)],
         env={**os.environ, "COLUMNS": "110", "NO_COLOR": "1"},
         capture_output=True,
         text=True,
@@ -40,12 +39,10 @@ def printed_by(language: str, code: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in done.stdout.strip().splitlines())
 
 
-@pytest.mark.parametrize("name", ["retrograd", "gradparity"])
-def test_an_example_prints_what_the_readme_says(name: str, root: Path) -> None:
+def test_the_command_prints_what_the_readme_says(root: Path) -> None:
     readme = root / "README.md"
-    text = readme.read_text()
-    (example,) = (found for found in EXAMPLE.finditer(text) if found["name"] == name)
-    expect(readme, example, "output", printed_by(example["language"], example["code"]))
+    (example,) = EXAMPLE.finditer(readme.read_text())
+    expect(readme, example, "output", printed_by(example["command"]))
 
 
 def test_the_table_of_speed_is_made_from_its_file(root: Path) -> None:
