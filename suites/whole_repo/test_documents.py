@@ -1,8 +1,8 @@
-"""The Python in documents runs: the blocks of a page one after the other, in one process. What a block prints is
-what stands behind it, between `<!-- output -->` and `<!-- /output -->`.
+"""The Python in documents runs: the blocks of a page one after the other, in one process. What a block prints
+is what stands behind it, between `<!-- output -->` and `<!-- /output -->`.
 
-A block after the line `<!-- not run: WHY -->` does not run. `EXPECTTEST_ACCEPT=1`, without xdist, writes what is
-printed now into the pages.
+A block after the line `<!-- not run: WHY -->` does not run. `EXPECTTEST_ACCEPT=1`, without xdist, writes what
+is printed now into the pages.
 """
 
 from __future__ import annotations
