@@ -314,6 +314,23 @@ def read_of_grad(grad: Tensor) -> Any:
     return leaf(2).grad
 
 
+def checking(grad: Tensor) -> None:
+    """Raises."""
+    if grad.isnan().any():
+        raise FloatingPointError
+
+
+def reading_file(packed: str) -> Any:
+    """Reads what was put to disk."""
+    with open(packed) as file:
+        return file.read()
+
+
+def loading(packed: str) -> Any:
+    """Has torch read it."""
+    return torch.load(packed)
+
+
 def scaling_by(values: list[Any]) -> Hook:
     """A hook that knows many values."""
     return lambda grad: grad * len(values)
@@ -325,6 +342,7 @@ HARMLESS = [
 ]
 ASKING = [
     *(solver, Solving(), functools.partial(solver), {1: scale, 2: solver}, scaling_by([scale, solver])),
+    *(checking, reading_file, loading, lambda packed: loading(packed)),
     lambda grad: backward_of(grad),
 ]
 
@@ -335,7 +353,7 @@ def test_code_that_names_nothing_of_autograds_asks_for_no_gradients(hook: Any) -
 
 
 @pytest.mark.parametrize("hook", ASKING)
-def test_code_that_differentiates_is_found_behind_what_calls_it(hook: Any) -> None:
+def test_code_that_differentiates_or_may_raise_is_found_behind_what_calls_it(hook: Any) -> None:
     assert who_asks([scale, hook])
 
 

@@ -99,8 +99,8 @@ def _is_asking(key: int, one: _Registered) -> bool:
 
 
 def who_asks(hooks: Iterable[Any]) -> set[types.CodeType]:
-    """The code behind `hooks` that may ask for gradients, or that raises in a hook: after its error eager
-    lets the graph be used again. Of what is too much to read, this function's code."""
+    """The code behind `hooks` that may ask for gradients, or that raises or reads files in a hook: after its
+    error eager lets the graph be used again. Of what is too much to read, this function's code."""
     pending = [(one, True) for one in hooks]
     seen, asking = set[int](), set[types.CodeType]()
     most = MOST_VALUES * max(len(pending), 1)
@@ -158,7 +158,7 @@ def _names_autograd(code: types.CodeType) -> bool:
 @functools.lru_cache(4096)
 def _raises(code: types.CodeType) -> bool:
     steps = (step for each in codes_in(code) for step in dis.get_instructions(each))
-    return any(step.opname == "RAISE_VARARGS" for step in steps)
+    return any(step.opname == "RAISE_VARARGS" or step.argval in ("open", "load") for step in steps)
 
 
 def _names_it_itself(code: types.CodeType) -> bool:
