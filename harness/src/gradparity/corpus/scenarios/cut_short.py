@@ -6,6 +6,7 @@ nobody retained.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -44,8 +45,8 @@ def _two_backwards(p: Probe, loss: Tensor, **between: Tensor) -> None:
                 p.event(f"{name} released {number}")
 
 
-def _exponentials(p: Probe) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x = p.leaf("x", p.randn(4, requires_grad=True))
+def _exponentials(p: Probe, name: str = "x") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = p.leaf(name, p.randn(4, requires_grad=True))
     first = x.sigmoid()
     second = first.exp()
     return x, first, second, second.tanh()
@@ -106,6 +107,72 @@ def check_of_an_accumulated_gradient_raises(p: Probe) -> None:
     x, first, second, third = _exponentials(p)
     x.register_post_accumulate_grad_hook(_raising_once(p, ValueError("mine")))
     _two_backwards(p, third.sum(), first=first, second=second, third=third)
+
+
+def _unpack_raising(p: Probe, number: int, path: str = "") -> Callable[[Tensor], Tensor]:
+    """An unpack hook that raises in this call: if a `path` is given, by opening it."""
+    calls = [0]
+
+    def unpack(packed: Tensor) -> Tensor:
+        calls[0] += 1
+        p.event("unpack", kind="hook")
+        if calls[0] == number and path:
+            open(path).close()
+        elif calls[0] == number:
+            raise OSError("the disk is full")
+        return packed
+
+    return unpack
+
+
+def _unpacked(p: Probe, number: int, path: str = "") -> None:
+    for name in ("x", "y"):  # the second graph's structure is known
+        unpack = _unpack_raising(p, number, path)
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
+            _, first, second, third = _exponentials(p, name)
+            loss = third.sum()
+        _two_backwards(p, loss, first=first, second=second, third=third)
+
+
+@scenario(tags=TAGS)
+def first_unpack_hook_raises(p: Probe) -> None:
+    """The node whose saved tensor cannot be unpacked has not run: the second backward works."""
+    _unpacked(p, 1)
+
+
+@scenario(tags=TAGS)
+def unpack_hook_in_the_middle_raises(p: Probe) -> None:
+    """The node before it has run and is used up, the others are not."""
+    _unpacked(p, 2)
+
+
+@scenario(tags=TAGS)
+def unpack_hook_finds_no_file(p: Probe) -> None:
+    """An error that Python's own functions raise leaves as much."""
+    _unpacked(p, 1, os.path.join("no", "such", "file"))
+
+
+class _Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return 3 * x * x * grads[0]
+
+
+@scenario(tags=TAGS)
+def unpack_hook_of_a_function_raises(p: Probe) -> None:
+    """A Function whose saved tensor cannot be unpacked has not run: the second backward works."""
+    for name in ("x", "y"):
+        x = p.leaf(name, p.randn(4, requires_grad=True))
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, _unpack_raising(p, 1)):
+            first = x.exp()
+            loss = _Cubed.apply(first).sum()
+        _two_backwards(p, loss, first=first)
 
 
 @scenario(tags=TAGS)

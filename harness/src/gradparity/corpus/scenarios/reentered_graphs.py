@@ -193,6 +193,23 @@ class Inverse(torch.autograd.Function):
         return _grad(y, x, grads[0]), _grad(y, shift, grads[0]), -_grad(y, ctx.w, grads[0]), None
 
 
+@scenario(tags=("reentrant", "hooks"))
+def hook_of_a_leafs_node_differentiates_what_is_not_reached(p: Probe) -> None:
+    """A hook stays on the node of a leaf, which all graphs share, and asks from the second backward on."""
+    w = p.leaf("w", p.randn(4, requires_grad=True))
+    x = p.leaf("x", p.randn(4, requires_grad=True))
+    node = w.view_as(w).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    below: list[Tensor] = []
+    handle = node.register_prehook(lambda grads: p.event("quiet", kind="hook"))
+    for step in range(STEPS):
+        if step == 1:
+            handle.remove()
+            node.register_prehook(lambda grads: p.value("below", _grad(below[-1], x, grads[0])))
+        below.append(x.sin())
+        with p.backward():
+            (below[-1].exp() * w).sum().backward()
+
+
 @scenario(tags=("reentrant", "function"))
 def function_differentiates_what_it_closes_over(p: Probe) -> None:
     """A Function's backward differentiates through a value that was computed before it."""

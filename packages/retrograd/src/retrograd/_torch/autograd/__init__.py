@@ -23,6 +23,7 @@ from retrograd._torch.autograd.graph_task import (
     call_cpp_tensor_pre_hooks,
     counts_other_hooks,
     has_waiting_hooks,
+    hooks_on,
     outside_of_graph_task,
     run_in_graph_task,
     watch_hooks,

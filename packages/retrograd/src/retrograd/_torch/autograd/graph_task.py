@@ -172,11 +172,7 @@ class HookChanges:
         if not self._unplaced:
             return
         for node in nodes:
-            for kind, register in (
-                (HookKind.NODE_PRE, node.register_prehook),
-                (HookKind.NODE_POST, node.register_hook),
-            ):
-                found = _dict_behind(register)
+            for kind, found in hooks_on(node):
                 for hooks, hook, number in self._unplaced:
                     if hooks is found:
                         yield LateHook(kind, node, 0, hook, number)
@@ -213,13 +209,18 @@ def _watch_only(before: list[HookChanges]) -> None:
 restore_after_errors(_watched_here, _watch_only)
 
 
-def _dict_behind(register: Callable[..., Any]) -> Any:
-    """The dict into which `register` would put a hook; nothing is put there."""
-    try:
-        register(_ASKING)
-    except Escape as found:
-        return found.value
-    raise AssertionError("torch registers node hooks in another way than it did")
+def hooks_on(node: Any) -> Iterator[tuple[HookKind, Any]]:
+    """The dictionaries of the hooks that were registered on `node` itself, or None for those without any."""
+    for kind, register in {
+        HookKind.NODE_PRE: node.register_prehook,
+        HookKind.NODE_POST: node.register_hook,
+    }.items():
+        try:
+            register(_ASKING)  # nothing is registered
+        except Escape as found:
+            yield kind, found.value
+        else:
+            raise AssertionError("torch registers node hooks in another way than it did")
 
 
 def _registering(kind: HookKind, noted: Noted) -> Handler:

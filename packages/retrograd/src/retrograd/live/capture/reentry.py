@@ -4,16 +4,15 @@ In: hooks, and contexts of Functions. Out: which of their code, or of the functi
 asks autograd for gradients. What torch defines only hands on what the user gave it.
 
 The engine tells of hooks when it has released the graph, which is too late for those that ask. So hooks are
-noted when they are registered, and looked at when the next backward begins. torch does not tell which node a
-hook is on: it is one that was there when the hook was registered. Graphs made since are not concerned.
+noted when they are registered, and looked at when the next backward begins. A tensor's hook concerns graphs
+with its node. Of a hook that is registered on a node, torch does not tell on which: on one that this thread
+had made by then, or on one that accumulates into a leaf, which is asked for its hooks.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
-import math
-import threading
 import types
 import weakref
 from collections import OrderedDict
@@ -25,7 +24,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import BackwardHook
 
-from retrograd._torch.autograd import EngineRequest, edge_of, leaf_of, next_sequence_number, nodes_below
+from retrograd._torch.autograd import (
+    EngineRequest,
+    edge_of,
+    hooks_on,
+    leaf_of,
+    next_sequence_number,
+    nodes_below,
+)
 from retrograd._torch.state import without_torch_functions
 from retrograd.closures import closed_over, codes_in, is_defined_here
 
@@ -43,13 +49,15 @@ class _Registered:
     Attributes:
         hooks: itself.
         leaf: to which it belongs; None if it is a node's.
-        before: the node has a smaller sequence number than this; of a leaf's hooks, 0.
+        number: the node's sequence number; None if torch does not tell which node it is.
+        before: that node has a smaller sequence number than this, or accumulates into a leaf.
         asking: of how many hooks in it some are known to ask; None if nobody has looked.
     """
 
     hooks: weakref.ref[Hooks]
-    leaf: weakref.ref[torch.Tensor] | None
-    before: float
+    leaf: weakref.ref[torch.Tensor] | None = None
+    number: int | None = None
+    before: int = -1
     asking: int | None = None
 
 
@@ -61,29 +69,41 @@ _registered: dict[int, _Registered] = {}
 def note(hooks: Hooks, tensor: torch.Tensor | None = None) -> None:
     """A hook has been registered in `hooks`, which belong to `tensor`, or to a node."""
     key = id(hooks)
-    ref = weakref.ref(hooks, lambda _: _registered.pop(key, None))
-    if tensor is not None and edge_of(tensor)[0] is not None and leaf_of(edge_of(tensor)[0]) is not None:
-        _registered[key] = _Registered(ref, weakref.ref(tensor), 0)
-    else:
-        # Each thread numbers the nodes that it makes.
-        is_alone = threading.active_count() == 1
-        _registered[key] = _Registered(ref, None, next_sequence_number() if is_alone else math.inf)
+    one = _Registered(weakref.ref(hooks, lambda _: _registered.pop(key, None)))
+    if tensor is None:
+        one.before = next_sequence_number()
+    elif leaf_of(node := edge_of(tensor)[0]) is not None:
+        one.leaf = weakref.ref(tensor)
+    elif node is not None:
+        one.number = node._sequence_nr()
+    _registered[key] = one
 
 
 def asks_in(request: EngineRequest) -> bool:
-    """Whether a hook that may ask for gradients is registered in the graph of `request`, as far as the ages
-    of its nodes tell. Forgets hooks that do not ask."""
-    asking = [one for key, one in list(_registered.items()) if _is_asking(key, one)]
+    """Whether a hook that may ask for gradients is registered in the graph of `request`, as far as the
+    numbers of its nodes tell. Forgets hooks that do not ask."""
+    asking = {key: one for key, one in list(_registered.items()) if _is_asking(key, one)}
     if not asking:
         return False
-    before = max(one.before for one in asking)
-    if before == math.inf:
-        return True
-    leaves = {id(one.leaf()) for one in asking if one.leaf is not None}
+    numbers = {one.number for one in asking.values()}
+    leaves = {id(one.leaf()) for one in asking.values() if one.leaf is not None}
+    before = max(one.before for one in asking.values())
+    of_leaf_nodes = {key for key, one in asking.items() if one.before >= 0 and not _is_of_module(one)}
     for node in nodes_below(map(edge_of, request.tensors)):
-        if node._sequence_nr() < before or (leaves and id(leaf_of(node)) in leaves):
+        number = node._sequence_nr()
+        if number < before or number in numbers:
+            return True
+        leaf = leaf_of(node) if leaves or of_leaf_nodes else None
+        if leaf is None:
+            continue
+        if id(leaf) in leaves or (of_leaf_nodes and any(id(on) in of_leaf_nodes for _, on in hooks_on(node))):
             return True
     return False
+
+
+def _is_of_module(one: _Registered) -> bool:
+    """Whether a module's hooks are behind it, which torch does not register on leaves."""
+    return all(map(is_defined_here, (one.hooks() or {}).values()))
 
 
 def _is_asking(key: int, one: _Registered) -> bool:
@@ -99,8 +119,8 @@ def _is_asking(key: int, one: _Registered) -> bool:
 
 
 def who_asks(hooks: Iterable[Any]) -> set[types.CodeType]:
-    """The code behind `hooks` that may ask for gradients, or that raises in a hook: after its error eager
-    lets the graph be used again. Of what is too much to read, this function's code."""
+    """The code behind `hooks` that may ask for gradients, or that raises or reads files in a hook: after its
+    error eager lets the graph be used again. Of what is too much to read, this function's code."""
     pending = [(one, True) for one in hooks]
     seen, asking = set[int](), set[types.CodeType]()
     most = MOST_VALUES * max(len(pending), 1)
@@ -158,7 +178,7 @@ def _names_autograd(code: types.CodeType) -> bool:
 @functools.lru_cache(4096)
 def _raises(code: types.CodeType) -> bool:
     steps = (step for each in codes_in(code) for step in dis.get_instructions(each))
-    return any(step.opname == "RAISE_VARARGS" for step in steps)
+    return any(step.opname == "RAISE_VARARGS" or step.argval in ("open", "load") for step in steps)
 
 
 def _names_it_itself(code: types.CodeType) -> bool:

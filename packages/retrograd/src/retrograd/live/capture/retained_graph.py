@@ -11,12 +11,12 @@ retained:
   a part of it that the rest does not need;
 - one whose hooks or Functions ask for gradients: perhaps through nodes that eager has not executed yet by
   then (an equilibrium is solved so). Its nodes are released when it has run. If some were reached meanwhile,
-  later backwards that call the same code are left to the engine. Functions are watched once.
+  later backwards that call the same code are left to the engine. Functions are watched once. So is one whose
+  hooks, unpack hooks among them, may raise: eager executes the rest of the graph in a second backward.
 
 Then the engine collects with the graph kept, and the executed nodes are released separately: at once, except
 for those Functions, which release their own saved tensors when they have run. Eager releases node by node, so
-that an exception in a hook leaves the rest intact; a plan has released everything but those Functions by
-then.
+that any exception leaves the rest intact; where nothing is kept, a plan has released everything by then.
 
 The engine does not execute the node whose input is asked for. ``autograd.grad`` for an output that a compiled
 function uses itself (Grad-CAM, a loss on hidden states) needs the part of that function's own backward that
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,10 +43,12 @@ from retrograd._torch.autograd import (
     EngineProtocol,
     EngineRequest,
     LiveBackward,
+    beginning_of,
     collect,
     edge_of,
     is_aot_node,
     leaf_of,
+    names_of_nodes,
     request_to_release,
     run_stock,
     window,
@@ -54,7 +56,7 @@ from retrograd._torch.autograd import (
 from retrograd._torch.log import event
 from retrograd.errors import Refusal
 from retrograd.events import live_log
-from retrograd.graph.backward_graph import BackwardGraph, CallKind
+from retrograd.graph.backward_graph import BackwardGraph, CallKind, HookKind
 from retrograd.graph.eager_order import ROOT, LiveGraph, eager_walk, executed_nodes
 from retrograd.live.calls.user_code import call_kept_backward
 from retrograd.live.capture.recorder import BackwardRecorder
@@ -69,6 +71,10 @@ Finished = Callable[[BackwardGraph, LiveBackward], CapturedBackward]
 #: graph kept.
 _kept_classes: weakref.WeakSet[type] = weakref.WeakSet()
 forgotten_by_reset(_kept_classes.clear)
+
+#: the beginnings and node names of graphs whose unpack hooks ask or raise: the engine tells of those as late.
+_kept_graphs: set[Hashable] = set()
+forgotten_by_reset(_kept_graphs.clear)
 
 _GRAPH_NEEDED = "graph-needed"
 
@@ -125,7 +131,10 @@ def _look(backward: LiveBackward, finished: Finished) -> bool:
     """Whether `backward`, which does not run here, needs its graph."""
     seen: list[Collected] = []
     call = _collect(backward, finished, replace(backward.request, keep_graph=True), seen.append) or seen[0]
-    return _is_watched(call) or bool(_kept_calls(call.artifact.graph))
+    is_watched, graph = _is_watched(call), call.artifact.graph
+    if is_watched and any(called.hook is HookKind.UNPACK for _, called in graph.calls()):
+        _kept_graphs.update((beginning_of(backward.asked), names_of_nodes(backward.asked)))
+    return is_watched or bool(_kept_calls(graph))
 
 
 def _is_watched(call: Collected) -> bool:
@@ -191,6 +200,8 @@ def _note_reentry(hooks: Sequence[Any], asking: set[types.CodeType]) -> None:
 
 def _is_to_be_kept(backward: LiveBackward) -> bool:
     """Whether it is known before it is collected that the graph has to be kept."""
+    if _kept_graphs and all(read(backward.asked) in _kept_graphs for read in (beginning_of, names_of_nodes)):
+        return True
     if not _kept_classes and all(getattr(tensor, "is_leaf", False) for tensor in backward.request.inputs):
         return False
     live = backward.asked_graph
