@@ -102,7 +102,7 @@ class Lowerings:
 #: what falls back, in words.
 INTERPRETED_PART = "a part of a backward was interpreted"
 
-_LEAVE_IT = "name the node in opaque=, or leave it: only this segment runs uncompiled"
+_WAY_OUT = "name the node in opaque=, or do nothing: outside strict mode, only this segment is not compiled"
 
 Around = Callable[[fx.Node], AbstractContextManager[Any]]
 
@@ -150,7 +150,7 @@ class SegmentFunction:
                 del values[value]
         return tuple(values[node] for node in self.segment.outputs)
 
-    def reason(self, text: str, way_out: str = _LEAVE_IT, code: str = "segment-not-compiled") -> Reason:
+    def reason(self, text: str, way_out: str = _WAY_OUT, code: str = "segment-not-compiled") -> Reason:
         """Why it is not compiled."""
         names = map(call_name, self.segment.nodes[:3])
         return Reason(code, text, "live.lower", node=", ".join(names), way_out=way_out)
@@ -293,7 +293,7 @@ class Lowerer:
 
     def give_up(self, text: str, error: BaseException | None = None) -> None:
         """The function cannot be compiled: interpret it from now on, or raise in strict mode."""
-        reason = self._fn.reason(f"segment {self._fn.number} is interpreted: {text}")
+        reason = self._fn.reason(f"segment {self._fn.number} cannot be compiled: {text}")
         if self._fn.config.strict:
             raise LoweringError(reason) from error
         if error is not None and not isinstance(error, Refusal) and live_log.isEnabledFor(logging.INFO):
