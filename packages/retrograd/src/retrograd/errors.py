@@ -120,6 +120,11 @@ class LoweringError(_ReasonedError):
     is interpreted node by node."""
 
 
+class NoCompilerError(_ReasonedError):
+    """A backend finds no compiler for the code that it generates. Raised in strict mode only; otherwise that
+    code's work runs eagerly."""
+
+
 class VerificationError(_ReasonedError):
     """An artifact between two stages broke its law: a bug in retrograd or in a pass given to it."""
 

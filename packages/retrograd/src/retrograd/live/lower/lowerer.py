@@ -92,11 +92,13 @@ class Lowerings:
         codes: the newest first.
         interpret_because: why it cannot be lowered; None if it could be, or has not been tried.
         raised_in: the name of the call that could not be traced; None if there is none.
+        reason: why it cannot be lowered, if the backend has said so in full.
     """
 
     codes: list[Lowered] = field(default_factory=list)
     interpret_because: str | None = None
     raised_in: str | None = None
+    reason: Reason | None = None
 
 
 #: what falls back, in words.
@@ -288,7 +290,7 @@ class Lowerer:
         """Interpret the function from now on."""
         self.interpret_because = because
         self._fn.tell(INTERPRETED, "", because)
-        self.given_up = self._fn.reason(because, code=code)
+        self.given_up = self._shared.reason or self._fn.reason(because, code=code)
         tell(self.given_up, INTERPRETED_PART)
 
     def give_up(self, text: str, error: BaseException | None = None) -> None:
@@ -300,6 +302,7 @@ class Lowerer:
             # as text: whoever keeps a record of the log must not keep the frames of the error
             live_log.info("%s\n%s", reason, "".join(traceback.format_exception(error)).rstrip())
         self._shared.interpret_because = text
+        self._shared.reason = getattr(error, "reason", self._shared.reason)
         self._shared.raised_in = self._raised_in or self._shared.raised_in
         counters["segments_given_up"] += 1
         self.stop(text)
