@@ -127,7 +127,7 @@ def load(path: Path) -> Known:
     """
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ExpectedFileError(f"cannot read {path}: {error}") from error
     if set(data) - TABLES:
         raise ExpectedFileError(
@@ -140,7 +140,10 @@ def load(path: Path) -> Known:
 
 def _of_this_torch(path: Path, table: str, data: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
     """The entries of a table, with their numbers, that are of the installed release of torch."""
-    for number, entry in enumerate(data.get(table, []), 1):
+    entries = data.get(table, [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ExpectedFileError(f"{path}: {table} must be a list of tables, each under [[{table}]]")
+    for number, entry in enumerate(entries, 1):
         try:
             if is_within(str(entry.pop("torch", ".."))):
                 yield number, entry

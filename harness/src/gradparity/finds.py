@@ -6,7 +6,7 @@ Programs run in a worker process, as in a campaign: one that hangs or crashes co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,9 +18,10 @@ from gradparity.campaign import lost
 from gradparity.case import SEPARATOR, Case
 from gradparity.corpus import registry as corpora
 from gradparity.corpus.base import Program
+from gradparity.corpus.finds import imported_by
 from gradparity.corpus.folder import PREFIX
 from gradparity.corpus.generated import scripted
-from gradparity.errors import CaseError, UnknownNameError
+from gradparity.errors import CaseError, StoreError, UnknownNameError
 from gradparity.executors.registry import Resources, executor
 from gradparity.executors.unit import Finished, Lost, Result, RunUnit, Started, Unit
 from gradparity.fuzzing.find import Find, Folder
@@ -57,8 +58,10 @@ class Judged:
     row: Row
 
 
-def named(text: str, subject: str | None, path: Path | None, seed: int) -> Named:
-    """What "corpus::name" or a signature means. Raises UnknownNameError or CaseError."""
+def named(text: str, subject: str | None, path: Path | None, seed: int, trust: bool = False) -> Named:
+    """What "corpus::name" or a signature means; of a store, see `refuse_imports`. Raises UnknownNameError or
+    CaseError.
+    """
     if path is None:
         if subject is None:
             raise UnknownNameError("find", text, ["CORPUS::NAME with --subject, or a signature with --store"])
@@ -67,6 +70,7 @@ def named(text: str, subject: str | None, path: Path | None, seed: int) -> Named
     key = "case" if SEPARATOR in text else "signature"
     for row in rows:
         if getattr(row, key) == text and subject in (None, row.subject):
+            refuse_imports([row], path, trust)
             return Named(Case.parse(row.case, row.seed), row.subject, row)
     known = sorted({getattr(row, key) for row in rows if row.is_find})
     raise UnknownNameError(key, text, known)
@@ -83,6 +87,28 @@ def recorded(path: Path) -> list[Row]:
         return read_lines(path)
     with Store(path, create=False) as store:
         return store.rows()
+
+
+def refuse_imports(rows: Iterable[Row], path: Path, trust: bool) -> None:
+    """Raises StoreError if running these rows of a file would import others' code, unless `trust`.
+    Programs of a folder of finds are scripts that it holds itself: whoever names it has them run.
+    """
+    own = str(path) if path.is_dir() else ""
+    found = sorted({name for row in rows for name in _imports(row, own)})
+    if found and not trust:
+        raise StoreError(
+            f"to run what {path} names would import code that is not gradparity's: {', '.join(found)}\n"
+            "  try    --trust, if you know where the file is from"
+        )
+
+
+def _imports(row: Row, own: str) -> Iterator[str]:
+    """What the row's subject and corpus name to be imported: a module, a Python file, a folder, a store."""
+    form, _, place = row.subject.partition(":")
+    if form == "import" or (form == "compile" and ":" in place):
+        yield f"{place.rpartition(':')[0]} (of the subject {row.subject})"
+    if (place := imported_by(row.case)) and place != own:
+        yield f"{place} (of the case {row.case})"
 
 
 def apart(tasks: list[Task], timeout: float, run: RunUnit = run_unit) -> Messages:

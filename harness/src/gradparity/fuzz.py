@@ -103,7 +103,8 @@ class FuzzSummary:
     def resumed(cls, state: dict[str, Any], known: Iterable[Signature]) -> FuzzSummary:
         """The summary of a campaign that goes on from this state, or begins."""
         made = cls(known=list(known))
-        for name, value in state.items():
+        for name in [name for name in COUNTED if name in state]:
+            value = state[name]
             setattr(made, name, Counter(value) if isinstance(value, dict) else value)
         return made
 

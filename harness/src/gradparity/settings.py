@@ -51,9 +51,11 @@ def load(folder: Path) -> Settings:
 def _table(path: Path) -> dict[str, Any] | None:
     try:
         tools = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {})
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        found = tools.get(TABLE)
+        if found is not None and not isinstance(found, dict):
+            raise ValueError(f"tool.{TABLE} is no table")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise SettingsError(f"cannot read {path}: {error}") from error
-    found: dict[str, Any] | None = tools.get(TABLE)
     return found
 
 

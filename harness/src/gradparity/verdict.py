@@ -7,11 +7,12 @@ In: findings. Out: `Row`, a frozen value of plain data that can be written as JS
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from gradparity.case import Case
+from gradparity.reading import read_as
 
 FALLBACK = re.compile(r"fallback: (?:\[(?P<code>[\w-]+)\] )?")
 """How a subject's note about a fallback begins: with the code of its reason, if it has one."""
@@ -94,11 +95,8 @@ class Row:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Row:
-        """Builds a row from plain data, ignoring unknown keys."""
-        names = {item.name for item in fields(cls)}
-        known = {key: value for key, value in data.items() if key in names}
-        texts = {key: tuple(data.get(key, ())) for key in ("notes", "unlisted")}
-        return cls(**known | texts | {"verdict": Verdict(data["verdict"])})
+        """Builds a row from plain data, ignoring unknown keys. Raises ValueError if they are no row."""
+        return read_as(cls, data)
 
     @property
     def is_find(self) -> bool:

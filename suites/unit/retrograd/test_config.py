@@ -119,14 +119,90 @@ def test_the_text_says_what_was_found_and_what_is_allowed() -> None:
     assert str(refused.value) == "option 'dynamic': got 'yes'\n  expected  None, True or False"
 
 
+@pytest.mark.parametrize("door", [*DOORS, "Config"])
+def test_an_unknown_option_is_refused_with_those_that_there_are(door: str) -> None:
+    of_dynamo = door in ("backend", "compile, options")
+    known = "partitioner" if of_dynamo else "fullgraph" if door == "compile" else "regions"
+    make = Config if door == "Config" else DOORS[door][0]
+    torch._dynamo.reset()
+    with pytest.raises((OptionError, torch._dynamo.exc.BackendCompilerFailed)) as refused:
+        make(**{known[:-2]: True})
+    assert f"option '{known[:-2]}': there is no such option; did you mean '{known}'?\n" in str(refused.value)
+    assert known in str(refused.value).partition("expected  one of ")[2]
+    assert door == "backend" or isinstance(refused.value, TypeError)
+
+
+def joint() -> Any:
+    return aot.capture(aot.create_state(torch.sin, (torch.ones(2, requires_grad=True),)))
+
+
+def used_without_parentheses() -> Any:
+    return retrograd.compiled_autograd(identity)(torch.ones(2))
+
+
+#: by what is called: the call, the argument that does not fit, what was found, what is expected.
+ARGUMENTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
+    "compile": (lambda: retrograd.compile("model"), "target", "'model'", "a module, or a function"),
+    "compile_step": (lambda: retrograd.compile_step(3), "step", "3", "a training step"),
+    "compile_step()": (lambda: retrograd.compile_step()("f"), "fn", "'f'", "a training step"),
+    "explain": (lambda: retrograd.explain(3), "fn", "3", "a function that runs backwards"),
+    "compiled_autograd": (used_without_parentheses, "fn", "Tensor", "parentheses"),
+    "CompiledAutograd": (lambda: retrograd.CompiledAutograd(3), "config", "3", "a retrograd.Config"),
+    "CompiledStep": (lambda: retrograd.CompiledStep(identity, None), "config", "None", "a retrograd.Config"),
+    "AotFunction": (lambda: aot.AotFunction(3, Config()), "fn", "3", "a function"),
+    "function": (lambda: aot.function(3), "fn", "3", "a function"),
+    "module": (lambda: aot.module(identity), "mod", "function", "aot.function takes functions"),
+    "create_state": (lambda: aot.create_state("f"), "fn_or_module", "'f'", "a function or a module"),
+    "create_state, args": (lambda: aot.create_state(identity, torch.ones(2)), "args", "Tensor", "(x,)"),
+    "create_state, kwargs": (lambda: aot.create_state(identity, (), 3), "kwargs", "3", "by name"),
+    "create_state, dynamic": (
+        lambda: aot.create_state(identity, dynamic="yes"), "dynamic", "'yes'", "True, False",
+    ),
+    "capture": (lambda: aot.capture(identity), "state", "function", "aot.create_state"),
+    "capture, switch": (
+        lambda: aot.capture(aot.create_state(identity), single_region="no"), "single_region", "'no'", "True",
+    ),
+    "partition": (lambda: aot.partition(None), "joint", "None", "aot.capture"),
+    "aot.compile": (lambda: aot.compile(joint()), "partition", "JointGraph", "aot.partition"),
+    "aot.compile, forward": (
+        lambda: aot.compile(aot.partition(joint()), "fast"), "forward", "'fast'", "one of aten, eager",
+    ),
+    "aot.compile, backward": (
+        lambda: aot.compile(aot.partition(joint()), "eager", "fast"), "backward", "'fast'", "one of aten",
+    ),
+    "with_state": (
+        lambda: aot.compile(aot.partition(joint()), "eager").with_state(3), "state", "3", "state_dict",
+    ),
+    "export": (lambda: aot.export(3, "file"), "joint", "3", "aot.capture"),
+    "export, file": (lambda: aot.export(joint(), None), "file", "None", "a path, or an open binary file"),
+    "load": (lambda: aot.load(3), "file", "3", "a path, or an open binary file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_of_another_kind_is_refused(name: str) -> None:
+    call, argument, found, expected = ARGUMENTS[name]
+    with pytest.raises(OptionError) as refused:
+        call()
+    assert str(refused.value).startswith(f"option '{argument}': got {found}\n  expected  ")
+    assert expected in str(refused.value)
+
+
+def test_a_strict_error_does_not_advise_what_strict_rules_out() -> None:
+    def fails(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    loss = torch.ones(2, requires_grad=True).sin().sum()
+    with retrograd.compiled_autograd(fails, strict=True), pytest.raises(retrograd.LoweringError) as refused:
+        loss.backward()
+    assert str(refused.value).startswith("segment 0 cannot be compiled: ZeroDivisionError")
+    assert refused.value.reason.way_out == (
+        "name the node in opaque=, or do nothing: outside strict mode, only this segment is not compiled"
+    )
+
+
 def test_every_option_has_a_rule() -> None:
     assert set(WRONG) == {name for name in Config.__dataclass_fields__ if not name.startswith("_")}
-
-
-def test_what_is_not_a_function_is_refused() -> None:
-    for make in (retrograd.compile_step, aot.function):
-        with pytest.raises(OptionError, match="got 3"):
-            make(3)
 
 
 def test_configs_are_values() -> None:

@@ -40,6 +40,7 @@ def issue(  # noqa: PLR0913 - a command has as many parameters as options
     device: options.DeviceOption = options.Device.auto,
     timeout: options.Timeout = 300.0,
     seed: options.Seed = 0,
+    trust: options.Trust = False,
     sweep_versions: Annotated[
         list[str] | None, typer.Option("--sweep", help="also try this version of torch; repeatable")
     ] = None,
@@ -55,7 +56,7 @@ def issue(  # noqa: PLR0913 - a command has as many parameters as options
     console = options.console()
     with options.errors(console):
         where = torch.device(options.device_name(device))
-        meant = named(case, subject, store, seed)
+        meant = named(case, subject, store, seed, trust)
         task = Task.of(meant.case, meant.subject, where.type, ablate=True)
         row = Row.from_json(next(apart([task], timeout)))
         if not row.is_find:

@@ -69,6 +69,9 @@ ExpectedFile = Annotated[
 StoreFile = Annotated[
     Path | None, typer.Option("--store", help="keep results in this file; an unfinished run goes on there")
 ]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="run rows of the store that import modules, files or folders by name")
+]
 ShardOption = Annotated[str | None, typer.Option("--shard", help="only the i-th of n parts: i/n")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="a new process for every case")]
 MemoryLimit = Annotated[

@@ -29,6 +29,7 @@ def show(  # noqa: PLR0913 - a command has as many parameters as options
     device: options.DeviceOption = options.Device.auto,
     timeout: options.Timeout = 300.0,
     seed: options.Seed = 0,
+    trust: options.Trust = False,
     ablate: options.Ablate = False,
 ) -> None:
     """Runs one case here and prints both hook timelines side by side and the table of gradient errors.
@@ -41,7 +42,7 @@ def show(  # noqa: PLR0913 - a command has as many parameters as options
     """
     console = options.console()
     with options.errors(console):
-        found = named(case, subject, store, seed)
+        found = named(case, subject, store, seed, trust)
         task = Task.of(found.case, found.subject, options.device_name(device), ablate)
         data = next(apart([task], timeout, show_unit))
     row = print_shown(console, data)

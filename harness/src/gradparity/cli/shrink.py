@@ -32,6 +32,7 @@ def shrink(  # noqa: PLR0913 - a command has as many parameters as options
     device: options.DeviceOption = options.Device.auto,
     timeout: options.Timeout = 60.0,
     seed: options.Seed = 0,
+    trust: options.Trust = False,
 ) -> None:
     """Cuts statements, operands, sizes and hooks as long as the case diverges alike; writes the script.
 
@@ -45,7 +46,7 @@ def shrink(  # noqa: PLR0913 - a command has as many parameters as options
     console = options.console()
     with options.errors(console):
         where = options.device_name(device)
-        found = named(case, subject, store, seed)
+        found = named(case, subject, store, seed, trust)
         task = Task.of(found.case, found.subject, where)
         effort = Effort(where, timeout, seconds)
         made = smaller(task, effort, lambda text: console.print(text, markup=False, soft_wrap=True))

@@ -14,8 +14,9 @@ import typer
 from gradparity.case import Case
 from gradparity.cli import options
 from gradparity.cli.outcome import Files, print_rows
-from gradparity.finds import apart, recorded
+from gradparity.finds import apart, recorded, refuse_imports
 from gradparity.html.figures import distinct
+from gradparity.reading import written_by_us
 from gradparity.store.merge import is_store
 from gradparity.store.merge import merge as merged
 from gradparity.store.store import Run, Store
@@ -57,8 +58,9 @@ def report(
     with options.errors(console):
         history = runs_of(source)
         rows = history[-1][1] if history else recorded(source)
-        print_rows(console, rows)
-        Files(json_file, out, junit_file).write(rows, history)
+        with written_by_us(f"a row of {source}", "row of gradparity", "the file as gradparity wrote it"):
+            print_rows(console, rows)
+            Files(json_file, out, junit_file).write(rows, history)
     for path in (out, junit_file, json_file):
         if path is not None:
             console.print(f"wrote {path}", markup=False)
@@ -77,6 +79,7 @@ def replay(
     every: Annotated[bool, typer.Option("--all", help="every divergence, not one of each signature")] = False,
     device: options.DeviceOption = options.Device.auto,
     timeout: options.Timeout = 300.0,
+    trust: options.Trust = False,
 ) -> None:
     """Runs the stored divergences again: 0 if all are as recorded, 1 if any has changed or gone.
 
@@ -89,6 +92,7 @@ def replay(
     with options.errors(console):
         rows = recorded(source)
         chosen = [row for row in rows if row.is_find] if every else list(distinct(rows).values())
+        refuse_imports(chosen, source, trust)
         where = options.device_name(device)
         tasks = [Task.of(Case.parse(row.case, row.seed), row.subject, where) for row in chosen]
         for row, data in zip(chosen, apart(tasks, timeout), strict=True):

@@ -13,15 +13,21 @@ from pathlib import Path
 
 import torch
 
-from gradparity.case import Case
+from gradparity.case import SEPARATOR, Case
 from gradparity.corpus.base import Program
-from gradparity.errors import UnknownNameError
+from gradparity.errors import CorpusError, UnknownNameError
 from gradparity.store.store import Store
 from gradparity.verdict import Row
 
 PREFIX = "finds:"
 
 Found = Callable[[Case, torch.device], Program]
+
+
+def imported_by(case: str) -> str:
+    """The folder, file or store that the address of a case names to be imported; "" if it names none."""
+    form, _, place = case.partition(SEPARATOR)[0].partition(":")
+    return place if form in ("folder", "finds") else ""
 
 
 class FindsCorpus:
@@ -46,5 +52,10 @@ class FindsCorpus:
         if chunk not in self._rows:
             raise UnknownNameError("find", chunk, sorted(self._rows))
         row = self._rows[chunk]
+        if place := imported_by(row.case):
+            raise CorpusError(
+                f"the find {chunk} of {self._path} would import {place}\n"
+                f"  try    gradparity replay {self._path} --trust, if you know where it is from"
+            )
         program = self._found(Case.parse(row.case, row.seed), device)
         yield replace(program, case=Case(self.name, chunk, None, row.seed))

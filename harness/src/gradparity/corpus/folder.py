@@ -74,7 +74,7 @@ def _script(file: Path) -> Script:
         data = json.loads(file.read_text(encoding="utf-8"))
         text = json.dumps(data.get("shrunk", data))
         return Script.from_text(text)
-    except (OSError, ValueError, AttributeError, CaseError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError, CaseError) as error:
         raise CorpusError(
             f"{file} is no script: {error}\n  try    the JSON form of a generated program"
         ) from error

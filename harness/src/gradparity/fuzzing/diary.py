@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from gradparity.errors import StoreError, StoreFullError
+from gradparity.reading import each_line, read_as
 from gradparity.verdict import Row
 
 FORMAT, VERSION = "gradparity fuzz", 2
+State = dict[str, int | float | list[str] | dict[str, int]]
 
 
 @dataclass
@@ -89,24 +91,23 @@ def read(path: Path) -> Done:
     """What a file says. Raises StoreError if it is no diary, or one of another version."""
     done, finds = Done(), list[Row]()
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            data = json.loads(line)
-            if number == 1:
-                _check(data, path)
-            elif data.get("ended"):
-                done.ended = True
-            elif "find" in data:
-                finds.append(Row.from_json(data["find"]))
-            else:
-                done.numbers.add(data["number"])
-                done.rows += finds if data["row"] is None else [*finds, Row.from_json(data["row"])]
-                finds = []
-                done.state = data["state"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StoreError(
-                f"{path}:{number} is no line of a campaign: {error}\n  try    move it away"
-            ) from error
+
+    def take(number: int, data: Any) -> None:
+        if number == 1:
+            _check(data, path)
+        elif data.get("ended"):
+            done.ended = True
+        elif "find" in data:
+            finds.append(Row.from_json(data["find"]))
+        else:
+            done.numbers.add(read_as(int, data["number"]))
+            done.rows += finds if data["row"] is None else [*finds, Row.from_json(data["row"])]
+            finds.clear()
+            done.state = read_as(State, data["state"])
+            done.state["seconds"]
+
+    for _ in each_line(path, lines[:-1], take, "line of a campaign", "move it away"):
+        pass
     done.pending = frozenset(row.signature for row in finds)
     return done
 
@@ -114,6 +115,6 @@ def read(path: Path) -> Done:
 def _check(data: dict[str, Any], path: Path) -> None:
     if (data.get("format"), data.get("version")) != (FORMAT, VERSION):
         raise StoreError(
-            f"{path} was written by another version of gradparity\n  found  {data.get('format')} "
-            f"{data.get('version')}\n  wanted {FORMAT} {VERSION}\n  try    move it away"
+            f"{path} was written by another version of gradparity\n  found  {data.get('format')!r} "
+            f"{data.get('version')!r}\n  wanted {FORMAT} {VERSION}\n  try    move it away"
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 from gradparity.errors import CaseError
 from gradparity.generate.script import Script
+from gradparity.reading import read_as
 from gradparity.signature import Signature
 from gradparity.verdict import Row
 
@@ -52,17 +53,9 @@ class Find:
     def from_json(cls, data: dict[str, Any]) -> Find:
         """The inverse of `to_json`. Raises CaseError if the data are no find."""
         try:
-            return cls(
-                **data
-                | {
-                    "script": Script.model_validate(data["script"]),
-                    "shrunk": Script.model_validate(data["shrunk"]),
-                    "signature": Signature.from_json(data["signature"]),
-                    "row": Row.from_json(data["row"]),
-                }
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CaseError(f"not a find: {type(error).__name__}: {error}") from error
+            return read_as(cls, data)
+        except ValueError as error:
+            raise CaseError(f"not a find: {error}") from error
 
 
 class Folder:
@@ -87,5 +80,5 @@ class Folder:
     def _read(self, file: Path) -> Find:
         try:
             return Find.from_json(json.loads(file.read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, CaseError) as error:
+        except (OSError, ValueError, RecursionError, CaseError) as error:
             raise CaseError(f"{file}: {error}") from error

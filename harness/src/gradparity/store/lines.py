@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gradparity.errors import StoreError, StoreFullError
+from gradparity.reading import each_line
 from gradparity.verdict import Row
 
 
@@ -36,18 +37,17 @@ def read_lines(path: Path) -> list[Row]:
         texts = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise StoreError(f"cannot read {path}: {error}\n  try    a file that --json wrote") from error
-    rows = []
-    for number, text in enumerate(texts, 1):
-        if not text.strip():
-            continue
-        try:
-            rows.append(Row.from_json(json.loads(text)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            cut = number == len(texts) and isinstance(error, json.JSONDecodeError)
-            if cut and text.startswith("{"):  # no newline follows: the writer was killed in the middle of it
-                break
-            raise StoreError(
-                f"{path}:{number} is no row of gradparity: {type(error).__name__}: {error}\n"
-                "  try    the file as --json wrote it"
-            ) from error
-    return rows
+    if texts[-1].startswith("{") and not _is_json(texts[-1]):  # its writer was killed in the middle of it
+        del texts[-1]
+    way_out = "the file as --json wrote it"
+    return list(each_line(path, texts, lambda _, data: Row.from_json(data), "row of gradparity", way_out))
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except json.JSONDecodeError:
+        return False
+    except (ValueError, RecursionError):
+        pass  # whole, but for other eyes
+    return True

@@ -11,9 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gradparity.reading import written_by_us
 from gradparity.store.lines import read_lines
 from gradparity.store.store import Run, Store
 
+_OURS = ("run of gradparity", "the store that gradparity run --store wrote")
 SQLITE_HEAD = b"SQLite format 3\x00"
 
 
@@ -22,7 +24,7 @@ def merge(sources: list[Path], target: Path) -> int:
     with Store(target) as store:
         for path in sources:
             if is_store(path):
-                with Store(path, create=False) as source:
+                with Store(path, create=False) as source, written_by_us(f"a run in {path}", *_OURS):
                     _add_store(source, store)
             else:
                 _add_lines(path, store)

@@ -11,11 +11,12 @@ import sqlite3
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gradparity.reading import read_as, written_by_us
 from gradparity.store.schema import failure, opened
 from gradparity.verdict import Row
 
@@ -33,6 +34,9 @@ class Run:
     versions: dict[str, str]
     started: float
     finished: float | None = None
+
+
+RUN = ("id", "campaign", "plan", "versions", "started", "finished")
 
 
 class Store:
@@ -118,27 +122,37 @@ class Store:
 
     def runs(self) -> list[Run]:
         """All runs, oldest first."""
-        found = self._read(
-            "SELECT id, campaign, plan, versions, started, finished FROM runs ORDER BY started"
-        )
-        return [Run(i, c, json.loads(p), json.loads(v), s, f) for i, c, p, v, s, f in found]
+        found = self._read(f"SELECT {', '.join(RUN)} FROM runs ORDER BY started")
+        with self._as_written():
+            return [self._run(dict(zip(RUN, one, strict=True))) for one in found]
+
+    def _run(self, found: dict[str, Any]) -> Run:
+        return read_as(Run, found | {name: json.loads(found[name]) for name in ("plan", "versions")})
 
     def rows(self, run: str | None = None) -> list[Row]:
         """The rows of one run, or of all, by unit and step."""
         where, values = ("", ()) if run is None else ("WHERE run = ?", (run,))
         found = self._read(f"SELECT row FROM steps {where} ORDER BY run, unit, step", values)
-        return [Row.from_json(json.loads(text)) for (text,) in found]
+        with self._as_written():
+            return [Row.from_json(json.loads(text)) for (text,) in found]
 
     def steps(self, run: str) -> Iterator[tuple[str, int, Row]]:
         """The rows of a run with their units and steps."""
         for unit, step, text in self._read(
             "SELECT unit, step, row FROM steps WHERE run = ? ORDER BY unit, step", (run,)
         ):
-            yield unit, step, Row.from_json(json.loads(text))
+            with self._as_written():
+                row = Row.from_json(json.loads(text))
+            yield unit, step, row
 
     def finished_units(self, run: str) -> dict[str, str]:
         """The units that are complete, with why one ended before its first step, if it did."""
         return dict(self._read("SELECT unit, error FROM units WHERE run = ?", (run,)))
+
+    def _as_written(self) -> AbstractContextManager[None]:
+        return written_by_us(
+            f"the store {self.path}", "store of gradparity", f"move it away, or sqlite3 {self.path}"
+        )
 
     def _read(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
         try:

@@ -22,7 +22,7 @@ from retrograd._torch.state import context_decorator
 from retrograd.aot.kept import expect
 from retrograd.backends.background import wait_for_all
 from retrograd.backends.registry import InductorBackend, find_backend
-from retrograd.config import Config
+from retrograd.config import Config, check, checked
 from retrograd.dynamo import config_of
 from retrograd.dynamo.backend import ChosenBackend
 from retrograd.dynamo.left_to_python import LeftToPython
@@ -49,6 +49,7 @@ class CompiledAutograd:
     stock compiled autograd too.
     """
 
+    @checked(config=(Config, "a retrograd.Config; retrograd.compiled_autograd() makes contexts"))
     def __init__(self, config: Config, place: Hashable = None) -> None:
         self.config = config
         self.report = Report(above=process_report)
@@ -62,6 +63,7 @@ class CompiledAutograd:
     def __exit__(self, *error: object) -> None:
         leave(self)
 
+    @checked(fn=(callable, "a function; as a decorator it has parentheses: @compiled_autograd()"))
     def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` (a function, generator function or coroutine function) inside this context. A generator's
         caller must not find itself inside it while the generator is suspended, so it is entered anew each
@@ -103,6 +105,7 @@ class CompiledAutograd:
         return self.report
 
 
+@checked()
 def compiled_autograd(  # noqa: PLR0913 - as many parameters as there are choices
     backend: str | Callable[..., Any] = "inductor",
     *,
@@ -156,10 +159,11 @@ def compiled_autograd(  # noqa: PLR0913 - as many parameters as there are choice
     find_backend(backend)
     watch_compiled_forwards(is_anything_open)
     side_streams.watch()
-    caller = sys._getframe(1)  # each step may come by here, and what earlier ones have taught is to count
+    caller = sys._getframe(2)  # each step may come by here, and what earlier ones have taught is to count
     return CompiledAutograd(config, (caller.f_code, caller.f_lineno))
 
 
+@checked(target=(lambda target: target is None or callable(target), "a module, or a function"))
 def compile(
     target: Any = None,
     /,
@@ -201,8 +205,6 @@ def compile(
     """
     if target is None:
         return functools.partial(compile, **{name: it for name, it in locals().items() if name != "target"})
-    if not callable(target):
-        raise OptionError("target", f"got {target!r}", "a module, or a function")
     if options is not None and "backend" in options:
         raise OptionError("options", f"got 'backend': {options['backend']!r}", "backend= beside options")
     chosen = {**(options or {}), "backend": backend}
@@ -302,6 +304,7 @@ def explain(
     """
     if fn is None:
         return process_report
+    check("fn", fn, (callable, "a function that runs backwards"))
     with compiled_autograd(backend) as context:
         fn(*args, **kwargs)
     return context.report

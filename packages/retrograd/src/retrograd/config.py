@@ -8,9 +8,11 @@ parameters, the option keeps its default.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from retrograd.errors import OptionError
 
@@ -50,8 +52,12 @@ def _is_compiler(value: Any) -> bool:
     return isinstance(value, str) or callable(value) or callable(getattr(value, "compile", None))
 
 
-#: for each option, whether it may have a value, and what it may be in words.
-_ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+#: whether an option or argument may have a value (or of what type it is), and what it may be in words.
+Rule = tuple[Callable[[Any], bool] | type, str]
+
+SWITCH: Rule = (_is_switch, "True or False")
+
+ALLOWED: Mapping[str, Rule] = {
     "backend": (_is_compiler, "a backend's name, or a callable (gm, example_inputs) -> callable"),
     "backward": (
         lambda value: value is None or _is_compiler(value),
@@ -79,9 +85,7 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, int) and value >= 0,
         "True, False, or the smallest number of autograd nodes",
     ),
-    **dict.fromkeys(
-        ("strict", "single_region", "background", "cudagraphs", "stock_dynamo"), (_is_switch, "True or False")
-    ),
+    **dict.fromkeys(("strict", "single_region", "background", "cudagraphs", "stock_dynamo"), SWITCH),
     "whole_after": (
         lambda value: value is None or (_is_count(value) and value > 1),
         "None, or a number of calls, at least 2",
@@ -91,6 +95,42 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "None, or a number of seconds, at least 0",
     ),
 }
+
+
+def check(name: str, value: Any, rule: Rule) -> None:
+    """Raise `OptionError` if the option or argument `name` may not have this value."""
+    allows, expected = rule
+    if not (isinstance(value, allows) if isinstance(allows, type) else allows(value)):
+        is_plain = isinstance(value, (str, int, float, list, tuple, dict, type(None)))
+        shown = repr(value) if is_plain else type(value).__name__
+        raise OptionError(name, f"got {shown:.200}", expected)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def checked(**rules: Rule) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A decorator: the function raises `OptionError` for a keyword that it does not have, and for an argument
+    that its rule forbids."""
+
+    def decorate(fn: Callable[P, T]) -> Callable[P, T]:
+        parameters = inspect.signature(fn).parameters
+        known = [name for name, one in parameters.items() if one.kind is not one.POSITIONAL_ONLY]
+
+        @functools.wraps(fn)
+        def run(*args: P.args, **given: P.kwargs) -> T:
+            for name in given:
+                if name not in known:
+                    raise OptionError.unknown(name, known)
+            for name, value in (*zip(parameters, args, strict=False), *given.items()):
+                if name in rules:
+                    check(name, value, rules[name])
+            return fn(*args, **given)
+
+        return run
+
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -134,12 +174,17 @@ class Config:
     #: stands for the callables in comparisons: they need not be hashable, and each equals only itself.
     _identities: tuple[Any, ...] = field(init=False, repr=False)
 
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        known = [name for name in cls.__dataclass_fields__ if name[0] != "_"]
+        for name in given.keys() - known:
+            raise OptionError.unknown(name, known)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "passes", _collected(self.passes, tuple))
         object.__setattr__(self, "opaque", _collected(self.opaque, frozenset))
-        for name, (is_allowed, expected) in _ALLOWED.items():
-            if not is_allowed(value := getattr(self, name)):
-                raise OptionError(name, f"got {value!r}", expected)
+        for name, rule in ALLOWED.items():
+            check(name, getattr(self, name), rule)
         chosen = (self.backend, self.backward, self.partitioner, *self.passes)
         identities = tuple(one if isinstance(one, str) else id(one) for one in chosen)
         object.__setattr__(self, "_identities", identities)

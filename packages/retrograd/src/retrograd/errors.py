@@ -5,7 +5,8 @@ In: what was found, where, and the way out. Out: exceptions and warnings whose t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -119,6 +120,11 @@ class LoweringError(_ReasonedError):
     is interpreted node by node."""
 
 
+class NoCompilerError(_ReasonedError):
+    """A backend finds no compiler for the code that it generates. Raised in strict mode only; otherwise that
+    code's work runs eagerly."""
+
+
 class VerificationError(_ReasonedError):
     """An artifact between two stages broke its law: a bug in retrograd or in a pass given to it."""
 
@@ -143,8 +149,8 @@ class BackendError(RetrogradError):
     """A backend or a partitioner returned something that cannot be used."""
 
 
-class OptionError(RetrogradError, ValueError):
-    """An option does not exist, or has a value that is not allowed.
+class OptionError(RetrogradError, ValueError, TypeError):
+    """An option does not exist, or has a value that is not allowed; the same of an argument.
 
     Args:
         name: of the option.
@@ -155,6 +161,13 @@ class OptionError(RetrogradError, ValueError):
     def __init__(self, name: str, found: str, expected: str) -> None:
         super().__init__(f"option {name!r}: {found}\n  expected  {expected}")
         self.name = name
+
+    @classmethod
+    def unknown(cls, name: str, known: Iterable[str], expected: str = "") -> Self:
+        """The error for an option that is none of the `known`, which it lists if `expected` does not."""
+        close = difflib.get_close_matches(name, known := list(known), n=1)
+        found = "there is no such option" + (f"; did you mean {close[0]!r}?" if close else "")
+        return cls(name, found, expected or f"one of {', '.join(known)}")
 
 
 class UnsupportedTorchError(RetrogradError):

@@ -301,7 +301,7 @@ def reason_of(error: Exception, stage: str, code: str = "compile-failed") -> Rea
     reason = getattr(error, "reason", None)
     if isinstance(reason, Reason):
         return reason
-    return Reason(code, first_line(error), stage)
+    return Reason(code, first_line(error), stage, way_out="strict=True raises this, with its traceback")
 
 
 def why_failed(what: str, error: BaseException, stage: str) -> Reason:

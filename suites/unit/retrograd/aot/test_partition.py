@@ -246,7 +246,7 @@ def test_a_mask_that_is_drawn_again_is_not_saved() -> None:
 
 
 def test_an_unknown_policy() -> None:
-    with pytest.raises(OptionError, match="option 'partitioner': got 'greedy'\n  expected  one of 'min_cut'"):
+    with pytest.raises(OptionError, match="option 'policy': got 'greedy'\n  expected  one of 'min_cut'"):
         aot.partition(captured(waves, leaf(3)), "greedy")
 
 

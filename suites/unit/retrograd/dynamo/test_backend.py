@@ -120,7 +120,7 @@ def test_an_unknown_option_is_refused_with_the_sorted_valid_ones():
     with pytest.raises(OptionError) as refused:
         retrograd(torch.fx.GraphModule({}, torch.fx.Graph()), [], options={"partitoner": "min_cut"})
     assert str(refused.value) == (
-        "option 'partitoner': there is no such option\n"
+        "option 'partitoner': there is no such option; did you mean 'partitioner'?\n"
         "  expected  one of backend, backward, compile_timeout, cudagraphs, partitioner, passes, regions, "
         "single_region, stock_dynamo, strict, whole_after, or one of torch._inductor.list_options()"
     )

@@ -130,7 +130,7 @@ def test_enable_refuses_what_the_context_refuses_and_changes_nothing_then() -> N
     retrograd.enable("eager")
     with pytest.raises(retrograd.OptionError):
         retrograd.enable("fast")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'speed'"):
+    with pytest.raises(TypeError, match="option 'speed': there is no such option"):
         retrograd.enable("aten", speed=2)
     assert ran_by() == "eager"
 

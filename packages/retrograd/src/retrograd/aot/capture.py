@@ -41,6 +41,7 @@ from retrograd.aot.trace.analyse import analyse
 from retrograd.aot.trace.differentiate import Manner, differentiate
 from retrograd.aot.trace.enter import EntryPlan, Inputs
 from retrograd.aot.trace.structure import Structure
+from retrograd.config import SWITCH, checked
 from retrograd.errors import CaptureError, PassError, Refusal, RetrogradError, first_line
 from retrograd.graph.joint import Boundary, Cotangent, JointSignature, Output, Region, rendered
 from retrograd.graph.joint_graph import CaptureState, JointValues
@@ -102,6 +103,10 @@ class JointGraph(JointValues):
         return rendered(self.gm.graph, self.signature, sources)
 
 
+@checked(
+    state=(CaptureState, "what aot.create_state returned"),
+    **dict.fromkeys(("single_region", "split_at_leaf_grads", "sums_apart"), SWITCH),
+)
 def capture(
     state: CaptureState,
     *,

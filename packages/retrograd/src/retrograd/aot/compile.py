@@ -30,7 +30,7 @@ from retrograd.aot.trace.differentiate import Manner
 from retrograd.aot.writes import writing_ahead
 from retrograd.backends.base import Half
 from retrograd.backends.registry import find_backend
-from retrograd.config import Config
+from retrograd.config import SWITCH, Config, check, checked
 from retrograd.cudagraphs.graphed_call import SharedMemory, Values
 from retrograd.errors import CallError, CodeFailedError, NotReadyError
 from retrograd.events import AOT_LOGS
@@ -41,6 +41,7 @@ from retrograd.report import GraphReport, Report, process_report
 from retrograd.specialize.guard import guard_as_traced
 
 
+@checked(partition=(Partition, "what aot.partition returned"), lazy=SWITCH)
 def compile(
     partition: Partition,
     forward: str | Callable[..., Any] = "inductor",
@@ -71,6 +72,7 @@ def compile(
         OptionError: an option has a value that it cannot have.
         Exception: whatever a backend raises.
     """
+    find_backend(forward, "forward")
     config = Config(backend=forward, backward=backward, cudagraphs=cudagraphs, regions=regions)
     return Compiled(compile_with(partition, config, process_report, lazy))
 
@@ -81,7 +83,7 @@ def compile_with(
     """The same for choices that are checked already; `report` is told what runs eagerly later. A partition
     that was not known on disk is kept there, while other processes begin to compile it."""
     ahead = find_backend(config.backend)
-    behind = ahead if config.backward is None else find_backend(config.backward)
+    behind = ahead if config.backward is None else find_backend(config.backward, "backward")
     half = _forward_half(partition, lazy)
     memory = SharedMemory()
     regions = [
@@ -148,6 +150,7 @@ class Compiled:
         Raises:
             CallError: a name is missing, or inputs are unlike those of the capture.
         """
+        check("state", state, (Mapping, "tensors by name, as mod.state_dict(keep_vars=True) gives them"))
         flat = self._flattened(args, kwargs)
         names = [leaf.name for leaf in self._state.leaves[: len(self._state.leaves) - len(flat)]]
         for name in names:

@@ -24,6 +24,7 @@ from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import new_fake_mode
 from retrograd.aot.capture import JointGraph
 from retrograd.aot.examine import examine, examine_trace
+from retrograd.config import checked
 from retrograd.errors import (
     CaptureError,
     ExportError,
@@ -60,6 +61,10 @@ _MANIFEST, _JOINT, _TENSORS = "manifest.json", "joint.json", "tensors.bin"
 #: bytes of what may be compressed, as older releases did.
 _SMALL = 2**16
 File = str | os.PathLike[str] | IO[bytes]
+_FILE = (
+    lambda file: isinstance(file, (str, os.PathLike)) or hasattr(file, "seek"),
+    "a path, or an open binary file",
+)
 
 _FOUND = "found/"
 #: what of a `JointGraph` is written as it is.
@@ -288,6 +293,7 @@ def _tensors_of(table: Mapping[str, Any], data: bytes) -> dict[str, torch.Tensor
 # files
 
 
+@checked(joint=(JointGraph, "what aot.capture returned"), file=_FILE)
 def export(joint: JointGraph, file: File) -> None:
     """Write `joint` to `file`, a path or an open binary file.
 
@@ -314,6 +320,7 @@ def export(joint: JointGraph, file: File) -> None:
         archive.writestr(_TENSORS, kept)
 
 
+@checked(file=_FILE)
 def load(file: File) -> JointGraph:
     """The joint graph in `file`, as `export` wrote it.
 

@@ -23,8 +23,8 @@ from retrograd.aot.compile import find_named, run_stages
 from retrograd.aot.modules import FlatCall, ModuleState
 from retrograd.aot.state import Dynamic, state_of_flat
 from retrograd.backends.registry import find_backend
-from retrograd.config import Config, Policy
-from retrograd.errors import CaptureError, OptionError, Reason, name_of
+from retrograd.config import Config, Policy, check, checked
+from retrograd.errors import CaptureError, Reason, name_of
 from retrograd.events import AOT_LOGS
 from retrograd.graph.structure import constant_key
 from retrograd.report import Report, process_report, reason_of
@@ -48,9 +48,13 @@ def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[
     return pytree.tree_flatten((args, kwargs))
 
 
+_FUNCTION = callable, "a function or another callable"
+
+
 class AotFunction:
     """A function that compiles itself. `function` and `module` make it."""
 
+    @checked(fn=_FUNCTION, config=(Config, "a retrograd.Config; aot.function makes one of its options"))
     def __init__(self, fn: Callable[..., Any], config: Config, report: Report = process_report) -> None:
         self.fn, self.config, self._report = fn, config, report
         self.__name__: str = name_of(fn)
@@ -189,6 +193,7 @@ def _module_of(mod: nn.Module, config: Config) -> AotModule:
     return made
 
 
+@checked(fn=_FUNCTION)
 def function(  # noqa: PLR0913 - as many parameters as there are choices
     fn: Callable[..., Any],
     *,
@@ -237,8 +242,6 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
         OptionError: an option has a value that it cannot have.
         CaptureError: in a call that cannot be captured, if `strict`.
     """
-    if not callable(fn):
-        raise OptionError("fn", f"got {fn!r}", "a function or another callable")
     config = Config(**{name: value for name, value in locals().items() if name != "fn"})
     find_named(config)
     return AotFunction(fn, config)
@@ -258,10 +261,7 @@ def module(mod: nn.Module, **options: Any) -> AotModule:
     Raises:
         OptionError: `mod` is no module, or an option has a value that it cannot have.
     """
-    if not isinstance(mod, nn.Module):
-        raise OptionError(
-            "mod", f"got {type(mod).__name__}", "a torch.nn.Module; aot.function takes functions"
-        )
+    check("mod", mod, (nn.Module, "a torch.nn.Module; aot.function takes functions"))
     return _module_of(mod, function(mod, **options).config)
 
 

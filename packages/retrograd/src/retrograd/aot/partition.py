@@ -41,13 +41,14 @@ from retrograd.aot.parts import (
     read_by_backward,
 )
 from retrograd.aot.released import released
-from retrograd.config import Policy
+from retrograd.config import ALLOWED, Policy, checked
 from retrograd.errors import VerificationError
 from retrograd.graph.joint import Cotangent, Gradient
 from retrograd.graph.joint_graph import JointValues, Partition, RegionBackward, Saved, SavedKind
 from retrograd.graph.reach import reached
 
 
+@checked(joint=(JointValues, "what aot.capture or aot.load returned"), policy=ALLOWED["partitioner"])
 def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
     """Divide `joint`.
 

@@ -38,8 +38,8 @@ from retrograd._torch.fx import (
 from retrograd._torch.inductor import cut_by, memory_budget
 from retrograd._torch.trace import bytes_of
 from retrograd.aot.shorter import Chain, cut_shorter
-from retrograd.config import PARTITIONERS, Policy
-from retrograd.errors import OptionError, VerificationError
+from retrograd.config import Policy
+from retrograd.errors import VerificationError
 from retrograd.graph.joint import Gradient, JointSignature, Primal, cotangents_reaching, output_values
 from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.reach import reached
@@ -299,7 +299,6 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
     """The nodes that are saved; of those that `memory` forbids to keep, a copy.
 
     Raises:
-        OptionError: an unknown policy.
         VerificationError: one that saves something that is not a value of the forward half.
     """
     if policy == "save_all":
@@ -316,12 +315,10 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
             saved = {copied.get(node, node) for node in _cut(joint, memory_of(joint.gm, joint.signature))}
         lawful = is_short or not any(memory.is_forbidden(node) for node in saved - {*copied.values()})
         return saved | _read_by_strides(joint, memory) if lawful else _read(joint)
-    if callable(policy):
-        saved = _cut(joint, memory, policy)
-        lawful = not any(map(memory.is_forbidden, saved))
-        return saved | _read_by_strides(joint, memory) if lawful else _read(joint)
-    expected = f"one of {', '.join(map(repr, PARTITIONERS))}, or a callable (gm, inputs, *, num_fwd_outputs)"
-    raise OptionError("partitioner", f"got {policy!r}", expected)
+    assert callable(policy)
+    saved = _cut(joint, memory, policy)
+    lawful = not any(map(memory.is_forbidden, saved))
+    return saved | _read_by_strides(joint, memory) if lawful else _read(joint)
 
 
 def _read_by_strides(joint: JointValues, memory: Memory) -> set[fx.Node]:

@@ -25,6 +25,7 @@ from retrograd._torch.trace import (
     why_not_fakeable,
 )
 from retrograd.aot.modules import FlatCall, ModuleState
+from retrograd.config import checked
 from retrograd.errors import CaptureError
 from retrograd.graph.joint import PrimalKind
 from retrograd.graph.joint_graph import AliasGroup, CaptureState, Leaf, MemberView
@@ -34,6 +35,15 @@ from retrograd.graph.joint_graph import AliasGroup, CaptureState, Leaf, MemberVi
 Dynamic = bool | None | Mapping[int, frozenset[int]]
 
 
+@checked(
+    fn_or_module=(callable, "a function or a module"),
+    args=(
+        lambda args: isinstance(args, Sequence) and not isinstance(args, str),
+        "a tuple of the arguments: (x,) for one tensor x",
+    ),
+    kwargs=(lambda kwargs: kwargs is None or isinstance(kwargs, Mapping), "None, or arguments by name"),
+    dynamic=(lambda it: it is None or isinstance(it, (bool, Mapping)), "None, True, False, or a mapping"),
+)
 def create_state(
     fn_or_module: Callable[..., Any],
     args: Sequence[Any] = (),

@@ -100,7 +100,7 @@ def _inner(mode: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     known = set(settings()) if given else set()
     if unknown := sorted(key for key, name in names.items() if name not in known):
         expected = f"one of {', '.join(OPTIONS)}, or one of torch._inductor.list_options()"
-        raise OptionError(unknown[0], "there is no such option", expected)
+        raise OptionError.unknown(unknown[0], {*OPTIONS, *known}, expected)
     return {**_MODES[_known_mode(mode or "default")], **{names[key]: value for key, value in given.items()}}
 
 

@@ -23,15 +23,17 @@ from retrograd._torch.probe import check_supported
 from retrograd._torch.state import compile_stance
 from retrograd._torch.trace import is_tracing_here
 from retrograd.backends.registry import find_backend
-from retrograd.config import Config
+from retrograd.config import Config, checked
 from retrograd.dynamo.backend import retrograd
 from retrograd.dynamo.left_to_python import LeftToPython
-from retrograd.errors import OptionError, Reason, name_of
+from retrograd.errors import Reason, name_of
 from retrograd.live.contexts import enter, leave
 from retrograd.live.session import Session
 from retrograd.process import restored_on_error
 from retrograd.report import Report, process_report
 from retrograd.specialize.pace import SHORT_STEP, Pace
+
+_STEP = callable, "a function that makes a training step"
 
 
 @dataclass(eq=False)
@@ -79,6 +81,7 @@ class CompiledStep:
         config: the choices.
     """
 
+    @checked(fn=_STEP, config=(Config, "a retrograd.Config"))
     def __init__(self, fn: Callable[..., Any], config: Config) -> None:
         functools.update_wrapper(self, fn)
         self.__name__: str = name_of(fn)
@@ -154,6 +157,7 @@ def _backend_for(config: Config, report: weakref.ref[StepReport]) -> Callable[..
     return compile_graph
 
 
+@checked(step=(lambda step: step is None or callable(step), _STEP[1]))
 def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
     step: Callable[..., Any] | None = None,
     /,
@@ -215,12 +219,5 @@ def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
     find_backend(backend)
     check_supported()
     if step is None:
-        return lambda fn: CompiledStep(_checked(fn), config)
-    return CompiledStep(_checked(step), config)
-
-
-def _checked(step: Any) -> Callable[..., Any]:
-    if not callable(step):
-        raise OptionError("step", f"got {step!r}", "a function that makes a training step")
-    found: Callable[..., Any] = step
-    return found
+        return lambda fn: CompiledStep(fn, config)
+    return CompiledStep(step, config)

@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from retrograd._torch.folder import folder_in_use
 from retrograd._torch.fx import copied, is_write_to_input, with_strides
 from retrograd._torch.inductor.alignment import aligned
-from retrograd._torch.inductor.damage import removed, sweep
+from retrograd._torch.inductor.damage import refuse_without_compiler, removed, sweep
 from retrograd._torch.inductor.disk_cache import is_cache_trusted
 from retrograd._torch.inductor.notes import Note, code_of
 from retrograd._torch.inductor.overlaps import part_overlaps
@@ -132,6 +132,7 @@ def compile_graph(
                 given = _prepared(gm, visible), list(example_inputs)
                 compiled = compile_fx_inner(*given, static_input_idxs=places, **how)
             except Exception as error:
+                refuse_without_compiler(error)
                 if not removed(error):
                     raise
                 given = _prepared(gm, visible), list(example_inputs)

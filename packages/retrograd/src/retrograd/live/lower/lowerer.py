@@ -92,17 +92,19 @@ class Lowerings:
         codes: the newest first.
         interpret_because: why it cannot be lowered; None if it could be, or has not been tried.
         raised_in: the name of the call that could not be traced; None if there is none.
+        reason: why it cannot be lowered, if the backend has said so in full.
     """
 
     codes: list[Lowered] = field(default_factory=list)
     interpret_because: str | None = None
     raised_in: str | None = None
+    reason: Reason | None = None
 
 
 #: what falls back, in words.
 INTERPRETED_PART = "a part of a backward was interpreted"
 
-_LEAVE_IT = "name the node in opaque=, or leave it: only this segment runs uncompiled"
+_WAY_OUT = "name the node in opaque=, or do nothing: outside strict mode, only this segment is not compiled"
 
 Around = Callable[[fx.Node], AbstractContextManager[Any]]
 
@@ -150,7 +152,7 @@ class SegmentFunction:
                 del values[value]
         return tuple(values[node] for node in self.segment.outputs)
 
-    def reason(self, text: str, way_out: str = _LEAVE_IT, code: str = "segment-not-compiled") -> Reason:
+    def reason(self, text: str, way_out: str = _WAY_OUT, code: str = "segment-not-compiled") -> Reason:
         """Why it is not compiled."""
         names = map(call_name, self.segment.nodes[:3])
         return Reason(code, text, "live.lower", node=", ".join(names), way_out=way_out)
@@ -288,18 +290,19 @@ class Lowerer:
         """Interpret the function from now on."""
         self.interpret_because = because
         self._fn.tell(INTERPRETED, "", because)
-        self.given_up = self._fn.reason(because, code=code)
+        self.given_up = self._shared.reason or self._fn.reason(because, code=code)
         tell(self.given_up, INTERPRETED_PART)
 
     def give_up(self, text: str, error: BaseException | None = None) -> None:
         """The function cannot be compiled: interpret it from now on, or raise in strict mode."""
-        reason = self._fn.reason(f"segment {self._fn.number} is interpreted: {text}")
+        reason = self._fn.reason(f"segment {self._fn.number} cannot be compiled: {text}")
         if self._fn.config.strict:
             raise LoweringError(reason) from error
         if error is not None and not isinstance(error, Refusal) and live_log.isEnabledFor(logging.INFO):
             # as text: whoever keeps a record of the log must not keep the frames of the error
             live_log.info("%s\n%s", reason, "".join(traceback.format_exception(error)).rstrip())
         self._shared.interpret_because = text
+        self._shared.reason = getattr(error, "reason", self._shared.reason)
         self._shared.raised_in = self._raised_in or self._shared.raised_in
         counters["segments_given_up"] += 1
         self.stop(text)
