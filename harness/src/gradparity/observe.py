@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from typing import Any, Protocol
 
 import numpy
@@ -44,18 +45,33 @@ class Observed(Instrument, Protocol):
         """A last look at the outcome; real subjects return it as it is."""
 
 
+class Printed:
+    """Standard output that notes what passes through it. It is shown as before: a debugger needs that."""
+
+    def __init__(self, through: Any) -> None:
+        self._through, self.text = through, ""
+
+    def write(self, text: str) -> int:
+        """Notes the text and hands it on."""
+        self.text += text
+        return int(self._through.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._through, name)
+
+
 def observe(case: Case, body: Body, subject: Observed, dtype: torch.dtype, device: torch.device) -> Outcome:
     """Runs the program under the subject with the case's seed and records the outcome."""
     probe = Probe(case, subject, dtype, device)
     raised: Raised | None = None
     subject.begin()
     torch.manual_seed(case.seed)
-    random_before = random_state(device)
+    random_before, printed = random_state(device), Printed(sys.stdout)
     with numbers_of_python(case.seed), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         started = time.perf_counter()
         try:
-            with subject.around():
+            with redirect_stdout(printed), subject.around():
                 body(probe)
         except (GradparityError, CaseTimeout, KeyboardInterrupt):
             raise
@@ -71,7 +87,7 @@ def observe(case: Case, body: Body, subject: Observed, dtype: torch.dtype, devic
         values=tuple(probe.values),
         events=tuple(probe.events),
         state=state,
-        log=probe.logged(),
+        log=(*probe.logged(), *printed.text.splitlines()),
         invariants=tuple(probe.invariants),
         random=random_after,
         drew=random_after != random_before,

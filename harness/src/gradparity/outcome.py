@@ -133,7 +133,8 @@ class WarningRecord:
 @dataclass(frozen=True)
 class Outcome:
     """All that was observed of one run. `notes` hold what the subject says about itself (fallbacks, own
-    warnings). `log` is what the program appended to `Probe.log`; `random` fingerprints the state of the
+    warnings). `log` is what the program appended to `Probe.log`, and after it the lines
+    that it printed; `random` fingerprints the state of the
     random number generators after the run, and `drew` says whether the run moved them.
     """
 
@@ -176,11 +177,15 @@ def snapshot(tensor: torch.Tensor, keep: int | None = None) -> TensorRecord:
 
 
 def freeze(value: Any, keep: int | None = None) -> Payload:
-    """Turns tensors, None, numbers, strings and (nested) tuples or lists of them into a Payload."""
+    """Turns tensors, None, numbers, strings and (nested) containers of them into a Payload."""
     if isinstance(value, torch.Tensor):
         return snapshot(value, keep)
     if isinstance(value, (list, tuple)):
         return tuple(freeze(item, keep) for item in value)
+    if isinstance(value, dict):
+        return ("dict", *(freeze(item, keep) for item in value.items()))
+    if isinstance(value, (set, frozenset)):
+        return ("set", *sorted((freeze(item, keep) for item in value), key=repr))
     if value is None or isinstance(value, (bool, int, float, complex, str)):
         return value
     if isinstance(value, torch.nn.Module):

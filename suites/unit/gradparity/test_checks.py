@@ -1,12 +1,14 @@
 """Checks: each finds the subject that is wrong in its way, and is silent for eager."""
 
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from gradparity.checks import cache as cache_check
 from gradparity.checks.cache import cache
+from gradparity.checks.interrupts import interrupts
 from gradparity.checks.leaks import leaks
 from gradparity.checks.memory import memory, peak_bytes
 from gradparity.checks.metamorphic import metamorphic
@@ -106,6 +108,16 @@ class Doubling(Subject):
         return run
 
 
+class Careless(Subject):
+    """Does not put back what it switches if the backward raises."""
+
+    @contextmanager
+    def backward(self):
+        torch._C._set_multithreading_enabled(False)
+        yield
+        torch._C._set_multithreading_enabled(True)
+
+
 FOUND = {
     "reuse": (reuse, Stale, "reuse grad-values-bits"),
     "recompiles": (recompiles, Compiling, "recompiles"),
@@ -113,6 +125,7 @@ FOUND = {
     "metamorphic": (metamorphic, Doubling, "metamorphic identity hooks"),
     "leaks": (leaks, Keeping, "leak"),
     "memory": (memory, Greedy, "peak-memory"),
+    "interrupts": (interrupts, Careless, "interrupt"),
 }
 
 

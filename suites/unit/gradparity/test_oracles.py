@@ -225,10 +225,15 @@ def test_without_a_reference_what_rounds_to_a_lower_precision_is_judged_by_it(
     (torch.float64, torch.float32),
     (torch.float64, torch.bfloat16),
     (torch.float32, torch.bfloat16),
+    (torch.float64, torch.float16),
     (torch.float32, torch.float16),
+    (torch.complex128, torch.complex64),
 ])  # fmt: skip
-def test_values_that_went_through_a_lower_dtype_diverge_however_near_they_are(bench, dtype, low) -> None:
-    grad = torch.linspace(0.1, 0.9, 8, dtype=dtype)
+@pytest.mark.parametrize("length", [3, 8])
+def test_values_that_went_through_a_lower_dtype_diverge_however_near_they_are(
+    bench, dtype, low, length
+) -> None:
+    grad = torch.linspace(0.1, 0.9, length, dtype=dtype)
     noisy = grads(x=grad * (1 + torch.finfo(low).eps))  # eager's own error lets anything nearby pass
     for subject, symptom in ((grad.to(low).to(dtype), "grad-values-rounded"), (grad * 1, "")):
         evidence = bench.evidence(grads(x=grad), grads(x=subject), bitwise=False)
@@ -240,4 +245,18 @@ def test_a_subject_that_computes_more_exactly_than_eager_was_not_rounded(bench) 
     eager = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]) * (1 + 4e-7)
     evidence = bench.evidence(grads(x=eager), grads(x=eager.round()), bitwise=False)
     evidence.reference = lambda: Reference(grads(x=eager.round().double()))
+    assert judge(evidence).verdict is Verdict.AGREE
+
+
+def test_a_single_number_of_float64_that_was_rounded_diverges(bench) -> None:
+    grad = torch.tensor([1 / 3], dtype=torch.float64)
+    evidence = bench.evidence(grads(x=grad), grads(x=grad.float().double()), bitwise=False)
+    evidence.reference = lambda: Reference(grads(x=grad * (1 + 1e-7)))
+    assert judge(evidence).symptom == "grad-values-rounded"
+
+
+def test_another_speck_where_gradients_cancel_was_not_rounded(bench) -> None:
+    specks, others = torch.tensor([[3.1e-17, -2.3e-17], [2.0**-54, 0.0]], dtype=torch.float64)
+    evidence = bench.evidence(grads(x=specks, w=specks + 1), grads(x=others, w=specks + 1), bitwise=False)
+    evidence.reference = lambda: Reference(grads(x=specks * 0, w=specks + 1))
     assert judge(evidence).verdict is Verdict.AGREE

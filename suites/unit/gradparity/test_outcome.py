@@ -36,6 +36,14 @@ def test_payloads_of_every_kind() -> None:
     assert event.fingerprint != fingerprint(freeze((None, True, 3, 2.5, "word", (torch.tensor([2.0]), None))))
 
 
+def test_dictionaries_and_sets_are_compared_by_what_they_hold() -> None:
+    held = {"runs": 1, "seen": {"b", "a"}}
+    before = freeze(held)
+    held["runs"] += 1
+    assert fingerprint(before) != fingerprint(freeze(held))
+    assert describe(before) == "'dict', ('runs', 1), ('seen', ('set', 'a', 'b'))"
+
+
 def test_a_large_payload_keeps_its_head_and_the_hash_of_all() -> None:
     big = torch.zeros(KEEP_ELEMENTS + 5)
     record = snapshot(big, KEEP_ELEMENTS)

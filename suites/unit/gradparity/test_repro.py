@@ -178,3 +178,17 @@ class TestComparison:
     def test_as_the_oracles_judge(self, eager, subject, reference, said: str) -> None:
         found = standalone.unlike(eager, subject, reference)
         assert found.startswith(said) if said else found == ""
+
+
+def test_the_recorder_sees_dictionaries_what_is_printed_and_rounding() -> None:
+    grad = torch.linspace(0.1, 0.9, 8)
+    assert "bfloat16" in standalone.unlike(grad, grad.bfloat16().float(), grad.bfloat16().double())
+    assert not standalone.unlike(grad, grad * 1, grad.double())
+    before = standalone.frozen(held := {"runs": 1})
+    held["runs"] = 2
+    assert standalone.unlike(before, standalone.frozen(held), None)
+    recorder = standalone.Recorder(False, torch.float32)
+    recorder.printed.write("one\ntwo\n")
+    recorder.log.append("zero")
+    recorder.finish()
+    assert recorder.shown["log"] == ("zero", "one", "two")

@@ -1,5 +1,7 @@
 """What a run leaves behind: changed tensors, the log, random state, invariants."""
 
+import contextlib
+import io
 from dataclasses import replace
 
 import pytest
@@ -25,6 +27,30 @@ def training(p) -> None:
     with p.backward():
         y.sum().backward()
     p.same_mask("dropout", y, torch.autograd.grad(norm(x).sum(), x)[0] * 0 + (y != 0))
+
+
+class Silent(Subject):
+    """Prints nothing."""
+
+    def compile(self, target):
+        def call(*args):
+            with contextlib.redirect_stdout(io.StringIO()):
+                return target(*args)
+
+        return call
+
+
+def printing(p) -> None:
+    """Prints in what is compiled."""
+    p.log.append("before")
+    p.compile(lambda: print("one\ntwo"))()  # noqa: T201
+
+
+def test_what_is_printed_is_part_of_the_log_and_shown(bench, capsys) -> None:
+    row = compare(bench.program(printing), Silent("silent"), CPU).row
+    assert (row.verdict, row.symptom) == (Verdict.DIVERGE, "log")
+    assert "3 entries in eager, 1 under the subject" in row.reason
+    assert capsys.readouterr().out == "one\ntwo\n" * 2
 
 
 class Changed(Subject):

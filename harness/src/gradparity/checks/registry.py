@@ -1,7 +1,7 @@
 """Names of checks.
 
-In: "reuse", "recompiles", "leaks", "memory", "warnings", "cache", "metamorphic". Out: functions. Raises
-UnknownNameError for anything else.
+In: "reuse", "recompiles", "leaks", "memory", "warnings", "cache", "metamorphic", "interrupts". Out:
+functions. Raises UnknownNameError for anything else.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from gradparity.checks.cache import cache
+from gradparity.checks.interrupts import interrupts
 from gradparity.checks.leaks import leaks
 from gradparity.checks.memory import memory
 from gradparity.checks.metamorphic import metamorphic
@@ -31,6 +32,7 @@ CHECKS: dict[str, Check] = {
     "leaks": leaks,
     "memory": memory,
     "cache": cache,
+    "interrupts": interrupts,
 }
 """In the order in which they run: the cheap ones first."""
 

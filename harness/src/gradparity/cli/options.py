@@ -81,7 +81,7 @@ Checks = Annotated[
     list[str] | None,
     typer.Option(
         "--check",
-        help="check more: reuse, recompiles, warnings, metamorphic, leaks, memory, cache, all",
+        help="check more: reuse, recompiles, warnings, metamorphic, leaks, memory, cache, interrupts, all",
         autocompletion=completion.check,
     ),
 ]

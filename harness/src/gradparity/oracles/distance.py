@@ -16,9 +16,9 @@ COARSER = {
     torch.float64: (torch.float32, torch.bfloat16, torch.float16),
     torch.float32: (torch.bfloat16, torch.float16),
 }
-"""The dtypes through which a value of each dtype may have been rounded."""
-FEW = 4
-"""So many elements must have been rounded: fewer may be coarse by chance."""
+"""The dtypes through which a value, or a part of a complex one, may have been rounded."""
+CHANCE = 2.0**-26
+"""As unlikely must it be that elements are coarse by chance."""
 INTEGER_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -59,14 +59,18 @@ def distance(one: TensorRecord, two: TensorRecord) -> float:
 def rounded_through(eager: TensorRecord, subject: TensorRecord) -> torch.dtype | None:
     """The lower dtype through which the subject's values went and eager's did not; None if there is none.
 
-    A subject that computes more exactly than eager may show 2.0 for eager's 2.0000002, which is no rounding:
-    the records must be as far apart as that dtype rounds.
+    A subject that computes more exactly than eager may show 2.0 for eager's 2.0000002, or another speck where
+    gradients cancel, which is no rounding: the records must be as far apart as that dtype rounds, and no
+    further.
     """
-    size = magnitude(eager)
-    for low in COARSER.get(eager.dtype, ()):
-        if distance(eager, subject) < torch.finfo(low).eps / 32 * size:
+    size, gap = magnitude(eager), distance(eager, subject)
+    real = eager.dtype.to_real()
+    for low in COARSER.get(real, ()):
+        step = torch.finfo(low).eps
+        if not step / 32 * size <= gap <= 64 * step * size or not bool(_coarse(subject, low).all()):
             continue
-        if bool(_coarse(subject, low).all()) and int((~_coarse(eager, low)).sum()) >= FEW:
+        rounded = int((~_coarse(eager, low)).sum())
+        if rounded and (torch.finfo(real).eps / step) ** rounded <= CHANCE:
             return low
     return None
 
@@ -79,7 +83,8 @@ def magnitude(record: TensorRecord) -> float:
 
 def _coarse(record: TensorRecord, low: torch.dtype) -> torch.Tensor:
     """Which values of a record a lower dtype holds exactly."""
-    return torch.cat([(part == part.to(low).to(part.dtype)).flatten() for part in record.parts])
+    parts = map(_real, record.parts)
+    return torch.cat([(part == part.to(low).to(part.dtype)).flatten() for part in parts])
 
 
 def _part_distance(left: torch.Tensor, right: torch.Tensor) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import io
 import math
 import random
 import re
@@ -66,6 +67,7 @@ class Recorder:
         self.seed = SEED
         self.is_reference = dtype is torch.float64
         self.log: list[Any] = []
+        self.printed = io.StringIO()
         self.shown: dict[str, Any] = {}
         self.order: list[str] = []
         self.watched: dict[str, tuple[torch.Tensor, int]] = {}
@@ -151,16 +153,18 @@ class Recorder:
         for name, (tensor, version) in self.watched.items():
             self.shown[f"state {name}"] = frozen(tensor)
             self.shown[f"changed in place {name}"] = tensor._version > version
-        self.shown["log"] = frozen(self.log)
+        self.shown["log"] = frozen([*self.log, *self.printed.getvalue().splitlines()])
 
 
 def frozen(value: Any) -> Any:
     """A copy that later writes cannot change."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, dict):
+        return ("dict", *(frozen(item) for item in value.items()))
     if isinstance(value, (list, tuple)):
         return tuple(frozen(item) for item in value)
-    return value
+    return set(value) if isinstance(value, set) else value
 
 
 def observed(compiled: bool, dtype: torch.dtype = torch.float32) -> Recorder:
@@ -171,7 +175,8 @@ def observed(compiled: bool, dtype: torch.dtype = torch.float32) -> Recorder:
     random.seed(SEED)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(SEED)
-    with around_program() if compiled else contextlib.nullcontext():
+    around = around_program() if compiled else contextlib.nullcontext()
+    with contextlib.redirect_stdout(recorder.printed), around:
         try:
             widened(PROGRAM)(recorder) if recorder.is_reference and WIDEN else PROGRAM(recorder)
         except Exception as error:
@@ -255,6 +260,8 @@ def unlike_values(eager: torch.Tensor, subject: torch.Tensor, reference: Any) ->
             return (
                 f"not equal: eager {eager.flatten()[:4].tolist()}, {SUBJECT} {subject.flatten()[:4].tolist()}"
             )
+        if low := rounded_through(eager, subject):
+            return f"every value under {SUBJECT} is one of {low}, eager's are not"
         usable = isinstance(reference, torch.Tensor) and reference.shape == eager.shape
         wide = (reference if usable else eager).to(torch.complex128 if eager.is_complex() else torch.float64)
         floor = FLOORS.get(eager.dtype, 1e-5) * (float(wide.abs().nan_to_num().max()) + 0.1)
@@ -262,6 +269,16 @@ def unlike_values(eager: torch.Tensor, subject: torch.Tensor, reference: Any) ->
     if theirs <= 4 * ours + floor:
         return ""
     return f"error {theirs:.3g} against float64, eager's own {ours:.3g}"
+
+
+def rounded_through(eager: torch.Tensor, subject: torch.Tensor) -> torch.dtype | None:
+    """The lower dtype through which the subject's values went and eager's did not."""
+    for low in (torch.float32, torch.bfloat16, torch.float16) if eager.is_floating_point() else ():
+        before, after = ((t != t.to(low).to(t.dtype)).sum() for t in (eager, subject))
+        is_rounding = (eager - subject).abs().max() >= torch.finfo(low).eps / 32 * eager.abs().max()
+        if before >= 4 and not after and is_rounding:
+            return low
+    return None
 
 
 def minified() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +15,7 @@ from torch._C._dynamo import compiled_autograd as engine_protocol
 from torch._dynamo import compiled_autograd as stock
 
 import retrograd
+from gradparity.checks.interrupts import Run, deliver, engine_is_free, switches
 from retrograd import process
 from retrograd._torch import patches
 from retrograd._torch.autograd import graph_task, under_way
@@ -23,75 +23,27 @@ from retrograd._torch.autograd.collection import _collection, _replaced
 from retrograd._torch.autograd.entering import window
 from retrograd.live import contexts
 
-Run = Callable[[], object]
 
-
-class Interrupt(BaseException):
-    """What the tests deliver."""
-
-
-def interrupt_at(run: Run, number: int) -> tuple[int, str]:
-    """Run until instruction `number` of any Python code, which raises; says how far it came, and where it was
-    then. Number 0 is never reached. Instructions of ``logging`` do not count: between two of them, a handler
-    of this process would keep its lock, as it does without us, and every other thread would wait for it."""
-    count, place = 0, ""
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal count, place
-        if frame.f_globals.get("__name__") == "logging":
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
-            count += 1
-            if count == number:
-                place = f"{frame.f_code.co_filename}:{frame.f_lineno}, instruction {frame.f_lasti}"
-                raise Interrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        run()
-    except (Interrupt, Exception) as error:
-        error.__traceback__ = None
-    finally:
-        sys.settrace(before)
-    return count, place
-
-
-def state() -> tuple[Any, ...]:
+def state() -> dict[str, Any]:
     """What a backward of ours switches, takes or notes."""
     compiler = engine_protocol.set_autograd_compiler(None, False)
     engine_protocol.set_autograd_compiler(*compiler)
-    return (
-        ("engine's compiler", compiler, stock.compiled_autograd_enabled, list(_replaced.compilers)),
-        ("window", window._owner, window._in_frame, dict(window._entering), window._condition._is_owned()),
-        ("locks", [lock for lock in process._locks if lock._lock._is_owned()], list(process._held.locks)),
-        ("collection", _collection.receive),
-        ("plans", list(under_way._stack.running), list(graph_task._body.stack), list(graph_task._watched)),
-        ("patches", [name for name, stack in patches._here.stacks.items() if stack]),
-        ("contexts", contexts._entered.get(), set(contexts._open)),
-        ("modes", torch.is_grad_enabled(), torch._C._is_multithreading_enabled()),
-        ("functions", torch._C._get_torch_function_state(), torch._C._len_torch_function_stack()),
-        ("dispatch", torch._C._len_torch_dispatch_stack(), torch._C._functorch.maybe_current_level()),
-        ("autocast", torch._C._is_any_autocast_enabled(), torch.get_default_dtype()),
-        ("keys", str(torch._C._dispatch_tls_local_include_set())),
-        ("keys", str(torch._C._dispatch_tls_local_exclude_set())),
-        ("frames", torch._C._dynamo.eval_frame.get_eval_frame_callback()),
-        ("tracing", torch._guards.TracingContext.try_get(), torch._guards.CompileContext.try_get()),
-    )
+    return switches() | {
+        "engine's compiler": (compiler, stock.compiled_autograd_enabled, list(_replaced.compilers)),
+        "window": (window._owner, window._in_frame, dict(window._entering), window._condition._is_owned()),
+        "locks": ([lock for lock in process._locks if lock._lock._is_owned()], list(process._held.locks)),
+        "collection": _collection.receive,
+        "plans": (list(under_way._stack.running), list(graph_task._body.stack), list(graph_task._watched)),
+        "patches": [name for name, stack in patches._here.stacks.items() if stack],
+        "contexts": (contexts._entered.get(), set(contexts._open)),
+    }
 
 
-def deliver(prepared: Callable[[], Run], tries: int | None = None) -> int:
+def interrupted(prepared: Callable[[], Run], tries: int | None = None) -> int:
     """Interrupt at so many instructions, or at each; returns how many interrupts there were."""
-    total, _ = interrupt_at(prepared(), 0)
-    step = 1 if tries is None else max(total // tries, 1)
-    numbers = range(random.randint(1, step), total + 1, step)
-    for number in numbers:
-        run, before = prepared(), state()
-        _, place = interrupt_at(run, number)
-        assert state() == before, f"instruction {number}, in {place}"
-    return len(numbers)
+    delivered = deliver(prepared, state, tries)
+    assert not delivered.left, delivered
+    return delivered.count
 
 
 class Programs:
@@ -147,10 +99,7 @@ def programs() -> Iterator[Programs]:
         yield programs
         programs.plain()()
         assert torch.equal(programs.x.grad, 2 * programs.x * (programs.x * programs.x).cos())
-    thread = threading.Thread(target=lambda: (torch.ones(1, requires_grad=True) * 2).backward(), daemon=True)
-    thread.start()
-    thread.join(20)
-    assert not thread.is_alive(), "the engine is held"
+    assert engine_is_free()
 
 
 WARM = ["plain", "hooked", "retained", "nested", "compiled_step"]
@@ -161,11 +110,11 @@ def test_an_interrupted_backward_leaves_nothing_behind(programs: Programs, name:
     prepared = getattr(programs, name)
     for _ in range(4):
         prepared()()
-    assert deliver(prepared, 60) > 50
+    assert interrupted(prepared, 60) > 50
 
 
 def test_an_interrupted_capture_and_lowering_leave_nothing_behind(programs: Programs) -> None:
-    assert deliver(programs.new, 20) > 10
+    assert interrupted(programs.new, 20) > 10
 
 
 #: of these tries there are 20,000 or more. Later instructions of long programs take long to reach.
@@ -179,7 +128,7 @@ def test_wherever_it_is_interrupted_nothing_is_left_behind(programs: Programs, n
     prepared = getattr(programs, name)
     for _ in range(4):
         prepared()()
-    tries = deliver(prepared, THOROUGH[name])
+    tries = interrupted(prepared, THOROUGH[name])
     logging.getLogger(__name__).warning("%d interrupts in %s", tries, name)
     assert tries >= (THOROUGH[name] or 3_000)
 

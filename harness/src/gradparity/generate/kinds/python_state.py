@@ -20,6 +20,7 @@ STATEMENTS = {
         "log0.append(1)",
         "log0.append({x}.shape)",
         "log0.extend([1, 2])",
+        "print('seen', {x}.ndim)",
         "{out} = {x} * len(log0)",
         "class Helper:\n    def go(self):\n        log0.append('method')\nHelper().go()",
         "[log0.append(each) for each in range(2)]",

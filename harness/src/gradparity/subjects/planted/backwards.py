@@ -165,6 +165,14 @@ def _leaving_grad_mode() -> Iterator[None]:
 
 
 @contextmanager
+def _on_one_thread() -> Iterator[None]:
+    before = torch._C._is_multithreading_enabled()
+    torch._C._set_multithreading_enabled(False)
+    yield
+    torch._C._set_multithreading_enabled(before)
+
+
+@contextmanager
 def _restored_grad_mode() -> Iterator[None]:
     try:
         yield
@@ -221,6 +229,7 @@ FAULTS = (
     Fault("error-swallowed", "an error of a hook or a Function is swallowed", within(lambda: suppress(ValueError)), ("no-exception", "values-observed"), ("steps_errors", "functions")),
     Fault("callbacks-dropped", "callbacks for the end of the backward are dropped", within(_without_callbacks), ("hook-count",), ("steps_hooks",)),
     Fault("grad-mode-leaks", "grad mode stays off after a backward", _leaky, ("raises RuntimeError", "value-requires_grad", "no-exception"), ("steps_modes", "second_order")),
+    Fault("interrupt-leaks", "an exception leaves the engine on one thread", within(_on_one_thread), ("interrupt",), (), "interrupts"),
     Fault("thread-backward-lost", "a backward in another thread accumulates nothing", _elsewhere(torch.autograd, "backward"),
           ("value-none", "grad-none", "grad-values-bits", "values-bits"), ("steps_threads",)),
     Fault("thread-hook-lost", "a hook that another thread registers does not run", _elsewhere(torch.Tensor, "register_hook", _NoHandle()),

@@ -10,7 +10,7 @@ import random
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -18,6 +18,7 @@ import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
@@ -352,9 +353,28 @@ class _Untraceable(TorchFunctionMode):
     """Looks at elements raise an error that the program may catch, as in a trace."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.__bool__, torch.Tensor.__float__):
+        if func in (torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.item):
             raise RuntimeError("a trace cannot look at elements")
         return func(*args, **(kwargs or {}))
+
+
+def _begun_again(target: Target) -> Target:
+    """A call that a trace cannot finish begins again from the top; tensors are put back before, Python is not."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with suppress(RuntimeError), torch.random.fork_rng(devices=[]), _Untraceable():
+            target(*map(_own_copy, args), **kwargs)
+        return target(*args, **kwargs)
+
+    return call
+
+
+class _WithoutWaits(TorchDispatchMode):
+    """An operator that waits for the result of another is left out."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Takes the result as it is."""
+        return args[0] if "wait_tensor" in func.__name__ else func(*args, **(kwargs or {}))
 
 
 GRAD = ("grad-values-bits",)
@@ -402,5 +422,9 @@ FAULTS = (
           scenario="all_hooks_of_a_wrapper_run"),
     Fault("trace-error-caught", "what a trace cannot do raises inside the program's own handler", compiled_by(inside(_Untraceable)), VALUES, (),
           scenario="a_look_at_values_inside_a_try_is_no_error"),
+    Fault("begun-again", "a call that cannot be traced to its end begins again from the top", compiled_by(_begun_again), ("log",), (),
+          scenario="what_a_function_did_before_a_look_at_values_is_done_once"),
+    Fault("wait-dropped", "a wait for what another operator began is left out", compiled_by(inside(_WithoutWaits)), VALUES, (),
+          scenario="results_are_waited_for_in_a_forward"),
     Fault("tensors-kept", "tensors stay alive for ever", compiled_by(_kept_forever), ("leak",), (), "leaks"),
 )  # fmt: skip

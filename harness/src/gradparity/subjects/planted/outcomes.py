@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,6 +85,33 @@ def _wider(record: TensorRecord) -> TensorRecord:
     return replace(_parts(record, lambda part: part.double()), dtype=torch.float64)
 
 
+class Rounding(Planted):
+    """Promises no bits, so that only what rounding leaves tells; every gradient went through a lower dtype."""
+
+    bitwise = False
+
+    def __init__(self, name: str, wide: torch.dtype, low: torch.dtype) -> None:
+        super().__init__(name, change=_each_grad(partial(_parts, change=self._round)))
+        self._wide, self._low = wide, low
+
+    def _round(self, part: torch.Tensor) -> torch.Tensor:
+        return part.to(self._low).to(part.dtype) if part.dtype is self._wide else part
+
+
+def _each_grad(change: Change) -> Callable[[Outcome], Outcome]:
+    def changed(outcome: Outcome) -> Outcome:
+        records = [(grad, grad.value) for grad in outcome.grads]
+        return replace(
+            outcome,
+            grads=tuple(
+                GradRecord(grad.name, change(value)) if isinstance(value, TensorRecord) else grad
+                for grad, value in records
+            ),
+        )
+
+    return changed
+
+
 def _swap(outcome: Outcome) -> Outcome:
     if len(outcome.events) < 2:
         return outcome
@@ -133,6 +161,13 @@ def _in_outcome(change: Callable[[Outcome], Outcome]) -> Callable[[str], Planted
 
 
 GRAD, ANY = ("grad-values-bits",), ("elementwise", "linear")
+LOWER = (
+    ("float64", "float32"),
+    ("float64", "bfloat16"),
+    ("float64", "float16"),
+    ("float32", "bfloat16"),
+    ("float32", "float16"),
+)
 HOOKS: Any = ("hooks", "steps_hooks")
 
 FAULTS = (
@@ -141,6 +176,16 @@ FAULTS = (
     Fault("nan-in-the-tail", "a vector's last elements are not written", _in_grad(_tail), GRAD, ANY),
     Fault(
         "beyond-the-block", "a row is cut after sixteen elements", _in_grad(_beyond_the_block), GRAD, ("fusion",)
+    ),
+    *(
+        Fault(
+            f"{wide}-through-{low}",
+            f"gradients of {wide} are rounded through {low}",
+            partial(Rounding, wide=getattr(torch, wide), low=getattr(torch, low)),
+            ("grad-values-rounded",),
+            ANY,
+        )
+        for wide, low in LOWER
     ),
     Fault("none-grad", "a gradient is missing", _in_grad(lambda record: None), ("grad-none",), ANY),
     Fault("strides", "a gradient has other strides", _in_grad(_strides), ("grad-strides",), ANY),

@@ -99,6 +99,16 @@ def _forgetful(backward: Any) -> Any:
     return run
 
 
+def _rehearsed(backward: Any) -> Any:
+    """A backward runs once more before it counts, on copies of its gradients."""
+
+    def run(ctx: Any, *grads: Any) -> Any:
+        backward(ctx, *(grad.clone() if isinstance(grad, torch.Tensor) else grad for grad in grads))
+        return backward(ctx, *grads)
+
+    return run
+
+
 def _padded(backward: Any) -> Any:
     """A backward that returns too few gradients is taken to mean None for the others."""
 
@@ -137,6 +147,9 @@ FAULTS = (
           compiled_by(inside(lambda: _applied(_inlined_in_transforms))), ("values-bits", "value-values-bits", *GRAD), ("transforms",)),
     Fault("context-forgotten", "what a backward writes on its context is gone at the next call",
           compiled_by(inside(lambda: _applied(_with_backward(_forgetful)))), (*GRAD, "values-bits", "value-values-bits"), FUNCTIONS),
+    Fault("backward-rehearsed", "the backward of a Function runs once more than in eager",
+          compiled_by(inside(lambda: _applied(_with_backward(_rehearsed)))), ("log", "hook-count", "values-bits", *GRAD), FUNCTIONS,
+          scenario="effects_happen_once_in_a_functions_backward_printed"),
     Fault("too-few-gradients", "a backward that returns too few gradients is accepted",
           compiled_by(inside(lambda: _applied(_with_backward(_padded)))), ("no-exception",), FUNCTIONS),
 )  # fmt: skip
