@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 import retrograd
 from retrograd import aot
@@ -376,3 +377,61 @@ def test_what_eager_saves_unread_is_watched_though_a_copy_of_it_is_saved(budget:
         x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (outputs[0].sum() + outputs[1].sum()).backward()
+
+
+# second derivatives, added to the first at each node
+
+
+def penalty(call: Fn, sizes: tuple[int, int], wrt: int, retain: int = 1) -> list[Tensor]:
+    x, w = leaf(4, sizes[1]), leaf(*sizes, seed=5)
+    value = call(x, w)
+    grads = torch.autograd.grad(value.sum(), [x, w][:wrt], create_graph=True)
+    loss = value.square().sum() + torch.stack([grad.square().sum() for grad in grads]).sum()
+    for i in range(retain):
+        loss.backward(retain_graph=i + 1 < retain)
+    assert x.grad is not None
+    assert w.grad is not None
+    return [x.grad, w.grad]
+
+
+@pytest.mark.parametrize("wrt", [1, 2])
+@pytest.mark.parametrize("sizes", [(1, 3), (3, 1), (1, 1), (3, 4)])
+def test_both_derivatives_are_added_inside_the_function(sizes: tuple[int, int], wrt: int) -> None:
+    def chain(x: Tensor, w: Tensor) -> Tensor:
+        hidden = nn.functional.linear(x.sin(), w).tanh()
+        return hidden @ (w.exp() * w.expand(2, *sizes).sum(0)) + 1
+
+    for fn in (nn.functional.linear, chain):
+        found, due = (penalty(call, sizes, wrt, retain=2) for call in (compiled(fn), fn))
+        for one, other in zip(found, due, strict=True):
+            assert torch.equal(one, other)
+            assert one.stride() == other.stride()
+
+
+def test_a_second_derivative_that_does_not_come_to_the_call_goes_down_by_itself() -> None:
+    def alone(call: Fn) -> list[Tensor]:
+        x, w = leaf(4, 4), leaf(4, 4, seed=5)
+        grads = torch.autograd.grad(call(x, w).sum(), [x, w], create_graph=True)
+        return list(torch.autograd.grad(grads[0].exp().sum(), [x, w])) + [grads[1]]
+
+    def linear_twice(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w.sin()).tanh() @ w.t()
+
+    for one, other in zip(alone(compiled(linear_twice)), alone(linear_twice), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_third_derivative_passes_through_the_second_one() -> None:
+    def third(call: Fn) -> list[Tensor]:
+        x, w = leaf(4, 4), leaf(4, 4, seed=5)
+        value = call(x, w)
+        for _ in range(2):
+            grads = torch.autograd.grad(value.sum(), [x, w], create_graph=True)
+            value = value.sum() + grads[0].square() + grads[1].square()
+        return list(torch.autograd.grad(value.sum(), [x, w]))
+
+    def cubic(x: Tensor, w: Tensor) -> Tensor:
+        return ((x @ w) * w.expand(2, 4, 4)).pow(3).sum(0) + x
+
+    for one, other in zip(third(compiled(cubic)), third(cubic), strict=True):
+        assert_close(one, other, rtol=1e-5, atol=0)  # three runs are added in another order

@@ -45,6 +45,35 @@ def compiled_gradient_penalty(p: Probe) -> None:
         (score.mean() + (grad.norm(dim=1) - 1).pow(2).mean()).backward()
 
 
+@scenario(tags=("compiled", "higher-order", "layout"))
+def compiled_penalty_on_a_row_and_a_column(p: Probe) -> None:
+    """Both derivatives are added where a weight is transposed, which decides the strides of its gradient."""
+    row, column = (p.leaf(f"{sizes}", p.randn(*sizes, requires_grad=True)) for sizes in ((1, 3), (3, 1)))
+    run = p.compile(lambda a: functional.linear(functional.linear(a, row), column).tanh())
+    x = p.leaf("x", p.randn(5, 3, requires_grad=True))
+    for _ in range(2):
+        value = run(x)
+        with p.backward():
+            (grad,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+            (value.sum() + grad.square().sum()).backward()
+
+
+@scenario(tags=("compiled", "higher-order"))
+def compiled_penalty_through_two_regions(p: Probe) -> None:
+    """Second derivatives through one output are added to the first, also below another output."""
+    w, x = (p.leaf(name, p.randn(3, 3, requires_grad=True)) for name in "wx")
+
+    def twofold(a: Tensor) -> tuple[Tensor, Tensor]:
+        first = (a.expand(2, 3, 3) @ w.sin()).tanh()
+        return first + 1, (first * w.expand(2, 3, 3)).exp() + 1
+
+    for inputs in ([x], [w, x]):
+        _, second = p.compile(twofold)(x)
+        with p.backward():
+            grads = torch.autograd.grad(second.cos().sum(), inputs, create_graph=True)
+            (second.sum() + torch.stack([g.square().sum() for g in grads]).sum()).backward()
+
+
 @scenario(tags=("compiled", "retain-graph"))
 def compiled_graph_retained(p: Probe) -> None:
     """A retained graph of a compiled function gives the same gradient three times."""

@@ -31,6 +31,7 @@ from retrograd._torch.autograd.graph_task import (
 )
 from retrograd._torch.autograd.nodes import (
     Versions,
+    backward_number,
     call_node,
     checkpoint_is_valid,
     entry_of,
@@ -41,6 +42,7 @@ from retrograd._torch.autograd.nodes import (
     refuse_reentry,
     request_to_release,
     versions_of,
+    will_execute,
     will_run,
 )
 from retrograd._torch.autograd.protocol import EngineProtocol

@@ -191,13 +191,20 @@ def will_run(node: Any) -> list[bool]:
     """For each edge of `node`, whether the backward that is running goes on there. One that returns gradients
     does not say so of leaves: it may."""
 
-    def runs(below: Any) -> bool:
-        try:
-            return below is not None and bool(torch._C._will_engine_execute_node(below))
-        except RuntimeError:
-            return True
+    return [below is not None and will_execute(below) for below, _ in node.next_functions]
 
-    return [runs(below) for below, _ in node.next_functions]
+
+def will_execute(node: Any) -> bool:
+    """Whether the backward that is running comes to `node`; it does not say so of every leaf."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return True
+
+
+def backward_number() -> int:
+    """The number of the backward that is running, which no other has."""
+    return torch._C._current_graph_task_id()
 
 
 def refuse_reentry(nodes: Iterable[Any]) -> None:

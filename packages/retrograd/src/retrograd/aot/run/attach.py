@@ -48,6 +48,7 @@ class RegionNode(InTurns):
     ) -> tuple[torch.Tensor, ...]:
         """Save, and hand out the values."""
         ctx.run, ctx.numbers, ctx.again, ctx.turns = backward, numbers, again, turns
+        ctx.meeting = None
         ctx.materialize_grads = False
         ctx.to_save = saved
         return values

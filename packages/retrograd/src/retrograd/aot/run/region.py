@@ -10,9 +10,10 @@ compiled code, and resolved if they are lazily conjugated or negated.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from retrograd.backends.registry import AtenBackend, EagerBackend
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_call import SharedMemory, Values
 from retrograd.events import counters
-from retrograd.graph.eager_order import LiveGraph
+from retrograd.graph.eager_order import Edge, LiveGraph
 from retrograd.graph.joint_graph import Partition, SavedKind
 from retrograd.graph.lazy import LazyGraph
 from retrograd.report import MOST_FAILURES, Report, why_failed
@@ -89,7 +90,7 @@ class RegionCode:
         report: Report,
         memory: SharedMemory,
     ) -> None:
-        self._partition, self._number, self._backend, self._config = partition, number, backend, config
+        self._partition, self.number, self._backend, self._config = partition, number, backend, config
         self._report, self._memory = report, memory
         joint, self._backward = partition.joint, partition.backwards[number]
         region = joint.signature.regions[number]
@@ -133,18 +134,19 @@ class RegionCode:
 
     def __call__(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         """Gradients for the destinations."""
-        is_recorded = torch.is_grad_enabled() or torch.is_anomaly_enabled()
+        inside = ctx.meeting.arrived() if ctx.meeting else {}
+        by_nodes = inside or torch.is_grad_enabled() or torch.is_anomaly_enabled()
         last = self._last
-        if last is not None and last.guard is not None and not is_recorded and last.guard.check(cotangents):
+        if last is not None and last.guard is not None and not by_nodes and last.guard.check(cotangents):
             return self._once_more(last, ctx, cotangents)
-        are_undefined = all(cotangent is None for cotangent in cotangents)
+        are_undefined = not inside and all(cotangent is None for cotangent in cotangents)
         if are_undefined and not self._has_functions:
             return [None] * len(self.destinations)
         saved = ctx.saved_tensors if self._saves else ()  # what saves nothing may run as often as one likes
-        if is_recorded or are_undefined or self._is_barred():
-            return self._as_eager(ctx, cotangents)
+        if by_nodes or are_undefined or self._is_barred():
+            return self._as_eager(ctx, cotangents, inside)
         if not self._fit(cotangents):
-            if self._can_run_again(ctx):
+            if self.can_run_again(ctx):
                 return self._as_eager(ctx, cotangents)
             cotangents = tuple([c if c is None else resolved(c) for c in cotangents])
             if not self._fit(cotangents):
@@ -152,7 +154,7 @@ class RegionCode:
         autocast, layouts = ThreadModes.autocast_now(), self._layouts(cotangents)
         code = self._codes.get((autocast, layouts)) or self._code_for(autocast, layouts)
         if code.graph is None:
-            if autocast or self._can_run_again(ctx):
+            if autocast or self.can_run_again(ctx):
                 return self._as_eager(ctx, cotangents)
             code = self._codes.get(((), self._as_traced)) or self._code_for((), self._as_traced)
         is_as_traced = code.graph is not self._graph or layouts in (self._as_traced, _BATCHED)
@@ -169,8 +171,9 @@ class RegionCode:
         assert code.run is not None
         return self._run(code.run, args)
 
-    def _can_run_again(self, ctx: Any) -> bool:
-        return why_not_again(self._partition.joint, self._number, ctx.again) is None
+    def can_run_again(self, ctx: Any) -> bool:
+        """Whether the call whose region has this context can be run again."""
+        return why_not_again(self._partition.joint, self.number, ctx.again) is None
 
     def _is_barred(self) -> bool:
         """Whether the backward that is running may not enter reentrant checkpoints, and there are some."""
@@ -234,7 +237,7 @@ class RegionCode:
         if are_all_modules_hooked():
             return as_traced  # a trace would call modules, and with them these hooks
         with without_modes():
-            gm = traced_for(self._partition, self._number, layouts, autocast)
+            gm = traced_for(self._partition, self.number, layouts, autocast)
         return None if gm is None else lazy_graph(gm)
 
     def _fit(self, cotangents: Sequence[torch.Tensor | None]) -> bool:
@@ -352,15 +355,21 @@ class RegionCode:
         return [None if wrapping is None else built(wrapping, values) for wrapping in self._gradients]
 
     @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
-    def _as_eager(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
+    def _as_eager(
+        self,
+        ctx: Any,
+        cotangents: Sequence[torch.Tensor | None],
+        inside: Mapping[Edge, torch.Tensor] = MappingProxyType({}),
+    ) -> list[Any]:
         counters["aot_eager_regions"] += 1
         self.reruns += 1
         self.why_rerun = (
             "they are differentiated themselves"
-            if torch.is_grad_enabled()
+            if inside or torch.is_grad_enabled()
             else "they get gradients, or run under modes, of another kind than captured"
         )
-        given = dict(zip(self.roots, cotangents, strict=True))
+        given: dict[int | Edge, Any] = dict(inside)
+        given.update(zip(self.roots, cotangents, strict=True))
         wanted = None
         if self._is_barred():
             wanted = {there for there, runs in zip(self.destinations, will_run(ctx), strict=True) if runs}
@@ -369,12 +378,12 @@ class RegionCode:
             kept = self._kept(ctx.saved_tensors if self._saves else (), ctx.numbers)
             self._put_back(graph, kept, primals)
 
-        found = rerun_region(self._partition.joint, self._number, ctx.again, put_back, given, wanted)
+        found = rerun_region(self._partition.joint, self.number, ctx, put_back, given, wanted)
         return [found[there] for there in self.destinations]
 
     @functools.cached_property
     def _put_back(self) -> PutBack:
-        return PutBack(self._partition, self._number)
+        return PutBack(self._partition, self.number)
 
 
 def _half_of(graph: LazyGraph) -> Half:

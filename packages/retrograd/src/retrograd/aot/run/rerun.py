@@ -32,11 +32,12 @@ from retrograd._torch.tensor import common_base
 from retrograd._torch.trace import FreeTensors, checkpoints_inlined, python_forms
 from retrograd.aot.modules import FlatCall
 from retrograd.aot.parts import gradients_of, primals_read
+from retrograd.aot.run.meeting import meet
 from retrograd.aot.trace.differentiate import Walk
 from retrograd.aot.trace.enter import enter_as
 from retrograd.aot.trace.structure import Structure, divide
 from retrograd.errors import CaptureError
-from retrograd.graph.eager_order import ACCUMULATES, LiveGraph
+from retrograd.graph.eager_order import ACCUMULATES, Edge, LiveGraph
 from retrograd.graph.joint import Destination, JointSignature
 from retrograd.graph.joint_graph import AliasOf, ComputedOutput, JointValues
 
@@ -122,13 +123,14 @@ def why_not_again(joint: JointValues, number: int, call: RepeatableCall | None) 
 def rerun_region(
     joint: JointValues,
     number: int,
-    call: RepeatableCall | None,
+    ctx: Any,
     put_back: PuttingBack,
-    cotangents: Mapping[int, Any],
+    cotangents: Mapping[int | Edge, Any],
     wanted: Collection[Destination] | None = None,
 ) -> dict[Destination, Any]:
-    """Gradients of region `number`, for all its destinations or those `wanted`. These are given where a
-    backward may not enter a reentrant checkpoint, which raises then if it is on the way to one of them.
+    """Gradients of region `number`, whose node has the context `ctx`, for all its destinations or those
+    `wanted`. These are given where a backward may not enter a reentrant checkpoint, which raises then if it
+    is on the way to one of them.
 
     `put_back` gets the autograd graph of the second run, and the primals that it was given.
 
@@ -136,9 +138,9 @@ def rerun_region(
         CaptureError: the call cannot be repeated, because it changed its inputs.
         RuntimeError: an input was changed in place since the call, in eager's words.
     """
+    call = ctx.again
     if (error := why_not_again(joint, number, call)) is not None:
         raise error
-    assert call is not None
     differentiable = torch.is_grad_enabled()
     inlined = not joint.reenters or (wanted is None and not differentiable)
     second = partial(_second_run, joint, number, call, put_back, differentiable, inlined)
@@ -150,6 +152,9 @@ def rerun_region(
             walk, outputs = second(is_view_cast_once=False)
     if walk is not None and wanted is not None:
         refuse_reentry(walk.graph.nodes[index].handle for index in walk.leading_to(wanted))
+
+    if walk is not None and differentiable and not joint.with_functions:  # zeros would arrive at these
+        meet(ctx, walk)
 
     def run(walk: Walk) -> dict[Destination, Any]:
         with torch.set_grad_enabled(differentiable):

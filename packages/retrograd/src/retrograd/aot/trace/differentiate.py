@@ -81,7 +81,7 @@ class Walk:
     _found: dict[Destination, Any] = field(default_factory=dict)
 
     def run(
-        self, cotangents: Mapping[int, Any], wanted: Collection[Destination] | None = None
+        self, cotangents: Mapping[int | Edge, Any], wanted: Collection[Destination] | None = None
     ) -> dict[Destination, Any]:
         """Gradients of the region's destinations; None where undefined.
 
@@ -90,7 +90,7 @@ class Walk:
 
         Args:
             cotangents: by boundary; None is undefined. That of all is one that arrives; that of some is an
-                output from which this backward does not come.
+                output from which this backward does not come. By edge, what has arrived inside the region.
             wanted: only nodes that lead to one of these are called.
 
         Raises:
@@ -101,7 +101,10 @@ class Walk:
         self._found = dict.fromkeys(region.destinations)
         self._sends = region.sends
         given = [root for root in region.roots if cotangents[root] is not None]
-        for root in given or region.roots:
+        inside = [(edge, grad) for edge, grad in cotangents.items() if isinstance(edge, Edge)]
+        for edge, grad in inside:
+            self._add_inside(edge, grad)
+        for root in given or (() if inside else region.roots):
             self._add_inside(self.structure.boundaries[root], cotangents[root])
         for node in region.nodes if wanted is None else self.leading_to(wanted):
             self._call(node)
@@ -143,15 +146,15 @@ class Walk:
             known = self._found[there]
             if known is not None and grad is not None:
                 self.by_dtype.add(there)
-            self._found[there] = _added(known, grad)
+            self._found[there] = added(known, grad)
 
     def _add_inside(self, edge: Edge, grad: Any) -> None:
         count = len(self.graph.nodes[edge.node].handle._input_metadata)
         slots = self._grads.setdefault(edge.node, [None] * count)
-        slots[edge.slot] = _added(slots[edge.slot], grad)
+        slots[edge.slot] = added(slots[edge.slot], grad)
 
 
-def _added(known: Any, more: Any) -> Any:
+def added(known: Any, more: Any) -> Any:
     """Their sum; None is undefined."""
     if known is None or more is None:
         return more if known is None else known
@@ -386,9 +389,9 @@ def _cotangents(
     roots: Mapping[int, TracedValue],
     layouts: Mapping[int, Sequence[int]],
     made: list[tuple[int, Layout]],
-) -> dict[int, Any]:
+) -> dict[int | Edge, Any]:
     """New inputs of the graph, one for each root."""
-    found = {}
+    found: dict[int | Edge, Any] = {}
     for root, value in roots.items():
         bare = plain(value.value)
         wrapping: Layout = layout_of(bare)
