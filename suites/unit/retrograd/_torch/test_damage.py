@@ -86,6 +86,35 @@ def test_what_an_error_tells_of_is_removed(folder: Path, text: str) -> None:
     assert not removed(ValueError("another fault"))
 
 
+@pytest.mark.parametrize("name", ["k.json", "__grp__k.json", "k.cubin", "launcher.so", "k.hsaco"])
+@pytest.mark.parametrize("keep", [0, 0.5])
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_a_kernel_of_tritons_goes_with_its_file_that_is_cut_off(
+    name: str, keep: float, is_elsewhere: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's errors name no file, and Triton finds a kernel by the group of its files."""
+    home = tmp_path / "elsewhere" if is_elsewhere else folder / "triton" / "0"
+    if is_elsewhere:
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(home))
+    library = Path(_csrc.__file__).read_bytes()
+    for kernel in ("DAMAGED", "WHOLE"):
+        (home / kernel).mkdir(parents=True)
+        for one in ("k.json", "__grp__k.json", "k.cubin", "launcher.so", "k.hsaco", "k.ptx"):
+            (home / kernel / one).write_bytes(b'{"a": 1}' if "json" in one else library)
+    written_now = home / "WHOLE" / "tmp.pid_1_a" / "k.cubin"
+    written_now.parent.mkdir()
+    written_now.write_bytes(b"")
+    error = RuntimeError("Triton Error [CUDA]: device kernel image is invalid in triton_poi_fused")
+    part = home / "DAMAGED" / name
+    part.write_bytes(part.read_bytes()[: int(keep * part.stat().st_size)])
+    assert not removed(ValueError("another fault"))
+    assert removed(error)
+    assert not list((home / "DAMAGED").iterdir())
+    assert len(list((home / "WHOLE").iterdir())) == 7
+    assert written_now.exists()
+    assert not removed(error)
+
+
 def program(x: torch.Tensor) -> torch.Tensor:
     return x.sin().exp().sum()
 

@@ -8,6 +8,7 @@ full disk, leaves files that are cut off: their names say that they are whole.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import struct
@@ -30,9 +31,13 @@ _SECTIONS, _HEADER = struct.Struct("<40xQ10xHH2x"), 64
 
 
 def removed(error: BaseException) -> bool:
-    """Remove the files of code that `error` tells of, in its texts and in the lines it comes from."""
-    stems = {stem for text in _texts(error) for stem in _STEM.findall(text)}
+    """Remove the files of code that `error` tells of, in its texts and in the lines it comes from. Triton's
+    errors name no file: if one of them comes from a file that is cut off, all of Triton's such files go."""
+    texts = list(_texts(error))
+    stems = {stem for text in texts for stem in _STEM.findall(text)}
     files = [file for stem in stems for file in Path(folder_in_use(), stem[1:3]).glob(f"{stem}*")]
+    if any("triton" in text for text in texts):
+        files += _cut_off_kernels()
     for file in files:
         if file.is_file():
             file.unlink(missing_ok=True)
@@ -43,6 +48,22 @@ def removed(error: BaseException) -> bool:
         PyCodeCache.cache_clear()  # it holds what such a file gave
         counters["damaged_files"] += len(files)
     return bool(files)
+
+
+def _cut_off_kernels() -> Iterator[Path]:
+    """All files of each kernel of Triton's of which a file is cut off, except where others write now."""
+    for file in Path(os.environ.get("TRITON_CACHE_DIR") or Path(folder_in_use(), "triton")).rglob("*.*"):
+        if file.is_file() and not file.parent.name.startswith("tmp.") and _is_cut_off_of_kernel(file):
+            yield from file.parent.iterdir()
+
+
+def _is_cut_off_of_kernel(file: Path) -> bool:
+    if file.suffix != ".json":
+        return file.suffix in (".so", ".cubin", ".hsaco") and is_cut_off(file)
+    try:
+        return json.loads(file.read_bytes()) is None
+    except ValueError:
+        return True
 
 
 def refuse_without_compiler(error: BaseException) -> None:
