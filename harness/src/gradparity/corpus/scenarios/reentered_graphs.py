@@ -198,7 +198,7 @@ def hook_of_a_leafs_node_differentiates_what_is_not_reached(p: Probe) -> None:
     """A hook stays on the node of a leaf, which all graphs share, and asks from the second backward on."""
     w = p.leaf("w", p.randn(4, requires_grad=True))
     x = p.leaf("x", p.randn(4, requires_grad=True))
-    node = w.view_as(w).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    node = w.view_as(w).grad_fn.next_functions[0][0]
     below: list[Tensor] = []
     handle = node.register_prehook(lambda grads: p.event("quiet", kind="hook"))
     for step in range(STEPS):

@@ -211,10 +211,8 @@ restore_after_errors(_watched_here, _watch_only)
 
 def hooks_on(node: Any) -> Iterator[tuple[HookKind, Any]]:
     """The dictionaries of the hooks that were registered on `node` itself, or None for those without any."""
-    for kind, register in {
-        HookKind.NODE_PRE: node.register_prehook,
-        HookKind.NODE_POST: node.register_hook,
-    }.items():
+    registers = node.register_prehook, node.register_hook
+    for kind, register in zip((HookKind.NODE_PRE, HookKind.NODE_POST), registers, strict=True):
         try:
             register(_ASKING)  # nothing is registered
         except Escape as found:
