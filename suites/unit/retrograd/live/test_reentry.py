@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.hooks import BackwardHook
 
 import retrograd
 from retrograd._torch.autograd import EngineRequest
-from retrograd.live.capture.reentry import asks_in, who_asks
+from retrograd.live.capture.reentry import _registered, asks_in, who_asks
 from unit.retrograd.programs import Square
 
 Hook = Callable[[Tensor], Any]
@@ -59,6 +60,22 @@ def counting(limit: int) -> Callable[[Tensor, Tensor], Hook]:
 
 def eager(x: Tensor, make: Callable[[Tensor, Tensor], Hook]) -> Tensor:
     return step(x.detach().requires_grad_(), make, torch.enable_grad())
+
+
+def test_a_leafs_hook_is_looked_at_whenever_it_was_set() -> None:
+    def gradient(context: Any) -> Tensor:
+        w, x = leaf(3), leaf(3)
+        h = x.sin()
+        w.register_hook(lambda grad: torch.autograd.grad(h, x, grad, retain_graph=True)[0])
+        _registered.clear()  # nobody notes hooks before the first context of a process
+        with context:
+            (h.exp() * w).sum().backward()
+        assert w.grad is not None
+        return w.grad
+
+    retrograd.reset()
+    found = gradient(retrograd.compiled_autograd("eager", strict=False))
+    assert torch.equal(found, gradient(nullcontext()))
 
 
 def test_the_first_is_compiled_and_later_ones_are_left_to_the_engine() -> None:

@@ -79,6 +79,16 @@ def note(hooks: Hooks, tensor: torch.Tensor | None = None) -> None:
     _registered[key] = one
 
 
+@without_torch_functions
+def leaf_asks(leaf: torch.Tensor) -> bool:
+    """Whether a hook of a leaf asks. It is noted, also if it was set before anybody noted hooks."""
+    found = [hooks for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if hooks]
+    asking = [hooks for hooks in found if who_asks(list(hooks.values()))]
+    for hooks in asking:
+        note(hooks, leaf)
+    return bool(asking)
+
+
 def asks_in(request: EngineRequest) -> bool:
     """Whether a hook that may ask for gradients is registered in the graph of `request`, as far as the
     numbers of its nodes tell. Forgets hooks that do not ask."""

@@ -60,7 +60,7 @@ from retrograd.graph.backward_graph import BackwardGraph, CallKind, HookKind
 from retrograd.graph.eager_order import ROOT, LiveGraph, eager_walk, executed_nodes
 from retrograd.live.calls.user_code import call_kept_backward
 from retrograd.live.capture.recorder import BackwardRecorder
-from retrograd.live.capture.reentry import asks_in, is_context, who_asks
+from retrograd.live.capture.reentry import asks_in, is_context, leaf_asks, who_asks
 from retrograd.live.captured import CapturedBackward
 from retrograd.process import forgotten_by_reset
 
@@ -221,10 +221,10 @@ def _kept_calls(graph: BackwardGraph) -> list[int]:
 
 
 def _may_be_reentered(graph: BackwardGraph, nodes: Sequence[Any]) -> bool:
-    """Whether it has hooks that nobody has seen yet, of other nodes than leaves, or a Function whose backward
-    asks for gradients."""
+    """Whether it has hooks of other nodes than leaves, which nobody has seen yet, or a Function or a leaf's
+    hook that asks for gradients."""
     return any(
-        (call.kind is CallKind.HOOK and leaf_of(nodes[call.node_call]) is None)
+        (call.kind is CallKind.HOOK and ((leaf := leaf_of(nodes[call.node_call])) is None or leaf_asks(leaf)))
         or (call.kind is CallKind.FUNCTION and who_asks([nodes[call.node_call]]))
         for _, call in graph.calls()
     )
