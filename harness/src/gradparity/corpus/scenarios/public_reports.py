@@ -41,7 +41,7 @@ def isinstance_is_answered_by_a_metaclass(p: Probe) -> None:
     x = p.leaf("x", p.randn(3, requires_grad=True))
     call = p.compile(lambda a: (a * 2 if isinstance(a, Marked) else a * 3).sum())
     for step in range(3):
-        x.is_marked = step > 0  # type: ignore[attr-defined]
+        x.is_marked = step > 0
         out = call(x)
         p.value(f"out {step}", out)
         with p.backward():
@@ -185,7 +185,7 @@ def _register_error(error: type[BaseException]) -> None:
                 raise errors.pop()
 
         inner = x * 1
-        inner.register_hook(raising)
+        inner.register_hook(p.hook("inner", raising))
         loss = call(inner).sum()
         for step in range(3):
             try:
@@ -197,7 +197,7 @@ def _register_error(error: type[BaseException]) -> None:
 
     body.__name__ = f"second_backward_of_a_compiled_graph_after_{error.__name__.lower()}"
     body.__doc__ = f"A hook behind a compiled part raises {error.__name__}; the graph was not retained."
-    scenario(tags=("compiled", "hooks", "errors"))(body)
+    scenario(tags=("compiled", "hooks"))(body)
 
 
 for _error in (ValueError, KeyboardInterrupt, SystemExit):
@@ -343,7 +343,7 @@ if hasattr(torch.autograd.graph, "node_creation_hook"):
                 (x * 2).sin().sum().backward()
 
 
-@scenario(tags=("steps", "training"))
+@scenario(tags=("steps",))
 def steps_with_muon(p: Probe) -> None:
     """An optimizer that orthogonalises the gradients of matrices trains two layers in three steps."""
     model = p.module(nn.Sequential(nn.Linear(4, 3, bias=False), nn.Tanh(), nn.Linear(3, 2, bias=False)))
