@@ -79,8 +79,8 @@ The modules aot_* go through the rest of what a function compiled ahead can meet
 storages; aliases among inputs and outputs; structures; subclasses; random numbers; sizes; numbers; order;
 uses of the graph; modes; modules; what was saved; Functions; cotangents; checkpoints.
 
-The module outside_reports has what others reported. The module replayed_steps repeats steps of one
-shape, for what records and replays them.
+The modules outside_reports and public_reports have what others reported. The module replayed_steps repeats
+steps of one shape, for what records and replays them.
 
 Not here, because they need several processes: data parallelism with the C++ reducer, FSDP2.
 """
@@ -166,6 +166,7 @@ from gradparity.corpus.scenarios import (
     node_hook_results,
     node_hooks,
     outside_reports,
+    public_reports,
     reentered_graphs,
     repeated_effects,
     replayed_steps,
@@ -285,6 +286,7 @@ TOPICS = (
     collectives,
     replayed_steps,
     outside_reports,
+    public_reports,
     reentered_graphs,
     wrapper_hooks,
 )
