@@ -82,7 +82,8 @@ def note(hooks: Hooks, tensor: torch.Tensor | None = None) -> None:
 @without_torch_functions
 def leaf_asks(leaf: torch.Tensor) -> bool:
     """Whether a hook of a leaf asks. It is noted, also if it was set before anybody noted hooks."""
-    found = [hooks for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if hooks]
+    both: tuple[Any, Any] = leaf._backward_hooks, leaf._post_accumulate_grad_hooks
+    found = [hooks for hooks in both if hooks]
     asking = [hooks for hooks in found if who_asks(list(hooks.values()))]
     for hooks in asking:
         note(hooks, leaf)
