@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from retrograd._torch import pytree
 from retrograd._torch.subclass import is_wrapper
@@ -55,6 +56,8 @@ class ModuleState:
     _modules: tuple[nn.Module, ...] = ()
     _structure: tuple[Any, ...] = ()
     _attributes: tuple[tuple[dict[str, Any], str, Any], ...] = ()
+    _hooks_seen: int = -1
+    _hooked: Sequence[nn.Module] = ()
     token: object = field(default_factory=object)
 
     @staticmethod
@@ -132,8 +135,12 @@ class ModuleState:
 
     def has_hooks(self) -> bool:
         """Whether any of the modules, or all modules of the process, have hooks."""
-        own = any(getattr(module, name) for module in self._modules for name in _HOOKS)
-        return own or (bool(self._modules) and are_all_modules_hooked())
+        if RemovableHandle.next_id != self._hooks_seen:
+            self._hooks_seen = RemovableHandle.next_id
+            self._hooked = [m for m in self._modules if any(getattr(m, name) for name in _HOOKS)]
+        return bool(self._modules) and (
+            any(getattr(m, name) for m in self._hooked for name in _HOOKS) or are_all_modules_hooked()
+        )
 
     # capture
 
