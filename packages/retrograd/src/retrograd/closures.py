@@ -10,21 +10,18 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def cells_of(fn: types.FunctionType) -> dict[str, types.CellType]:
-    """The cells of its closure, by the names of their variables."""
-    return dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
-
-
 def closed_over(fn: types.FunctionType) -> dict[str, Any]:
     """What the closure of `fn` holds, by name; a cell that nothing is assigned to yet, for itself."""
-    return {name: _content(cell) for name, cell in cells_of(fn).items()}
+    cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+    return {name: cell.cell_contents if is_assigned(cell) else cell for name, cell in cells}
 
 
-def _content(cell: types.CellType) -> Any:
+def is_assigned(cell: types.CellType) -> bool:
+    """Whether the variable of a cell has a value."""
     try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return cell
+        return cell.cell_contents is cell.cell_contents
+    except ValueError:
+        return False
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:

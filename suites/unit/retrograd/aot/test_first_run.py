@@ -130,9 +130,17 @@ def sets_a_hook(x: Tensor) -> Tensor:
     return y
 
 
+def fills_a_list_that_it_has_stacked(x: Tensor) -> Tensor:
+    parts = [x, x * 2]
+    y = torch.stack(parts).sum(0)
+    parts.append(x * 3)
+    return y * float(y.detach().max()) * len(parts)
+
+
 READING = [
     ReadsInForward.apply, ReadsInBackward.apply, returns_in_finally, catches_everything, suppresses, masks,
     formats, indexes, has_plan_b, checkpoints, draws, sets_the_seed, changes_in_place, sets_a_hook,
+    fills_a_list_that_it_has_stacked,
 ]  # fmt: skip
 
 

@@ -446,6 +446,31 @@ def test_a_bias_is_taken_away() -> None:
     agree(net, call)
 
 
+def test_a_bias_is_added() -> None:
+    net = nn.Linear(4, 4, bias=False)
+    call = module(net)
+    agree(net, call)
+    net.bias = nn.Parameter(tensor(4))
+    agree(net, call)
+
+
+def test_a_parameter_is_renamed() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Parameter(tensor(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * next(iter(self._parameters.values()))
+
+    net = Scale()
+    call = module(net)
+    agree(net, call)
+    net.two = nn.Parameter(net.one.detach() * 2)
+    del net.one
+    agree(net, call)
+
+
 @quiet
 def test_hooks_that_are_added_later_run() -> None:
     net = Net()
@@ -519,7 +544,7 @@ def test_a_list_that_grows_with_each_call() -> None:
         assert torch.equal(call(w), w * step)
     assert len(net.seen) == 8
     codes = {reason.code for reason in retrograd.explain().fallbacks}
-    assert codes == {"side-effect", "state-changes"}
+    assert codes == {"side-effect", "recompile-limit"}
 
 
 class Acts(nn.Module):
@@ -571,6 +596,16 @@ def test_a_module_that_changes_too_often_does_not_stop_others() -> None:
     before = captures()
     assert torch.equal(call(steady, w), w * 2)
     assert captures() == before + 1
+
+
+def test_a_module_that_was_not_seen_for_long_is_looked_at_again() -> None:
+    call = compiled(lambda net, x: net(x) * net.factor, cache_size=64, recompile_limit=100)
+    nets = [nn.Identity() for _ in range(70)]
+    for number, net in enumerate(nets):
+        net.factor = float(number)
+        assert torch.equal(call(net, w), w * number)
+    nets[0].factor = 100.0
+    assert torch.equal(call(nets[0], w), w * 100)
 
 
 # Memory and threads

@@ -54,17 +54,39 @@ def switches_grad_mode(module: Scale, x: torch.Tensor) -> None:
     torch.set_grad_enabled(False)
 
 
+class Holder:
+    """Holds a tensor where no pytree looks."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+def hides_a_tensor(module: Scale, x: torch.Tensor) -> None:
+    module.holder = Holder(x.detach() + len(module.names))
+    module.count = module.holder.value.sum()
+
+
 def raises(module: Scale, x: torch.Tensor) -> None:
     module.count = module.count + 1
     raise LookupError
 
 
-ACTS = (assigns_a_buffer, assigns_a_parameter, registers, fills_a_set, switches_grad_mode, raises)
+ACTS = (
+    assigns_a_buffer, assigns_a_parameter, registers, fills_a_set, switches_grad_mode, hides_a_tensor, raises,
+)  # fmt: skip
 
 
-def observed(act: Callable[..., Any], looks: bool, staged: bool) -> list[Any]:
+#: the module itself is staged, or a function that knows it from its closure.
+WAYS: dict[str, Callable[[Scale], Callable[..., Any]]] = {
+    "eager": lambda module: module,
+    "module": lambda module: aot.module(module, backend="eager"),
+    "closure": lambda module: aot.function(lambda x, into: module(x, into), backend="eager"),
+}
+
+
+def observed(act: Callable[..., Any], looks: bool, way: str) -> list[Any]:
     module, into, seen = Scale(act, looks), list[Any](), list[Any]()
-    run = aot.module(module, backend="eager") if staged else module
+    run = WAYS[way](module)
     for _ in range(2):
         x = torch.tensor([1.0, 2.0], requires_grad=True)
         try:
@@ -77,15 +99,17 @@ def observed(act: Callable[..., Any], looks: bool, staged: bool) -> list[Any]:
         seen += [torch.is_grad_enabled(), len(into), sorted(module.names), module.count.item()]
         seen += [sorted(module.state_dict()), sorted(name for name, _ in module.named_buffers())]
         seen += [None if x.grad is None else x.grad.tolist(), module.weight.tolist()]
+        seen.append(module.holder.value.tolist() if hasattr(module, "holder") else None)
         torch.set_grad_enabled(True)
     return seen
 
 
 @pytest.mark.parametrize("looks", [False, True])
 @pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("way", ["module", "closure"])
 @pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
-def test_state_is_as_eager_leaves_it(act: Callable[..., Any], looks: bool) -> None:
-    assert observed(act, looks, staged=True) == observed(act, looks, staged=False)
+def test_state_is_as_eager_leaves_it(act: Callable[..., Any], looks: bool, way: str) -> None:
+    assert observed(act, looks, way) == observed(act, looks, "eager")
 
 
 @pytest.mark.parametrize("looks", [False, True])

@@ -155,3 +155,26 @@ def aot_buffer_is_registered_by_the_first_call(p: Probe) -> None:
     model = _Late()
     _calls(p, model)
     p.event("state", sorted(dict(model.named_buffers())), sorted(model.state_dict()))
+
+
+class _Averaging(nn.Module):
+    """Assigns its buffer and an attribute anew in each call."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.detach() * 2
+        self.mean = self.mean * 0.5 + self.last
+        return x * self.mean
+
+
+@scenario(tags=(*TAGS, "modules"))
+def aot_module_in_the_closure_assigns_a_buffer(p: Probe) -> None:
+    """The module is not given to the function, which knows it from its closure."""
+    model = _Averaging()
+    _calls(p, lambda x: model(x))
+    p.value("state", (model.mean, model.last))

@@ -89,6 +89,18 @@ def aot_parameter_replaced_between_calls(p: Probe) -> None:
 
 
 @scenario(tags=TAGS)
+def aot_bias_added_between_calls(p: Probe) -> None:
+    """A bias that was None is used and trained once there is one."""
+    model = p.module(nn.Linear(3, 2, bias=False))
+    run, x = p.compile(model), p.randn(4, 3)
+    p.value("before", run(x).detach())
+    model.bias = nn.Parameter(p.randn(2))
+    p.leaf("new", model.bias)
+    with p.backward():
+        run(x).square().sum().backward()
+
+
+@scenario(tags=TAGS)
 def aot_submodule_replaced_between_calls(p: Probe) -> None:
     """So is a layer that is replaced by one of another kind."""
     model = p.module(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -37,6 +38,7 @@ from retrograd._torch.trace import (
     refuse_lost_checks,
     without_tokens,
 )
+from retrograd.aot.modules import FlatCall
 from retrograd.aot.trace.analyse import analyse
 from retrograd.aot.trace.differentiate import Manner, differentiate
 from retrograd.aot.trace.enter import EntryPlan, Inputs
@@ -146,9 +148,11 @@ def capture_divided(
 ) -> tuple[JointGraph, Structure]:
     """The same, with the division of eager's autograd graph. The run of the function is followed by `first`,
     which may finish it eagerly."""
-    found: tuple[JointGraph, Structure] = outside_of_graph_task(
-        lambda: _captured(state, manner, first), False
-    )
+    call, leaves = state.call, [leaf.value for leaf in state.leaves]
+    with call.unchanged(leaves, first) if isinstance(call, FlatCall) else nullcontext():
+        found: tuple[JointGraph, Structure] = outside_of_graph_task(
+            lambda: _captured(state, manner, first), False
+        )
     return found
 
 

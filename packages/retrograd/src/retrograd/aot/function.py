@@ -38,9 +38,6 @@ _Form = int | pytree.TreeSpec
 
 _FLAT = frozenset({torch.Tensor, nn.Parameter, int, float, bool, str, type(None)})
 
-#: how many groups of modules, as they occur among the arguments, have their state kept.
-_KEPT_STATES = 16
-
 
 def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], _Form]:
     if not kwargs and _FLAT.issuperset(map(type, args)):
@@ -76,10 +73,10 @@ class AotFunction:
             return self._specialized.run_eagerly(error.reason, eagerly)
         if state.has_hooks():
             return self._specialized.run_eagerly(_HOOKS, eagerly)
-        leaves = [*state.current(), *flat]
+        leaves = [*state.current(), *flat, state.token]
         constants = tuple([constant_key(leaf) for leaf in flat if not isinstance(leaf, torch.Tensor)])
-        roots = tuple(map(id, state.roots))
-        key = form, ThreadModes.now(), roots, state.switches(), has_waiting_hooks(leaves), constants
+        roots, switches = tuple(map(id, state.roots)), (len(leaves), *state.switches())
+        key = form, ThreadModes.now(), roots, switches, has_waiting_hooks(leaves), constants
         return self._specialized(key, leaves, eagerly)
 
     def reset(self) -> None:
@@ -88,24 +85,18 @@ class AotFunction:
         self._states.clear()
 
     def _state_of(self, flat: Sequence[Any]) -> ModuleState:
-        """The state of all modules in this call. If it has changed, what was compiled is forgotten.
+        """The state of all modules in this call. If it has changed, it is another input.
 
         Raises:
-            CaptureError: a module is not initialised yet, or has changed too often.
+            CaptureError: a module is not initialised yet.
         """
         roots = (*self._own, *(leaf for leaf in flat if isinstance(leaf, nn.Module)))
         key = tuple(map(id, roots))
         state = self._states.get(key)
         if state is None or not state.is_intact():
-            renewals = 0 if state is None else state.renewals + 1
-            if renewals > self.config.recompile_limit:
-                raise CaptureError(_RENEWED)
-            if renewals:
-                self._specialized.variants.clear()
-            while len(self._states) >= _KEPT_STATES:
+            while len(self._states) >= self.config.cache_size:
                 self._states.pop(next(iter(self._states)))
             state = self._states[key] = ModuleState.of(*roots)
-            state.renewals = renewals
         return state
 
     def _variant(self, key: Any, leaves: Sequence[Any], known: Sequence[Variant]) -> Variant:
@@ -127,10 +118,9 @@ class AotFunction:
                 dynamic=self._dynamic(leaves, known),
                 decompositions=find_backend(self.config.backend).decompositions(),
             )
-            with state.unchanged(leaves, first):
-                code = run_stages(
-                    described, self.config, self._report, split_at_leaf_grads=split_at_leaf_grads, first=first
-                )
+            code = run_stages(
+                described, self.config, self._report, split_at_leaf_grads=split_at_leaf_grads, first=first
+            )
             guard = CallGuard.for_joint(leaves, code.partition.joint)
             self._tell(guard, leaves, known)
             outcome = first.outcome if first.is_eager else None
@@ -270,11 +260,4 @@ _HOOKS = Reason(
     "a module that is given, or one inside it, has hooks, which a capture would call only once",
     _STAGE,
     way_out='torch.compile(backend="retrograd"), which sees the hooks',
-)
-
-_RENEWED = Reason(
-    "state-changes",
-    "what its module holds has been another in too many calls",
-    _STAGE,
-    way_out="keep what changes out of the module's attributes, or make it a buffer",
 )

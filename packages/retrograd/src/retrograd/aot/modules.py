@@ -8,14 +8,10 @@ attributes there are: plain values, other objects, and what is in lists, diction
 
 from __future__ import annotations
 
-import copy
-import functools
 import itertools
-import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,8 +23,8 @@ from torch.utils.hooks import RemovableHandle
 from retrograd._torch import pytree
 from retrograd._torch.subclass import is_wrapper
 from retrograd._torch.trace import FirstRun
-from retrograd.aot.escapes import MOST_ITEMS, OF_ALL_MODULES, no_tensor_escapes
-from retrograd.errors import CaptureError, Refusal, not_representable
+from retrograd.aot.held import MOST_ITEMS, OF_ALL_MODULES, may_hide, unchanged
+from retrograd.errors import CaptureError, not_representable
 from retrograd.graph.joint import PrimalKind
 from retrograd.graph.structure import is_same
 
@@ -49,7 +45,7 @@ class ModuleState:
         roots: the modules, as they were given.
         names, kinds, tensors: of each tensor, parameters first.
         places: for each tensor, the dictionaries that hold it, with its name there.
-        renewals: how often the state of these modules was read before, because it had changed.
+        token: stands for it among inputs.
     """
 
     roots: tuple[nn.Module, ...] = ()
@@ -61,8 +57,8 @@ class ModuleState:
     _structure: tuple[Any, ...] = ()
     _attributes: tuple[tuple[dict[str, Any], str, Any], ...] = ()
     _hooks_seen: int = -1
-    _has_hooks: bool = False
-    renewals: int = 0
+    _hooked: Sequence[nn.Module] = ()
+    token: object = field(default_factory=object)
 
     @staticmethod
     def of(*roots: nn.Module) -> ModuleState:
@@ -72,15 +68,13 @@ class ModuleState:
             CaptureError: a parameter or buffer that is not initialised yet.
         """
         found: dict[int, tuple[str, PrimalKind, torch.Tensor, list[tuple[dict[str, Any], str]]]] = {}
-        for kind, (number, root) in itertools.product(
-            (PrimalKind.PARAMETER, PrimalKind.BUFFER), enumerate(roots)
-        ):
-            prefix = "" if number == 0 else f"module {number}."
-            for path, child in root.named_modules():
-                holder: dict[str, Any] = child._parameters if kind is PrimalKind.PARAMETER else child._buffers
+        both = {PrimalKind.PARAMETER: "_parameters", PrimalKind.BUFFER: "_buffers"}
+        for (kind, attribute), (number, root) in itertools.product(both.items(), enumerate(roots)):
+            for path, child in root.named_modules(prefix=f"module {number}" if number else ""):
+                holder: dict[str, Any] = getattr(child, attribute)
                 for key, tensor in holder.items():
                     if tensor is not None:
-                        name = prefix + (f"{path}.{key}" if path else key)
+                        name = f"{path}.{key}" if path else key
                         if is_lazy(tensor):
                             raise CaptureError.because(
                                 "lazy-state",
@@ -127,8 +121,8 @@ class ModuleState:
             [
                 (
                     *map(id, module._modules.values()),
-                    len(module._parameters),
-                    len(module._buffers),
+                    *[key for key, value in module._parameters.items() if value is not None],
+                    *[key for key, value in module._buffers.items() if value is not None],
                     len(vars(module)),
                 )
                 for module in self._modules
@@ -141,137 +135,36 @@ class ModuleState:
 
     def has_hooks(self) -> bool:
         """Whether any of the modules, or all modules of the process, have hooks."""
-        if not self._modules:
-            return False
-        if self._has_hooks or RemovableHandle.next_id != self._hooks_seen:
+        if RemovableHandle.next_id != self._hooks_seen:
             self._hooks_seen = RemovableHandle.next_id
-            own = any(getattr(m, name) for m in self._modules for name in _HOOKS)
-            self._has_hooks = own or are_all_modules_hooked()
-        return self._has_hooks
+            self._hooked = [m for m in self._modules if any(getattr(m, name) for name in _HOOKS)]
+        return bool(self._modules) and (
+            any(getattr(m, name) for m in self._hooked for name in _HOOKS) or are_all_modules_hooked()
+        )
 
     # capture
 
     @contextmanager
-    def unchanged(self, leaves: Sequence[Any], first: FirstRun) -> Iterator[None]:
-        """Inside, the function is captured, by its one run `first`. Attributes that it has set or filled, of
-        the modules or of an object among `leaves`, and random numbers, are as before afterwards, unless what
-        it did in that run counts.
-
-        Raises:
-            CaptureError: it has changed some.
-        """
-        noted = [(owner, _attributes(owner)) for owner in (*self._modules, *filter(_is_plain_object, leaves))]
-        filled = [(key, owner, v, _copied(v)) for owner, held in noted for key, v in held.items()]
-        held_by_all = [(key, owner, vars(owner)[key]) for owner in self._modules for key in _HELD]
-        filled += [(key, owner, container, container.copy()) for key, owner, container in held_by_all]
-        drawn = [(*generator, generator[1]()) for generator in _generators()]
-        changed: list[tuple[str, str]] = []
-        try:
-            yield
-        finally:
-            now = [_attributes(owner) for owner, _ in noted]
-            others = [
-                [key for key in {*new, *old} if new.get(key, _ASIDE) is not old.get(key, _ASIDE)]
-                for new, (_, old) in zip(now, noted, strict=True)
-            ]
-            refilled = [one for one in filled if not is_same(one[2], one[3])]
-            redrawn = [one for one in drawn if repr(one[1]()) != repr(one[3])]
-            changed += [
-                (key, type(owner).__name__)
-                for (owner, _), keys in zip(noted, others, strict=True)
-                for key in keys
-            ]
-            changed += [(key, type(owner).__name__) for key, owner, *_ in refilled]
-            changed += [("the state", name) for name, *_ in redrawn]
-            counts = bool(changed) and first.is_finished()
-            for (owner, before), new, keys in zip(noted, now, others, strict=True):
-                for key in keys:
-                    if counts and key in new:
-                        vars(owner)[key] = first.real(new[key])
-                    elif not counts and key in before:
-                        vars(owner)[key] = before[key]
-                    elif not counts:
-                        del vars(owner)[key]
-            for _, _, container, before in refilled:
-                after = copy.copy(first.real(container) if counts else before)  # a set is not made anew
-                container.clear()
-                (container.extend if isinstance(container, list) else container.update)(after)
-            for _, _, restore, before in redrawn:
-                if not counts:
-                    restore(before)
-        if changed:
-            raise CaptureError.because(
-                "side-effect",
-                "the function sets {} of {}, which would happen at capture only".format(*min(changed)),
-                "aot.function",
-                way_out='torch.compile(backend="retrograd"), which sees it',
-            )
-
-    @contextmanager
     def replaced(self, tensors: Sequence[Any]) -> Iterator[None]:
-        """The modules with `tensors` in place of their own."""
+        """The modules with `tensors` in place of their own. What they assign anew meanwhile stays."""
         before = self.current()
         try:
-            self._place(tensors)
+            self._place(before, tensors)
             yield
-            if (name := self.assigned_anew(tensors)) is not None:
-                raise Refusal("state-replaced", f"{name} is assigned anew by the module")
         finally:
-            self._place(before)
+            self._place(tensors, before)
 
-    def assigned_anew(self, tensors: Sequence[Any]) -> str | None:
-        """The name of one of `tensors` that is no longer where it was placed; None if all are."""
-        for name, tensor, places in zip(self.names, tensors, self.places, strict=True):
-            if any(holder.get(key) is not tensor for holder, key in places):
-                return name
-        return None
-
-    def _place(self, tensors: Sequence[Any]) -> None:
-        for tensor, places in zip(tensors, self.places, strict=True):
+    def _place(self, old: Sequence[Any], new: Sequence[Any]) -> None:
+        for one, tensor, places in zip(old, new, self.places, strict=True):
             for holder, key in places:
-                holder[key] = tensor
-
-
-_ASIDE = object()
-
-
-#: of what every module has: tensors, modules, and the names of buffers that no state dictionary has.
-_HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+                if holder.get(key) is one:
+                    holder[key] = tensor
 
 
 def _copied(value: Any) -> Any:
     """A list, dictionary or set again; other values as they are. Longer ones are constants, like objects."""
     is_short = type(value) in (list, dict, set) and len(value) <= MOST_ITEMS
     return type(value)(value) if is_short else value
-
-
-def _generators() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], None]]]:
-    """Python's random numbers and, if it is imported, NumPy's: name, how to get and how to set the state."""
-    yield "Python's random numbers", random.getstate, random.setstate
-    if (numpy := sys.modules.get("numpy")) is not None:
-        yield "NumPy's random numbers", numpy.random.get_state, numpy.random.set_state
-
-
-def _is_plain_object(leaf: Any) -> bool:
-    return hasattr(leaf, "__dict__") and not isinstance(leaf, (torch.Tensor, nn.Module, type))
-
-
-def _attributes(owner: Any) -> dict[str, Any]:
-    """What a module holds besides tensors, modules and hooks; what an object holds."""
-    is_module = isinstance(owner, nn.Module)
-    return {k: v for k, v in vars(owner).items() if not is_module or k[:1] != "_" or k[:2] == "__"}
-
-
-#: besides tensors: what a function may return that refers to nothing else.
-_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, *_PLAIN))
-
-
-def _raise(error: Exception) -> Any:
-    raise error
 
 
 @dataclass(frozen=True)
@@ -294,36 +187,35 @@ class FlatCall:
 
         Raises:
             Refusal: `fn` changes the containers of its arguments.
-            CaptureError: it keeps a tensor.
-            Refusal: the module replaces a parameter or buffer.
         """
         count, had_grad = len(self.state.tensors), torch.is_grad_enabled()
-        tensors, given = leaves[:count], list(leaves[count:])
+        tensors, given = leaves[:count], list(leaves[count : count + self.spec.num_leaves])
         args, kwargs = pytree.tree_unflatten(given, self.spec)
 
         def is_filled_otherwise() -> bool:
             left = pytree.tree_leaves((args, kwargs))
             return len(left) != len(given) or any(a is not b for a, b in zip(left, given, strict=True))
 
-        def ended(end: Callable[[], Any], result: Any = None) -> None:
-            if first is None:
-                return
-            is_undone = is_filled_otherwise() or self.state.assigned_anew(tensors) is not None
-            is_undone |= torch.is_grad_enabled() != had_grad
-            if is_undone or not all(map(_is_plain, pytree.tree_leaves(result))):
-                first.why_not = "what it has done is undone, or its result may hide a tensor of the trace"
-            first.ended(end)
-
-        with self.state.replaced(tensors), no_tensor_escapes(self.fn, self.state.roots, first):
+        result, error = None, None
+        with self.state.replaced(tensors):
             try:
                 result = self.fn(*args, **kwargs)
-            except Exception as error:
-                ended(functools.partial(_raise, error))
-                raise
-            ended(lambda: result, result)
+            except Exception as raised:
+                error = raised
+        if first is not None:
+            is_undone = is_filled_otherwise() or torch.is_grad_enabled() != had_grad
+            if is_undone or may_hide(result):
+                first.why_not = "what it has done is undone, or its result may hide a tensor of the trace"
+            first.ended(result, error)
+        if error is not None:
+            raise error
         if is_filled_otherwise():
             raise not_representable("it changes a container that it was given")
         return result
+
+    def unchanged(self, leaves: Sequence[Any], first: FirstRun | None) -> AbstractContextManager[None]:
+        """Inside, it is captured: what it changes in Python is as `held.unchanged` says."""
+        return unchanged(self.fn, self.state._modules, leaves, first)
 
     def shown(self, leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
         """By place, the real tensors that `fn` is given as they are: those of its modules, and arguments of
@@ -345,12 +237,13 @@ class FlatCall:
     def names(self, leaves: Sequence[Any]) -> list[str]:
         """``layer.weight``, ``args[0]['x']``, or the keyword; numbers where a container has no names for its
         parts."""
-        arguments = list(leaves[len(self.state.tensors) :])
-        try:
+        count = len(self.state.tensors)
+        arguments, others = leaves[count:][: self.spec.num_leaves], leaves[count + self.spec.num_leaves :]
+        names = [f"input {i}" for i in range(len(arguments))]
+        with suppress(ValueError):
             paths = pytree.tree_flatten_with_path(pytree.tree_unflatten(arguments, self.spec))[0]
-        except ValueError:
-            return [*self.state.names, *(f"input {i}" for i in range(len(arguments)))]
-        return [*self.state.names, *(_argument_name(path) for path, _ in paths)]
+            names = [_argument_name(path) for path, _ in paths]
+        return [*self.state.names, *names, *("what its modules hold" for _ in others)]
 
     def kinds(self, leaves: Sequence[Any]) -> list[PrimalKind]:
         """What each flat input is to the user."""

@@ -14,7 +14,7 @@ Calls that are written down can be computed again only if all that made tensors 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -42,28 +42,14 @@ class Abandoned(BaseException):
         self.error = error
 
 
-class _Result(NamedTuple):
-    """Stands for a tensor that an earlier call has made."""
-
-    number: int
-
-
 class _Call(NamedTuple):
-    """A call of torch.
-
-    Attributes:
-        leaves, spec: of its arguments; tensors that earlier calls made are `_Result`.
-        modes: of the thread.
-        made: how many tensors are in its result.
-        told: what else is in it.
-    """
+    """A call of torch: of these arguments, under these modes of the thread, came these results."""
 
     func: Callable[..., Any]
     leaves: Sequence[Any]
     spec: Any
     modes: ThreadModes
-    made: int
-    told: Sequence[Any]
+    results: Sequence[Any]
 
 
 class FirstRun:
@@ -91,40 +77,34 @@ class FirstRun:
         self._tracer, self.why_not, self._is_repeated = tracer, self._why_not_at_all, is_repeated
         self.stopped: Exception | None = None
         self.has_ended = self.is_computing = False
-        self._end: Callable[[], Any] = lambda: None
-        self._calls: list[_Call] = []
-        self._numbers: dict[int, int] = {}  # by identity, of the tensors that calls have made
-        self._made: list[Any] = []  # by number; so that no other tensor gets the same identity
-        self._real: list[Any] = []  # by number, as far as they have been computed
-        self._computed = 0  # so many calls
-        #: what the function sees in place of inputs, by identity, with the place of the input.
-        self._stand_ins = {
-            id(face): (face, place)
-            for place, (one, real) in enumerate(zip(seen, self.leaves, strict=False))
-            if isinstance(one, torch.Tensor) and one is not real
-            for face in _faces(one)
-        }
+        self._end: tuple[Any, Exception | None] = None, None
+        self._seen, self._calls, self._computed = seen, list[_Call](), 0
+        #: by identity of a tensor of the trace, the real one; None if it is not computed yet.
+        self._real: dict[int, Any] = _by_identity(seen, self.leaves)
 
     @property
     def is_eager(self) -> bool:
         """Whether the function is given real tensors by now."""
         return self.stopped is not None
 
-    def ended(self, end: Callable[[], Any]) -> None:
-        """The function has ended. What `end` returns or raises is what it did, with tensors of the trace."""
-        self.has_ended, self._end = True, end
+    def ended(self, result: Any, error: Exception | None) -> None:
+        """The function has returned `result`, or raised `error`, with tensors of the trace."""
+        self.has_ended, self._end = True, (result, error)
 
     @property
     def can_be_finished(self) -> bool:
         """Whether `outcome` knows what the function has done."""
         return self.has_ended and self.why_not is None
 
-    def is_finished(self) -> bool:
-        """Whether all of it has been computed for real, which is done if it can be."""
-        with suppress(Exception):  # an operator fails on real tensors only: `why_not` says so
+    def finished(self, tree: Any) -> Any:
+        """`tree` with real tensors, after all calls have been computed; None if the run does not count."""
+        try:
             if self.can_be_finished:
                 self.compute()
-        return self.can_be_finished
+                return self.real(tree)
+        except (Exception, Abandoned):
+            self.why_not = "an operator fails on real tensors only, or a tensor was made where nobody sees it"
+        return None
 
     def outcome(self) -> Any:
         """What the function returns, or raises, as eager has it. It can be asked once.
@@ -134,7 +114,10 @@ class FirstRun:
         """
         try:
             self.compute()
-            return self.real(self._end())
+            result, error = self._end
+            if error is not None:
+                raise error
+            return self.real(result)
         finally:
             self.forget()
 
@@ -145,10 +128,7 @@ class FirstRun:
 
     def given(self, seen: torch.Tensor) -> torch.Tensor | None:
         """The real tensor behind what the function sees; None if it is no input, nor free."""
-        if id(seen) in self._stand_ins:
-            found: torch.Tensor = self.leaves[self._stand_ins[id(seen)][1]]
-            return found
-        return None if is_traced(seen) else seen
+        return self._real.get(_key(seen)) if is_traced(seen) else seen
 
     # the calls
 
@@ -156,56 +136,37 @@ class FirstRun:
         """Write down a call."""
         if torch._C._functorch.maybe_current_level() is not None:
             self.why_not = "it calls a transform of torch.func"
-        given, spec = pytree.tree_flatten((args, kwargs))
-        made, told = _divided(result)
-        noted = [*map(self._noted, given)]
-        self._calls.append(_Call(func, noted, spec, ThreadModes.now(), len(made), told))
-        not_made = {id(leaf) for leaf in noted}  # what is changed in place is given back
-        for tensor in made:
-            if id(tensor) not in not_made:
-                self._numbers.update({id(face): len(self._made) for face in _faces(tensor)})
-            self._made.append(tensor)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                if callable(leaf) and not isinstance(leaf, (type, torch.dtype)):
+                    self.why_not = "it gives a function to torch"
+            elif is_traced(leaf) and _key(leaf) not in self._real:
+                self.why_not = "it computes with a tensor that was made by code which a trace does not see"
+        self._calls.append(_Call(func, leaves, spec, ThreadModes.now(), pytree.tree_leaves(result)))
         if self.is_eager:
-            self._real += made
             self._computed = len(self._calls)
-
-    def _noted(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            if callable(leaf) and not isinstance(leaf, (type, torch.dtype)):
-                self.why_not = "it gives a function to torch"
-            return leaf
-        number = self._numbers.get(id(leaf))
-        if number is not None:
-            return _Result(number)
-        if is_traced(leaf) and id(leaf) not in self._stand_ins:
-            self.why_not = "it computes with a tensor that was made by code which a trace does not see"
-        return leaf
+        else:
+            self._real |= {_key(one): None for one in self._calls[-1].results if _key(one) not in self._real}
 
     # real tensors
 
     def real(self, tree: Any) -> Any:
         """`tree` with real tensors in place of the trace's, and numbers in place of symbolic ones."""
-        leaves, spec = pytree.tree_flatten(tree, lambda value: isinstance(value, torch.Size))
-        return pytree.tree_unflatten([*map(self._real_leaf, leaves)], spec)
+        return _mapped(self._real_leaf, tree)
 
     def _real_leaf(self, leaf: Any) -> Any:
-        if isinstance(leaf, _Result):
-            return self._real[leaf.number]
         if isinstance(leaf, SYMBOLIC):
             return leaf.node.hint
         if isinstance(leaf, slice):
             return slice(*map(self._real_leaf, (leaf.start, leaf.stop, leaf.step)))
         if isinstance(leaf, torch.Size):
             return torch.Size([*map(self._real_leaf, leaf)])
-        if not isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, torch.Tensor) or not is_traced(leaf):
             return leaf
-        if id(leaf) in self._stand_ins:
-            return self.leaves[self._stand_ins[id(leaf)][1]]
-        if not is_traced(leaf):
-            return leaf
-        if (number := self._numbers.get(id(leaf))) is not None:
-            return self._real[number]
-        raise Abandoned(not_representable("it keeps a tensor of the trace that nobody has seen"))
+        if (real := self._real.get(_key(leaf))) is None:
+            raise Abandoned(not_representable("it keeps a tensor of the trace that nobody has seen"))
+        return real
 
     def compute(self) -> None:
         """Compute the calls that were written down, as far as that is not done.
@@ -217,8 +178,10 @@ class FirstRun:
         before, self.is_computing = self.is_computing, True
         try:
             with _eagerly():
-                for _, result in _repeated(pending, self._real_leaf):
-                    self._real += _divided(result)[0]
+                for call, results in _repeated(pending, self._real_leaf):
+                    for one, real in zip(call.results, results, strict=True):
+                        if self._real[_key(one)] is None:
+                            self._real[_key(one)] = real
         except Exception:
             self.why_not = "an operator fails on real tensors only"
             raise
@@ -234,25 +197,22 @@ class FirstRun:
         Raises:
             Refusal: a call tells something else than it told.
         """
-        traced: list[Any] = []
-        now = {id(seen): stand_ins[place] for seen, place in self._stand_ins.values()}
-
-        def leaf_now(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor) and id(leaf) in self._numbers:
-                leaf = _Result(self._numbers[id(leaf)])
-            return traced[leaf.number] if isinstance(leaf, _Result) else now.get(id(leaf), leaf)
-
-        for call, result in _repeated(self._calls, leaf_now):
-            made, told = _divided(result)
-            if len(made) != call.made or not all(map(_is_told, told, call.told)):
+        now = _by_identity(self._seen, stand_ins)
+        for call, results in _repeated(self._calls, lambda leaf: now.get(_key(leaf), leaf)):
+            if len(results) != len(call.results) or not all(map(_is_told, results, call.results)):
                 raise not_representable("it looks at what depends on elements, or on what it was not given")
-            traced += made
-        return pytree.tree_map(leaf_now, self._end())
+            for one, other in zip(call.results, results, strict=True):
+                if isinstance(one, torch.Tensor):
+                    now.setdefault(_key(one), other)
+        result, error = self._end
+        if error is not None:
+            raise error
+        return _mapped(lambda leaf: now.get(_key(leaf), leaf), result)
 
     @property
     def can_be_traced_again(self) -> bool:
         """Whether `trace_again` knows all calls, and nothing symbolic, which is another in each trace."""
-        leaves = (leaf for call in self._calls for leaf in (*call.leaves, *call.told))
+        leaves = (leaf for call in self._calls for leaf in (*call.leaves, *call.results))
         is_symbolic = any(isinstance(leaf, (*SYMBOLIC, slice, torch.Size)) for leaf in leaves)
         return self.has_ended and self.why_not is None and not is_symbolic
 
@@ -294,25 +254,30 @@ class FirstRun:
         return result
 
 
-def _faces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor, and the one inside, on which methods of a functional tensor's own class call torch."""
-    yield tensor
-    if isinstance(tensor, FunctionalTensor):
-        yield tensor.elem
+def _key(value: Any) -> int:
+    """The identity of a value; of a functional tensor that of the one inside, on which methods of its class
+    call torch."""
+    return id(value.elem if isinstance(value, FunctionalTensor) else value)
 
 
-def _divided(result: Any) -> tuple[list[Any], list[Any]]:
-    """The tensors in a result, and what else is in it."""
-    leaves = pytree.tree_leaves(result)
-    made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return made, [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+def _by_identity(seen: Sequence[Any], others: Sequence[Any]) -> dict[int, Any]:
+    """What stands in `others` in the place of each tensor that is seen, by its identity."""
+    pairs = zip(seen, others, strict=False)
+    return {_key(one): other for one, other in pairs if isinstance(one, torch.Tensor) and one is not other}
+
+
+def _mapped(of: Callable[[Any], Any], tree: Any) -> Any:
+    leaves, spec = pytree.tree_flatten(tree, lambda value: isinstance(value, torch.Size))
+    return pytree.tree_unflatten([*map(of, leaves)], spec)
 
 
 def _is_told(now: Any, then: Any) -> bool:
+    if isinstance(then, torch.Tensor):
+        return isinstance(now, torch.Tensor)
     return type(now) is type(then) and (now is then or bool(now == then))
 
 
-def _repeated(calls: Sequence[_Call], leaf: Callable[[Any], Any]) -> Iterator[tuple[_Call, Any]]:
+def _repeated(calls: Sequence[_Call], leaf: Callable[[Any], Any]) -> Iterator[tuple[_Call, list[Any]]]:
     """Make `calls` again, each with `leaf` of its leaves and under its modes; with their results."""
     with ExitStack() as around:
         modes: ThreadModes | None = None
@@ -324,8 +289,8 @@ def _repeated(calls: Sequence[_Call], leaf: Callable[[Any], Any]) -> Iterator[tu
                 around.enter_context(modes.restored())
             args, kwargs = pytree.tree_unflatten([*map(leaf, call.leaves)], call.spec)
             with torch.set_grad_enabled(call.modes.grad):
-                result = call.func(*args, **kwargs)
-            yield call, result
+                results = pytree.tree_leaves(call.func(*args, **kwargs))
+            yield call, results
 
 
 @contextmanager

@@ -148,8 +148,6 @@ class Inputs:
                 first.leave()
         if watched.stopped is not None:
             raise watched.stopped
-        if first is not None and first.stopped is not None and not is_again:
-            raise first.stopped
         self.bared, self.strided, self.reads_offsets = watched.bared, watched.strided, watched.reads_offsets
         self.reenters = checkpoints.reenter
         return result
