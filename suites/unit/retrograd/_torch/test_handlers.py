@@ -46,6 +46,14 @@ OPERATORS = {
     "svd": lambda x: linalg.svd(x * NAN)[1],
     "pinv": lambda x: linalg.pinv(x * NAN),
     "eigvals": lambda x: linalg.eigvals(x * NAN).real,
+    "lu_solve": lambda x: linalg.lu_solve(x * ONE, NINE.int().expand(2), ONE),
+    "quantize": lambda x: torch.fake_quantize_per_channel_affine(
+        x * ONE, ONE[0], NINE.int().expand(2), 0, 0, 3
+    ),
+    "divide a number": lambda x: x * (3 // (NINE - 9)),
+    "divide a truth": lambda x: x * (torch.tensor([True]) % (NINE - 9)),
+    "divide down": lambda x: x * torch.div(3, NINE - 9, rounding_mode="trunc"),
+    "numpy": lambda x: x * torch.from_numpy((x * ONE).numpy()),
     "index": lambda x: (x * ONE)[NINE],
     "index_select": lambda x: (x * ONE).index_select(0, NINE),
     "gather": lambda x: (x * ONE).gather(0, torch.tensor([[9, 9]])),

@@ -454,6 +454,14 @@ def test_a_bias_is_added() -> None:
     agree(net, call)
 
 
+def test_a_module_gets_another_class() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    call = module(net)
+    agree(net, call)
+    net[1].__class__ = nn.Sigmoid
+    agree(net, call)
+
+
 def test_a_parameter_is_renamed() -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import retrograd
+from retrograd import LoweringError
 from unit.retrograd.programs import leaf
 
 
@@ -51,6 +52,15 @@ def test_without_dynamic_every_size_is_lowered_until_the_limit() -> None:
     last = context.explain().backwards[-1].lowerings[-1]
     assert last.how == "interpreted"
     assert last.because.startswith("recompile limit of 2 reached: argument")
+
+
+def test_in_strict_mode_the_limit_is_an_error_with_a_way_out() -> None:
+    context = retrograd.compiled_autograd("aten", dynamic=False, recompile_limit=2, strict=True)
+    with pytest.raises(LoweringError, match="recompile limit of 2") as raised:
+        for rows in (4, 5, 6, 7, 8):
+            train(context, rows)
+    assert raised.value.reason.code == "recompile-limit"
+    assert raised.value.reason.way_out == "a larger recompile_limit=, or leave dynamic=None"
 
 
 def test_another_dtype_is_not_run_by_code_for_the_first() -> None:

@@ -191,6 +191,8 @@ _LOOKING = frozenset(
         "binary_cross_entropy",
         "bincount",
         "binomial",
+        "fake_quantize_per_channel_affine_cachemask",
+        "linalg_lu_solve",
         "lu_unpack",
         "masked_scatter",
         "masked_scatter_",
@@ -220,10 +222,17 @@ def errors_by_value(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any
         return OF_CHECKS
     is_looking = not _LOOKING.isdisjoint({name, f"{name}.{operator._overloadname}"})
     is_looking |= name == "histc" and given.get("min", 0) == given.get("max", 0)
-    if is_looking or (_DIVIDING.match(name) and len(args) > 1 and all(map(_is_whole, args[:2]))):
+    divisor = args[1] if len(args) > 1 and _DIVIDING.match(name) else None
+    if is_looking or (_is_whole(divisor) and not _is_fraction(args[0])):
         return OF_VALUES
     places = [each for key in _PLACES & given.keys() for each in _listed(given[key])]
     return OF_VALUES if any(map(_is_whole, places)) else None
+
+
+def _is_fraction(value: Any) -> bool:
+    """Whether it is a number or a tensor that is divided without an error."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return value.is_floating_point() or value.is_complex() if is_tensor else isinstance(value, float)
 
 
 def _listed(value: Any) -> Sequence[Any]:

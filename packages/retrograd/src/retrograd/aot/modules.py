@@ -120,6 +120,7 @@ class ModuleState:
         return tuple(
             [
                 (
+                    type(module),
                     *map(id, module._modules.values()),
                     *[key for key, value in module._parameters.items() if value is not None],
                     *[key for key, value in module._buffers.items() if value is not None],

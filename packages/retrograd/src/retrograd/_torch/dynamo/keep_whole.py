@@ -260,6 +260,8 @@ def _handlers(original: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
 
 def _call_method(original: Any, variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     """What Dynamo makes of a method of a tensor."""
+    if name == "numpy" and variable.requires_grad and torch.is_grad_enabled() and keeps_eager(tx):
+        break_graph("method that refuses a tensor that requires grad", name, "It raises an error.")
     if name not in _METHODS or not _is_kept(tx, (), kwargs):
         return original(variable, tx, name, args, kwargs)
     with dynamo_config.patch(enable_dynamo_decompositions=False):

@@ -224,7 +224,10 @@ class Lowerer:
         because = self._note_changes(args, flat, border)
         if len(self.lowered) >= how.config.recompile_limit:
             limit = f"recompile limit of {how.config.recompile_limit} reached: {because}"
-            self.stop(limit, "recompile-limit")
+            reason = how.reason(limit, "a larger recompile_limit=, or leave dynamic=None", "recompile-limit")
+            if how.config.strict:
+                raise LoweringError(reason)
+            self.stop(limit, reason)
             return None
         if _stance_refuses(how, because):
             return None
@@ -286,11 +289,11 @@ class Lowerer:
                 lowered.run, lowered.later = later.result(), None
         return lowered.later is None
 
-    def stop(self, because: str, code: str = "segment-not-compiled") -> None:
+    def stop(self, because: str, reason: Reason | None = None) -> None:
         """Interpret the function from now on."""
         self.interpret_because = because
         self._fn.tell(INTERPRETED, "", because)
-        self.given_up = self._shared.reason or self._fn.reason(because, code=code)
+        self.given_up = self._shared.reason or reason or self._fn.reason(because)
         tell(self.given_up, INTERPRETED_PART)
 
     def give_up(self, text: str, error: BaseException | None = None) -> None:
