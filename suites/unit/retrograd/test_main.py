@@ -182,8 +182,12 @@ def test_a_bad_archive_is_one_line(
 def test_an_archive_that_cannot_be_written(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["cache", "pack", str(tmp_path / "no" / "folder" / "a.tar.gz")]) == 1
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    for to in (tmp_path / "no" / "folder" / "a.tar.gz", tmp_path):
+        assert main(["cache", "pack", str(to)]) == 1
+        said = capsys.readouterr().err.strip().splitlines()
+        assert said == [
+            f"retrograd cache pack: {to} is a folder, or in none: name a file that can be written"
+        ]
 
 
 @pytest.mark.parametrize("arguments", [[], ["cache"], ["cache", "pack"], ["cache", "burn"]])

@@ -79,6 +79,8 @@ def pack(folder: Path, archive: Path) -> int:
     Raises:
         OSError: something cannot be read or written. `archive` is as it was then.
     """
+    if archive.is_dir() or not archive.absolute().parent.is_dir():
+        raise OSError(f"{archive} is a folder, or in none: name a file that can be written")
     paths = list(_finished(folder))
     with replacing(archive) as to:
         with tarfile.open(fileobj=to, mode="w:gz") as tar:
@@ -161,7 +163,7 @@ def _extract(tar: tarfile.TarFile, folder: str, most: int) -> None:
         raise tarfile.TarError(f"its files have more than {_MOST} times its size")
     for member in members:
         if not member.isfile() or Path(member.name).is_absolute():
-            raise tarfile.TarError(f"{member.name} is no plain file in its folder")
+            raise tarfile.TarError(f"{member.name!r} is no plain file in its folder")
         tar.extract(member, folder, filter="data")
 
 

@@ -45,6 +45,18 @@ def multi_grad_hooks_of_both_modes_with_others(p: Probe) -> None:
             torch.cat([leaf.exp() for leaf in used]).sum().backward()
 
 
+@scenario(tags=("hooks", "multi-grad", "inputs"))
+def multi_grad_hooks_of_a_leaf_and_what_is_made_of_it(p: Probe) -> None:
+    """Only the second's gradient is asked for: the hook is called with that, and with none of the leaf."""
+    x, y = (p.leaf(name, p.randn(3, requires_grad=True)) for name in ("x", "y"))
+    for step in range(2):
+        h = (x * y).tanh()
+        register_multi_grad_hook((x, h), p.hook(f"leaf first {step}", kind="multi"))
+        register_multi_grad_hook((h, y, x), p.hook(f"leaves last {step}", kind="multi"))
+        with p.backward():
+            p.value(f"grad {step}", torch.autograd.grad((h * x).exp().sum(), h)[0])
+
+
 def _root_leaf(x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     return [x], [x]
 

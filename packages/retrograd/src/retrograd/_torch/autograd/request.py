@@ -380,14 +380,15 @@ class LiveBackward:
         node, which ``Engine::compute_dependencies`` takes for its own ``GraphRoot``.
 
         Raises:
-            RuntimeError: eager does not say so of leaves inside ``autograd.grad``.
+            RuntimeError: eager does not say so of leaves that ``autograd.grad`` is asked for.
         """
         index = next((i for i, live in enumerate(self.graph.nodes) if node == live.handle), None)
         if [index] == [root.node for root in self.graph.roots]:
             return False
-        if not self.asked.accumulate_grad and leaf_of(node) is not None:
+        is_executed = index is not None and (self.graph.wanted is None or index in self.graph.wanted)
+        if is_executed and not self.asked.accumulate_grad and leaf_of(node) is not None:
             raise RuntimeError(_NOT_OF_LEAVES)
-        return index is not None and (self.graph.wanted is None or index in self.graph.wanted)
+        return is_executed
 
     def execution_order(self) -> list[Any]:
         """The nodes in the order in which eager executes them."""
