@@ -191,3 +191,15 @@ def hooks_that_come_and_go_between_steps(p: Probe) -> None:
             out.register_hook(p.hook(f"step{step}", lambda g: g * 2))
         with p.backward():
             out.sum().backward()
+
+
+@scenario(tags=("compiled", "hooks", "in-place"))
+def compiled_hook_of_a_leaf_in_place(p: Probe) -> None:
+    """A hook changes a leaf's gradient in place; a branch that gets the same tensor sees the change."""
+    linear = p.module(nn.Linear(3, 3))
+    shift, other = (p.leaf(name, p.randn(2, 3, requires_grad=True)) for name in ("shift", "other"))
+    shift.register_hook(lambda grad: grad.clamp_(-0.1, 0.1))
+    for fn in (lambda a: linear(a) + shift, lambda a: (linear(a) + shift.view(6).view(2, 3)) + other):
+        run = p.compile(fn)
+        with p.backward():
+            run(p.randn(2, 3)).square().sum().backward()

@@ -75,7 +75,7 @@ TABLE: Mapping[str, str] = {
     "torch._dynamo.variables.torch:TorchInGraphFunctionVariable._get_handlers": (
         "Dynamo takes operators apart, which round otherwise in pieces"
     ),
-    "torch._dynamo.variables.tensor:TensorVariable.call_method": "the same",
+    "torch._dynamo.variables.tensor:TensorVariable.call_method": "the same; and hooks",
     "torch._dynamo.eval_frame:OptimizedModule.__setattr__": (
         "the flag for a wrapper's full backward hooks goes to the inner module, so they are never called"
     ),

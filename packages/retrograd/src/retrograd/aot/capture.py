@@ -39,6 +39,7 @@ from retrograd._torch.trace import (
     without_tokens,
 )
 from retrograd.aot.modules import FlatCall
+from retrograd.aot.parts import leaves_sharing
 from retrograd.aot.trace.analyse import analyse
 from retrograd.aot.trace.differentiate import Manner, differentiate
 from retrograd.aot.trace.enter import EntryPlan, Inputs
@@ -244,6 +245,7 @@ class _Attempt:
             with_functions=frozenset(self.backward.with_functions),
             saving=frozenset(self.backward.saving),
             by_dtype=frozenset(self.backward.by_dtype),
+            shared=leaves_sharing(gm, signature, self.inputs.primals),
             entered_as=self.plan.entered_as,
             is_single_region=self.manner.single_region,
             sums_apart=self.manner.sums_apart,

@@ -77,6 +77,7 @@ FIELDS = (
     "with_functions",
     "saving",
     "by_dtype",
+    "shared",
     "entered_as",
     "is_single_region",
     "sums_apart",

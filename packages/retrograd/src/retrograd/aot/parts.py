@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -151,6 +152,26 @@ def primals_read(joint: JointValues, wanted: Iterable[fx.Node]) -> set[int]:
     found = reached(wanted, following)
     inputs = zip(joint.gm.graph.find_nodes(op="placeholder"), joint.signature.inputs, strict=True)
     return {role.index for node, role in inputs if isinstance(role, Primal) and node in found}
+
+
+def leaves_sharing(gm: fx.GraphModule, signature: JointSignature, primals: Sequence[Any]) -> frozenset[int]:
+    """Numbers of the leaves whose gradient lies in memory that the backward reads too, or gives to others: a
+    hook that changes the gradient in place changes it for them."""
+    owner: dict[fx.Node, fx.Node] = {}
+    readers = Counter[fx.Node]()
+    for node in gm.graph.nodes:
+        base = viewed(node)
+        owner[node] = node if base is None else owner[base]
+        if base is None and node.op != "output":
+            readers.update(owner[value] for value in node.all_input_nodes)
+    roles = [*zip(output_values(gm.graph), signature.outputs, strict=True)]
+    given = [(owner[node], role.of) for node, role in roles if isinstance(role, Gradient)]
+    readers.update(memory for memory, _ in given)
+    return frozenset(
+        there.index
+        for memory, there in given
+        if readers[memory] > 1 and not there.is_boundary and primals[there.index].is_leaf
+    )
 
 
 def overwritten_unread(joint: JointValues) -> set[int]:

@@ -292,6 +292,7 @@ class JointValues:
         saving: regions for which eager saves tensors: once these are freed, a backward is an error.
         by_dtype: leaves whose dtype decides what gradient they get: one of another dtype was cast, or several
             were added. A leaf may ask for another dtype than its own.
+        shared: leaves whose gradient lies in memory that the backward reads elsewhere, or gives to others.
         hooked_leaves: primals after whose gradients regions end, so that these become visible one by one.
         entered_as: what the function was given in place of inputs that require grad and are no leaves.
         is_single_region: whether the outputs are differentiated together, not in eager's structure.
@@ -314,6 +315,7 @@ class JointValues:
     with_functions: frozenset[int] = frozenset()
     saving: frozenset[int] = frozenset()
     by_dtype: frozenset[int] = frozenset()
+    shared: frozenset[int] = frozenset()
     entered_as: EnteredAs = "itself"
     is_single_region: bool = False
     sums_apart: bool = False

@@ -16,7 +16,12 @@ from retrograd._torch.autograd.collection import (
     stock_compiler_off,
 )
 from retrograd._torch.autograd.entering import window
-from retrograd._torch.autograd.function_code import Reading, methods_of, why_backward_has_effects
+from retrograd._torch.autograd.function_code import (
+    Reading,
+    methods_of,
+    why_backward_has_effects,
+    writes_in_place,
+)
 from retrograd._torch.autograd.graph_task import (
     HookChanges,
     LateHook,

@@ -108,6 +108,31 @@ def why_backward_has_effects(function: Any) -> str | None:
     return next(filter(None, (_Effects(method, Reading(), True).why_not() for method in written)), None)
 
 
+def writes_in_place(hook: Any, depth: int = 4) -> bool:
+    """Whether a hook, or its code, or a function that it closes over, may change a tensor in place, as far as
+    code tells: it is or calls a method whose name ends in ``_``, or stores into something."""
+    hook = getattr(hook, "func", hook)
+    if isinstance(hook, types.CodeType):
+        return any(_is_write(step) for code in codes_in(hook) for step in dis.get_instructions(code))
+    if not callable(hook) or not depth:
+        return False
+    written = hook if hasattr(hook, "__code__") else type(hook).__call__
+    written = getattr(written, "__func__", written)
+    if not isinstance(written, types.FunctionType):
+        return _changes_in_place(getattr(hook, "__name__", ""))
+    return any(writes_in_place(one, depth - 1) for one in (written.__code__, *closed_over(written).values()))
+
+
+def _is_write(step: Step) -> bool:
+    if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        return _changes_in_place(step.argval)
+    return step.opname == "STORE_SUBSCR" or (step.opname == "BINARY_OP" and "=" in step.argrepr)
+
+
+def _changes_in_place(method: str) -> bool:
+    return method.endswith("_") and not method.endswith("__")
+
+
 def reads_saved_tensors(function: Any) -> bool | None:
     """Whether the backward of a Function asks for the tensors that were saved for it; None if its code does
     not tell, because it hands its context on."""

@@ -40,7 +40,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrograd._torch import pytree
-from retrograd._torch.autograd import Reading, methods_of
+from retrograd._torch.autograd import Reading, methods_of, writes_in_place
 from retrograd._torch.dynamo.keep_eager import break_graph, differentiate, keeps_eager, sample
 from retrograd._torch.operators import RefusingAsynchronous
 from retrograd._torch.patches import handle, hidden_from_dynamo
@@ -259,7 +259,11 @@ def _handlers(original: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
 
 
 def _call_method(original: Any, variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """What Dynamo makes of a method of a tensor."""
+    """What Dynamo makes of a method of a tensor. It sets a hook of an input behind the graph."""
+    if name == "register_hook" and variable.source and not tx.one_graph and keeps_eager(tx):
+        hook = getattr(args[0], "fn", None) or getattr(args[0], "code", None)
+        if writes_in_place(getattr(hook, "value", hook)):
+            break_graph("hook that changes a gradient in place", str(hook), "The graph behind it must know.")
     if name == "numpy" and variable.requires_grad and torch.is_grad_enabled() and keeps_eager(tx):
         break_graph("method that refuses a tensor that requires grad", name, "It raises an error.")
     if name not in _METHODS or not _is_kept(tx, (), kwargs):

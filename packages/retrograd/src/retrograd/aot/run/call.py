@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.autograd import versions_of
+from retrograd._torch.autograd import versions_of, writes_in_place
 from retrograd._torch.state import generator_states, restore_generator_states, undifferentiated
 from retrograd._torch.subclass import built, parts_of
 from retrograd._torch.tensor import common_base
@@ -72,7 +72,7 @@ class CompiledFunction:
         leaves = [(i, joint.primals[i].leaf) for i in sorted(partition.released)]
         self._released = [(i, leaf) for i, leaf in leaves if leaf is not None]
         self._regions, self._calls = regions, 0
-        self._by_dtype = sorted(joint.by_dtype)
+        self._by_dtype, self._shared = sorted(joint.by_dtype), sorted(joint.shared)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Run on flat inputs.
@@ -88,6 +88,13 @@ class CompiledFunction:
         primals = self._primals(sources)
         if any(primals[i].grad_dtype is not primals[i].dtype for i in self._by_dtype):
             raise NotReadyError(_GRAD_DTYPE)
+        if any(
+            map(
+                writes_in_place,
+                [h for i in self._shared for h in (primals[i]._backward_hooks or {}).values()],
+            )
+        ):
+            raise NotReadyError(_HOOK_IN_PLACE)
         generators = generator_states(self._draws) if self._draws else {}
         written = self._written.before(primals) if self._written else None
         self._calls += 1
@@ -246,4 +253,11 @@ _GRAD_DTYPE = Reason(
     "a leaf asks for its gradient in another dtype (grad_dtype), and what it gets is cast or added up",
     "aot.run",
     way_out="leave grad_dtype as it is, or cast what the leaf is used as",
+)
+
+_HOOK_IN_PLACE = Reason(
+    "hook-in-place",
+    "a hook of a leaf changes the gradient in place, which other parts of the backward get too",
+    "aot.run",
+    way_out="have the hook return a new gradient, as torch asks",
 )
