@@ -62,6 +62,20 @@ def test_in_process_runs_the_rest_of_a_unit_after_an_unfit_step() -> None:
     assert isinstance(messages[-1], Finished)
 
 
+def all_steps(unit: Unit, emit) -> bool:
+    """One step, after which the process is as good as before."""
+    emit("result", 0, {})
+    return True
+
+
+def test_a_worker_with_nothing_to_do_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed, it would leave semaphores behind, of which Python warns at the end."""
+    made, spawn = [], Local._spawn
+    monkeypatch.setattr(Local, "_spawn", lambda self: made.append(spawn(self)) or made[-1])
+    assert [type(m) for m in Local(all_steps, 1).run([Unit({}, 30.0)])] == [Result, Finished]
+    assert [worker.process.exitcode for worker in made] == [0]
+
+
 def test_a_case_that_is_taken_apart_has_the_time_twice() -> None:
     labels: list[dict] = []
     task = Task("eager", "autograd_function_db", "NumpyCubeAutogradFunction", "cpu", 0, ablate=True)

@@ -92,6 +92,11 @@ class Local:
                     self._assign(waiting)
                     yield from self._collect(waiting)
             finally:
+                idle = [worker for worker in self._workers if worker.unit is None]
+                for worker in idle:
+                    worker.pipe.close()  # it ends by itself, and cleans up
+                for worker in idle:
+                    worker.process.join(GRACE)
                 for worker in self._workers:
                     worker.kill()
                 self._workers.clear()
