@@ -13,8 +13,8 @@ from retrograd import OptionError, aot
 from retrograd.config import Config
 
 WRONG: dict[str, list[Any]] = {
-    "backend": [3, None, "fast", ["eager"]],
-    "backward": [3, "fast"],
+    "backend": [3, None, "fast", ["eager"], torch.nn.Linear(2, 2)],
+    "backward": [3, "fast", torch.nn.Linear(2, 2)],
     "partitioner": [3, None, "most"],
     "passes": [3, "remove_dead_code", [3], ["no_such_pass"]],
     "dynamic": ["yes", 1, 0],

@@ -49,6 +49,8 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_compiler(value: Any) -> bool:
+    if hasattr(value, "named_parameters"):  # a model, by mistake for one of its backends
+        return False
     return isinstance(value, str) or callable(value) or callable(getattr(value, "compile", None))
 
 
