@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from retrograd import aot
 from retrograd._torch.trace import runs
-from retrograd.aot import parts, repeated, shorter
+from retrograd.aot import repeated, saved, shorter
 from retrograd.aot.capture import JointGraph, capture_divided
 from retrograd.aot.trace.differentiate import Manner
 from retrograd.backends.base import Backend
@@ -376,13 +376,13 @@ def test_shorter_graph_saves_what_the_whole_one_saves(name: str, monkeypatch: py
     joint, chains = _deep(name, monkeypatch)
     assert [len(chain.copies) for chain in chains] == [11]
     sizes: list[int] = []
-    cut_by = parts.cut_by
+    cut_by = saved.cut_by
 
     def counted(partitioner: Any, gm: fx.GraphModule, *args: Any) -> list[str]:
         sizes.append(len(gm.graph.nodes))
         return cut_by(partitioner, gm, *args)
 
-    monkeypatch.setattr(parts, "cut_by", counted)
+    monkeypatch.setattr(saved, "cut_by", counted)
     found = aot.partition(joint)
     joint.gm.meta["chains"] = []
     expected = aot.partition(joint)

@@ -28,7 +28,6 @@ from retrograd._torch.trace import places_of_symbols, symbols_in
 from retrograd.aot.parts import (
     Memory,
     backward_nodes,
-    choose_saved,
     copied_call,
     extract,
     finished_backward,
@@ -41,6 +40,7 @@ from retrograd.aot.parts import (
     read_by_backward,
 )
 from retrograd.aot.released import released
+from retrograd.aot.saved import choose_saved
 from retrograd.config import ALLOWED, Policy, checked
 from retrograd.errors import VerificationError
 from retrograd.graph.joint import Cotangent, Gradient
