@@ -70,8 +70,10 @@ def interrupts(program: Program, subject: Subject, device: torch.device) -> Find
         if first.left and not set(first.left) <= set(found(subject.stock or Eager("eager"), 4 * TRIES).left):
             reason = f"an exception in {first.place} leaves otherwise: {', '.join(first.left)}"
             return Finding(Verdict.DIVERGE, "interrupt", reason)
-    if not engine_is_free():
-        return Finding(Verdict.DIVERGE, "interrupt engine", "the engine serves no other thread afterwards")
+    if not engine_is_free(run):
+        return Finding(
+            Verdict.DIVERGE, "interrupt engine", "another thread cannot run the program afterwards"
+        )
     after = judge(Evidence(before, run(), bitwise=True, own_random=subject.own_random))
     if after.verdict is Verdict.AGREE:
         return None
@@ -161,9 +163,14 @@ def switches() -> dict[str, Any]:
     }
 
 
-def engine_is_free() -> bool:
-    """Whether a backward on another thread ends."""
-    thread = threading.Thread(target=lambda: (torch.ones(1, requires_grad=True) * 2).backward(), daemon=True)
+def engine_is_free(run: Run) -> bool:
+    """Whether a backward on another thread ends, and what was interrupted does there, too."""
+
+    def both() -> None:
+        (torch.ones(1, requires_grad=True) * 2).backward()
+        run()
+
+    thread = threading.Thread(target=both, daemon=True)
     thread.start()
     thread.join(PATIENCE)
     return not thread.is_alive()

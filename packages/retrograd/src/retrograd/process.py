@@ -12,16 +12,33 @@ of a backward reads the whole state before, and puts it back if anything raises.
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 Forget = TypeVar("Forget", bound=Callable[[], object])
 Entry = TypeVar("Entry")
 T = TypeVar("T")
+
+if TYPE_CHECKING or sys.version_info >= (3, 12):
+    cached_property = functools.cached_property
+else:
+
+    class cached_property(functools.cached_property):
+        """Without Python 3.11's one lock for all instances: an interrupt may leave it taken for ever."""
+
+        def __get__(self, instance: Any, owner: Any = None) -> Any:
+            """The value, which is computed by whoever asks first."""
+            if instance is None:
+                return self
+            value = instance.__dict__[self.attrname] = self.func(instance)
+            return value
+
 
 _forgets: list[Callable[[], object]] = []
 

@@ -7,7 +7,6 @@ its own. A text is made only if somebody listens.
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 import sys
@@ -37,7 +36,7 @@ from retrograd.graph.backward_graph import (
     readable,
     readable_schedule,
 )
-from retrograd.process import ForkSafeLock, forgotten_by_reset, restore_after_errors
+from retrograd.process import ForkSafeLock, cached_property, forgotten_by_reset, restore_after_errors
 
 _lock = ForkSafeLock()
 
@@ -353,7 +352,7 @@ class PlanLog:
     def __init__(self, report: BackwardReport) -> None:
         self._report = report
 
-    @functools.cached_property
+    @cached_property
     def compile_id(self) -> CompileId:
         """The id under which torch's structured trace files this backward."""
         return new_compile_id()

@@ -93,13 +93,19 @@ class Programs:
 
 @pytest.fixture
 def programs() -> Iterator[Programs]:
-    """In a context whose engine works at the end: on this thread and, in eager, on another."""
-    programs = Programs()
-    with retrograd.compiled_autograd(backend="aten", strict=True):
+    """In a context whose engine works at the end: on this thread, and on another in eager and compiled."""
+    programs, context = Programs(), retrograd.compiled_autograd(backend="aten", strict=True)
+    with context:
         yield programs
         programs.plain()()
         assert torch.equal(programs.x.grad, 2 * programs.x * (programs.x * programs.x).cos())
-    assert engine_is_free()
+
+    def elsewhere() -> None:
+        retrograd.reset()
+        with context:
+            programs.hooked()()
+
+    assert engine_is_free(elsewhere)
 
 
 WARM = ["plain", "hooked", "retained", "nested", "compiled_step"]

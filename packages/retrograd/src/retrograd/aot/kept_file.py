@@ -27,6 +27,7 @@ from retrograd.config import Policy
 from retrograd.errors import Refusal
 from retrograd.graph.joint_graph import CaptureState, Partition, RegionBackward, Saved
 from retrograd.graph.lazy import KnownGraph, LazyGraph, Summary
+from retrograd.process import cached_property
 from retrograd.repeats.compile import Division, Step
 from retrograd.serialize import (
     give_examples,
@@ -241,7 +242,7 @@ class _Again:
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             return self._made[number]
 
-    @functools.cached_property
+    @cached_property
     def _made(self) -> list[fx.GraphModule]:
         made = writing_ahead(partition(self.joint(), self._policy))  # Inductor's, which takes writes
         return [made.forward, *(backward.gm for backward in made.backwards)]

@@ -9,7 +9,6 @@ is made of.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +32,7 @@ from retrograd._torch.fx import (
 from retrograd.graph.joint import Gradient, JointSignature, Primal, output_values
 from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.reach import reached
+from retrograd.process import cached_property
 
 #: the entry of a joint graph's metadata for copies of a run that follow each other.
 CHAINS = "chains"
@@ -82,7 +82,7 @@ class Memory:
     outputs: Mapping[fx.Node, int]
     kept_by_eager: frozenset[fx.Node]
 
-    @functools.cached_property
+    @cached_property
     def visible(self) -> frozenset[fx.Node]:
         """Owners that the user can reach, and so change."""
         return frozenset(self.owner[node] for node in (*self.primals, *self.outputs))

@@ -6,12 +6,13 @@ process that finds compiled code on disk need not read the graph that it was mad
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
+
+from retrograd.process import cached_property
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +59,12 @@ class LazyGraph:
         self._read, self._summarise = read, summarise
         self.division: Any = None
 
-    @functools.cached_property
+    @cached_property
     def gm(self) -> fx.GraphModule:
         """The graph itself."""
         return self._read()
 
-    @functools.cached_property
+    @cached_property
     def summary(self) -> Summary:
         """What is known of it."""
         return self._summarise(self.gm)

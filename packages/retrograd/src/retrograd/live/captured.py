@@ -6,7 +6,6 @@ That cache does not hold sequence numbers, so a structure that is met again may 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +35,7 @@ from retrograd.graph.eager_order import ROOT, eager_walk, with_steps
 from retrograd.live.capture.grad_dtypes import Dtypes, asked_dtypes, in_dtypes, leaves_with_buffers
 from retrograd.live.run.plan import Plan
 from retrograd.passes.lay_out_like_eager import lay_out_like_eager
+from retrograd.process import cached_property
 
 #: two gradients have one sum in floating point; three have more than one.
 _ASSOCIATIVE = 2
@@ -135,7 +135,7 @@ class CapturedBackward:
         unknown = EngineRequest((), (), False, False, accumulate_grad=True)
         return self._as_captured.run(call, LiveBackward(unknown))
 
-    @functools.cached_property
+    @cached_property
     def _as_captured(self) -> Plan:
         return Plan(self.graph, Config(backend="eager"), find_backend("eager"))
 

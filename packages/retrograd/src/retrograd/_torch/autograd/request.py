@@ -11,7 +11,6 @@ the stages. It knows both orders of the nodes, and what user code may ask of the
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import sys
@@ -38,6 +37,7 @@ from retrograd.graph.eager_order import (
 )
 from retrograd.graph.emit import Emitter
 from retrograd.graph.reach import reached
+from retrograd.process import cached_property
 
 T = TypeVar("T")
 
@@ -344,27 +344,27 @@ class LiveBackward:
         self.node_call = 0
         self.is_reentered = False
 
-    @functools.cached_property
+    @cached_property
     def asked_graph(self) -> LiveGraph:
         """The live graph, as `asked` needs it."""
         return read_live_graph(self.asked)
 
-    @functools.cached_property
+    @cached_property
     def graph(self) -> LiveGraph:
         """The live graph, as `request` needs it."""
         return self.asked_graph if self.request is self.asked else read_live_graph(self.request)
 
-    @functools.cached_property
+    @cached_property
     def walk(self) -> list[int]:
         """Indices of the graph's nodes, by node call."""
         return engine_walk(self.graph)
 
-    @functools.cached_property
+    @cached_property
     def node_calls(self) -> list[Any]:
         """The autograd nodes by node call; None for the graph root."""
         return [None if i == ROOT else self.graph.nodes[i].handle for i in self.walk]
 
-    @functools.cached_property
+    @cached_property
     def inner_nodes(self) -> frozenset[Any]:
         """The nodes that are no leaves'."""
         return frozenset(node for node in self.node_calls if node is not None and leaf_of(node) is None)

@@ -9,7 +9,6 @@ compiled code, and resolved if they are lazily conjugated or negated.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -46,6 +45,7 @@ from retrograd.events import counters
 from retrograd.graph.eager_order import Edge, LiveGraph
 from retrograd.graph.joint_graph import Partition, SavedKind
 from retrograd.graph.lazy import LazyGraph
+from retrograd.process import cached_property
 from retrograd.report import MOST_FAILURES, Report, why_failed
 
 #: how many layouts of cotangents code is made for; with others the region runs as eager.
@@ -381,7 +381,7 @@ class RegionCode:
         found = rerun_region(self._partition.joint, self.number, ctx, put_back, given, wanted)
         return [found[there] for there in self.destinations]
 
-    @functools.cached_property
+    @cached_property
     def _put_back(self) -> PutBack:
         return PutBack(self._partition, self.number)
 

@@ -36,7 +36,7 @@ from retrograd.errors import LoweringError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import Segment, call_name
 from retrograd.graph.emit import boxed_calls, last_uses
-from retrograd.process import restored_on_error
+from retrograd.process import cached_property, restored_on_error
 from retrograd.report import INTERPRETED, LoweringReport, PlanLog, tell
 
 
@@ -125,7 +125,7 @@ class SegmentFunction:
     backend: Backend
     log: PlanLog
 
-    @functools.cached_property
+    @cached_property
     def run(self) -> Boxed:
         """The segment as captured. Most segments of a deep model never run so: they run the code of an equal
         one."""
