@@ -71,9 +71,7 @@ def interrupts(program: Program, subject: Subject, device: torch.device) -> Find
             reason = f"an exception in {first.place} leaves otherwise: {', '.join(first.left)}"
             return Finding(Verdict.DIVERGE, "interrupt", reason)
     if not engine_is_free(run):
-        return Finding(
-            Verdict.DIVERGE, "interrupt engine", "another thread cannot run the program afterwards"
-        )
+        return Finding(Verdict.DIVERGE, "interrupt engine", "another thread cannot run it afterwards")
     after = judge(Evidence(before, run(), bitwise=True, own_random=subject.own_random))
     if after.verdict is Verdict.AGREE:
         return None
