@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import functools
 import itertools
 import math
 import operator
@@ -66,7 +67,7 @@ _STORES = {
 #: methods of containers that change them. What a method made itself, it may change.
 _FILLS = frozenset({"append", "extend", "insert", "pop", "popitem", "clear", "update", "setdefault"})
 
-_CHANGES = ("STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR")
+_CHANGES = ("STORE_ATTR", "DELETE_ATTR", "DELETE_SUBSCR")
 
 _VALUES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CODE = (
@@ -113,7 +114,7 @@ def writes_in_place(hook: Any, depth: int = 4) -> bool:
     code tells: it is or calls a method whose name ends in ``_``, or stores into something."""
     hook = getattr(hook, "func", hook)
     if isinstance(hook, types.CodeType):
-        return any(_is_write(step) for code in codes_in(hook) for step in dis.get_instructions(code))
+        return any(map(_code_writes_in_place, codes_in(hook)))
     if not callable(hook) or not depth:
         return False
     written = hook if hasattr(hook, "__code__") else type(hook).__call__
@@ -123,10 +124,18 @@ def writes_in_place(hook: Any, depth: int = 4) -> bool:
     return any(writes_in_place(one, depth - 1) for one in (written.__code__, *closed_over(written).values()))
 
 
-def _is_write(step: Step) -> bool:
-    if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-        return _changes_in_place(step.argval)
-    return step.opname == "STORE_SUBSCR" or (step.opname == "BINARY_OP" and "=" in step.argrepr)
+@functools.lru_cache(4096)
+def _code_writes_in_place(code: types.CodeType) -> bool:
+    return any(
+        _stores_into(step) or (step.opname in ("LOAD_ATTR", "LOAD_METHOD") and _changes_in_place(step.argval))
+        for step in dis.get_instructions(code)
+    )
+
+
+def _stores_into(step: Step) -> bool:
+    """Whether an instruction changes elements of something, or all of it, as ``+=`` does."""
+    is_sum = step.opname == "BINARY_OP" and step.argrepr[-1:] == "="
+    return is_sum or step.opname in ("STORE_SUBSCR", "STORE_SLICE")
 
 
 def _changes_in_place(method: str) -> bool:
@@ -239,15 +248,13 @@ class _Reader:
         return (loaded[-1:] if isinstance(loaded, tuple) else (loaded,)) == first
 
     def _why_not_change(self, step: Step) -> str | None:
-        is_sum = step.opname.startswith("INPLACE_") or (
-            step.opname == "BINARY_OP" and step.argrepr[-1:] == "="
-        )
-        return "its backward changes something in place" if is_sum or step.opname in _CHANGES else None
+        is_change = _stores_into(step) or step.opname in _CHANGES
+        return "its backward changes something in place" if is_change else None
 
     def _why_not_attribute(self, name: str, is_local: bool) -> str | None:
         if self._is_backward and name in _FILLS and not is_local:
             return "its backward changes a container"
-        if self._is_backward and name.endswith("_") and not name.endswith("__"):
+        if self._is_backward and _changes_in_place(name):
             return "its backward changes something in place"
         return _ATTRIBUTES.get(name)
 

@@ -88,12 +88,8 @@ class CompiledFunction:
         primals = self._primals(sources)
         if any(primals[i].grad_dtype is not primals[i].dtype for i in self._by_dtype):
             raise NotReadyError(_GRAD_DTYPE)
-        if any(
-            map(
-                writes_in_place,
-                [h for i in self._shared for h in (primals[i]._backward_hooks or {}).values()],
-            )
-        ):
+        hooks = [hook for i in self._shared for hook in (primals[i]._backward_hooks or {}).values()]
+        if any(map(writes_in_place, hooks)):
             raise NotReadyError(_HOOK_IN_PLACE)
         generators = generator_states(self._draws) if self._draws else {}
         written = self._written.before(primals) if self._written else None
