@@ -228,6 +228,14 @@ def bench_compare(session: nox.Session) -> None:
 
 
 @nox.session(reuse_venv=True)
+def changes(session: nox.Session) -> None:
+    """What the files of docs/changes add to CHANGELOG.md (`-- --version 0.2.0 --yes` writes it there)."""
+    session.install(*PINS, "towncrier")
+    draft = () if session.posargs else ("--draft",)
+    session.run("towncrier", "build", *draft, *session.posargs)
+
+
+@nox.session(reuse_venv=True)
 def docs(session: nox.Session) -> None:
     """The pages of `docs`, built strictly into `site` (`-- serve` shows them while you write)."""
     session.install(*PINS, "-r", "requirements/docs.txt")
