@@ -24,7 +24,7 @@ from retrograd.aot.run.attach import Attaching
 from retrograd.aot.run.frame import Finish, Layout, rebuilder
 from retrograd.aot.run.lower_half import is_ready, still_compiling
 from retrograd.aot.run.region import RegionCode
-from retrograd.aot.run.rerun import RepeatableCall, memoryless
+from retrograd.aot.run.rerun import RepeatableCall, stand_in
 from retrograd.aot.run.written_ahead import WrittenAhead
 from retrograd.backends.base import Boxed
 from retrograd.errors import CodeFailedError, NotReadyError, Reason, UnlikeTracedError
@@ -154,7 +154,7 @@ class CompiledFunction:
             with torch.enable_grad():
                 for place, source in self._released:
                     strides[place] = primals[place].stride()
-                    primals[place] = sources[source] = memoryless(primals[place])
+                    primals[place] = sources[source] = stand_in(primals[place], (0,) * primals[place].dim())
         versions = versions_of(primals)
         for place in self._unread:
             versions[place] = None

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.autograd import checkpoint_is_valid, will_run
-from retrograd._torch.fx import asks_for_memory, copied_module, draws_again, lazy_graph
+from retrograd._torch.fx import copied_module, draws_again, lazy_graph
 from retrograd._torch.state import (
     Autocast,
     ThreadModes,
@@ -50,11 +50,8 @@ from retrograd.report import MOST_FAILURES, Report, why_failed
 
 #: how many layouts of cotangents code is made for; with others the region runs as eager.
 MOST_LAYOUTS = 4
-#: stands for the strides of cotangents from torch's older vmap (``is_grads_batched``). Generated code cannot
-#: take them.
-_BATCHED = ("batched",)
 #: layouts, one entry for each root.
-Layouts = tuple[Strides | str | None, ...]
+Layouts = tuple[Strides | None, ...]
 
 
 @dataclass(eq=False)
@@ -62,12 +59,12 @@ class _Code:
     """Code for one layout of the cotangents, under one kind of autocast.
 
     Attributes:
-        graph: what it was made of; None: there is none for this layout.
+        graph: what it is made of.
         run: the code. has_run: whether it ever has, without an error. failures: how often it has raised.
         guard: says at once of cotangents whether the code takes them as they are.
     """
 
-    graph: LazyGraph | None
+    graph: LazyGraph
     run: Boxed | None = None
     has_run: bool = False
     failures: int = 0
@@ -113,7 +110,7 @@ class RegionCode:
         self._numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number or self.frees_nothing)
         self._tensors = len(saved) - len(self._numbers)
         self.follows_layout = isinstance(backend, AtenBackend)
-        self._codes: dict[tuple[Autocast, Layouts], _Code] = {}
+        self._codes: dict[tuple[Autocast, Layouts], _Code | None] = {}
         self._saves = number in joint.saving or bool(self._tensors or self._backward.checked)
         self._graph = self._backward.graph
         self._has_effects = self._graph.summary.has_effects_beside_random
@@ -143,21 +140,17 @@ class RegionCode:
         if are_undefined and not self._has_functions:
             return [None] * len(self.destinations)
         saved = ctx.saved_tensors if self._saves else ()  # what saves nothing may run as often as one likes
-        if by_nodes or are_undefined or self._is_barred():
+        if by_nodes or are_undefined or self._is_barred() or any(map(is_batched, cotangents)):
             return self._as_eager(ctx, cotangents, inside)
-        if not self._fit(cotangents):
-            if self.can_run_again(ctx):
+        autocast, fits = ThreadModes.autocast_now(), self._fit(cotangents)
+        code = self._code_for(autocast, self._layouts(cotangents)) if fits else None
+        if code is None:
+            if not autocast and not self.can_run_again(ctx):
+                cotangents = tuple([c if c is None else resolved(c) for c in cotangents])
+                code = self._code_for((), self._as_traced) if self._fit(cotangents) else None
+            if code is None:
                 return self._as_eager(ctx, cotangents)
-            cotangents = tuple([c if c is None else resolved(c) for c in cotangents])
-            if not self._fit(cotangents):
-                return self._as_eager(ctx, cotangents)
-        autocast, layouts = ThreadModes.autocast_now(), self._layouts(cotangents)
-        code = self._codes.get((autocast, layouts)) or self._code_for(autocast, layouts)
-        if code.graph is None:
-            if autocast or self.can_run_again(ctx):
-                return self._as_eager(ctx, cotangents)
-            code = self._codes.get(((), self._as_traced)) or self._code_for((), self._as_traced)
-        is_as_traced = code.graph is not self._graph or layouts in (self._as_traced, _BATCHED)
+        is_as_traced = code.graph is not self._graph or self._layouts(cotangents) == self._as_traced
         args = self._arguments(saved, ctx.numbers, cotangents, is_as_traced)
         if self._memory.elsewhere and not (code.has_run and may_replay(code.run)):
             self._memory.put_back(args, self._made)
@@ -181,7 +174,7 @@ class RegionCode:
 
     def _guard(self, code: _Code, cotangents: Sequence[Any]) -> None:
         """Have cotangents like these taken at once, if `code` does; one that has just failed is made anew."""
-        if any(c is None or is_batched(c) for c in cotangents):
+        if any(c is None for c in cotangents):
             return
         if self._config.cudagraphs and not may_replay(code.run):
             return
@@ -200,23 +193,20 @@ class RegionCode:
 
     def _layouts(self, cotangents: Sequence[torch.Tensor | None]) -> Layouts:
         """For each cotangent that is laid out otherwise than traced, its strides."""
-        if any(map(is_batched, cotangents)):
-            return _BATCHED
         return tuple([e.layout(c) for c, e in zip(cotangents, self._expected, strict=True)])
 
-    def _code_for(self, autocast: Autocast, layouts: Layouts) -> _Code:
-        """What is known for these, from now on: a graph for them, if there is one."""
-        if layouts is _BATCHED:  # a batch does not lie in memory as one of its rows does
-            graph = None if autocast or asks_for_memory(self._graph.gm.graph) else self._graph
-        elif layouts == self._as_traced and not autocast:
-            graph = self._graph
-        elif len(self._codes) >= MOST_LAYOUTS:
-            return _Code(None)
-        else:
-            own = {r: s for r, s in zip(self.roots, layouts, strict=True) if s is not None}
-            graph = self._retraced(own, autocast)
-        code = self._codes[autocast, layouts] = _Code(graph)
-        return code
+    def _code_for(self, autocast: Autocast, layouts: Layouts) -> _Code | None:
+        """Code for these; None if there is no graph for them."""
+        key = autocast, layouts
+        if key not in self._codes:
+            graph: LazyGraph | None = self._graph
+            if autocast or layouts != self._as_traced:
+                if len(self._codes) >= MOST_LAYOUTS:
+                    return None
+                own = {r: s for r, s in zip(self.roots, layouts, strict=True) if s is not None}
+                graph = self._retraced(own, autocast)
+            self._codes[key] = None if graph is None else _Code(graph)
+        return self._codes[key]
 
     @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
     def _retraced(self, layouts: dict[int, Any], autocast: Autocast) -> LazyGraph | None:
@@ -267,53 +257,35 @@ class RegionCode:
     def _first_run(
         self, code: _Code, ctx: Any, cotangents: Sequence[torch.Tensor | None], args: list[Any]
     ) -> list[Any]:
-        """Gradients by code that has not run yet; what it cannot do, eager may."""
-        assert code.graph is not None
-        kept = [*args]
-        generators = generator_states(self._graph.summary.random_devices)
+        """Gradients by code that has not run yet. Where it raises, its graph is interpreted; where that
+        raises as well, the region runs as eager; if all of them do, it is the program's error."""
+        given, generators = [*args], generator_states(self._graph.summary.random_devices)
+        name = self._partition.joint.state.name
         try:
             if code.run is None:
                 counters["aot_backward_lowerings"] += 1
-                code.run = (
-                    EagerBackend().compile(code.graph.gm, ())
-                    if self._layouts(cotangents) is _BATCHED
-                    else self._lowered(code.graph, args)
-                )
+                code.run = self._lowered(code.graph, args)
             if not is_ready(code.run):
-                reason = still_compiling(f"the backward of {self._partition.joint.state.name}")
+                reason = still_compiling(f"the backward of {name}")
                 self._report.fell_back(reason, "a backward ran eagerly")
-                return self._interpreted(code.graph.gm, kept)
+                return self._interpreted(code.graph.gm, given)
             grads = self._run(code.run, args)
+            code.has_run = True
         except Exception as error:
             if self._config.strict or self._has_effects:
                 raise
             restore_generator_states(generators)
-            return self._after_failure(code, ctx, cotangents, kept, error)
-        code.has_run = True
-        _give_up(ctx)
-        return grads
-
-    def _after_failure(
-        self,
-        code: _Code,
-        ctx: Any,
-        cotangents: Sequence[torch.Tensor | None],
-        args: list[Any],
-        error: Exception,
-    ) -> list[Any]:
-        """What eager gives where code raised; if that raises as well, it is the program's error."""
-        assert code.graph is not None
-        try:
-            grads = self._interpreted(code.graph.gm, args)
-        except Exception:
-            if ctx.again is None:
-                raise error from None
-            grads = self._as_eager(ctx, cotangents)
-        code.failures += 1
-        reason = why_failed(f"the backward code of {self._partition.joint.state.name}", error, "aot.backward")
-        self._report.fell_back(reason, "a backward ran eagerly")
-        if code.failures >= MOST_FAILURES and not isinstance(error, torch.OutOfMemoryError):
-            code.run = EagerBackend().compile(code.graph.gm, ())
+            try:
+                grads = self._interpreted(code.graph.gm, given)
+            except Exception:
+                if ctx.again is None:
+                    raise error from None
+                grads = self._as_eager(ctx, cotangents)
+            code.failures += 1
+            reason = why_failed(f"the backward code of {name}", error, "aot.backward")
+            self._report.fell_back(reason, "a backward ran eagerly")
+            if code.failures >= MOST_FAILURES and not isinstance(error, torch.OutOfMemoryError):
+                code.run = EagerBackend().compile(code.graph.gm, ())
         _give_up(ctx)
         return grads
 
