@@ -379,6 +379,34 @@ def test_what_eager_saves_unread_is_watched_though_a_copy_of_it_is_saved(budget:
         (outputs[0].sum() + outputs[1].sum()).backward()
 
 
+def test_what_saves_nothing_is_run_again_after_a_backward_as_in_eager() -> None:
+    def linear(x: Tensor) -> Tensor:
+        return (x + 1).neg()
+
+    for fn in (linear, compiled(linear, strict=True)):
+        x = leaf(3)
+        out = fn(x)
+        first = torch.autograd.grad(out.sum(), x)[0]
+        again = torch.autograd.grad(out.sum(), x, create_graph=True)[0]
+        assert torch.equal(first, again)
+
+
+def test_memory_with_gaps_that_is_changed_through_a_view_is_run_again() -> None:
+    def changes(x: Tensor, part: Tensor) -> Tensor:
+        part.mul_(2)
+        return (x * x).sum() + (x * part.sum()).exp().sum()
+
+    results = []
+    for fn in (changes, compiled(changes)):
+        base = torch.empty_strided((4,), (2,)).copy_(tensor(4).detach() / 9)
+        w = leaf(4)
+        memory = torch.empty_strided((4,), (2,)).copy_(base * w)
+        out = fn(memory, memory[1:3])
+        (first,) = torch.autograd.grad(out, w, create_graph=True)
+        results.append([out, first, torch.autograd.grad(first.sin().sum(), w)[0]])
+    assert_close(*results)
+
+
 # second derivatives, added to the first at each node
 
 

@@ -29,13 +29,13 @@ from retrograd._torch.state import (
     without_modes,
 )
 from retrograd._torch.subclass import PLAIN, Layout, built
-from retrograd._torch.tensor import graph_is_kept, is_batched, resolved
+from retrograd._torch.tensor import graph_is_kept, resolved
 from retrograd._torch.trace import InputGuard, know_values, laid_out_like
 from retrograd.aot.modules import are_all_modules_hooked
 from retrograd.aot.released import PutBack
 from retrograd.aot.run.cotangents import Expected, Strides, traced_for
-from retrograd.aot.run.lower_half import announce, is_ready, lower, still_compiling
-from retrograd.aot.run.record_half import lower_recorded, may_replay
+from retrograd.aot.run.lower_half import announce, is_ready, still_compiling
+from retrograd.aot.run.record_half import lower_half, may_replay
 from retrograd.aot.run.rerun import rerun_region, why_not_again
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, EagerBackend
@@ -97,10 +97,7 @@ class RegionCode:
         ]
         self._expected = [Expected.of(partition, number, root) for root in self.roots]
         self._as_traced: Layouts = (None,) * len(self.roots)
-        self._plain = all(e.is_plain for e in self._expected) and all(
-            g is None or g is PLAIN for g in self._gradients
-        )
-        self._places = [i for i, g in enumerate(self._gradients) if g is not None]
+        self._gives_all_plain = all(gradient is PLAIN for gradient in self._gradients)
         self._undefined_matters = number in joint.undefined_matters
         self._has_functions, self._reenters = number in joint.with_functions, joint.reenters
         saved = [partition.saved[i] for i in self._backward.saved]
@@ -116,7 +113,7 @@ class RegionCode:
         self._has_effects = self._graph.summary.has_effects_beside_random
         self.reruns, self.why_rerun = 0, ""
         is_static = all(expected.is_static for expected in self._expected)
-        self._may_be_guarded = self._plain and is_static and not self._reenters
+        self._may_be_guarded = is_static and not self._reenters
         #: the code that ran last, if it has a guard.
         self._last: _Code | None = None
 
@@ -140,7 +137,7 @@ class RegionCode:
         if are_undefined and not self._has_functions:
             return [None] * len(self.destinations)
         saved = ctx.saved_tensors if self._saves else ()  # what saves nothing may run as often as one likes
-        if by_nodes or are_undefined or self._is_barred() or any(map(is_batched, cotangents)):
+        if by_nodes or are_undefined or self._is_barred():
             return self._as_eager(ctx, cotangents, inside)
         autocast, fits = ThreadModes.autocast_now(), self._fit(cotangents)
         code = self._code_for(autocast, self._layouts(cotangents)) if fits else None
@@ -160,13 +157,14 @@ class RegionCode:
         if is_as_traced and not autocast and self._may_be_guarded:
             self._guard(code, cotangents)
         del saved, cotangents
-        _give_up(ctx)
+        self._give_up(ctx)
         assert code.run is not None
         return self._run(code.run, args)
 
     def can_run_again(self, ctx: Any) -> bool:
         """Whether the call whose region has this context can be run again."""
-        return why_not_again(self._partition.joint, self.number, ctx.again) is None
+        joint = self._partition.joint
+        return ctx.again is not None and why_not_again(joint, self.number, ctx.again) is None
 
     def _is_barred(self) -> bool:
         """Whether the backward that is running may not enter reentrant checkpoints, and there are some."""
@@ -187,7 +185,7 @@ class RegionCode:
         guards look at that too."""
         args = self._kept(ctx.saved_tensors if self._saves else (), ctx.numbers)
         args += cotangents
-        _give_up(ctx)
+        self._give_up(ctx)
         assert code.run is not None
         return self._results(code.run(args))
 
@@ -210,22 +208,21 @@ class RegionCode:
 
     @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
     def _retraced(self, layouts: dict[int, Any], autocast: Autocast) -> LazyGraph | None:
-        as_traced = None if autocast else self._graph
-        if getattr(self._partition.joint, "reports", ()):  # passes have changed the graph since it was traced
-            return as_traced
-        if draws_again(self._graph.gm.graph):
-            return as_traced  # the states from which it draws are in no other trace
-        expected = dict(zip(self.roots, self._expected, strict=True))
+        """The graph for cotangents of other layouts, by boundary; None if only eager has their gradients."""
+        joint, expected = self._partition.joint, dict(zip(self.roots, self._expected, strict=True))
         if not all(expected[root].is_plain for root in layouts):
             return None
         is_static = all(expected[root].is_static for root in layouts)
-        if not is_static or (autocast and self._partition.joint.state.is_symbolic):
-            if not self.follows_layout:
-                return as_traced  # code that is made now may add guards, which nobody would check
-            if any(map(any, layouts.values())):
-                return None
-        if are_all_modules_hooked():
-            return as_traced  # a trace would call modules, and with them these hooks
+        is_static = is_static and not (autocast and joint.state.is_symbolic)
+        if (
+            getattr(joint, "reports", ())  # passes have changed the graph since it was traced
+            or draws_again(self._graph.gm.graph)  # from states that are in no other trace
+            or are_all_modules_hooked()  # a trace would call modules, and with them these hooks
+            or not (is_static or self.follows_layout)  # new code may add guards, which nobody would check
+        ):
+            return None if autocast else self._graph
+        if not is_static and any(map(any, layouts.values())):
+            return None
         with without_modes():
             gm = traced_for(self._partition, self.number, layouts, autocast)
         return None if gm is None else lazy_graph(gm)
@@ -278,15 +275,13 @@ class RegionCode:
             try:
                 grads = self._interpreted(code.graph.gm, given)
             except Exception:
-                if ctx.again is None:
-                    raise error from None
                 grads = self._as_eager(ctx, cotangents)
             code.failures += 1
             reason = why_failed(f"the backward code of {name}", error, "aot.backward")
             self._report.fell_back(reason, "a backward ran eagerly")
             if code.failures >= MOST_FAILURES and not isinstance(error, torch.OutOfMemoryError):
                 code.run = EagerBackend().compile(code.graph.gm, ())
-        _give_up(ctx)
+        self._give_up(ctx)
         return grads
 
     def _interpreted(self, gm: fx.GraphModule, args: list[Any]) -> list[Any]:
@@ -303,12 +298,10 @@ class RegionCode:
             if any(one is not other for one, other in zip(traced, examples, strict=True)):
                 graph = lazy_graph(know_values(copied_module(graph.gm), examples), examples)
         state, half = self._partition.joint.state, _half_of(graph)
-        if not self._config.cudagraphs:
-            with nullcontext() if args is None else without_modes():
-                return lower(self._backend, graph, state, half, self._config)
         cotangents = range(len(self._backward.saved), len(examples))
         values = Values(loose=cotangents, results=self._made, memory=self._memory)
-        return lower_recorded(self._backend, graph, state, half, self._config, values)
+        with nullcontext() if args is None else without_modes():
+            return lower_half(self._backend, graph, state, half, self._config, values)
 
     def _run(self, code: Boxed, args: list[Any]) -> list[Any]:
         """Gradients by code, which holds the casts of the autocast that is on."""
@@ -316,15 +309,16 @@ class RegionCode:
             return self._results(code(args))
 
     def _results(self, results: Sequence[Any]) -> list[Any]:
-        if self._plain:
-            if len(self._places) == len(self.destinations):
-                return list(results)
-            grads: list[Any] = [None] * len(self.destinations)
-            for place, result in zip(self._places, results, strict=True):
-                grads[place] = result
-            return grads
+        if self._gives_all_plain:
+            return list(results)
         values = iter(results)
         return [None if wrapping is None else built(wrapping, values) for wrapping in self._gradients]
+
+    def _give_up(self, ctx: Any) -> None:
+        """Let go of what the region saved, unless its graph is kept; what saves nothing can run again."""
+        if self._saves and not graph_is_kept():
+            ctx.maybe_clear_saved_tensors()
+            ctx.again = None
 
     @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
     def _as_eager(
@@ -350,8 +344,7 @@ class RegionCode:
             kept = self._kept(ctx.saved_tensors if self._saves else (), ctx.numbers)
             self._put_back(graph, kept, primals)
 
-        found = rerun_region(self._partition.joint, self.number, ctx, put_back, given, wanted)
-        return [found[there] for there in self.destinations]
+        return rerun_region(self._partition.joint, self.number, ctx, put_back, given, wanted)
 
     @cached_property
     def _put_back(self) -> PutBack:
@@ -360,10 +353,3 @@ class RegionCode:
 
 def _half_of(graph: LazyGraph) -> Half:
     return Half(is_backward=True, visible=len(graph.summary.results))
-
-
-def _give_up(ctx: Any) -> None:
-    """Let go of what the region saved, unless its graph is kept."""
-    if not graph_is_kept():
-        ctx.maybe_clear_saved_tensors()
-        ctx.again = None

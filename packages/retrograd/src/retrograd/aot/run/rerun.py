@@ -86,16 +86,16 @@ class RepeatableCall(NamedTuple):
 PuttingBack = Callable[[LiveGraph, Sequence[Any]], None]
 
 
-def why_not_again(joint: JointValues, number: int, call: RepeatableCall | None) -> Exception | None:
+def copied(value: torch.Tensor) -> torch.Tensor:
+    """A copy that has the history of `value`, and lies in memory as it does."""
+    copy = value.clone()
+    if copy.stride() != value.stride():
+        copy = value.new_empty_strided(value.shape, value.stride()).copy_(value)
+    return copy
+
+
+def why_not_again(joint: JointValues, number: int, call: RepeatableCall) -> RuntimeError | None:
     """Why region `number` of a call cannot be run again: the error that `rerun_region` raises at once."""
-    if call is None:
-        return CaptureError.because(
-            "call-not-repeatable",
-            f"{joint.state.name} changes its inputs in place, so that this backward (a second derivative, or "
-            "cotangents of another kind than captured) cannot be made",
-            "aot.run_backward",
-            way_out="keep the change out of the function, or run it eagerly",
-        )
     at = {n: version for n, version in enumerate(call.versions) if version is not None}
     changed = {n: version for n, version in at.items() if call.primals[n]._version != version}
     read = primals_read(joint, gradients_of(joint, number)) if changed else set()
@@ -111,7 +111,7 @@ def rerun_region(
     put_back: PuttingBack,
     cotangents: Mapping[int | Edge, Any],
     wanted: Collection[Destination] | None = None,
-) -> dict[Destination, Any]:
+) -> list[Any]:
     """Gradients of region `number`, whose node has the context `ctx`, for all its destinations or those
     `wanted`. These are given where a backward may not enter a reentrant checkpoint, which raises then if it
     is on the way to one of them.
@@ -119,7 +119,7 @@ def rerun_region(
     `put_back` gets the autograd graph of the second run, and the primals that it was given.
 
     Raises:
-        CaptureError: the call cannot be repeated, because it changed its inputs.
+        CaptureError: the function took another way than at capture.
         RuntimeError: an input was changed in place since the call, in eager's words.
     """
     call = ctx.again
@@ -147,7 +147,8 @@ def rerun_region(
     destinations = joint.signature.regions[number].destinations
     if not inlined and walk is not None:  # no gradient of what a checkpoint reads besides its arguments
         found = dict.fromkeys(destinations) | found
-    return _as_divided(found, destinations, joint.state.name)
+    made = _as_divided(found, destinations, joint.state.name)
+    return [made[there] for there in destinations]
 
 
 def _second_run(
@@ -165,7 +166,7 @@ def _second_run(
     """
     primals = dict(enumerate(call.primals))
     with torch.enable_grad():
-        again = {n: primal.clone() if n in call.changed else primal for n, primal in primals.items()}
+        again = {n: copied(primal) if n in call.changed else primal for n, primal in primals.items()}
         entries = {
             n: again[n] if n in call.changed else primal[...]
             for n, primal in primals.items()
