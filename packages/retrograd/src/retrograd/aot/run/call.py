@@ -24,7 +24,7 @@ from retrograd.aot.run.attach import Attaching
 from retrograd.aot.run.frame import Finish, Layout, rebuilder
 from retrograd.aot.run.lower_half import is_ready, still_compiling
 from retrograd.aot.run.region import RegionCode
-from retrograd.aot.run.rerun import RepeatableCall, copied, stand_in
+from retrograd.aot.run.rerun import RepeatableCall, stand_in
 from retrograd.aot.run.written_ahead import WrittenAhead
 from retrograd.backends.base import Boxed
 from retrograd.errors import CodeFailedError, NotReadyError, Reason, UnlikeTracedError
@@ -108,7 +108,7 @@ class CompiledFunction:
         before: dict[int, torch.Tensor] = {}
         if self._changed:
             with torch.enable_grad():  # a copy has the history that the primal had
-                before = {place: copied(primals[place]) for place in self._changed}
+                before = {place: primals[place].clone() for place in self._changed}
         if self._finish.begins:
             self._finish.begin(frame)
         again = self._again(sources, primals, before, generators) if self._attaching else None

@@ -86,14 +86,6 @@ class RepeatableCall(NamedTuple):
 PuttingBack = Callable[[LiveGraph, Sequence[Any]], None]
 
 
-def copied(value: torch.Tensor) -> torch.Tensor:
-    """A copy that has the history of `value`, and lies in memory as it does."""
-    copy = value.clone()
-    if copy.stride() != value.stride():
-        copy = value.new_empty_strided(value.shape, value.stride()).copy_(value)
-    return copy
-
-
 def why_not_again(joint: JointValues, number: int, call: RepeatableCall) -> RuntimeError | None:
     """Why region `number` of a call cannot be run again: the error that `rerun_region` raises at once."""
     at = {n: version for n, version in enumerate(call.versions) if version is not None}
@@ -166,7 +158,7 @@ def _second_run(
     """
     primals = dict(enumerate(call.primals))
     with torch.enable_grad():
-        again = {n: copied(primal) if n in call.changed else primal for n, primal in primals.items()}
+        again = {n: primal.clone() if n in call.changed else primal for n, primal in primals.items()}
         entries = {
             n: again[n] if n in call.changed else primal[...]
             for n, primal in primals.items()
