@@ -144,7 +144,9 @@ class RegionCode:
         if code is None:
             if not autocast and not self.can_run_again(ctx):
                 cotangents = tuple([c if c is None else resolved(c) for c in cotangents])
-                code = self._code_for((), self._as_traced) if self._fit(cotangents) else None
+                if self._fit(cotangents):
+                    layouts = self._layouts(cotangents)
+                    code = self._code_for((), layouts) or self._code_for((), self._as_traced)
             if code is None:
                 return self._as_eager(ctx, cotangents)
         is_as_traced = code.graph is not self._graph or self._layouts(cotangents) == self._as_traced
