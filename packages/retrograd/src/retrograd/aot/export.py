@@ -358,6 +358,7 @@ def _contents(file: File) -> tuple[dict[str, Any], dict[str, Any], bytes]:
             names = [entry.filename for entry in entries]
             manifest = json.loads(_stored_in(archive, _MANIFEST)) if _MANIFEST in names else None
             _check_manifest(file, manifest)
+            assert manifest is not None
             if sorted(names) != sorted((_MANIFEST, _JOINT, _TENSORS)):
                 raise ValueError(f"it holds {', '.join(names)[:80]}")
             contents, kept = _stored_in(archive, _JOINT), _stored_in(archive, _TENSORS)
@@ -376,7 +377,6 @@ def _contents(file: File) -> tuple[dict[str, Any], dict[str, Any], bytes]:
         ) from error
     if not isinstance(data, dict):
         raise _refused("damaged", f"{_name(file)} is damaged: it holds no joint graph", "export it again")
-    assert manifest is not None
     return manifest, data, kept
 
 
