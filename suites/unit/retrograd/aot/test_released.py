@@ -80,7 +80,7 @@ HELD: dict[str, Fn] = {
     "eager saves it": lambda x: x.exp() * x,
     "eager saves a view of it": lambda x: x.view(-1).pow(3),
     "a Function saves what it likes": lambda x: Doubled.apply(masked(x)),
-    "an operator may refuse zeros": lambda x: torch.linalg.inv_ex(masked(x)[:, :4] + torch.eye(4)).inverse,
+    "an operator may refuse zeros": lambda x: torch.linalg.inv(masked(x)[:, :4] + torch.eye(4)),
     "a part is changed in place": lambda x: _with_a_changed_row(masked(x)).exp(),
 }
 

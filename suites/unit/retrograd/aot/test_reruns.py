@@ -379,6 +379,18 @@ def test_what_eager_saves_unread_is_watched_though_a_copy_of_it_is_saved(budget:
         (outputs[0].sum() + outputs[1].sum()).backward()
 
 
+def test_what_saves_nothing_is_run_again_after_a_backward_as_in_eager() -> None:
+    def linear(x: Tensor) -> Tensor:
+        return (x + 1).neg()
+
+    for fn in (linear, compiled(linear, strict=True)):
+        x = leaf(3)
+        out = fn(x)
+        first = torch.autograd.grad(out.sum(), x)[0]
+        again = torch.autograd.grad(out.sum(), x, create_graph=True)[0]
+        assert torch.equal(first, again)
+
+
 # second derivatives, added to the first at each node
 
 

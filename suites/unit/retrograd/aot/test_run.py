@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import grad, gradcheck, gradgradcheck
 
+import retrograd
 from retrograd import aot
 from unit.retrograd.aot.against_eager import Fn, agree, leaf, plain, tensor
 
@@ -707,3 +708,19 @@ def test_a_view_of_a_result_that_lies_otherwise_than_predicted_shows_its_element
         found = [call(x) for _ in range(2)]
     for one in found:
         torch.testing.assert_close(one, run(x), rtol=0, atol=0, check_stride=True)
+
+
+@pytest.mark.filterwarnings("ignore::retrograd.errors.FallbackWarning")
+def test_changed_views_of_memory_with_gaps_are_left_to_eager() -> None:
+    def changes(x: Tensor, part: Tensor) -> Tensor:
+        part.mul_(2)
+        return (x * x).sum() + (x * part.sum()).exp().sum()
+
+    results = []
+    for fn in (changes, aot.function(changes, backend="eager")):
+        x = tensor(4).requires_grad_()
+        memory = torch.empty_strided((4,), (2,)).copy_(x / 9)
+        out = fn(memory, memory[:2])
+        results.append([out, *torch.autograd.grad(out, x)])
+    assert all(map(torch.equal, *results))
+    assert any(reason.code == "not-representable" for reason in retrograd.explain().fallbacks)

@@ -263,11 +263,6 @@ def _inner_nodes(node: fx.Node) -> list[fx.Node]:
     return [inner for graph in graphs if isinstance(graph, fx.GraphModule) for inner in graph.graph.nodes]
 
 
-def asks_for_memory(graph: fx.Graph) -> bool:
-    """Whether a call in it takes a tensor's memory by strides and offset, whatever its shape is."""
-    return any(map(reads_memory, graph.nodes))
-
-
 def reads_memory(node: fx.Node) -> bool:
     """Whether the call does: given a copy with other strides, it reads other elements."""
     return "as_strided" in str(getattr(node.target, "__name__", ""))

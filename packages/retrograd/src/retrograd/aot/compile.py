@@ -23,8 +23,8 @@ from retrograd.aot.modules import FlatCall
 from retrograd.aot.partition import partition
 from retrograd.aot.repeated import GraphCall, capture_graph
 from retrograd.aot.run.call import CompiledFunction
-from retrograd.aot.run.lower_half import announce, lower
-from retrograd.aot.run.record_half import lower_recorded
+from retrograd.aot.run.lower_half import announce
+from retrograd.aot.run.record_half import lower_half
 from retrograd.aot.run.region import RegionCode
 from retrograd.aot.trace.differentiate import Manner
 from retrograd.aot.writes import writing_ahead
@@ -95,14 +95,11 @@ def compile_with(
         for region in regions:
             region.announce()
         keep.write(partition)
-    if config.cudagraphs:
-        # What it gives besides the function's own values may stay where it is.
-        results = len(partition.ahead.summary.results)
-        kept = {place: place for place in range(partition.joint.signature.forward_count, results)}
-        values = Values(kept, memory=memory if partition.backwards else None)
-        code = lower_recorded(ahead, partition.ahead, partition.joint.state, half, config, values)
-    else:
-        code = lower(ahead, partition.ahead, partition.joint.state, half, config)
+    # What it gives besides the function's own values may stay where it is.
+    results = len(partition.ahead.summary.results)
+    kept = {place: place for place in range(partition.joint.signature.forward_count, results)}
+    values = Values(kept, memory=memory if partition.backwards else None)
+    code = lower_half(ahead, partition.ahead, partition.joint.state, half, config, values)
     if not lazy:
         for region in regions:
             region.compile_ahead()

@@ -2,14 +2,16 @@
 
 In: a `JointGraph` and a file. Out: a zip archive of JSON and the bytes of tensors; of such an archive, the
 joint graph again, without its function: what needs the function again says so. What cannot be written is
-refused by its name. Loading runs nothing that stands in the file: no pickle, no text that is evaluated, no
-name that is imported. Nothing is compressed, so that a file takes memory in proportion to its size. torch's
-own archives of programs are not used: loading them runs what they say.
+refused by its name. A hash tells a file that has changed since it was written; it is refused. Loading runs
+nothing that stands in the file: no pickle, no text that is evaluated, no name that is imported. Nothing is
+compressed, so that a file takes memory in proportion to its size. torch's own archives of programs are not
+used: loading them runs what they say.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import zipfile
@@ -23,7 +25,6 @@ from retrograd._torch.state import ThreadModes
 from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import new_fake_mode
 from retrograd.aot.capture import JointGraph
-from retrograd.aot.examine import examine, examine_trace
 from retrograd.config import checked
 from retrograd.errors import (
     CaptureError,
@@ -54,7 +55,7 @@ from retrograd.serialize import (
 from retrograd.version import VERSION
 
 #: of the files that are written; files of another one are refused.
-SCHEMA = 8
+SCHEMA = 9
 
 _FORMAT = "retrograd-joint-graph"
 _MANIFEST, _JOINT, _TENSORS = "manifest.json", "joint.json", "tensors.bin"
@@ -183,9 +184,7 @@ def read_joint(data: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
     state = _read_state(data, mode, {primal.leaf: primal.fake for primal in found["primals"]})
     gm.meta["signature"] = found["signature"]
     # As after a pass, nothing can trace the graph again for cotangents laid out otherwise: they are copied.
-    joint = JointGraph(state=state, gm=gm, reports=(PassReport("load", 0.0),), **found)
-    examine(joint)
-    return joint
+    return JointGraph(state=state, gm=gm, reports=(PassReport("load", 0.0),), **found)
 
 
 def read_trace(
@@ -201,14 +200,12 @@ def read_trace(
         replace(_read_as(one, PrimalValue), fake=fakes[number], found=tensors.get(f"{_FOUND}{number}"))
         for number, one in enumerate(data["primals"])
     )
-    found = {
+    return {
         "primals": primals,
         "out_spec": read_spec(*data["out_spec"]),
         "gradients": {_read_as(place, tuple[int, Destination]): PLAIN for place in data["gradients"]},
         **{name: _read_as(data[name], field_types(JointValues)[name]) for name in FIELDS},
     }
-    examine_trace(found)
-    return found
 
 
 def _read_as(written: Any, hint: Any) -> Any:
@@ -313,11 +310,18 @@ def export(joint: JointGraph, file: File) -> None:
     """
     verify_joint(joint.gm, joint.signature, "aot.export", [report.name for report in joint.reports])
     data, tensors = serialize_joint(joint)
-    manifest = {"format": _FORMAT, "schema": SCHEMA, "retrograd": VERSION, "torch": torch.__version__}
     data["tensors"], kept = _bytes_of(tensors)
+    contents = json.dumps(data).encode()
+    manifest = {
+        "format": _FORMAT,
+        "schema": SCHEMA,
+        "retrograd": VERSION,
+        "torch": torch.__version__,
+        "sha256": _digest(contents, kept),
+    }
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr(_MANIFEST, json.dumps(manifest, indent=1))
-        archive.writestr(_JOINT, json.dumps(data))
+        archive.writestr(_JOINT, contents)
         archive.writestr(_TENSORS, kept)
 
 
@@ -354,9 +358,13 @@ def _contents(file: File) -> tuple[dict[str, Any], dict[str, Any], bytes]:
             names = [entry.filename for entry in entries]
             manifest = json.loads(_stored_in(archive, _MANIFEST)) if _MANIFEST in names else None
             _check_manifest(file, manifest)
+            assert manifest is not None
             if sorted(names) != sorted((_MANIFEST, _JOINT, _TENSORS)):
                 raise ValueError(f"it holds {', '.join(names)[:80]}")
-            data, kept = json.loads(_stored_in(archive, _JOINT)), _stored_in(archive, _TENSORS)
+            contents, kept = _stored_in(archive, _JOINT), _stored_in(archive, _TENSORS)
+            if _digest(contents, kept) != manifest.get("sha256"):
+                raise ValueError("its contents have changed since it was written")
+            data = json.loads(contents)
     except LoadError:
         raise
     except OSError as error:
@@ -369,8 +377,14 @@ def _contents(file: File) -> tuple[dict[str, Any], dict[str, Any], bytes]:
         ) from error
     if not isinstance(data, dict):
         raise _refused("damaged", f"{_name(file)} is damaged: it holds no joint graph", "export it again")
-    assert manifest is not None
     return manifest, data, kept
+
+
+def _digest(contents: bytes, tensors: bytes) -> str:
+    """Identifies what an archive holds. It is no signature: whoever writes a file can compute it."""
+    found = hashlib.sha256(contents)
+    found.update(tensors)
+    return found.hexdigest()
 
 
 def _stored_in(archive: zipfile.ZipFile, name: str) -> bytes:

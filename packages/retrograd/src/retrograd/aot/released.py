@@ -15,7 +15,7 @@ again, `PutBack`, which gives the nodes of that run what eager's would have save
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ import torch
 from torch import fx
 
 from retrograd._torch.autograd import put_in_place, saved_tensors_of
-from retrograd._torch.fx import SAVED_FOR, aliased_inputs, depends_on_data, has_effect, is_operator_overload
+from retrograd._torch.fx import SAVED_FOR, depends_on_data, has_effect, is_operator_overload
+from retrograd._torch.operators import errors_by_value
 from retrograd._torch.state import without_autocast
 from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import JointTracer, bytes_of, plain
@@ -88,7 +89,7 @@ def releasable(
     placeholders = {node.target: node for node in tracer.graph.find_nodes(op="placeholder")}
     reaching = bits_reaching(tracer.graph, {placeholders[primal_name(i)]: 1 << i for i in primals})
     for node in tracer.graph.nodes:
-        if not _is_harmless(node):
+        if reaching[node] and not _is_harmless(node, reaching):
             primals = {i for i in primals if not reaching[node] >> i & 1}
     if not primals:
         return None
@@ -127,29 +128,17 @@ def _large_inputs(inputs: Inputs, updates: Iterable[Update]) -> set[int]:
     }
 
 
-#: tags of operators that neither raise nor do harm whatever the elements are, and the names of more of them.
-_TAGS = (torch.Tag.core, torch.Tag.pointwise)
-_HARMLESS = frozenset({
-    "sum", "mean", "var", "var_mean", "std", "std_mean", "logsumexp", "cumprod", "iota",
-    "empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "bernoulli",
-    "baddbmm", "addbmm", "addmv", "mv", "dot", "tril", "triu", "roll", "stack",
-    "_grouped_mm", "_fused_rms_norm", "native_batch_norm", "_native_batch_norm_legit_functional",
-    "_batch_norm_with_update_functional",
-    "nll_loss_forward", "nll_loss2d_forward", "mse_loss", "smooth_l1_loss", "huber_loss",
-    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-})  # fmt: skip
-
-
-def _is_harmless(node: fx.Node) -> bool:
-    """Whether the call can be made with zeros in place of what it is given."""
+def _is_harmless(node: fx.Node, reaching: Mapping[fx.Node, int]) -> bool:
+    """Whether the call can be made with zeros in place of large inputs: it raises for no elements of what
+    depends on them (`reaching`)."""
     if node.op != "call_function" or node.target is operator.getitem or is_number(node):
         return not depends_on_data(node)
-    target = node.target
-    if not is_operator_overload(target) or target.namespace not in ("aten", "prims"):
+    if not is_operator_overload(node.target) or node.target.namespace not in ("aten", "prims"):
         return False
-    known = any(tag in target.tags for tag in _TAGS) or target.overloadpacket.__name__ in _HARMLESS
-    return (known or bool(aliased_inputs(node))) and not depends_on_data(node)
+    args, kwargs = fx.map_arg(
+        (node.args, node.kwargs), lambda read: read.meta.get("val") if reaching[read] else None
+    )
+    return errors_by_value(node.target, args, kwargs) is None and not depends_on_data(node)
 
 
 def released(

@@ -19,6 +19,7 @@ from torch import fx
 
 from retrograd._torch.fx import CHECKS, aliased_inputs, copied_module, lazy_graph, lazy_graph_module
 from retrograd._torch.subclass import PLAIN
+from retrograd._torch.tensor import is_lazy
 from retrograd.graph.joint import output_values
 from retrograd.graph.joint_graph import JointValues, Partition, Update
 
@@ -91,5 +92,5 @@ def _is_written_as_it_is(value: fx.Node, target: fx.Node) -> bool:
         and isinstance(new, torch.Tensor)
         and isinstance(old, torch.Tensor)
         and (new.dtype, new.device, new.shape) == (old.dtype, old.device, old.shape)
-        and not (new.is_conj() or new.is_neg() or old.is_conj() or old.is_neg())
+        and not (is_lazy(new) or is_lazy(old))
     )

@@ -24,7 +24,7 @@ from retrograd.aot.run.attach import Attaching
 from retrograd.aot.run.frame import Finish, Layout, rebuilder
 from retrograd.aot.run.lower_half import is_ready, still_compiling
 from retrograd.aot.run.region import RegionCode
-from retrograd.aot.run.rerun import RepeatableCall, memoryless
+from retrograd.aot.run.rerun import RepeatableCall, stand_in
 from retrograd.aot.run.written_ahead import WrittenAhead
 from retrograd.backends.base import Boxed
 from retrograd.errors import CodeFailedError, NotReadyError, Reason, UnlikeTracedError
@@ -140,12 +140,8 @@ class CompiledFunction:
         primals: Sequence[Any],
         before: dict[int, torch.Tensor],
         generators: dict[torch.device, Any],
-    ) -> RepeatableCall | None:
-        """The call as it was; `before` are the primals that it has changed. None if views cannot be made of a
-        copy as they were made of the original."""
-        for place, copy in before.items():
-            if self._joint.primals[place].group is not None and copy.stride() != primals[place].stride():
-                return None
+    ) -> RepeatableCall:
+        """The call as it was; `before` are the primals that it has changed."""
         if before:
             primals = [before.get(i, primal) for i, primal in enumerate(primals)]
         strides: dict[int, tuple[int, ...]] = {}
@@ -154,7 +150,7 @@ class CompiledFunction:
             with torch.enable_grad():
                 for place, source in self._released:
                     strides[place] = primals[place].stride()
-                    primals[place] = sources[source] = memoryless(primals[place])
+                    primals[place] = sources[source] = stand_in(primals[place], (0,) * primals[place].dim())
         versions = versions_of(primals)
         for place in self._unread:
             versions[place] = None
@@ -217,31 +213,31 @@ def refuse_unlike_traced(
     for number, (result, fake) in enumerate(zip(results, expected, strict=False)):
         if not isinstance(fake, torch.Tensor) or not isinstance(result, torch.Tensor):
             continue
-        sizes_differ = result.dim() != fake.dim() or any(
-            type(size) is int and size != now for size, now in zip(fake.shape, result.shape, strict=True)
+        if result.dtype != fake.dtype or _differ(fake.shape, result.shape):
+            found = f" is {result.dtype} {list(result.shape)}"
+            said = f"{fake.dtype} {list(fake.shape)}"
+        elif number in strided and _differ(_strides(fake, result.shape), _strides(result, result.shape)):
+            found = f", of which views are returned, has strides {result.stride()}"
+            said = f"{tuple(fake.stride())}"
+        else:
+            continue
+        raise UnlikeTracedError.because(
+            "unlike-traced",
+            f"result {number} of {name}{found}, and a fake tensor of torch's said {said}",
+            "aot.call",
+            way_out="this is a wrong fake kernel in torch: keep its operator out of the function",
         )
-        if sizes_differ or result.dtype != fake.dtype:
-            raise UnlikeTracedError.because(
-                "unlike-traced",
-                f"result {number} of {name} is {result.dtype} {list(result.shape)}, and a fake tensor of "
-                f"torch's said {fake.dtype} {list(fake.shape)}",
-                "aot.call",
-                way_out=_WRONG_FAKE,
-            )
-        if number in strided and any(
-            type(stride) is int and size != 1 and stride != now
-            for size, stride, now in zip(result.shape, fake.stride(), result.stride(), strict=True)
-        ):
-            raise UnlikeTracedError.because(
-                "unlike-traced",
-                f"result {number} of {name}, of which views are returned, has strides {result.stride()}, and "
-                f"a fake tensor of torch's said {tuple(fake.stride())}",
-                "aot.call",
-                way_out=_WRONG_FAKE,
-            )
 
 
-_WRONG_FAKE = "this is a wrong fake kernel in torch: keep its operator out of the function"
+def _differ(traced: Sequence[Any], now: Sequence[int]) -> bool:
+    """Whether numbers differ, apart from those that were symbolic in the trace."""
+    pairs = zip(traced, now, strict=False)
+    return len(traced) != len(now) or any(type(one) is int and one != other for one, other in pairs)
+
+
+def _strides(value: torch.Tensor, shape: Sequence[int]) -> list[Any]:
+    """Those that matter: with one element, any stride does."""
+    return [stride for size, stride in zip(shape, value.stride(), strict=True) if size != 1]
 
 
 _GRAD_DTYPE = Reason(

@@ -20,7 +20,7 @@ from torch import fx
 from retrograd._torch.fx import has_effect, is_symbolic
 from retrograd._torch.state import Autocast
 from retrograd._torch.subclass import PLAIN, Layout, fits, parts_of
-from retrograd._torch.tensor import is_lazy
+from retrograd._torch.tensor import is_not_in_memory
 from retrograd._torch.trace import guard_count, hint_of
 from retrograd.aot.capture import capture
 from retrograd.aot.parts import extract, finished_backward, gradients_of, is_backward, needed_between
@@ -96,11 +96,7 @@ def _laid_out(value: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
 
 def _is_ordinary(value: torch.Tensor, fake: torch.Tensor) -> bool:
     """Whether it is a tensor with elements of its own, such as are traced."""
-    return (
-        value.layout is torch.strided
-        and value.dtype is fake.dtype
-        and not (is_lazy(value) or value._is_zerotensor())
-    )
+    return value.layout is torch.strided and value.dtype is fake.dtype and not is_not_in_memory(value)
 
 
 def _strides(value: torch.Tensor, fake: torch.Tensor) -> Strides | None:

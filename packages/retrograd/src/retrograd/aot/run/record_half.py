@@ -1,4 +1,4 @@
-"""Give one half of a partition to a backend, and have its code recorded as CUDA graphs.
+"""Give one half of a partition to a backend; record its code as CUDA graphs if the user wants that.
 
 In: as in `lower_half`, and what is known of the half's inputs and results. Out: a boxed callable.
 
@@ -48,10 +48,12 @@ def may_replay(code: Boxed | None) -> bool:
     return isinstance(code, (GraphedFunction, InStretches))
 
 
-def lower_recorded(
+def lower_half(
     backend: Backend, graph: LazyGraph, state: CaptureState, half: Half, config: Config, values: Values
 ) -> Boxed:
-    """As `lower`; what it gives is replayed where that is safe."""
+    """As `lower`; with CUDA graphs, what it gives is replayed where that is safe."""
+    if not config.cudagraphs:
+        return lower(backend, graph, state, half, config)
 
     def compile_stretch(gm: fx.GraphModule, examples: Sequence[Any], visible: int | None) -> Boxed:
         return lower(backend, lazy_graph(gm, examples), state, replace(half, visible=visible), config)

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from retrograd._torch.autograd import checkpoint_is_valid, will_run
-from retrograd._torch.fx import asks_for_memory, copied_module, draws_again, lazy_graph
+from retrograd._torch.fx import copied_module, draws_again, lazy_graph
 from retrograd._torch.state import (
     Autocast,
     ThreadModes,
@@ -29,13 +29,13 @@ from retrograd._torch.state import (
     without_modes,
 )
 from retrograd._torch.subclass import PLAIN, Layout, built
-from retrograd._torch.tensor import graph_is_kept, is_batched, resolved
+from retrograd._torch.tensor import graph_is_kept, resolved
 from retrograd._torch.trace import InputGuard, know_values, laid_out_like
 from retrograd.aot.modules import are_all_modules_hooked
 from retrograd.aot.released import PutBack
 from retrograd.aot.run.cotangents import Expected, Strides, traced_for
-from retrograd.aot.run.lower_half import announce, is_ready, lower, still_compiling
-from retrograd.aot.run.record_half import lower_recorded, may_replay
+from retrograd.aot.run.lower_half import announce, is_ready, still_compiling
+from retrograd.aot.run.record_half import lower_half, may_replay
 from retrograd.aot.run.rerun import rerun_region, why_not_again
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, EagerBackend
@@ -50,11 +50,8 @@ from retrograd.report import MOST_FAILURES, Report, why_failed
 
 #: how many layouts of cotangents code is made for; with others the region runs as eager.
 MOST_LAYOUTS = 4
-#: stands for the strides of cotangents from torch's older vmap (``is_grads_batched``). Generated code cannot
-#: take them.
-_BATCHED = ("batched",)
 #: layouts, one entry for each root.
-Layouts = tuple[Strides | str | None, ...]
+Layouts = tuple[Strides | None, ...]
 
 
 @dataclass(eq=False)
@@ -62,12 +59,12 @@ class _Code:
     """Code for one layout of the cotangents, under one kind of autocast.
 
     Attributes:
-        graph: what it was made of; None: there is none for this layout.
+        graph: what it is made of.
         run: the code. has_run: whether it ever has, without an error. failures: how often it has raised.
         guard: says at once of cotangents whether the code takes them as they are.
     """
 
-    graph: LazyGraph | None
+    graph: LazyGraph
     run: Boxed | None = None
     has_run: bool = False
     failures: int = 0
@@ -100,10 +97,7 @@ class RegionCode:
         ]
         self._expected = [Expected.of(partition, number, root) for root in self.roots]
         self._as_traced: Layouts = (None,) * len(self.roots)
-        self._plain = all(e.is_plain for e in self._expected) and all(
-            g is None or g is PLAIN for g in self._gradients
-        )
-        self._places = [i for i, g in enumerate(self._gradients) if g is not None]
+        self._gives_all_plain = all(gradient is PLAIN for gradient in self._gradients)
         self._undefined_matters = number in joint.undefined_matters
         self._has_functions, self._reenters = number in joint.with_functions, joint.reenters
         saved = [partition.saved[i] for i in self._backward.saved]
@@ -113,13 +107,13 @@ class RegionCode:
         self._numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number or self.frees_nothing)
         self._tensors = len(saved) - len(self._numbers)
         self.follows_layout = isinstance(backend, AtenBackend)
-        self._codes: dict[tuple[Autocast, Layouts], _Code] = {}
+        self._codes: dict[tuple[Autocast, Layouts], _Code | None] = {}
         self._saves = number in joint.saving or bool(self._tensors or self._backward.checked)
         self._graph = self._backward.graph
         self._has_effects = self._graph.summary.has_effects_beside_random
         self.reruns, self.why_rerun = 0, ""
         is_static = all(expected.is_static for expected in self._expected)
-        self._may_be_guarded = self._plain and is_static and not self._reenters
+        self._may_be_guarded = is_static and not self._reenters
         #: the code that ran last, if it has a guard.
         self._last: _Code | None = None
 
@@ -145,19 +139,17 @@ class RegionCode:
         saved = ctx.saved_tensors if self._saves else ()  # what saves nothing may run as often as one likes
         if by_nodes or are_undefined or self._is_barred():
             return self._as_eager(ctx, cotangents, inside)
-        if not self._fit(cotangents):
-            if self.can_run_again(ctx):
+        autocast, fits = ThreadModes.autocast_now(), self._fit(cotangents)
+        code = self._code_for(autocast, self._layouts(cotangents)) if fits else None
+        if code is None:
+            if not autocast and not self.can_run_again(ctx):
+                cotangents = tuple([c if c is None else resolved(c) for c in cotangents])
+                if self._fit(cotangents):
+                    layouts = self._layouts(cotangents)
+                    code = self._code_for((), layouts) or self._code_for((), self._as_traced)
+            if code is None:
                 return self._as_eager(ctx, cotangents)
-            cotangents = tuple([c if c is None else resolved(c) for c in cotangents])
-            if not self._fit(cotangents):
-                return self._as_eager(ctx, cotangents)
-        autocast, layouts = ThreadModes.autocast_now(), self._layouts(cotangents)
-        code = self._codes.get((autocast, layouts)) or self._code_for(autocast, layouts)
-        if code.graph is None:
-            if autocast or self.can_run_again(ctx):
-                return self._as_eager(ctx, cotangents)
-            code = self._codes.get(((), self._as_traced)) or self._code_for((), self._as_traced)
-        is_as_traced = code.graph is not self._graph or layouts in (self._as_traced, _BATCHED)
+        is_as_traced = code.graph is not self._graph or self._layouts(cotangents) == self._as_traced
         args = self._arguments(saved, ctx.numbers, cotangents, is_as_traced)
         if self._memory.elsewhere and not (code.has_run and may_replay(code.run)):
             self._memory.put_back(args, self._made)
@@ -167,13 +159,14 @@ class RegionCode:
         if is_as_traced and not autocast and self._may_be_guarded:
             self._guard(code, cotangents)
         del saved, cotangents
-        _give_up(ctx)
+        self._give_up(ctx)
         assert code.run is not None
         return self._run(code.run, args)
 
     def can_run_again(self, ctx: Any) -> bool:
         """Whether the call whose region has this context can be run again."""
-        return why_not_again(self._partition.joint, self.number, ctx.again) is None
+        joint = self._partition.joint
+        return ctx.again is not None and why_not_again(joint, self.number, ctx.again) is None
 
     def _is_barred(self) -> bool:
         """Whether the backward that is running may not enter reentrant checkpoints, and there are some."""
@@ -181,7 +174,7 @@ class RegionCode:
 
     def _guard(self, code: _Code, cotangents: Sequence[Any]) -> None:
         """Have cotangents like these taken at once, if `code` does; one that has just failed is made anew."""
-        if any(c is None or is_batched(c) for c in cotangents):
+        if any(c is None for c in cotangents):
             return
         if self._config.cudagraphs and not may_replay(code.run):
             return
@@ -194,48 +187,44 @@ class RegionCode:
         guards look at that too."""
         args = self._kept(ctx.saved_tensors if self._saves else (), ctx.numbers)
         args += cotangents
-        _give_up(ctx)
+        self._give_up(ctx)
         assert code.run is not None
         return self._results(code.run(args))
 
     def _layouts(self, cotangents: Sequence[torch.Tensor | None]) -> Layouts:
         """For each cotangent that is laid out otherwise than traced, its strides."""
-        if any(map(is_batched, cotangents)):
-            return _BATCHED
         return tuple([e.layout(c) for c, e in zip(cotangents, self._expected, strict=True)])
 
-    def _code_for(self, autocast: Autocast, layouts: Layouts) -> _Code:
-        """What is known for these, from now on: a graph for them, if there is one."""
-        if layouts is _BATCHED:  # a batch does not lie in memory as one of its rows does
-            graph = None if autocast or asks_for_memory(self._graph.gm.graph) else self._graph
-        elif layouts == self._as_traced and not autocast:
-            graph = self._graph
-        elif len(self._codes) >= MOST_LAYOUTS:
-            return _Code(None)
-        else:
-            own = {r: s for r, s in zip(self.roots, layouts, strict=True) if s is not None}
-            graph = self._retraced(own, autocast)
-        code = self._codes[autocast, layouts] = _Code(graph)
-        return code
+    def _code_for(self, autocast: Autocast, layouts: Layouts) -> _Code | None:
+        """Code for these; None if there is no graph for them."""
+        key = autocast, layouts
+        if key not in self._codes:
+            graph: LazyGraph | None = self._graph
+            if autocast or layouts != self._as_traced:
+                if len(self._codes) >= MOST_LAYOUTS:
+                    return None
+                own = {r: s for r, s in zip(self.roots, layouts, strict=True) if s is not None}
+                graph = self._retraced(own, autocast)
+            self._codes[key] = None if graph is None else _Code(graph)
+        return self._codes[key]
 
     @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
     def _retraced(self, layouts: dict[int, Any], autocast: Autocast) -> LazyGraph | None:
-        as_traced = None if autocast else self._graph
-        if getattr(self._partition.joint, "reports", ()):  # passes have changed the graph since it was traced
-            return as_traced
-        if draws_again(self._graph.gm.graph):
-            return as_traced  # the states from which it draws are in no other trace
-        expected = dict(zip(self.roots, self._expected, strict=True))
+        """The graph for cotangents of other layouts, by boundary; None if only eager has their gradients."""
+        joint, expected = self._partition.joint, dict(zip(self.roots, self._expected, strict=True))
         if not all(expected[root].is_plain for root in layouts):
             return None
         is_static = all(expected[root].is_static for root in layouts)
-        if not is_static or (autocast and self._partition.joint.state.is_symbolic):
-            if not self.follows_layout:
-                return as_traced  # code that is made now may add guards, which nobody would check
-            if any(map(any, layouts.values())):
-                return None
-        if are_all_modules_hooked():
-            return as_traced  # a trace would call modules, and with them these hooks
+        is_static = is_static and not (autocast and joint.state.is_symbolic)
+        if (
+            getattr(joint, "reports", ())  # passes have changed the graph since it was traced
+            or draws_again(self._graph.gm.graph)  # from states that are in no other trace
+            or are_all_modules_hooked()  # a trace would call modules, and with them these hooks
+            or not (is_static or self.follows_layout)  # new code may add guards, which nobody would check
+        ):
+            return None if autocast else self._graph
+        if not is_static and any(map(any, layouts.values())):
+            return None
         with without_modes():
             gm = traced_for(self._partition, self.number, layouts, autocast)
         return None if gm is None else lazy_graph(gm)
@@ -267,54 +256,34 @@ class RegionCode:
     def _first_run(
         self, code: _Code, ctx: Any, cotangents: Sequence[torch.Tensor | None], args: list[Any]
     ) -> list[Any]:
-        """Gradients by code that has not run yet; what it cannot do, eager may."""
-        assert code.graph is not None
-        kept = [*args]
-        generators = generator_states(self._graph.summary.random_devices)
+        """Gradients by code that has not run yet. Where it raises, its graph is interpreted; where that
+        raises as well, the region runs as eager; if all of them do, it is the program's error."""
+        given, generators = [*args], generator_states(self._graph.summary.random_devices)
+        name = self._partition.joint.state.name
         try:
             if code.run is None:
                 counters["aot_backward_lowerings"] += 1
-                code.run = (
-                    EagerBackend().compile(code.graph.gm, ())
-                    if self._layouts(cotangents) is _BATCHED
-                    else self._lowered(code.graph, args)
-                )
+                code.run = self._lowered(code.graph, args)
             if not is_ready(code.run):
-                reason = still_compiling(f"the backward of {self._partition.joint.state.name}")
+                reason = still_compiling(f"the backward of {name}")
                 self._report.fell_back(reason, "a backward ran eagerly")
-                return self._interpreted(code.graph.gm, kept)
+                return self._interpreted(code.graph.gm, given)
             grads = self._run(code.run, args)
+            code.has_run = True
         except Exception as error:
             if self._config.strict or self._has_effects:
                 raise
             restore_generator_states(generators)
-            return self._after_failure(code, ctx, cotangents, kept, error)
-        code.has_run = True
-        _give_up(ctx)
-        return grads
-
-    def _after_failure(
-        self,
-        code: _Code,
-        ctx: Any,
-        cotangents: Sequence[torch.Tensor | None],
-        args: list[Any],
-        error: Exception,
-    ) -> list[Any]:
-        """What eager gives where code raised; if that raises as well, it is the program's error."""
-        assert code.graph is not None
-        try:
-            grads = self._interpreted(code.graph.gm, args)
-        except Exception:
-            if ctx.again is None:
-                raise error from None
-            grads = self._as_eager(ctx, cotangents)
-        code.failures += 1
-        reason = why_failed(f"the backward code of {self._partition.joint.state.name}", error, "aot.backward")
-        self._report.fell_back(reason, "a backward ran eagerly")
-        if code.failures >= MOST_FAILURES and not isinstance(error, torch.OutOfMemoryError):
-            code.run = EagerBackend().compile(code.graph.gm, ())
-        _give_up(ctx)
+            try:
+                grads = self._interpreted(code.graph.gm, given)
+            except Exception:
+                grads = self._as_eager(ctx, cotangents)
+            code.failures += 1
+            reason = why_failed(f"the backward code of {name}", error, "aot.backward")
+            self._report.fell_back(reason, "a backward ran eagerly")
+            if code.failures >= MOST_FAILURES and not isinstance(error, torch.OutOfMemoryError):
+                code.run = EagerBackend().compile(code.graph.gm, ())
+        self._give_up(ctx)
         return grads
 
     def _interpreted(self, gm: fx.GraphModule, args: list[Any]) -> list[Any]:
@@ -331,12 +300,10 @@ class RegionCode:
             if any(one is not other for one, other in zip(traced, examples, strict=True)):
                 graph = lazy_graph(know_values(copied_module(graph.gm), examples), examples)
         state, half = self._partition.joint.state, _half_of(graph)
-        if not self._config.cudagraphs:
-            with nullcontext() if args is None else without_modes():
-                return lower(self._backend, graph, state, half, self._config)
         cotangents = range(len(self._backward.saved), len(examples))
         values = Values(loose=cotangents, results=self._made, memory=self._memory)
-        return lower_recorded(self._backend, graph, state, half, self._config, values)
+        with nullcontext() if args is None else without_modes():
+            return lower_half(self._backend, graph, state, half, self._config, values)
 
     def _run(self, code: Boxed, args: list[Any]) -> list[Any]:
         """Gradients by code, which holds the casts of the autocast that is on."""
@@ -344,15 +311,16 @@ class RegionCode:
             return self._results(code(args))
 
     def _results(self, results: Sequence[Any]) -> list[Any]:
-        if self._plain:
-            if len(self._places) == len(self.destinations):
-                return list(results)
-            grads: list[Any] = [None] * len(self.destinations)
-            for place, result in zip(self._places, results, strict=True):
-                grads[place] = result
-            return grads
+        if self._gives_all_plain:
+            return list(results)
         values = iter(results)
         return [None if wrapping is None else built(wrapping, values) for wrapping in self._gradients]
+
+    def _give_up(self, ctx: Any) -> None:
+        """Let go of what the region saved, unless its graph is kept; what saves nothing can run again."""
+        if self._saves and not graph_is_kept():
+            ctx.maybe_clear_saved_tensors()
+            ctx.again = None
 
     @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
     def _as_eager(
@@ -378,8 +346,7 @@ class RegionCode:
             kept = self._kept(ctx.saved_tensors if self._saves else (), ctx.numbers)
             self._put_back(graph, kept, primals)
 
-        found = rerun_region(self._partition.joint, self.number, ctx, put_back, given, wanted)
-        return [found[there] for there in self.destinations]
+        return rerun_region(self._partition.joint, self.number, ctx, put_back, given, wanted)
 
     @cached_property
     def _put_back(self) -> PutBack:
@@ -388,10 +355,3 @@ class RegionCode:
 
 def _half_of(graph: LazyGraph) -> Half:
     return Half(is_backward=True, visible=len(graph.summary.results))
-
-
-def _give_up(ctx: Any) -> None:
-    """Let go of what the region saved, unless its graph is kept."""
-    if not graph_is_kept():
-        ctx.maybe_clear_saved_tensors()
-        ctx.again = None

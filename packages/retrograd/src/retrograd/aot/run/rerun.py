@@ -42,30 +42,14 @@ from retrograd.graph.joint import Destination, JointSignature
 from retrograd.graph.joint_graph import AliasOf, ComputedOutput, JointValues
 
 
-class Memoryless(torch.autograd.Function):
-    """The history of a tensor, without its memory."""
-
-    @staticmethod
-    def forward(ctx: Any, like: torch.Tensor) -> torch.Tensor:
-        """One of its sizes, which takes the memory of one element."""
-        ctx.set_materialize_grads(False)
-        strides = (0,) * like.dim()
-        return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Hand the gradient on."""
-        return grad
-
-
-class LaidOut(torch.autograd.Function):
-    """Zeros in place of what a memoryless tensor stands for, laid out as that was."""
+class StandIn(torch.autograd.Function):
+    """A tensor of another one's size and history, with memory of its own."""
 
     @staticmethod
     def forward(ctx: Any, like: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-        """Make them."""
+        """Make it; with strides of 0, it has the memory of one element."""
         ctx.set_materialize_grads(False)
-        return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device).zero_()
+        return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
@@ -73,8 +57,8 @@ class LaidOut(torch.autograd.Function):
         return grad, None
 
 
-#: given a tensor, returns one of its sizes and history; given that, and strides, zeros.
-memoryless, laid_out = entry_of(Memoryless), entry_of(LaidOut)
+#: given a tensor and strides, a `StandIn` for it.
+stand_in = entry_of(StandIn)
 
 
 class RepeatableCall(NamedTuple):
@@ -102,16 +86,8 @@ class RepeatableCall(NamedTuple):
 PuttingBack = Callable[[LiveGraph, Sequence[Any]], None]
 
 
-def why_not_again(joint: JointValues, number: int, call: RepeatableCall | None) -> Exception | None:
+def why_not_again(joint: JointValues, number: int, call: RepeatableCall) -> RuntimeError | None:
     """Why region `number` of a call cannot be run again: the error that `rerun_region` raises at once."""
-    if call is None:
-        return CaptureError.because(
-            "call-not-repeatable",
-            f"{joint.state.name} changes its inputs in place, so that this backward (a second derivative, or "
-            "cotangents of another kind than captured) cannot be made",
-            "aot.run_backward",
-            way_out="keep the change out of the function, or run it eagerly",
-        )
     at = {n: version for n, version in enumerate(call.versions) if version is not None}
     changed = {n: version for n, version in at.items() if call.primals[n]._version != version}
     read = primals_read(joint, gradients_of(joint, number)) if changed else set()
@@ -127,7 +103,7 @@ def rerun_region(
     put_back: PuttingBack,
     cotangents: Mapping[int | Edge, Any],
     wanted: Collection[Destination] | None = None,
-) -> dict[Destination, Any]:
+) -> list[Any]:
     """Gradients of region `number`, whose node has the context `ctx`, for all its destinations or those
     `wanted`. These are given where a backward may not enter a reentrant checkpoint, which raises then if it
     is on the way to one of them.
@@ -135,7 +111,7 @@ def rerun_region(
     `put_back` gets the autograd graph of the second run, and the primals that it was given.
 
     Raises:
-        CaptureError: the call cannot be repeated, because it changed its inputs.
+        CaptureError: the function took another way than at capture.
         RuntimeError: an input was changed in place since the call, in eager's words.
     """
     call = ctx.again
@@ -144,12 +120,10 @@ def rerun_region(
     differentiable = torch.is_grad_enabled()
     inlined = not joint.reenters or (wanted is None and not differentiable)
     second = partial(_second_run, joint, number, call, put_back, differentiable, inlined)
-    walk, outputs = second(is_view_cast_once=False)
-    if walk is None and not differentiable and any(call.primals[n]._is_view() for n in _leaves(joint)):
-        walk, outputs = second(is_view_cast_once=True)
+    walk, outputs = second()
     if walk is None and joint.state.uses_python_forms:
         with python_forms():
-            walk, outputs = second(is_view_cast_once=False)
+            walk, outputs = second()
     if walk is not None and wanted is not None:
         refuse_reentry(walk.graph.nodes[index].handle for index in walk.leading_to(wanted))
 
@@ -165,29 +139,22 @@ def rerun_region(
     destinations = joint.signature.regions[number].destinations
     if not inlined and walk is not None:  # no gradient of what a checkpoint reads besides its arguments
         found = dict.fromkeys(destinations) | found
-    return _as_divided(found, destinations, joint.state.name)
+    made = _as_divided(found, destinations, joint.state.name)
+    return [made[there] for there in destinations]
 
 
-def _leaves(joint: JointValues) -> list[int]:
-    """The numbers of the primals that are leaves of the autograd graph."""
-    return [n for n, primal in enumerate(joint.primals) if primal.differentiable and primal.is_leaf]
-
-
-def _second_run(  # noqa: PLR0913 - what was captured, what was given, what is asked
+def _second_run(
     joint: JointValues,
     number: int,
     call: RepeatableCall,
     put_back: PuttingBack,
     differentiable: bool,
     inlined: bool,
-    *,
-    is_view_cast_once: bool,
 ) -> tuple[Walk | None, list[Any]]:
     """The backward of region `number` of the call, made again; None if its regions begin or end elsewhere
     than those of the trace. And the outputs, which own its autograd nodes.
 
-    Autocast casts a leaf that is a view for each use; the trace has such a leaf cast once. Reentrant
-    checkpoints are part of the graph if they are `inlined`.
+    Reentrant checkpoints are part of the graph if they are `inlined`.
     """
     primals = dict(enumerate(call.primals))
     with torch.enable_grad():
@@ -197,12 +164,14 @@ def _second_run(  # noqa: PLR0913 - what was captured, what was given, what is a
             for n, primal in primals.items()
             if joint.primals[n].differentiable
         }
-        entries |= {n: laid_out(primals[n], strides) for n, strides in call.released.items()}
-        for n in _leaves(joint):  # autocast casts a leaf once for all its uses
-            if differentiable and n not in call.changed:
-                entries[n] = primals[n]
-            elif not differentiable and (is_view_cast_once or not primals[n]._is_view()):
+        for n, strides in call.released.items():
+            entries[n] = stand_in(primals[n], strides)
+            entries[n].detach().zero_()
+        for n in entries:  # autocast casts a leaf once for all its uses, as in the trace
+            if joint.primals[n].is_leaf and not differentiable:
                 entries[n] = again[n].detach().requires_grad_()
+            elif joint.primals[n].is_leaf and n not in call.changed:
+                entries[n] = primals[n]
         for n, entry in entries.items():
             entry._is_param = isinstance(primals[n], nn.Parameter)  # modules ask, and wrap what is none
         given = {n: again[n] for n in call.changed}

@@ -8,7 +8,6 @@ kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -16,14 +15,8 @@ from retrograd._torch.autograd import versions_of
 from retrograd._torch.tensor import set_versions
 from retrograd.graph.joint_graph import Partition
 
-
-@dataclass(frozen=True)
-class Before:
-    """What a call is about to write: tensors, their versions, and what was in them if that is known."""
-
-    tensors: Sequence[torch.Tensor]
-    versions: Sequence[int | None]
-    copies: Sequence[torch.Tensor] | None
+#: what a call is about to write: each tensor, its version, and a copy while the graph is not proven.
+Before = Sequence[tuple[torch.Tensor, int | None, torch.Tensor | None]]
 
 
 class WrittenAhead:
@@ -40,28 +33,26 @@ class WrittenAhead:
     def before(self, primals: Sequence[torch.Tensor]) -> Before:
         """Call this before the graph runs."""
         tensors = [primals[place] for place in self._places]
-        copies = None if self._is_proven else [tensor.detach().clone() for tensor in tensors]
-        return Before(tensors, versions_of(tensors), copies)
+        copies = [None if self._is_proven else tensor.detach().clone() for tensor in tensors]
+        return list(zip(tensors, versions_of(tensors), copies, strict=True))
 
     def after(self, before: Before) -> None:
         """Call this when it has run: eager's changes are counted."""
         self._is_proven = True
-        self._count(before, self._changes)
+        _count(before, self._changes)
 
     def undo(self, before: Before) -> bool:
         """Call this when it has raised. Returns whether all is as it was."""
-        if before.copies is None:
+        if any(copy is None for _, _, copy in before):
             return False
         with torch.no_grad():
-            for tensor, copy in zip(before.tensors, before.copies, strict=True):
-                tensor.copy_(copy)
-        self._count(before, [0] * len(before.tensors))
+            for tensor, _, copy in before:
+                tensor.copy_(copy)  # type: ignore[arg-type]
+        _count(before, [0] * len(before))
         return True
 
-    def _count(self, before: Before, changes: Sequence[int]) -> None:
-        counted = [
-            (tensor, version + more)
-            for tensor, version, more in zip(before.tensors, before.versions, changes, strict=True)
-            if version is not None
-        ]
-        set_versions([tensor for tensor, _ in counted], [version for _, version in counted])
+
+def _count(before: Before, changes: Sequence[int]) -> None:
+    pairs = zip(before, changes, strict=True)
+    counted = [(tensor, version + more) for (tensor, version, _), more in pairs if version is not None]
+    set_versions([tensor for tensor, _ in counted], [version for _, version in counted])

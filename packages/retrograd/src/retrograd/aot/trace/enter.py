@@ -15,6 +15,7 @@ import torch
 from retrograd._torch.handlers import line_that_catches
 from retrograd._torch.operators import errors_by_value
 from retrograd._torch.subclass import PLAIN, Layout, built, layout_of, parts_of
+from retrograd._torch.tensor import is_dense
 from retrograd._torch.trace import (
     Abandoned,
     FirstRun,
@@ -217,6 +218,8 @@ class Inputs:
                 group, member = based[index]
                 if id(group) not in bases:
                     assert group.base is not None
+                    if not is_dense(group.base.value):  # a copy, of which views are made, would have no gaps
+                        raise not_representable("it changes inputs that share memory with gaps")
                     bases[id(group)] = self._tensor(group.base, group=self.state.aliases.index(group))
                 base = bases[id(group)]
                 with torch.enable_grad():
