@@ -258,11 +258,14 @@ def test_a_truncated_file_is_written_again(folder: Path, cut: int) -> None:
     assert counted() == (1, 0, 0)
 
 
-@pytest.mark.parametrize("entry", ["halves", "saved", "reads", "checked", "primals", "examples", "out_spec"])
+@pytest.mark.parametrize("entry", ["halves", "saved", "backwards", "sets", "primals", "examples", "out_spec"])
 def test_a_foreign_file_is_not_used(folder: Path, entry: str) -> None:
     first = in_a_new_process(gelu)
     file = _only_file(folder)
-    change(file, lambda head, graphs: head.update({entry: ["something", "else"]}))
+    change(
+        file,
+        lambda head, graphs: (head if entry in head else head["body"]).update({entry: ["something", "else"]}),
+    )
     assert all(map(torch.equal, first, in_a_new_process(gelu)))
     assert counted() == (0, 2, 0)
 
@@ -271,7 +274,7 @@ def test_a_part_that_is_read_as_another_graph_is_not_used(folder: Path) -> None:
     first = in_a_new_process(gelu)
 
     def other(head: Any, graphs: Any) -> None:
-        head["halves"][0]["parts"][0]["graph"]["nodes"][0][1] = "renamed"
+        head["body"]["halves"][0]["parts"][0][0][0]["nodes"][0][1] = "renamed"
 
     change(_only_file(folder), other)
     assert all(map(torch.equal, first, in_a_new_process(gelu)))
