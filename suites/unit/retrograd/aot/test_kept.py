@@ -6,7 +6,6 @@ Inductor's folder is a fresh one here, and its graphs are interpreted, so that n
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import weakref
@@ -25,6 +24,7 @@ from retrograd.aot import JointGraph, capture
 from retrograd.aot.export import FIELDS
 from retrograd.backends.registry import AtenBackend, InductorBackend
 from retrograd.events import counters
+from retrograd.serialize import packed, unpacked
 from unit.retrograd.aot.second_process import Program, in_a_new_process
 
 
@@ -240,11 +240,9 @@ def _only_file(folder: Path) -> Path:
 
 def change(file: Path, how: Callable[[Any, Any], object]) -> None:
     """Write the file again, its hash as well, after `how` has changed what it says."""
-    _, *lines = file.read_bytes().split(b"\n")
-    read = [json.loads(line) for line in lines]
+    read = [json.loads(piece) for piece in unpacked(file.read_bytes())]
     how(*read)
-    body = b"\n".join(json.dumps(line).encode() for line in read)
-    file.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+    file.write_bytes(packed({}, [json.dumps(piece).encode() for piece in read]))
 
 
 @pytest.mark.parametrize("cut", [0, 1, 64, 65, 200, -1])

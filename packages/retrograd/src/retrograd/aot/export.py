@@ -1,10 +1,11 @@
 """Joint graphs in files.
 
-In: a `JointGraph` and a file. Out: a zip archive of JSON and the bytes of tensors; of such an archive, the
+In: a `JointGraph` and a file. Out: a file of a heading, JSON, and the bytes of tensors; of such a file, the
 joint graph again, without its function: what needs the function again says so. What cannot be written is
-refused by its name. Loading runs nothing that stands in the file: no pickle, no text that is evaluated, no
-name that is imported. Nothing is compressed, so that a file takes memory in proportion to its size. torch's
-own archives of programs are not used: loading them runs what they say.
+refused by its name. A hash tells a file that has changed since it was written; it is refused. Loading runs
+nothing that stands in the file: no pickle, no text that is evaluated, no name that is imported. Nothing is
+compressed, so that a file takes memory in proportion to its size. torch's own archives of programs are not
+used: loading them runs what they say.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import torch
@@ -24,7 +25,6 @@ from retrograd._torch.state import ThreadModes
 from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import Form, new_fake_mode
 from retrograd.aot.capture import JointGraph
-from retrograd.aot.examine import examine, examine_trace
 from retrograd.config import checked
 from retrograd.errors import (
     CaptureError,
@@ -35,29 +35,26 @@ from retrograd.errors import (
     VerificationError,
     first_line,
 )
-from retrograd.graph.joint import Destination, verify_joint
-from retrograd.graph.joint_graph import CaptureState, JointValues, Leaf, PrimalValue
+from retrograd.graph.joint import verify_joint
+from retrograd.graph.joint_graph import CaptureState, JointValues
 from retrograd.passes.aten import PassReport
-from retrograd.serialize import Reader, Writer, checked_types, field_types, is_of_type
+from retrograd.serialize import Reader, Writer, heading_of, packed, unpacked
 from retrograd.version import VERSION
 
 #: of the files that are written; files of another one are refused.
 SCHEMA = 9
 
 _FORMAT = "retrograd-joint-graph"
-_MANIFEST, _JOINT, _TENSORS = "manifest.json", "joint.json", "tensors.bin"
-#: bytes of what may be compressed, as older releases did.
-_SMALL = 2**16
 File = str | os.PathLike[str] | IO[bytes]
 _FILE = (
     lambda file: isinstance(file, (str, os.PathLike)) or hasattr(file, "seek"),
     "a path, or an open binary file",
 )
 
-#: what of a joint graph is written in a way of its own, or is refused where it is not as by default.
-_OTHERWISE = {"state", "gm", "primals", "out_spec", "gradients", "offsets_matter"}
-#: what of it is written as it is.
-FIELDS = tuple(one.name for one in fields(JointValues) if one.name not in _OTHERWISE)
+#: what of a joint graph is written as it is.
+FIELDS = tuple(
+    one.name for one in fields(JointValues) if one.name not in ("state", "gm", "out_spec", "offsets_matter")
+)
 
 _WAY_OUT = "return clones of views, and plain constants; unwrap tensor subclasses before the call"
 
@@ -74,14 +71,13 @@ def _document(joint: JointValues, writer: Writer) -> dict[str, Any]:
             way_out = "make it an argument, or a parameter of the module that is captured"
             _refuse("found-tensor", text, f"primal {number}", way_out)
     state = joint.state
-    leaves = [replace(leaf, value=None) if leaf.kind else leaf for leaf in state.leaves]
     body = {
+        "graph": writer.graph(joint.gm),
         "name": state.name,
-        "modes": writer.write(tuple(state.thread_modes)),
-        "leaves": [_written(writer, leaf.name, leaf) for leaf in leaves],
+        "modes": writer.write([*state.thread_modes]),
+        "leaves": [_written(writer, leaf.name, leaf) for leaf in state.leaves],
         "in_spec": None if state.in_spec is None else _written_spec(writer, "arguments", state.in_spec),
         **serialize_trace(joint, writer),
-        "graph": writer.graph(joint.gm),
     }
     return writer.document(body)
 
@@ -100,11 +96,10 @@ def serialize_trace(joint: JointValues, writer: Writer) -> dict[str, Any]:
         _refuse("aliased-inputs", text, "inputs", "clone one of them before the call")
     if any(wrapping is not PLAIN for wrapping in joint.gradients.values()):
         _refuse("subclass", "a gradient is a tensor subclass", "gradients", _WAY_OUT)
+    for number, plan in enumerate(joint.outputs):
+        _written(writer, f"output {number}", plan)  # whose number an error names
     return {
-        "outputs": [_written(writer, f"output {number}", plan) for number, plan in enumerate(joint.outputs)],
         "out_spec": _written_spec(writer, "outputs", joint.out_spec),
-        "primals": [_written(writer, one.name, replace(one, fake=None)) for one in joint.primals],
-        "gradients": [writer.write(place) for place in joint.gradients],
         **{name: _written(writer, name, getattr(joint, name)) for name in FIELDS},
     }
 
@@ -132,35 +127,30 @@ def _read_joint(reader: Reader) -> JointGraph:
         VerificationError: it breaks a law of joint graphs.
         Exception: it is nothing that was written so, or does not fit this torch.
     """
-    gm = reader.graph(reader.body["graph"])
-    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    found = read_trace(reader.body, reader, inputs)
+    body = reader.body
+    gm, found = reader.graph(body["graph"]), read_trace(body, reader)
     verify_joint(gm, found["signature"], "aot.load")
-    state = _read_state(reader, {primal.leaf: primal.fake for primal in found["primals"]})
     gm.meta["signature"] = found["signature"]
+    state = CaptureState(
+        name=body["name"],
+        call=_Absent(body["name"]),
+        leaves=tuple(map(reader.read, body["leaves"])),
+        thread_modes=ThreadModes(*reader.read(body["modes"])),
+        fake_mode=reader.mode,
+        in_spec=None if body["in_spec"] is None else _read_spec(reader, body["in_spec"]),
+    )
     # As after a pass, nothing can trace the graph again for cotangents laid out otherwise: they are copied.
-    joint = JointGraph(state=state, gm=gm, reports=(PassReport("load", 0.0),), **found)
-    examine(joint)
-    return joint
+    return JointGraph(state=state, gm=gm, reports=(PassReport("load", 0.0),), **found)
 
 
-def read_trace(written: Mapping[str, Any], reader: Reader, fakes: Sequence[Any]) -> dict[str, Any]:
-    """What `serialize_trace` wrote, as fields of a `JointGraph`. The first of `fakes` are the primals.
+def read_trace(written: Mapping[str, Any], reader: Reader) -> dict[str, Any]:
+    """What `serialize_trace` wrote, as fields of a `JointGraph`.
 
     Raises:
         Exception: it is nothing that was written so.
     """
-    primals = [_read_as(reader, one, PrimalValue) for one in written["primals"]]
-    if any(type(primal.found) not in (torch.Tensor, type(None)) for primal in primals):
-        raise ValueError("a tensor that the function found is none")
-    found = {
-        "primals": tuple(replace(primal, fake=fakes[number]) for number, primal in enumerate(primals)),
-        "out_spec": _read_spec(reader, written["out_spec"]),
-        "gradients": {_read_as(reader, one, tuple[int, Destination]): PLAIN for one in written["gradients"]},
-        **{name: _read_as(reader, written[name], field_types(JointValues)[name]) for name in FIELDS},
-    }
-    examine_trace(found)
-    return found
+    found = {name: reader.read(written[name]) for name in FIELDS}
+    return {**found, "out_spec": _read_spec(reader, written["out_spec"])}
 
 
 def _read_spec(reader: Reader, written: Any) -> TreeSpec:
@@ -168,30 +158,6 @@ def _read_spec(reader: Reader, written: Any) -> TreeSpec:
     if any(leaf is not None for leaf in leaves):
         raise ValueError("a container in which something stands")
     return spec
-
-
-def _read_as(reader: Reader, written: Any, hint: Any) -> Any:
-    if not is_of_type(found := reader.read(written), hint):
-        raise ValueError(f"{found!r:.80} is no {hint}")
-    return found
-
-
-def _read_state(reader: Reader, fakes: Mapping[int | None, Any]) -> CaptureState:
-    body = reader.body
-    leaves: list[Leaf] = []
-    for number, one in enumerate(body["leaves"]):
-        leaf: Leaf = _read_as(reader, one, Leaf)
-        fake = fakes.get(number if leaf.same_as is None else leaf.same_as)
-        leaves.append(replace(leaf, value=fake) if leaf.kind else leaf)
-    name = _read_as(reader, body["name"], str)
-    return CaptureState(
-        name=name,
-        call=_Absent(name),
-        leaves=tuple(leaves),
-        thread_modes=checked_types(ThreadModes(*reader.read(body["modes"]))),
-        fake_mode=reader.mode,
-        in_spec=None if body["in_spec"] is None else _read_spec(reader, body["in_spec"]),
-    )
 
 
 class _Absent:
@@ -238,7 +204,7 @@ def _tensors_of(reader: Reader, table: Sequence[Any], data: bytes) -> list[torch
     found: list[torch.Tensor] = []
     start = 0
     for written in table:
-        form: Form = _read_as(reader, written, Form)
+        form: Form = reader.read(written)
         part = bytearray(data[start : start + form.nbytes])
         memory = torch.frombuffer(part, dtype=torch.uint8) if part else torch.empty(0, dtype=torch.uint8)
         typed = memory.ne(0) if form.dtype is torch.bool else memory.view(form.dtype)
@@ -272,12 +238,13 @@ def export(joint: JointGraph, file: File) -> None:
     verify_joint(joint.gm, joint.signature, "aot.export", [report.name for report in joint.reports])
     writer = Writer(takes_tensors=True)
     data = _document(joint, writer)
-    manifest = {"format": _FORMAT, "schema": SCHEMA, "retrograd": VERSION, "torch": torch.__version__}
     data["tensors"], kept = _bytes_of(writer)
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr(_MANIFEST, json.dumps(manifest, indent=1))
-        archive.writestr(_JOINT, json.dumps(data))
-        archive.writestr(_TENSORS, kept)
+    heading = {"format": _FORMAT, "schema": SCHEMA, "retrograd": VERSION, "torch": torch.__version__}
+    written = packed(heading, [json.dumps(data).encode(), kept])
+    if isinstance(file, (str, os.PathLike)):
+        Path(file).write_bytes(written)
+    else:
+        file.write(written)
 
 
 @checked(file=_FILE)
@@ -293,11 +260,19 @@ def load(file: File) -> JointGraph:
             installed torch.
         MissingFileError: there is no such file, or it cannot be opened.
     """
-    manifest, data, kept = _contents(file)
-    writer = f"written by retrograd {manifest.get('retrograd')} under torch {manifest.get('torch')}"
+    data = _bytes_in(file)
+    heading = _heading(file, data)
+    writer = f"written by retrograd {heading.get('retrograd')} under torch {heading.get('torch')}"
     try:
-        reader = Reader(data, new_fake_mode(False))
-        reader.tensors = _tensors_of(reader, data["tensors"], kept)
+        contents, kept = unpacked(data)
+    except Exception as error:
+        raise _refused(
+            "damaged", f"{_name(file)} is damaged: {first_line(error)}", "export it again"
+        ) from error
+    try:
+        document = json.loads(contents)
+        reader = Reader(document, new_fake_mode(False))
+        reader.tensors = _tensors_of(reader, document["tensors"], kept)
         return _read_joint(reader)
     except VerificationError as error:
         raise _refused(
@@ -308,53 +283,36 @@ def load(file: File) -> JointGraph:
         raise _refused("contents", found, f"it was {writer}; export it again") from error
 
 
-def _contents(file: File) -> tuple[dict[str, Any], dict[str, Any], bytes]:
+def _bytes_in(file: File) -> bytes:
     try:
-        with zipfile.ZipFile(file) as archive:
-            entries = archive.infolist()
-            names = [entry.filename for entry in entries]
-            manifest = json.loads(_stored_in(archive, _MANIFEST)) if _MANIFEST in names else None
-            _check_manifest(file, manifest)
-            if sorted(names) != sorted((_MANIFEST, _JOINT, _TENSORS)):
-                raise ValueError(f"it holds {', '.join(names)[:80]}")
-            data, kept = json.loads(_stored_in(archive, _JOINT)), _stored_in(archive, _TENSORS)
-    except LoadError:
-        raise
+        if isinstance(file, (str, os.PathLike)):
+            return Path(file).read_bytes()
+        file.seek(0)
+        return file.read()
     except OSError as error:
         text = f"{_name(file)} cannot be opened: {error.strerror or error}"
         way_out = "the path of a file that aot.export wrote"
         raise MissingFileError.because("load-missing", text, "aot.load", way_out=way_out) from error
-    except Exception as error:
-        raise _refused(
-            "damaged", f"{_name(file)} is damaged, or no joint graph: {first_line(error)}", "export it again"
-        ) from error
-    if not isinstance(data, dict):
-        raise _refused("damaged", f"{_name(file)} is damaged: it holds no joint graph", "export it again")
-    assert manifest is not None
-    return manifest, data, kept
 
 
-def _stored_in(archive: zipfile.ZipFile, name: str) -> bytes:
-    """A member of the archive, if it takes no more memory than in the file."""
-    entry = archive.getinfo(name)
-    if entry.compress_type != zipfile.ZIP_STORED and entry.file_size > _SMALL:
-        raise ValueError(f"{name} is compressed, which aot.export does not do")
-    return archive.read(name)
-
-
-def _check_manifest(file: File, manifest: Any) -> None:
-    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+def _heading(file: File, data: bytes) -> dict[str, Any]:
+    try:
+        heading = heading_of(data)
+    except (ValueError, RecursionError):
+        heading = {}
+    if heading.get("format") != _FORMAT:
         raise _refused(
             "foreign", f"{_name(file)} is no joint graph that aot.export wrote", "aot.export(joint, file)"
         )
-    schema = manifest.get("schema")
+    schema = heading.get("schema")
     if type(schema) is not int or schema < 1:
         raise _refused("damaged", f"{_name(file)} has no version", "export it again")
     if schema != SCHEMA:
-        writer = f"written by retrograd {manifest.get('retrograd')}"
+        writer = f"written by retrograd {heading.get('retrograd')}"
         found = f"{_name(file)} has schema {schema}, {writer}; known is {SCHEMA}"
         other = "a newer retrograd, or export it with this one"
         raise _refused(*(("newer", found, other) if schema > SCHEMA else ("older", found, "export it again")))
+    return heading
 
 
 def _name(file: File) -> str:

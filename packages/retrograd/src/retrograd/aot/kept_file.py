@@ -1,9 +1,9 @@
 """A partition as bytes, for another process, and back.
 
-In: a `Partition`, with the `Division` of each of its graphs. Out: bytes in three lines: a hash of the rest;
-JSON that says what a process needs that finds all code compiled: the different parts of each graph and their
-order, and what inputs and outputs mean; and JSON of the graphs themselves, which is read when somebody asks
-for one. What is read costs as much as there are different layers.
+In: a `Partition`, with the `Division` of each of its graphs. Out: a file of two pieces: JSON that says what a
+process needs that finds all code compiled: the different parts of each graph and their order, and what inputs
+and outputs mean; and JSON of the graphs themselves, which is read when somebody asks for one. What is read
+costs as much as there are different layers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from retrograd.graph.joint_graph import CaptureState, Partition, RegionBackward,
 from retrograd.graph.lazy import KnownGraph, LazyGraph, Summary
 from retrograd.process import cached_property
 from retrograd.repeats.compile import Division, Step
-from retrograd.serialize import Reader, Writer
+from retrograd.serialize import Reader, Writer, heading_of, packed, unpacked
 
 
 def serialize_partition(made: Partition) -> bytes:
@@ -51,8 +51,7 @@ def serialize_partition(made: Partition) -> bytes:
         graph.gm if half["steps"] else None for graph, half in zip(made.graphs, head["halves"], strict=True)
     ]
     lines = writer.document(head), [gm and _serialize_whole(gm) for gm in whole]
-    body = b"\n".join(json.dumps(line).encode() for line in lines)
-    return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+    return packed({}, [json.dumps(line).encode() for line in lines])
 
 
 def read_partition(data: bytes, state: CaptureState, policy: Policy, is_single_region: bool) -> Partition:
@@ -62,19 +61,14 @@ def read_partition(data: bytes, state: CaptureState, policy: Policy, is_single_r
         ValueError, KeyError, TypeError, IndexError, AttributeError: it is nothing that was written so, or
             does not fit this torch.
     """
-    said, _, body = data.partition(b"\n")
-    if hashlib.sha256(body).hexdigest().encode() != said:
-        raise ValueError("it is damaged, or was not written here")
-    first, _, rest = body.partition(b"\n")
+    first, rest = unpacked(data)
     reader = Reader(json.loads(first), state.fake_mode)
     head, again = reader.body, _Again(state, policy, is_single_region, rest)
     ahead, *behind = (
         _read_half(half, reader, functools.partial(again.graph, number))
         for number, half in enumerate(head["halves"])
     )
-    joint = _CapturedAgain(
-        again.joint, state=state, reports=(), **read_trace(head, reader, ahead.summary.inputs)
-    )
+    joint = _CapturedAgain(again.joint, state=state, reports=(), **read_trace(head, reader))
     backwards = zip(behind, map(reader.read, head["backwards"]), strict=True)
     return Partition(
         joint,
@@ -92,8 +86,8 @@ def _saved(entries: Sequence[Any]) -> tuple[Saved, ...]:
 
 
 def name_graphs(made: Partition, data: bytes) -> None:
-    """Name the graphs of `made`, which is written as `data`, by the hash in its first line."""
-    said = data.partition(b"\n")[0].decode("ascii")
+    """Name the graphs of `made`, which is written as `data`, by the hash in its heading."""
+    said = heading_of(data)["sha256"]
     for i, graph in enumerate(made.graphs):
         graph.known_as = f"{said} {i}"
 

@@ -5,6 +5,6 @@ In: a graph module, what stands in it, and what describes it. Out: JSON values; 
 
 from retrograd.serialize.documents import Reader as Reader
 from retrograd.serialize.documents import Writer as Writer
-from retrograd.serialize.values import checked_types as checked_types
-from retrograd.serialize.values import field_types as field_types
-from retrograd.serialize.values import is_of_type as is_of_type
+from retrograd.serialize.files import heading_of as heading_of
+from retrograd.serialize.files import packed as packed
+from retrograd.serialize.files import unpacked as unpacked

@@ -74,22 +74,18 @@ class Writer:
             return self._tensor(value)
         return {"node": value.name} if isinstance(value, fx.Node) else serialize_value(value, self.write)
 
-    def graph(self, gm: fx.GraphModule, inputs: Sequence[Any] | None = None) -> dict[str, Any]:
+    def graph(self, gm: fx.GraphModule, inputs: Sequence[Any] = (), is_inner: bool = False) -> dict[str, Any]:
         """The nodes of `gm`, each as its kind, its name, what it calls, its arguments, what is noted with it,
         and its example value; and what it holds.
 
         Args:
             inputs: example values in place of those of the placeholders.
+            is_inner: whether another graph holds it; then example values are left out.
 
         Raises:
             ExportError: something in it cannot be written.
         """
-        given = iter(inputs or ())
-        return self._graph(
-            gm, lambda node: next(given) if inputs and node.op == "placeholder" else node.meta.get("val")
-        )
-
-    def _graph(self, gm: fx.GraphModule, example: Callable[[fx.Node], Any] | None) -> dict[str, Any]:
+        examples = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False))
         attributes: dict[str, Any] = {}
         nodes: list[list[Any]] = []
         for node in gm.graph.nodes:
@@ -100,8 +96,8 @@ class Writer:
                     row[3] = [self.write(value) for value in node.args]
                     row[4] = {key: self.write(value) for key, value in node.kwargs.items()}
                 code, way_out = "unwritable", "capture with static sizes, and without subclasses"
-                if example is not None and node.op != "output":
-                    row.append(self.write(example(node)))
+                if node.op != "output" and not is_inner:
+                    row.append(self.write(examples.get(node, node.meta.get("val"))))
             except Refusal as error:
                 raise ExportError.because(
                     code,
@@ -123,7 +119,7 @@ class Writer:
         name = str(node.target)
         value: Any = operator.attrgetter(name)(gm)
         if isinstance(value, fx.GraphModule) and "." not in name:
-            attributes[name] = {"graph": self._graph(value, None)}
+            attributes[name] = {"graph": self.graph(value, is_inner=True)}
         elif type(value) in _REAL and "." not in name:
             attributes[name] = self.write(value)
         else:
@@ -211,10 +207,23 @@ class Reader:
             else:
                 root.register_buffer(name, self.tensors[value["tensor"]])
         for kind, name, target, args, kwargs, noted, *example in written["nodes"]:
-            called = self._operators[target] if kind == "call_function" else target
-            if kind == "get_attr" and target not in held:
-                raise ValueError(f"{name} is {target}, which the graph does not hold")
-            node = self._nodes[name] = self._node(graph, (kind, name, called), args, kwargs)
+            read = tuple(map(self.read, args)), {key: self.read(value) for key, value in kwargs.items()}
+            if not all(map(str.isidentifier, (name, *kwargs))):  # code is written of them
+                raise ValueError(f"{name!r} is no name of a node, or an argument has none")
+            if kind == "call_function":
+                called = self._operators[target]
+            elif kind == "output":
+                called = kind
+            elif any(read):
+                raise ValueError(f"a {kind} with arguments")
+            elif kind == "placeholder":
+                called = name
+            elif kind == "get_attr" and target in held and target.isidentifier():
+                called = target
+            else:
+                raise ValueError(f"a {kind} of {target}, which is unknown")
+            node = self._nodes[name] = graph.create_node(kind, called, *read, name)
+            node.name = name
             node.meta.update(self._notes[noted])
             if kind == "call_function":
                 node.meta["original_aten"] = called  # by which Inductor names kernels
@@ -222,28 +231,6 @@ class Reader:
                 (node.meta["val"],) = map(self.read, example)
         self._nodes = outer
         return lazy_graph_module(root, graph, "joint")
-
-    def _node(
-        self, graph: fx.Graph, what: tuple[str, str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> fx.Node:
-        kind, name, target = what
-        if not name.isidentifier():
-            raise ValueError(f"{name!r} is no name of a node")
-        read = tuple([self.read(value) for value in args])
-        if kind in ("placeholder", "get_attr") and (read or kwargs):
-            raise ValueError(f"a {kind} with arguments")
-        if kind == "placeholder":
-            node = graph.placeholder(name)
-        elif kind == "output":
-            node = graph.output(*read)
-        elif kind == "call_function":
-            node = graph.call_function(target, read, {k: self.read(value) for k, value in kwargs.items()})
-        elif kind == "get_attr" and target.isidentifier():
-            node = graph.create_node("get_attr", target, name=name)
-        else:
-            raise ValueError(f"a node of unknown kind {kind!r}")
-        node.name = name
-        return node
 
     def _read_notes(self, written: Mapping[str, Any]) -> dict[str, Any]:
         read = {key: self.read(value) for key, value in written.items()}

@@ -3,7 +3,7 @@
 In: what stands in the argument lists of such a graph, the records that describe a joint graph, and containers
 of a fixed set. Out: JSON values; of those, the same again. Names from a file are looked up in fixed tables,
 and among the operators that are registered in this process. Nothing is imported, and nothing is called by
-such a name. A record's fields have the types that its class declares.
+such a name.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import dataclasses
 import functools
 import math
 import operator
-import typing
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import UnionType
 from typing import Any
 
 import torch
@@ -34,8 +32,6 @@ from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import Form
 from retrograd.errors import Refusal
 from retrograd.graph import joint, joint_graph, lazy
-
-Record = typing.TypeVar("Record")
 
 #: what is called without a schema; the rest of arithmetic is for symbolic sizes, which are not written.
 _GETITEM = "operator.getitem"
@@ -132,41 +128,7 @@ def _unwritable(value: Any) -> Refusal:
 
 def _read_record(written: Any, read: Part) -> Any:
     name, fields = written
-    return checked_types(_RECORDS[name](**{key: read(one) for key, one in fields.items()}))
-
-
-def checked_types(record: Record) -> Record:
-    """A record that was read, whose fields have the types that its class declares.
-
-    Raises:
-        ValueError: one has another type.
-    """
-    kind: Any = type(record)
-    for field, hint in field_types(kind).items():
-        if not is_of_type(found := getattr(record, field), hint):
-            raise ValueError(f"{kind.__name__}.{field} is {type(found).__name__} {found!r:.80}")
-    return record
-
-
-@functools.cache
-def field_types(cls: Any) -> dict[str, Any]:
-    """The fields of a dataclass, with their types."""
-    return typing.get_type_hints(cls)
-
-
-def is_of_type(value: Any, hint: Any) -> bool:
-    """Whether a value that was read is of a type as an annotation says it. No function is, and no number is a
-    truth value."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, UnionType):
-        return any(is_of_type(value, one) for one in args)
-    if origin is typing.Literal:
-        return type(value) is str and value in args
-    if origin is tuple and args[-1] is not ...:
-        return type(value) is tuple and len(value) == len(args) and all(map(is_of_type, value, args))
-    if origin in (tuple, frozenset):
-        return type(value) is origin and all(is_of_type(one, args[0]) for one in value)
-    return hint is Any or type(value) is hint
+    return _RECORDS[name](**{key: read(one) for key, one in fields.items()})
 
 
 def read_device(written: Any) -> torch.device:
@@ -233,41 +195,37 @@ def read_value(written: Any, read: Part) -> Any:
     return _FORMS[name].read(inner, read)
 
 
-def serialize_operator(target: Any) -> Any:
-    """The operator, with its schema if it has one."""
+def serialize_operator(target: Any) -> str:
+    """The operator, as the text of its schema if it has one; else its name."""
     if is_operator_overload(target):
         _check_may_be_named(target)
-        return {"name": target._schema.name, "overload": target._overloadname, "schema": _schema_text(target)}
+        return _schema_text(target)
     if is_higher_order(target):
         if target.name() in _HIGHER_ORDER:
-            return {"higher_order": target.name()}
+            return str(target.name())
         raise Refusal(
             "unwritable", f"the higher-order operator {target.name()}, which refers to this process"
         )
     if target is not operator.getitem:
         raise Refusal("unwritable", f"{getattr(target, '__name__', target)}, a function without a schema")
-    return {"function": _GETITEM}
+    return _GETITEM
 
 
-def read_operator(written: Any) -> Any:
+def read_operator(written: str) -> Any:
     """What `serialize_operator` wrote."""
-    if "function" in written:
-        if written["function"] != _GETITEM:
-            raise ValueError(f"the function {written['function']!r} is unknown")
+    if written == _GETITEM:
         return operator.getitem
-    if "higher_order" in written:
-        if written["higher_order"] not in _HIGHER_ORDER:
-            raise ValueError(f"the operator of higher order {written['higher_order']!r} is unknown")
-        return getattr(torch.ops.higher_order, written["higher_order"])
-    namespace, _, name = written["name"].partition("::")
-    if not is_registered(written["name"], written["overload"]):
-        raise ValueError(
-            f"the operator {written['name']}.{written['overload']} is not registered in this process"
-        )
-    found: Any = getattr(getattr(getattr(torch.ops, namespace), name), written["overload"])
+    if written in _HIGHER_ORDER:
+        return getattr(torch.ops.higher_order, written)
+    full = written.partition("(")[0]
+    name, _, overload = full.partition(".")
+    namespace, _, short = name.partition("::")
+    if not is_registered(name, overload or "default"):
+        raise ValueError(f"the operator {full} is not registered in this process")
+    found: Any = getattr(getattr(getattr(torch.ops, namespace), short), overload or "default")
     _check_may_be_named(found)
-    if _schema_text(found) != written["schema"]:
-        raise ValueError(f"the operator {written['schema']} is {found._schema} in this process")
+    if _schema_text(found) != written:
+        raise ValueError(f"the operator {written} is {found._schema} in this process")
     return found
 
 

@@ -4,12 +4,10 @@ In: functions and the tensors they are called with. Out: ATen graphs, and what t
 """
 
 from retrograd._torch.trace.fakes import (
-    NO_FAKE_KERNEL,
     Form,
     alias_of_fake,
     bytes_of,
     checks_known,
-    fake_kernels_only,
     fake_mode_of,
     fake_of,
     fake_of_form,

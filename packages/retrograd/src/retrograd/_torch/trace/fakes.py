@@ -10,8 +10,7 @@ import itertools
 import math
 import os
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_symbols
 
 from retrograd._torch.fx import aliased_inputs, is_symbolic
@@ -31,21 +30,6 @@ from retrograd.errors import Refusal
 def new_fake_mode(symbolic: bool) -> FakeTensorMode:
     """A fake mode of our own; with a shape environment if sizes may be symbolic."""
     return FakeTensorMode(shape_env=ShapeEnv() if symbolic else None, allow_non_fake_inputs=True)
-
-
-#: raised for an operator without a fake kernel.
-NO_FAKE_KERNEL = (UnsupportedOperatorException, NotImplementedError)
-
-
-@contextmanager
-def fake_kernels_only(mode: FakeTensorMode) -> Iterator[None]:
-    """`mode` is on, and runs no operator's real kernel where there is no fake one."""
-    before, mode.allow_fallback_kernels = mode.allow_fallback_kernels, False
-    try:
-        with mode:
-            yield
-    finally:
-        mode.allow_fallback_kernels = before
 
 
 def read_anew(mode: Any) -> None:
