@@ -256,7 +256,7 @@ def test_a_truncated_file_is_written_again(folder: Path, cut: int) -> None:
     assert counted() == (1, 0, 0)
 
 
-@pytest.mark.parametrize("entry", ["halves", "saved", "backwards", "sets", "primals", "examples", "out_spec"])
+@pytest.mark.parametrize("entry", ["halves", "saved", "backwards", "examples", "out_spec"])
 def test_a_foreign_file_is_not_used(folder: Path, entry: str) -> None:
     first = in_a_new_process(gelu)
     file = _only_file(folder)
