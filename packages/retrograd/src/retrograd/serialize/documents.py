@@ -128,8 +128,7 @@ class Writer:
 
     def _notes(self, node: fx.Node) -> int:
         plain = {key: value for key, value in node.meta.items() if type(value) is _NOTES.get(key)}
-        write = lambda: {key: self.write(value) for key, value in plain.items()}  # noqa: E731
-        return self._place("notes", tuple(plain.items()), write)
+        return self._place("notes", tuple(plain.items()), partial(self.write, plain))
 
     def _tensor(self, value: torch.Tensor) -> dict[str, int]:
         if (form := form_of(value)) is not None:
@@ -232,8 +231,8 @@ class Reader:
         self._nodes = outer
         return lazy_graph_module(root, graph, "joint")
 
-    def _read_notes(self, written: Mapping[str, Any]) -> dict[str, Any]:
-        read = {key: self.read(value) for key, value in written.items()}
+    def _read_notes(self, written: Any) -> dict[str, Any]:
+        read: dict[str, Any] = self.read(written)
         if not all(type(value) is _NOTES.get(key) for key, value in read.items()):
             raise ValueError(f"the notes {read!r:.80}")
         return read
